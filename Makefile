@@ -1,0 +1,51 @@
+# Every target makes .venv itself when it has to. `make demo` and `make test` work from a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-digits doctor test lint format types docs-examples ci bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## train a network in float32 and in mixed precision, and show the difference
+	$(BIN)/precast demo checkerboard
+
+demo-digits: $(STAMP)  ## the same on real handwritten digits, with held-out accuracy
+	$(BIN)/precast demo digits
+
+doctor: $(STAMP)  ## what this machine can do in each dtype, measured
+	$(BIN)/precast doctor
+
+test: $(STAMP)  ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## format check, lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(STAMP)  ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(STAMP)  ## strict type check
+	$(BIN)/mypy
+
+docs-examples: $(STAMP)  ## run every Python example of the README files and docs
+	$(BIN)/python -m pytest tests/test_docs.py
+
+ci: lint types test  ## everything CI runs (the layer test and the docs examples are part of `test`)
+
+bench: $(STAMP)  ## overhead per call and the demos' step time, beside torch.autocast
+	$(BIN)/python -m benchmarks
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

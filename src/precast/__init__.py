@@ -1,0 +1,1 @@
+"""Automatic mixed precision for PyTorch that you can read, trust and steer."""

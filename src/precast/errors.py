@@ -1,0 +1,53 @@
+"""The exception tree: every error that precast raises on purpose is a `PrecastError`.
+
+    PrecastError
+    ├── PolicyError (ValueError)          a policy file or table that cannot be read, or says something impossible
+    ├── RegionError (ValueError)          an autocast region asked for something the device cannot do
+    ├── BannedOperationError (RuntimeError)  an operation that the policy refuses inside a region
+    ├── ScalerError (RuntimeError)        a gradient scaler used in the wrong order or on the wrong tensors
+    └── MissingExtraError (ImportError)   an optional package is not installed; says what to install
+
+    PrecastWarning (UserWarning)          something will not do what was probably meant
+
+Each message says what was asked, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BannedOperationError",
+    "MissingExtraError",
+    "PolicyError",
+    "PrecastError",
+    "PrecastWarning",
+    "RegionError",
+    "ScalerError",
+]
+
+
+class PrecastError(Exception):
+    """Base of all errors that precast raises on purpose."""
+
+
+class PolicyError(PrecastError, ValueError):
+    """A policy that cannot be read or that says something impossible."""
+
+
+class RegionError(PrecastError, ValueError):
+    """An autocast region that asks for what the device or PyTorch cannot do."""
+
+
+class BannedOperationError(PrecastError, RuntimeError):
+    """An operation that the policy in force refuses inside a region."""
+
+
+class ScalerError(PrecastError, RuntimeError):
+    """A gradient scaler used in the wrong order or on tensors it cannot handle."""
+
+
+class MissingExtraError(PrecastError, ImportError):
+    """An optional package is missing; the message names the extra to install."""
+
+
+class PrecastWarning(UserWarning):
+    """Something that will not do what was probably meant."""
