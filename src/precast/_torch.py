@@ -1,0 +1,168 @@
+"""The only place that touches private PyTorch API; each use says why, and since when it was seen to work.
+
+Invariants: nothing here decides anything about precision; every name is a thin, typed door to one
+private feature of the installed PyTorch (developed on 2.13), so that a new version is one file to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+__all__ = [
+    "AutocastOff",
+    "Kernel",
+    "autocast_key",
+    "base_of",
+    "below_autocast",
+    "compiled_kernel",
+    "find_overload",
+    "has_autocast_kernel",
+    "is_functorch_active",
+    "is_view",
+    "operator_names",
+    "operator_overloads",
+    "quiet_override",
+    "schema_of",
+    "set_torchscript_autocast",
+    "version_of",
+]
+
+Kernel = Callable[..., Any]
+"""What stands behind a dispatch key: called as ``kernel(keyset, *args, **kwargs)``."""
+
+# Tensor attributes without a public spelling. Read through the C descriptors: one call, no Python frame.
+version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor._base.__get__  # type: ignore[attr-defined]
+is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+
+# The dispatcher's autocast keys have no public list by device type (2.13); PrivateUse1 is the odd name.
+_KEY_NAMES = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "mps": "AutocastMPS",
+    "xpu": "AutocastXPU",
+    "mtia": "AutocastMTIA",
+    "maia": "AutocastMAIA",
+    "hpu": "AutocastHPU",
+    "ipu": "AutocastIPU",
+    "xla": "AutocastXLA",
+}
+
+
+@cache
+def autocast_key(device_type: str) -> str:
+    """Name of the dispatch key that PyTorch switches on for autocast on `device_type`."""
+    return _KEY_NAMES.get(device_type, "AutocastPrivateUse1")
+
+
+def _key(device_type: str) -> Any:
+    return getattr(torch._C.DispatchKey, autocast_key(device_type))
+
+
+class AutocastOff:
+    """Excludes one device's autocast key in this thread, as PyTorch's own kernels do around their inner call.
+
+    Not `torch.autocast(enabled=False)`: that costs more, and would change what the program reads from
+    `torch.is_autocast_enabled`.
+    """
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, device_type: str) -> None:
+        self._keys = torch._C.DispatchKeySet(_key(device_type))
+
+    def __call__(self) -> Any:
+        """A fresh guard, for one `with`."""
+        return torch._C._ExcludeDispatchKeyGuard(self._keys)
+
+
+def has_autocast_kernel(op: str, device_type: str) -> bool:
+    """Whether something is registered for `op` ("aten::linear") at the autocast key of `device_type`."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(device_type))
+
+
+def compiled_kernel(op: str, device_type: str) -> Kernel:
+    """The kernel now registered for `op` at the autocast key of `device_type`; it stays callable when overridden.
+
+    `torch.library.get_kernel` is public (2.9 and later); the object that it returns is not.
+    """
+    kernel: Kernel = torch.library.get_kernel(op, autocast_key(device_type)).call_boxed
+    return kernel
+
+
+def below_autocast(overload: OpOverload, device_type: str) -> Kernel:
+    """Runs `overload` as if nothing were registered at the autocast key: a fallthrough that Python can call.
+
+    `redispatch_boxed` (2.13) goes to the next kernel below; unlike calling the overload it does not ask
+    ``__torch_function__`` a second time.
+    """
+    below = torch._C._dispatch_keyset_full_after(_key(device_type))
+    redispatch = overload._handle.redispatch_boxed
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keyset & below, *args, **kwargs)
+
+    return kernel
+
+
+@cache
+def find_overload(op: str) -> OpOverload | None:
+    """The operator object of a dispatcher name ("aten::softmax.int", "mylib::myop"), or None if it is not there."""
+    qualified, _, overload = op.partition(".")
+    namespace, _, name = qualified.partition("::")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+        found: OpOverload = getattr(packet, overload or "default")
+    except (AttributeError, RuntimeError):
+        find_overload.cache_clear()  # it may be defined later: absence is not remembered
+        return None
+    return found
+
+
+def schema_of(overload: OpOverload) -> torch.FunctionSchema:
+    """Arguments and aliasing of an operator; `OpOverload._schema` is the documented-by-use way (2.13)."""
+    return overload._schema
+
+
+def is_functorch_active() -> bool:
+    """Whether a `torch.func` transform (vmap, grad ...) is running in this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def set_torchscript_autocast(enabled: bool) -> bool:
+    """Switches TorchScript's own autocast pass, process-wide, and returns what it was.
+
+    The pass bakes PyTorch's lists into a scripted graph, whatever the policy in force (2.13).
+    """
+    before: bool = torch._C._jit_set_autocast_mode(enabled)
+    return before
+
+
+@contextmanager
+def quiet_override() -> Iterator[None]:
+    """Registers over PyTorch's kernels without its process-wide 'Overriding a previously registered kernel' warning."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*previously registered kernel.*")
+        yield
+
+
+def operator_names() -> set[str]:
+    """All operators that the dispatcher knows, in its spelling ("aten::softmax.int"); no public list (2.13)."""
+    return set(torch._C._dispatch_get_all_op_names())
+
+
+def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
+    """The overloads of an operation ("aten::softmax"): name ("" is the default) -> schema; empty if it is unknown.
+
+    Only the dispatcher has this list, and nothing public reads it (2.13).
+    """
+    schemas = torch._C._jit_get_schemas_for_operator(operation)
+    return {schema.overload_name: schema for schema in schemas}
