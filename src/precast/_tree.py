@@ -1,0 +1,96 @@
+"""The one walk over containers: a function applied to every tensor, whatever the nesting.
+
+Invariants:
+- containers are lists, deques, tuples (named tuples, `PackedSequence`, `torch.return_types` too),
+  mappings and dataclass instances (frozen ones too), with their subclasses; all else is a leaf;
+- a rebuilt container keeps its type and what else it carries: default factory, order, attributes;
+- a container in which nothing changed is returned itself; none is modified in place;
+- nothing is consumed: generators, strings, sets and arrays are leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["map_tensors"]
+
+T = TypeVar("T")
+
+
+def map_tensors(
+    value: T,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    other: Callable[[Any], Any] = lambda leaf: leaf,
+) -> T:
+    """Returns `value` with each tensor `t` in it replaced by ``fn(t)``.
+
+    Args:
+        value: A tensor, a leaf, or any nesting of containers; keys of mappings are not looked at.
+        fn: Called once for each place that holds a tensor.
+        other: Called for each leaf that is not a tensor; what it returns takes the leaf's place.
+
+    Returns:
+        A value of the same structure and types; `value` itself if nothing changed.
+
+    >>> pair = [1, (torch.ones(2), "x")]
+    >>> map_tensors(pair, lambda t: t * 2)
+    [1, (tensor([2., 2.]), 'x')]
+    >>> map_tensors(pair, lambda t: t) is pair
+    True
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value)  # type: ignore[return-value]
+    items = _items(value)
+    if items is None:
+        return other(value)  # type: ignore[no-any-return]
+    changed = {}
+    for key, child in items:
+        new = map_tensors(child, fn, other)
+        if new is not child:
+            changed[key] = new
+    return _replaced(value, changed) if changed else value
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The children of a container with the key that each is stored under; None for a leaf."""
+    if isinstance(value, list | tuple | deque):
+        return enumerate(value)
+    if isinstance(value, Mapping):
+        return value.items()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # A field may be unset (`init=False`): it then counts as None, which never changes.
+        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    return None
+
+
+def _replaced(value: Any, changed: dict[Any, Any]) -> Any:
+    """A container like `value` with some children exchanged."""
+    if isinstance(value, tuple):
+        return _new_tuple(type(value), [changed.get(i, item) for i, item in enumerate(value)])
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})  # type: ignore[call-arg]
+    new = copy.copy(value)  # not the constructor: it may take other arguments or have side effects
+    put = _setter(value)
+    for key, item in changed.items():
+        put(new, key, item)
+    return new
+
+
+def _new_tuple(cls: type[tuple[Any, ...]], items: list[Any]) -> tuple[Any, ...]:
+    if hasattr(cls, "n_sequence_fields"):
+        return cls(items)  # C structs such as torch.return_types.max refuse tuple.__new__
+    return tuple.__new__(cls, items)  # a named tuple's own constructor takes its items one by one
+
+
+def _setter(container: Any) -> Callable[[Any, Any, Any], None]:
+    if isinstance(container, list | deque | MutableMapping):
+        return operator.setitem
+    frozen = type(container).__dataclass_params__.frozen
+    return object.__setattr__ if frozen else setattr
