@@ -1,0 +1,239 @@
+"""Policy files: TOML to the contents of a policy and back.
+
+Invariants:
+    - `[ops]` speaks for every device type, `[ops.cuda]` for one and is laid over `[ops]`.
+    - A file is laid over its `base`; a chain of bases must end.
+    - Every problem is one `PolicyError`: the file, the line or key, the value, what is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast
+
+import tomli_w
+
+from precast._policy_rows import (
+    DEVICE_TYPES,
+    Entry,
+    Rule,
+    canonical,
+    check_row,
+    nearest,
+    overlay,
+    parse_entry,
+    short,
+    split,
+)
+from precast.errors import PolicyError
+
+__all__ = ["MIXED", "Contents", "Mixed", "Tables", "preset_names", "read", "render", "write"]
+
+Mixed = Literal["raise", "promote"]
+Tables = Mapping[str, Mapping[str, Entry]]
+
+MIXED = ("raise", "promote")
+_PRESETS = Path(__file__).parent / "policies"
+_KEYS = ("name", "summary", "base", "mixed", "ops")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a policy file says, its bases included."""
+
+    name: str = ""
+    summary: str = ""
+    mixed: Mixed = "raise"
+    tables: Tables = field(default_factory=dict)
+
+
+def preset_names() -> tuple[str, ...]:
+    """The policies that ship with precast."""
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
+
+
+def read(name_or_path: str | os.PathLike[str]) -> Contents:
+    """The contents of a preset or a file.
+
+    Raises:
+        PolicyError: there is no such preset or file, or it says something that it must not.
+    """
+    return _read(_locate(name_or_path, Path()), ())
+
+
+def render(contents: Contents) -> str:
+    """The TOML text of a policy, one line an operation; it stands alone, without a base."""
+    lines = [_line("name", contents.name), _line("summary", contents.summary)]
+    lines.append(_line("mixed", contents.mixed))
+    shared = _shared_rows(contents.tables)
+    lines += _section("[ops]", shared)
+    for device, table in contents.tables.items():
+        own = {key: entry for key, entry in table.items() if key not in shared}
+        lines += _section(f"[ops.{device}]", own)
+    return "\n".join(lines) + "\n"
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Put a text in a file, whole or not at all."""
+    target = Path(path)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", newline="\n", dir=target.parent, delete=False
+    ) as file:
+        try:
+            file.write(text)
+            file.close()
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _locate(name_or_path: str | os.PathLike[str], folder: Path) -> Path:
+    if isinstance(name_or_path, str) and name_or_path in preset_names():
+        return _PRESETS / f"{name_or_path}.toml"
+    path = folder / Path(name_or_path)
+    if not path.is_file():
+        hint = nearest(str(name_or_path), preset_names())
+        raise PolicyError(
+            f"no policy {os.fspath(name_or_path)!r}: neither a preset nor a file{hint} "
+            f"Allowed: {', '.join(preset_names())}, or the path of a TOML file"
+        )
+    return path
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Contents:
+    if path.resolve() in above:
+        chain = " -> ".join(p.name for p in (*above, path))
+        raise PolicyError(f"{path}: base: the files lead back to themselves: {chain}")
+    document = _parse(path)
+    base = Contents()
+    if "base" in document:
+        base = _read_base(path, document["base"], (*above, path.resolve()))
+    return Contents(
+        name=_text(document, "name", path.stem, path),
+        summary=_text(document, "summary", "", path),
+        mixed=_mixed(document, base.mixed, path),
+        tables=_tables(document.get("ops", {}), base.tables, path),
+    )
+
+
+def _parse(path: Path) -> dict[str, object]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise PolicyError(f"{path}: not TOML: {error}") from error
+    for key in document:
+        if key not in _KEYS:
+            raise PolicyError(
+                f"{path}: unknown key {key!r}{nearest(key, _KEYS)} Allowed: {', '.join(_KEYS)}"
+            )
+    return document
+
+
+def _read_base(path: Path, base: object, above: tuple[Path, ...]) -> Contents:
+    if not isinstance(base, str):
+        raise PolicyError(f"{path}: base is {base!r}; it must be a preset's name or a path")
+    try:
+        return _read(_locate(base, path.parent), above)
+    except PolicyError as error:
+        raise PolicyError(f"{path}: base = {base!r}: {error}") from error
+
+
+def _text(document: Mapping[str, object], key: str, default: str, path: Path) -> str:
+    value = document.get(key, default)
+    if not isinstance(value, str):
+        raise PolicyError(f"{path}: {key} is {value!r}; it must be text")
+    return value
+
+
+def _mixed(document: Mapping[str, object], default: Mixed, path: Path) -> Mixed:
+    value = document.get("mixed", default)
+    if value not in MIXED:
+        raise PolicyError(f"{path}: mixed is {value!r}. Allowed: {', '.join(MIXED)}")
+    return cast("Mixed", value)
+
+
+def _tables(ops: object, base: Tables, path: Path) -> Tables:
+    if not isinstance(ops, Mapping):
+        raise PolicyError(f"{path}: ops is {ops!r}; it must be a table, [ops] or [ops.cuda]")
+    general = {key: value for key, value in ops.items() if key not in DEVICE_TYPES}
+    shared = _rows(general, path, "[ops]")
+    tables = {}
+    for device in DEVICE_TYPES:
+        own = _rows(ops.get(device, {}), path, f"[ops.{device}]")
+        table = overlay(overlay(base.get(device, {}), shared), own)
+        if table:
+            tables[device] = table
+    return tables
+
+
+def _rows(table: object, path: Path, section: str) -> dict[str, Entry]:
+    if not isinstance(table, Mapping):
+        raise PolicyError(f"{path}: {section} is {table!r}; it must be a table of rules")
+    rows: dict[str, Entry] = {}
+    trusted = path.parent == _PRESETS
+    for name, value in table.items():
+        where = f"{path.name if trusted else path}: {section} {name}"
+        _refuse_device_typo(name, value, where)
+        key = canonical(name, where)
+        if key in rows:
+            raise PolicyError(f"{where}: the same operation is already in this table as {key}")
+        rows[key] = parse_entry(value, where)
+        if not trusted:
+            check_row(key, rows[key], where)
+    return rows
+
+
+def _refuse_device_typo(name: str, value: object, where: str) -> None:
+    hint = nearest(name, DEVICE_TYPES)
+    if isinstance(value, Mapping) and "rule" not in value and hint != ".":
+        allowed = ", ".join(DEVICE_TYPES)
+        raise PolicyError(f"{where}: {name!r} is not a device type{hint} Allowed: {allowed}")
+
+
+def _shared_rows(tables: Tables) -> dict[str, Entry]:
+    """The rows that are the same for every device type, taken operation by operation."""
+    by_device = [_by_operation(tables.get(device, {})) for device in DEVICE_TYPES]
+    first, *others = by_device
+    return {
+        key: entry
+        for operation, rows in first.items()
+        if all(other.get(operation) == rows for other in others)
+        for key, entry in rows.items()
+    }
+
+
+def _by_operation(table: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+    groups: dict[str, dict[str, Entry]] = {}
+    for key, entry in table.items():
+        groups.setdefault(split(key)[0], {})[key] = entry
+    return groups
+
+
+def _section(heading: str, table: Mapping[str, Entry]) -> list[str]:
+    lines = ["", heading] if table else []
+    for rule in Rule:
+        rows = sorted((key, entry) for key, entry in table.items() if entry.rule is rule)
+        lines += [f"# {rule.meaning}"] if rows else []
+        lines += [_row(key, entry) for key, entry in rows]
+    return lines
+
+
+def _row(key: str, entry: Entry) -> str:
+    if entry == Entry(entry.rule):
+        return _line(short(key), entry.rule)
+    parts = {"rule": entry.rule, "reason": entry.reason, "builds": entry.builds}
+    given = [_line(name, value) for name, value in parts.items() if value]
+    # tomli_w writes a table over several lines; a row is one line.
+    return _line(short(key), "").removesuffix('""') + "{ " + ", ".join(given) + " }"
+
+
+def _line(key: str, value: str) -> str:
+    return tomli_w.dumps({key: str(value)}).rstrip("\n")

@@ -1,0 +1,260 @@
+"""The rows of a policy: one operation, one rule, why, and where that was said.
+
+Invariants:
+    - A key is `namespace::name` (every overload that is not an `out=` variant) or
+      `namespace::name.overload`; `.default` is the overload with the empty name, as in `torch.ops`.
+    - An exact row beats the row of the bare name.
+    - Every problem is a `PolicyError` that begins with where it was found.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from precast import _torch
+from precast.errors import PolicyError
+
+__all__ = [
+    "DEVICE_TYPES",
+    "Entry",
+    "Rule",
+    "canonical",
+    "check_row",
+    "covered_overloads",
+    "dispatcher_name",
+    "exact_key",
+    "nearest",
+    "overlay",
+    "parse_entry",
+    "short",
+    "split",
+]
+
+# The device types that have an Autocast key: _AUTOCAST_SUPPORTED_DEVICES in ATen/autocast_mode.h.
+DEVICE_TYPES = (
+    "cpu",
+    "cuda",
+    "mps",
+    "xpu",
+    "mtia",
+    "maia",
+    "hpu",
+    "xla",
+    "ipu",
+    "privateuseone",
+)
+
+_BUILDS = ("", "cuda", "rocm")
+_NAME = re.compile(r"(?:(?P<namespace>\w+)::)?(?P<name>\w+)(?:\.(?P<overload>\w+))?")
+
+
+class Rule(enum.StrEnum):
+    """What happens to the floating-point arguments of an operation inside a region."""
+
+    LOWER = "lower"
+    FP32 = "fp32"
+    FP32_SET_DTYPE = "fp32_set_dtype"
+    FP32_APPEND_DTYPE = "fp32_append_dtype"
+    PROMOTE = "promote"
+    BANNED = "banned"
+    KEEP = "keep"
+
+    @property
+    def meaning(self) -> str:
+        """The rule in a few words; the reason of a row that gives none of its own."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Rule.LOWER: "arguments are cast to the region's dtype",
+    Rule.FP32: "arguments are cast to float32",
+    Rule.FP32_SET_DTYPE: "computed in float32 through the operation's own dtype argument",
+    Rule.FP32_APPEND_DTYPE: "computed in float32 through the overload that takes a dtype",
+    Rule.PROMOTE: "arguments are cast to the widest dtype among them",
+    Rule.BANNED: "refused inside a region",
+    Rule.KEEP: "runs as it does outside a region",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of a policy's table.
+
+    Attributes:
+        rule: what happens to the arguments.
+        reason: why, in a few words.
+        origin: the file and key that said so; no part of the value.
+        builds: `cuda` or `rocm` where only such builds of PyTorch have a kernel of their own.
+    """
+
+    rule: Rule
+    reason: str = ""
+    origin: str = field(default="", compare=False)
+    builds: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.reason:
+            object.__setattr__(self, "reason", self.rule.meaning)
+
+
+def canonical(text: str, where: str = "operation") -> str:
+    """The key for an operation's name: `softmax.int` -> `aten::softmax.int`.
+
+    Raises:
+        PolicyError: the text is not of the form `[namespace::]name[.overload]`.
+    """
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise PolicyError(
+            f"{where}: {text!r} is not the name of an operation; write 'linear', 'softmax.int' "
+            "or 'mylib::myop' (the dispatcher's names, not a Python path)"
+        )
+    return text if match["namespace"] else f"aten::{text}"
+
+
+def short(key: str) -> str:
+    """The name as a policy file spells it: without `aten::`."""
+    return key.removeprefix("aten::")
+
+
+def split(key: str) -> tuple[str, str | None]:
+    """`aten::softmax.int` -> (`aten::softmax`, `int`); a bare name has the overload None."""
+    operation, dot, overload = key.partition(".")
+    return operation, overload if dot else None
+
+
+def exact_key(operation: str, overload: str) -> str:
+    """The exact key for an overload as PyTorch names it (`""` is the default)."""
+    return f"{operation}.{overload or 'default'}"
+
+
+def dispatcher_name(key: str) -> str:
+    """An exact key in the dispatcher's spelling: no suffix for the default overload."""
+    return key.removesuffix(".default")
+
+
+def covered_overloads(operation: str) -> list[str]:
+    """The overloads that a bare name stands for: those of the installed torch without `out=`."""
+    overloads = _torch.operator_overloads(operation)
+    return [name for name, schema in overloads.items() if not _writes_out(schema)]
+
+
+def parse_entry(value: object, where: str) -> Entry:
+    """An entry from a rule, its name, or a mapping with `rule` and perhaps `reason` and `builds`.
+
+    Raises:
+        PolicyError: anything else, with the rules there are.
+    """
+    if isinstance(value, Entry):
+        return value
+    if isinstance(value, Mapping):
+        return _entry_from_mapping(value, where)
+    return Entry(_parse_rule(value, where), origin=where)
+
+
+def check_row(key: str, entry: Entry, where: str) -> None:
+    """Check that PyTorch has the operation and that it can follow the rule.
+
+    Operations outside the namespace `aten` may be registered later, so they are not looked for.
+
+    Raises:
+        PolicyError: a name that the installed torch does not have, with the nearest ones; a
+            dtype rule for an overload without such an argument.
+    """
+    operation, overload = split(key)
+    known = _torch.operator_overloads(operation)
+    if not known and not operation.startswith("aten::"):
+        return
+    _check_exists(operation, overload, known, where)
+    names = covered_overloads(operation) if overload is None else [overload]
+    for name in names:
+        _check_takes_dtype(operation, "" if name == "default" else name, entry.rule, where)
+
+
+def overlay(base: Mapping[str, Entry], rows: Mapping[str, Entry]) -> dict[str, Entry]:
+    """`base` with `rows` laid over it: a bare name replaces every row that it covers."""
+    bare = {key for key in rows if split(key)[1] is None}
+    kept = {key: entry for key, entry in base.items() if not _is_covered(key, bare)}
+    return kept | dict(rows)
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The end of a sentence: `; did you mean ...?` with up to three words alike, or a full stop."""
+    close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else "."
+
+
+def _parse_rule(value: object, where: str) -> Rule:
+    try:
+        return Rule(value)  # type: ignore[arg-type]
+    except ValueError:
+        hint = nearest(str(value), list(Rule))
+        raise PolicyError(
+            f"{where}: {value!r} is not a rule{hint} Allowed: {', '.join(Rule)}"
+        ) from None
+
+
+def _entry_from_mapping(value: Mapping[object, object], where: str) -> Entry:
+    unknown = [repr(key) for key in value if key not in ("rule", "reason", "builds")]
+    if unknown or "rule" not in value:
+        problem = f"{', '.join(unknown)} is not allowed here" if unknown else "there is no 'rule'"
+        raise PolicyError(
+            f"{where}: {problem}; write a rule's name or "
+            '{ rule = "keep", reason = "...", builds = "cuda" } (only the rule is required); '
+            'a name with an overload needs quotes, as in "softmax.int" = "keep"'
+        )
+    reason, builds = value.get("reason", ""), value.get("builds", "")
+    if not isinstance(reason, str):
+        raise PolicyError(f"{where}: the reason is {reason!r}; it must be text")
+    if not isinstance(builds, str) or builds not in _BUILDS:
+        allowed = ", ".join(repr(build) for build in _BUILDS)
+        raise PolicyError(f"{where}: builds is {builds!r}. Allowed: {allowed}")
+    return Entry(_parse_rule(value["rule"], where), reason, where, builds)
+
+
+def _check_exists(
+    operation: str, overload: str | None, known: Mapping[str, object], where: str
+) -> None:
+    if not known:
+        names = {short(split(name)[0]) for name in _torch.operator_names()}
+        raise PolicyError(
+            f"{where}: the installed PyTorch has no operation {operation}"
+            f"{nearest(short(operation), names)} Allowed: its operators, and names of other "
+            "namespaces such as 'mylib::myop'"
+        )
+    if overload is not None and overload not in {name or "default" for name in known}:
+        allowed = ", ".join(short(exact_key(operation, name)) for name in known)
+        raise PolicyError(f"{where}: {operation} has no overload {overload!r}. Allowed: {allowed}")
+
+
+def _check_takes_dtype(operation: str, overload: str, rule: Rule, where: str) -> None:
+    known = _torch.operator_overloads(operation)
+    name = short(dispatcher_name(exact_key(operation, overload)))
+    arguments = [argument.name for argument in known[overload].arguments]
+    if rule is Rule.FP32_SET_DTYPE and "dtype" not in arguments:
+        raise PolicyError(
+            f"{where}: {name} has no dtype argument, so it cannot be '{rule}'; "
+            "use 'fp32', or name the overloads that have one"
+        )
+    longer = ([a.name for a in schema.arguments] for schema in known.values())
+    if rule is Rule.FP32_APPEND_DTYPE and [*arguments, "dtype"] not in longer:
+        raise PolicyError(
+            f"{where}: {name} has no overload that takes a dtype after its arguments, so it "
+            f"cannot be '{rule}'; use 'fp32'"
+        )
+
+
+def _is_covered(key: str, bare: set[str]) -> bool:
+    operation, overload = split(key)
+    if operation not in bare or overload is None:
+        return False
+    schema = _torch.operator_overloads(operation).get("" if overload == "default" else overload)
+    return schema is None or not _writes_out(schema)
+
+
+def _writes_out(schema: object) -> bool:
+    return any(argument.is_out for argument in schema.arguments)  # type: ignore[attr-defined]

@@ -1,0 +1,276 @@
+"""A policy: which rule applies to which operation on which device type, as a frozen value.
+
+Invariants:
+    - A `Policy` never changes; two are equal when their contents are, wherever they came from.
+    - All that a policy says can be written to a TOML file and read back.
+    - What the tables do not name runs as it does outside a region.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from precast import _policy_file, _torch
+from precast._policy_file import MIXED, Contents, Mixed, Tables
+from precast._policy_rows import (
+    DEVICE_TYPES,
+    Entry,
+    Rule,
+    canonical,
+    check_row,
+    covered_overloads,
+    dispatcher_name,
+    exact_key,
+    overlay,
+    parse_entry,
+    short,
+    split,
+)
+from precast.errors import PolicyError
+
+__all__ = ["DEVICE_TYPES", "Entry", "Policy", "Resolution", "Rule"]
+
+
+class Resolution(NamedTuple):
+    """What a policy says of one operation on one device type, and why."""
+
+    rule: Rule
+    reason: str
+
+
+@dataclass(frozen=True)
+class Policy:
+    """For each device type a table operation -> rule.
+
+    Attributes:
+        name: what messages and reports call the policy.
+        tables: device type -> key of the operation -> entry. A key is `aten::linear` (every
+            overload that is not an `out=` variant) or `aten::softmax.int`; `.default` is the
+            overload with the empty name. An exact row beats a bare one.
+        mixed: what happens where PyTorch's own answer to arguments of different floating dtypes
+            is an error: `raise` leaves the error, `promote` casts them to the widest dtype.
+        summary: one sentence on what the policy is for.
+
+    Example:
+        >>> policy = Policy.load("torch").replace(ops={"softmax": "lower"})
+        >>> policy.resolve("softmax", "cuda").rule
+        <Rule.LOWER: 'lower'>
+    """
+
+    name: str
+    tables: Tables
+    mixed: Mixed = "raise"
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        if self.mixed not in MIXED:
+            raise PolicyError(f"mixed is {self.mixed!r}. Allowed: {', '.join(MIXED)}")
+        tables = {
+            device: MappingProxyType(dict(self.tables[device]))
+            for device in sorted(map(_device_type, self.tables), key=DEVICE_TYPES.index)
+            if self.tables[device]
+        }
+        object.__setattr__(self, "tables", MappingProxyType(tables))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.fingerprint))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        tables = {device: dict(table) for device, table in self.tables.items()}
+        return type(self), (self.name, tables, self.mixed, self.summary)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{device}: {len(table)}" for device, table in self.tables.items())
+        return f"<Policy {self.name!r} mixed={self.mixed!r} rows=({sizes})>"
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """The names of the policies that ship with precast."""
+        return _policy_file.preset_names()
+
+    @classmethod
+    def load(cls, name_or_path: str | os.PathLike[str]) -> Policy:
+        """The preset of that name, or the policy in a TOML file.
+
+        Raises:
+            PolicyError: neither exists, or the file says something that it must not; the message
+                has the file, the line or key, the value and what is allowed.
+        """
+        if isinstance(name_or_path, str) and name_or_path in cls.presets():
+            return _preset(name_or_path)
+        return _from_contents(_policy_file.read(name_or_path))
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The policy as TOML, complete in itself; written to `path` too, whole or not at all."""
+        text = _policy_file.render(Contents(self.name, self.summary, self.mixed, self.tables))
+        if path is not None:
+            _policy_file.write(path, text)
+        return text
+
+    def replace(
+        self,
+        *,
+        name: str | None = None,
+        ops: Mapping[str, object] | None = None,
+        mixed: Mixed | None = None,
+    ) -> Policy:
+        """A new policy with some things changed.
+
+        Args:
+            name: the new name; the old one where None.
+            ops: operation -> rule for every device type, and device type -> (operation -> rule)
+                for one. A rule is a `Rule`, its name, an `Entry`, or a mapping with `rule` and
+                `reason`; None takes the row away. A bare name replaces every row that it covers.
+            mixed: `raise` or `promote`; the old one where None.
+
+        Raises:
+            PolicyError: an operation, a rule or a device type that does not exist.
+        """
+        ops = ops or {}
+        shared = {key: value for key, value in ops.items() if key not in DEVICE_TYPES}
+        tables = {}
+        for device in DEVICE_TYPES:
+            table = _changed(self.tables.get(device, {}), shared, "replace(ops=...)")
+            own = ops.get(device, {})
+            if not isinstance(own, Mapping):
+                raise PolicyError(f"replace(ops=...): {device} is {own!r}; it must be a mapping")
+            tables[device] = _changed(table, own, f"replace(ops=...) [{device}]")
+        return Policy(
+            self.name if name is None else name,
+            tables,
+            self.mixed if mixed is None else mixed,
+            self.summary,
+        )
+
+    def retarget(self, device: str = "cpu", like: str = "cuda") -> Policy:
+        """The policy with `like`'s table applied to tensors on `device`.
+
+        It lets the rules of an accelerator be tried, and tested, where there is none.
+        """
+        tables = {**self.tables, _device_type(device): self.entries(like)}
+        return Policy(f"{self.name} ({device} like {like})", tables, self.mixed, self.summary)
+
+    def entries(self, device: str) -> Mapping[str, Entry]:
+        """The table of a device type: key as the policy spells it -> entry."""
+        return self.tables.get(_device_type(device), MappingProxyType({}))
+
+    def expand(self, device: str) -> tuple[dict[str, Entry], tuple[str, ...]]:
+        """The table of a device type with every bare name spelled out.
+
+        Returns:
+            The entries by the dispatcher's names (`aten::softmax.int`; no suffix for the default
+            overload), and the keys that the installed torch has no operator for (yet): custom
+            operations that are not imported, operations of another build.
+        """
+        table = self.entries(device)
+        known: dict[str, Entry] = {}
+        unknown = []
+        for key in sorted(table, key=lambda key: split(key)[1] is not None):  # exact rows win
+            names = _dispatcher_names(key)
+            known |= dict.fromkeys(names, table[key])
+            if not names:
+                unknown.append(key)
+        return known, tuple(unknown)
+
+    def resolve(self, op: str, device: str) -> Resolution:
+        """The rule for an operation on a device type, and the reason.
+
+        Args:
+            op: the dispatcher's name, `aten::` optional: `linear`, `softmax.int`, `mylib::myop`.
+                A name without overload asks for all that are not `out=` variants.
+            device: a device type, such as `cuda`.
+
+        Raises:
+            PolicyError: no such operation; or a bare name whose overloads have different rules.
+        """
+        key = canonical(op)
+        table = self.entries(device)
+        check_row(key, table.get(key, Entry(Rule.KEEP)), "resolve")
+        operation, overload = split(key)
+        if overload is not None:
+            return self._resolution(_find(table, operation, overload), key, device)
+        found = {name: _find(table, operation, name) for name in _overloads_or_bare(operation)}
+        resolutions = {name: self._resolution(entry, key, device) for name, entry in found.items()}
+        if len({resolution.rule for resolution in resolutions.values()}) > 1:
+            listed = ", ".join(
+                f"{short(exact_key(operation, name or 'default'))} ({resolution.rule})"
+                for name, resolution in resolutions.items()
+            )
+            raise PolicyError(f"resolve: the overloads of {key} differ; ask for one: {listed}")
+        return next(iter(resolutions.values()))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of a SHA-256 over all that changes a result: rules and `mixed`.
+
+        Equal policies have equal fingerprints; names, reasons and the order of rows do not count.
+        """
+        lines: list[str] = [self.mixed]
+        for device, table in sorted(self.tables.items()):
+            lines += [f"{device} {key} {entry.rule}" for key, entry in sorted(table.items())]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def _resolution(self, entry: Entry | None, key: str, device: str) -> Resolution:
+        if entry is None:
+            reason = f"no row for {short(key)} on {device} in the policy {self.name!r}"
+            return Resolution(Rule.KEEP, f"{reason}: {Rule.KEEP.meaning}")
+        return Resolution(entry.rule, f"{entry.reason} ({entry.origin or self.name})")
+
+
+@functools.cache
+def _preset(name: str) -> Policy:
+    return _from_contents(_policy_file.read(name))
+
+
+def _from_contents(contents: Contents) -> Policy:
+    return Policy(contents.name, contents.tables, contents.mixed, contents.summary)
+
+
+def _device_type(device: str) -> str:
+    if device not in DEVICE_TYPES:
+        allowed = ", ".join(DEVICE_TYPES)
+        raise PolicyError(f"{device!r} is not a device type with autocast. Allowed: {allowed}")
+    return device
+
+
+def _changed(
+    table: Mapping[str, Entry], changes: Mapping[str, object], where: str
+) -> dict[str, Entry]:
+    """`table` with the rows changed; a row whose new rule is None is gone."""
+    rows: dict[str, Entry] = {}
+    for name, value in changes.items():
+        key = canonical(name, where)
+        rows[key] = parse_entry(Rule.KEEP if value is None else value, f"{where} {name}")
+        check_row(key, rows[key], f"{where} {name}")
+    gone = {canonical(name) for name, value in changes.items() if value is None}
+    return {key: entry for key, entry in overlay(table, rows).items() if key not in gone}
+
+
+def _find(table: Mapping[str, Entry], operation: str, overload: str) -> Entry | None:
+    """The entry that speaks for one overload (`""` and `default` are the same)."""
+    exact = table.get(exact_key(operation, overload))
+    bare = table.get(operation)
+    covered = {name or "default" for name in _overloads_or_bare(operation)}
+    return exact or (bare if (overload or "default") in covered else None)
+
+
+def _overloads_or_bare(operation: str) -> list[str]:
+    """The overloads that a bare name covers; one without a name where torch does not know it."""
+    return covered_overloads(operation) or [""]
+
+
+def _dispatcher_names(key: str) -> list[str]:
+    """The installed operators that a key covers."""
+    operation, overload = split(key)
+    if overload is None:
+        names = [exact_key(operation, name) for name in covered_overloads(operation)]
+    else:
+        known = _torch.operator_overloads(operation)
+        names = [key] if ("" if overload == "default" else overload) in known else []
+    return [dispatcher_name(name) for name in names]
