@@ -14,30 +14,9 @@ add, add_all = BUILDERS.add, BUILDERS.add_all
 
 
 def _convolutions() -> None:
-    spaces = {1: (9,), 2: (7, 6), 3: (5, 6, 4)}
-    for n, space in spaces.items():
-        add(
-            f"conv{n}d",
-            lambda r, n=n, space=space: [
-                (r(2, 4, *space), r(6, 4, *[3] * n), r(6)),
-                (r(2, 4, *space), r(6, 2, *[3] * n), None, [2] * n, [1] * n, [1] * n, 2),
-                (r(4, *space), r(6, 4, *[1] * n), r(6)),
-            ],
-        )
-        add(
-            f"conv{n}d.padding",
-            lambda r, n=n, space=space: [
-                (r(2, 4, *space), r(6, 4, *[3] * n), r(6), [1] * n, "same"),
-                (r(2, 4, *space), r(6, 4, *[2] * n), None, [2] * n, "valid"),
-            ],
-        )
-        add(
-            f"conv_transpose{n}d" + (".input" if n > 1 else ""),
-            lambda r, n=n, space=space: [
-                (r(2, 4, *space), r(4, 3, *[3] * n), r(3)),
-                (r(2, 4, *space), r(4, 3, *[2] * n), None, [2] * n, [0] * n, [1] * n, 2),
-            ],
-        )
+    _convolutions_in_space(9)
+    _convolutions_in_space(7, 6)
+    _convolutions_in_space(5, 6, 4)
     geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     add_all(
         {
@@ -74,6 +53,27 @@ def _convolutions() -> None:
             "conv_tbc": lambda r: [
                 (r(6, 2, 4), r(3, 4, 5), r(5)),
                 (r(6, 2, 4), r(3, 4, 5), r(5), 1),
+            ],
+        }
+    )
+
+
+def _convolutions_in_space(*space: int) -> None:
+    n = len(space)
+    add_all(
+        {
+            f"conv{n}d": lambda r: [
+                (r(2, 4, *space), r(6, 4, *[3] * n), r(6)),
+                (r(2, 4, *space), r(6, 2, *[3] * n), None, [2] * n, [1] * n, [1] * n, 2),
+                (r(4, *space), r(6, 4, *[1] * n), r(6)),
+            ],
+            f"conv{n}d.padding": lambda r: [
+                (r(2, 4, *space), r(6, 4, *[3] * n), r(6), [1] * n, "same"),
+                (r(2, 4, *space), r(6, 4, *[2] * n), None, [2] * n, "valid"),
+            ],
+            f"conv_transpose{n}d{'.input' if n > 1 else ''}": lambda r: [
+                (r(2, 4, *space), r(4, 3, *[3] * n), r(3)),
+                (r(2, 4, *space), r(4, 3, *[2] * n), None, [2] * n, [0] * n, [1] * n, 2),
             ],
         }
     )
@@ -260,31 +260,12 @@ def _indexing() -> None:
 
 
 def _images() -> None:
-    outputs: dict[int, tuple[tuple[int, ...], list[int]]] = {
-        1: ((2, 3, 4), [7]),
-        2: ((2, 3, 4, 5), [7, 6]),
-        3: ((2, 3, 4, 5, 3), [5, 7, 6]),
-    }
-    for n, (shape, output) in outputs.items():
-        names = f"upsample_nearest{n}d _upsample_nearest_exact{n}d"
-        add(names, lambda r, shape=shape, output=output: [(r(*shape), output)])
-        linear = {
-            1: "upsample_linear1d",
-            2: "upsample_bilinear2d upsample_bicubic2d",
-            3: "upsample_trilinear3d",
-        }[n]
-        add(
-            linear,
-            lambda r, shape=shape, output=output: [
-                (r(*shape), output, False),
-                (r(*shape), output, True),
-            ],
-        )
-        if n == 2:
-            add("_upsample_bilinear2d_aa _upsample_bicubic2d_aa", BUILDERS["upsample_bicubic2d"])
-        add(f"replication_pad{n}d", lambda r, n=n, shape=shape: [(r(*shape), [1, 2] * n)])
-        if n < 3:
-            add(f"reflection_pad{n}d", lambda r, n=n, shape=shape: [(r(*shape), [1, 2] * n)])
+    _resizing("upsample_linear1d", (2, 3, 4), [7])
+    _resizing("upsample_bilinear2d upsample_bicubic2d", (2, 3, 4, 5), [7, 6])
+    _resizing("upsample_trilinear3d", (2, 3, 4, 5, 3), [5, 7, 6])
+    add("_upsample_bilinear2d_aa _upsample_bicubic2d_aa", BUILDERS["upsample_bicubic2d"])
+    add("reflection_pad1d", BUILDERS["replication_pad1d"])
+    add("reflection_pad2d", BUILDERS["replication_pad2d"])
     grids = "grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback"
     add(
         grids,
@@ -316,6 +297,14 @@ def _images() -> None:
             ],
         }
     )
+
+
+def _resizing(smooth: str, shape: tuple[int, ...], output: list[int]) -> None:
+    n = len(output)
+    add(smooth, lambda r: [(r(*shape), output, False), (r(*shape), output, True)])
+    nearest = f"upsample_nearest{n}d _upsample_nearest_exact{n}d"
+    add(nearest, lambda r: [(r(*shape), output)])
+    add(f"replication_pad{n}d", lambda r: [(r(*shape), [1, 2] * n)])
 
 
 def _corners(*shape: int) -> Tensor:
