@@ -20,8 +20,10 @@ __all__ = [
     "autocast_key",
     "base_of",
     "below_autocast",
+    "check_and_unscale_",
     "compiled_kernel",
     "find_overload",
+    "handles_scaling",
     "has_autocast_kernel",
     "is_functorch_active",
     "is_view",
@@ -30,6 +32,8 @@ __all__ = [
     "quiet_override",
     "schema_of",
     "set_torchscript_autocast",
+    "sparse_values",
+    "update_scale_",
     "version_of",
 ]
 
@@ -166,3 +170,36 @@ def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
     """
     schemas = torch._C._jit_get_schemas_for_operator(operation)
     return {schema.overload_name: schema for schema in schemas}
+
+
+def check_and_unscale_(
+    gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
+    """Multiplies gradients of one device and dtype in place, and sets `found_inf` to 1.0 if one was not finite.
+
+    One fused pass that does not wait for the device; nothing public does both (2.13).
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
+def update_scale_(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    *,
+    growth: float,
+    backoff: float,
+    interval: int,
+) -> None:
+    """Adapts scale and tracker in place on their device, without waiting for the verdict; no public way (2.13)."""
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored values of a sparse COO tensor; the public `values()` refuses tensors with duplicate indices (2.13)."""
+    return tensor._values()
+
+
+def handles_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` of this optimizer unscales and decides itself; the mark of fused optimizers since 1.13."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
