@@ -1,0 +1,309 @@
+"""What a device does in each dtype, measured: speeds beside float32's, and the verdict from them.
+
+Invariants:
+
+- a verdict comes from measured time alone, never from a list of hardware; what the hardware says
+  of itself is reported beside it;
+- a ratio compares the best time of each dtype, both timed in turns: other load on the machine only
+  ever adds time, so the best is what the machine can do, and it hits both alike;
+- the CPU is measured on one thread: what units a core has does not depend on how many cores there
+  are, and threads that wait for each other measure the other load on the machine;
+- sizes grow until one run is long enough to measure, so an emulated dtype, which may be a thousand
+  times slower, costs no more to measure than a native one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "DTYPES",
+    "DtypeReport",
+    "Speed",
+    "dtypes_of",
+    "interleaved_seconds",
+    "measure",
+    "synchronize",
+]
+
+DTYPES: Final = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+"""The precisions that are measured, in the order in which they are shown."""
+
+_NATIVE: Final = 1.2  # times float32's speed: well above the spread of a ratio of best times
+_LONG_ENOUGH: Final = 0.004  # seconds for one run; longer runs would add time, not precision
+_BUDGET: Final = 0.2  # seconds for the rounds of one ratio
+_ROUNDS: Final = (5, 25)  # at least, at most
+
+Run = Callable[[], object]
+Prepare = Callable[[torch.device, str, int], Run]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One operation in one dtype, beside the same operation in float32.
+
+    Attributes:
+        operation: "matmul", "convolution" or "convolution backward".
+        seconds: best time of one run; None where the dtype is unsupported.
+        float32_seconds: the same, in float32 at the same size.
+        error: first line of PyTorch's error where the dtype is unsupported.
+    """
+
+    operation: str
+    seconds: float | None = None
+    float32_seconds: float | None = None
+    error: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as float32; above 1 is faster."""
+        if self.seconds is None or self.float32_seconds is None:
+            return None
+        return self.float32_seconds / self.seconds
+
+
+@dataclass(frozen=True)
+class DtypeReport:
+    """What one device does in one dtype.
+
+    Attributes:
+        device: as `str(torch.device)` says it.
+        dtype: one of `DTYPES`.
+        speeds: one for each operation measured.
+        units: what the hardware says that it has for this dtype, such as "amx_bf16".
+    """
+
+    device: str
+    dtype: str
+    speeds: tuple[Speed, ...]
+    units: tuple[str, ...] = ()
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Operation -> times as fast as float32, where it is supported."""
+        return {speed.operation: speed.ratio for speed in self.speeds if speed.ratio is not None}
+
+    @property
+    def verdict(self) -> str:
+        """What the measured speeds say.
+
+        "native": each supported operation runs at 1.2 times float32's speed or more;
+        "partly native": some do; "emulated": none does, so the dtype is converted to another one
+        or computed by a fallback; "unsupported": no operation runs. float32 itself is "native".
+        """
+        faster = [ratio >= _NATIVE for ratio in self.ratios.values()]
+        if not faster:
+            return "unsupported"
+        if all(faster) or self.dtype == "float32":
+            return "native"
+        return "partly native" if any(faster) else "emulated"
+
+    @property
+    def training_speed(self) -> float | None:
+        """Times as fast as float32 for a step that spends equal float32 time in each operation.
+
+        None if one is unsupported. The harmonic mean of the ratios: times add up, speeds do not.
+        """
+        if len(self.ratios) < len(self.speeds):
+            return None
+        return statistics.harmonic_mean(self.ratios.values())
+
+
+def dtypes_of(device: torch.device) -> tuple[str, ...]:
+    """The names in `DTYPES` that exist on `device`: tf32 only on CUDA devices that have it."""
+    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return tuple(name for name in DTYPES if name != "tf32" or has_tf32)
+
+
+def measure(device: torch.device, dtype: str) -> DtypeReport:
+    """Times matmul, convolution and its backward in `dtype` and in float32, in about a second.
+
+    Args:
+        device: where to measure.
+        dtype: one of `dtypes_of(device)`.
+    """
+    with _one_thread():
+        speeds = tuple(_speed(name, run, device, dtype) for name, run in _OPERATIONS.items())
+    return DtypeReport(str(device), dtype, speeds, _units(device, dtype))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until `device` has finished what it was given; the CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def interleaved_seconds(
+    runs: Sequence[Run], device: torch.device, rounds: int
+) -> list[list[float]]:
+    """Times of `runs`, one list each: in turns, each round beginning with another one."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for start in range(rounds):
+        for offset in range(len(runs)):
+            which = (start + offset) % len(runs)
+            seconds[which].append(_seconds(runs[which], device))
+    return seconds
+
+
+def _seconds(run: Run, device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def _speed(name: str, prepare: Prepare, device: torch.device, dtype: str) -> Speed:
+    try:
+        run, level, once = _long_enough(prepare, device, dtype)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return Speed(name, error=str(error).strip().split("\n")[0])
+    reference = run if dtype == "float32" else prepare(device, "float32", level)
+    reference()  # the first run also builds and caches the kernel
+    fewest, most = _ROUNDS
+    rounds = max(fewest, min(most, int(_BUDGET / (2 * once))))
+    ours, float32 = interleaved_seconds([run, reference], device, rounds)
+    if dtype == "float32":
+        ours = float32 = ours + float32
+    return Speed(name, min(ours), min(float32))
+
+
+def _long_enough(prepare: Prepare, device: torch.device, dtype: str) -> tuple[Run, int, float]:
+    for level in range(_LEVELS):
+        run = prepare(device, dtype, level)
+        run()
+        once = min(_seconds(run, device) for _ in range(3))
+        if once > _LONG_ENOUGH:
+            break
+    return run, level, once
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _units(device: torch.device, dtype: str) -> tuple[str, ...]:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return (f"sm_{major}{minor}",)
+    if device.type != "cpu":
+        return ()
+    found = torch.cpu.get_capabilities()
+    return tuple(unit for unit in _CPU_UNITS.get(dtype, ()) if found.get(unit))
+
+
+# Names from `torch.cpu.get_capabilities`, x86 first.
+_CPU_UNITS: Final = {
+    "float32": ("avx2", "avx512_f", "neon", "sve"),
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+
+
+# --- the operations: sizes by level, small first; one column for the CPU, one for accelerators ---
+
+_LEVELS: Final = 4
+_MATMUL_SIDES: Final = {"cpu": (64, 128, 256, 512), "accelerator": (512, 1024, 2048, 4096)}
+# (images, channels, side)
+_CONVOLUTIONS: Final = {
+    "cpu": ((1, 16, 8), (2, 32, 14), (4, 64, 28), (8, 64, 56)),
+    "accelerator": ((8, 64, 28), (16, 64, 56), (32, 128, 56), (64, 128, 56)),
+}
+
+
+def _matmul(device: torch.device, dtype: str, level: int) -> Run:
+    side = _MATMUL_SIDES[_kind(device)][level]
+    left, right = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+    if dtype.startswith("float8"):
+        return _scaled_matmul(left, right, getattr(torch, dtype))
+    if dtype in {"float32", "tf32"}:
+        return _with_float32_as(dtype, lambda: left @ right)
+    left, right = left.to(getattr(torch, dtype)), right.to(getattr(torch, dtype))
+    return lambda: left @ right
+
+
+def _scaled_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Run:
+    # 8-bit matmul takes a scale for each operand and a column-major right one. That one is e4m3
+    # beside e5m2 too, as in training: CUDA has no product of two e5m2 matrices.
+    lowered, weight = left.to(dtype), right.to(torch.float8_e4m3fn).t()
+    one, whole = torch.ones((), device=left.device), F.ScalingType.TensorWise
+    return lambda: F.scaled_mm(lowered, weight, one, whole, one, whole)
+
+
+def _convolution(device: torch.device, dtype: str, level: int) -> Run:
+    inputs, weight = _convolution_tensors(device, dtype, level)
+    return _with_float32_as(dtype, lambda: F.conv2d(inputs, weight, padding=1))
+
+
+def _convolution_backward(device: torch.device, dtype: str, level: int) -> Run:
+    inputs, weight = (t.requires_grad_() for t in _convolution_tensors(device, dtype, level))
+    output = _with_float32_as(dtype, lambda: F.conv2d(inputs, weight, padding=1))()
+    gradient = torch.ones_like(output)
+    return _with_float32_as(
+        dtype,
+        lambda: torch.autograd.grad(output, (inputs, weight), gradient, retain_graph=True),
+    )
+
+
+def _convolution_tensors(device: torch.device, dtype: str, level: int) -> tuple[Tensor, Tensor]:
+    images, channels, side = _CONVOLUTIONS[_kind(device)][level]
+    inputs = torch.randn(images, channels, side, side, device=device)
+    weight = torch.randn(channels, channels, 3, 3, device=device)
+    return _lowered(inputs, dtype), _lowered(weight, dtype)
+
+
+def _lowered(tensor: Tensor, dtype: str) -> Tensor:
+    # channels_last is the layout that 16-bit convolutions are written for, on CPUs and GPUs.
+    to = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    return tensor.to(to, memory_format=torch.channels_last)
+
+
+_OPERATIONS: Final[dict[str, Prepare]] = {
+    "matmul": _matmul,
+    "convolution": _convolution,
+    "convolution backward": _convolution_backward,
+}
+
+
+def _kind(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "accelerator"
+
+
+def _with_float32_as(dtype: str, run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run` with float32 computed as tf32 or, where the reference is meant, in all its 24 bits."""
+    precision = "tf32" if dtype == "tf32" else "ieee"
+
+    def pinned() -> Any:
+        with _float32_precision(precision):
+            return run()
+
+    return pinned
+
+
+@contextmanager
+def _float32_precision(precision: str) -> Iterator[None]:
+    # cuDNN's convolutions use tf32 unless told not to, which would hide it from the comparison.
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = precision
+        yield
+    finally:
+        for switch, was in zip(switches, before, strict=True):
+            switch.fp32_precision = was
