@@ -1,1 +1,82 @@
-"""Automatic mixed precision for PyTorch that you can read, trust and steer."""
+"""Automatic mixed precision for PyTorch that you can read, trust and steer.
+
+The public names, loaded when first used, so that the command line starts without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from precast._version import __version__
+
+if TYPE_CHECKING:
+    from precast.autograd import custom_bwd, custom_fwd
+    from precast.errors import (
+        BannedOperationError,
+        MissingExtraError,
+        PolicyError,
+        PrecastError,
+        PrecastWarning,
+        RegionError,
+        RegionTypeError,
+        ScalerError,
+    )
+    from precast.events import Note, StepEvent, observe
+    from precast.policy import Policy, Rule
+    from precast.region import autocast, current, disable
+    from precast.scaler import GradScaler
+
+_HOME = {
+    "precast.autograd": ("custom_bwd", "custom_fwd"),
+    "precast.errors": (
+        "BannedOperationError",
+        "MissingExtraError",
+        "PolicyError",
+        "PrecastError",
+        "PrecastWarning",
+        "RegionError",
+        "RegionTypeError",
+        "ScalerError",
+    ),
+    "precast.events": ("Note", "StepEvent", "observe"),
+    "precast.policy": ("Policy", "Rule"),
+    "precast.region": ("autocast", "current", "disable"),
+    "precast.scaler": ("GradScaler",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "BannedOperationError",
+    "GradScaler",
+    "MissingExtraError",
+    "Note",
+    "Policy",
+    "PolicyError",
+    "PrecastError",
+    "PrecastWarning",
+    "RegionError",
+    "RegionTypeError",
+    "Rule",
+    "ScalerError",
+    "StepEvent",
+    "__version__",
+    "autocast",
+    "current",
+    "custom_bwd",
+    "custom_fwd",
+    "disable",
+    "observe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'precast' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

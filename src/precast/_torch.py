@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,14 +20,19 @@ __all__ = [
     "Kernel",
     "autocast_key",
     "base_of",
-    "below_autocast",
     "check_and_unscale_",
     "compiled_kernel",
+    "custom_backend",
+    "destroy",
+    "fallthrough",
     "find_overload",
+    "full_dispatch",
     "handles_scaling",
     "has_autocast_kernel",
     "is_functorch_active",
     "is_view",
+    "keyset_of",
+    "lower_dtypes",
     "operator_names",
     "operator_overloads",
     "quiet_override",
@@ -35,14 +41,15 @@ __all__ = [
     "sparse_values",
     "update_scale_",
     "version_of",
+    "without_torch_function",
 ]
 
 Kernel = Callable[..., Any]
 """What stands behind a dispatch key: called as ``kernel(keyset, *args, **kwargs)``."""
 
-# Tensor attributes without a public spelling. Read through the C descriptors: one call, no Python frame.
-version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor._base.__get__  # type: ignore[attr-defined]
+# Tensor attributes without a public spelling; the kernel that `hotpath` writes reads them in place.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 
 # The dispatcher's autocast keys have no public list by device type (2.13); PrivateUse1 is the odd name.
@@ -69,6 +76,11 @@ def _key(device_type: str) -> Any:
     return getattr(torch._C.DispatchKey, autocast_key(device_type))
 
 
+def keyset_of(device_type: str) -> Any:
+    """A keyset with the autocast key alone: for compiled autocast kernels, which are plain functions and ignore it."""
+    return torch._C.DispatchKeySet(_key(device_type))
+
+
 class AutocastOff:
     """Excludes one device's autocast key in this thread, as PyTorch's own kernels do around their inner call.
 
@@ -79,7 +91,7 @@ class AutocastOff:
     __slots__ = ("_keys",)
 
     def __init__(self, device_type: str) -> None:
-        self._keys = torch._C.DispatchKeySet(_key(device_type))
+        self._keys = keyset_of(device_type)
 
     def __call__(self) -> Any:
         """A fresh guard, for one `with`."""
@@ -91,20 +103,19 @@ def has_autocast_kernel(op: str, device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(device_type))
 
 
-def compiled_kernel(op: str, device_type: str) -> Kernel:
-    """The kernel now registered for `op` at the autocast key of `device_type`; it stays callable when overridden.
+def compiled_kernel(overload: OpOverload, device_type: str) -> Kernel:
+    """The kernel now registered for `overload` at the autocast key of `device_type`; it stays callable when overridden.
 
     `torch.library.get_kernel` is public (2.9 and later); the object that it returns is not.
     """
-    kernel: Kernel = torch.library.get_kernel(op, autocast_key(device_type)).call_boxed
+    kernel: Kernel = torch.library.get_kernel(overload, autocast_key(device_type)).call_boxed
     return kernel
 
 
-def below_autocast(overload: OpOverload, device_type: str) -> Kernel:
-    """Runs `overload` as if nothing were registered at the autocast key: a fallthrough that Python can call.
+def fallthrough(overload: OpOverload, device_type: str) -> Kernel:
+    """Goes on to the next kernel below the autocast key, with autocast still on, as if nothing were registered there.
 
-    `redispatch_boxed` (2.13) goes to the next kernel below; unlike calling the overload it does not ask
-    ``__torch_function__`` a second time.
+    `redispatch_boxed` (2.13) does not ask ``__torch_function__`` a second time, as calling the overload would.
     """
     below = torch._C._dispatch_keyset_full_after(_key(device_type))
     redispatch = overload._handle.redispatch_boxed
@@ -115,7 +126,11 @@ def below_autocast(overload: OpOverload, device_type: str) -> Kernel:
     return kernel
 
 
-@cache
+def full_dispatch(overload: OpOverload) -> Callable[..., Any]:
+    """Calls `overload` from the top of the dispatcher, without ``__torch_function__``: ``at::op`` of C++."""
+    return partial(torch._C._dispatch_call_boxed, overload._handle)
+
+
 def find_overload(op: str) -> OpOverload | None:
     """The operator object of a dispatcher name ("aten::softmax.int", "mylib::myop"), or None if it is not there."""
     qualified, _, overload = op.partition(".")
@@ -124,8 +139,7 @@ def find_overload(op: str) -> OpOverload | None:
         packet = getattr(getattr(torch.ops, namespace), name)
         found: OpOverload = getattr(packet, overload or "default")
     except (AttributeError, RuntimeError):
-        find_overload.cache_clear()  # it may be defined later: absence is not remembered
-        return None
+        return None  # it may still be defined later
     return found
 
 
@@ -166,10 +180,35 @@ def operator_names() -> set[str]:
 def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
     """The overloads of an operation ("aten::softmax"): name ("" is the default) -> schema; empty if it is unknown.
 
-    Only the dispatcher has this list, and nothing public reads it (2.13).
+    Only the dispatcher has this list, and nothing public reads it (2.13). TorchScript's scalar overloads
+    ("aten::exp.float"), which share the names but never reach the dispatcher, are left out.
     """
     schemas = torch._C._jit_get_schemas_for_operator(operation)
-    return {schema.overload_name: schema for schema in schemas}
+    return {s.overload_name: s for s in schemas if _reaches_dispatcher(operation, s.overload_name)}
+
+
+def _reaches_dispatcher(operation: str, overload: str) -> bool:
+    return torch._C._dispatch_has_kernel(f"{operation}.{overload}" if overload else operation)
+
+
+def custom_backend() -> str:
+    """The name of the out-of-tree backend, "privateuseone" unless one renamed it; no public getter (2.13)."""
+    name: str = torch._C._get_privateuse1_backend_name()
+    return name
+
+
+def lower_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
+    """The lower precisions that autocast on `device_type` can use."""
+    if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        return (torch.float16,)
+    backend = getattr(torch, device_type, None) if device_type == custom_backend() else None
+    ask = getattr(backend, "get_amp_supported_dtype", None)  # PyTorch's protocol for such backends
+    return (torch.bfloat16, torch.float16) if ask is None else tuple(ask())
+
+
+def destroy(library: torch.library.Library) -> None:
+    """Takes a library's kernels off the dispatcher now; public code can only wait for it to be collected (2.13)."""
+    library._destroy()
 
 
 def check_and_unscale_(
@@ -203,3 +242,8 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
 def handles_scaling(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `step` of this optimizer unscales and decides itself; the mark of fused optimizers since 1.13."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def without_torch_function() -> Any:
+    """A guard that hides calls from tensor subclasses: a cast in a kernel is no call of the program's (2.13)."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -2,7 +2,8 @@
 
     PrecastError
     ├── PolicyError (ValueError)          a policy file or table that cannot be read, or says something impossible
-    ├── RegionError (ValueError)          an autocast region asked for something the device cannot do
+    ├── RegionError (ValueError, RuntimeError)  an autocast region asked for something that cannot be
+    │   └── RegionTypeError (TypeError)   an argument is missing or of the wrong type
     ├── BannedOperationError (RuntimeError)  an operation that the policy refuses inside a region
     ├── ScalerError (RuntimeError)        a gradient scaler used in the wrong order or on the wrong tensors
     └── MissingExtraError (ImportError)   an optional package is not installed; says what to install
@@ -21,6 +22,7 @@ __all__ = [
     "PrecastError",
     "PrecastWarning",
     "RegionError",
+    "RegionTypeError",
     "ScalerError",
 ]
 
@@ -33,8 +35,15 @@ class PolicyError(PrecastError, ValueError):
     """A policy that cannot be read or that says something impossible."""
 
 
-class RegionError(PrecastError, ValueError):
-    """An autocast region that asks for what the device or PyTorch cannot do."""
+class RegionError(PrecastError, ValueError, RuntimeError):
+    """An autocast region that asks for what the device or PyTorch cannot do.
+
+    Both a `ValueError` and a `RuntimeError`: PyTorch raises one or the other, and programs catch either.
+    """
+
+
+class RegionTypeError(RegionError, TypeError):
+    """An autocast region with an argument missing or of the wrong type."""
 
 
 class BannedOperationError(PrecastError, RuntimeError):

@@ -1,0 +1,1 @@
+"""Measurements of precast beside PyTorch, in one process, interleaved."""

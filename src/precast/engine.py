@@ -1,0 +1,215 @@
+"""Chooses what runs behind each operation, and registers it at PyTorch's autocast keys.
+
+Invariants:
+
+- where a policy's rule is the one PyTorch compiled, the compiled kernel does the work; an operation that
+  needs nothing of us is not overridden at all, and costs what it costs without precast;
+- what is registered is the same for every policy: it asks the thread's frame, and without a frame (another
+  thread, plain `torch.autocast`) hands straight on to PyTorch's kernel;
+- with `PRECAST_ENGINE=reference` in the environment every operation with a rule runs on the Python
+  kernels of `kernels` instead. Both engines give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.library import Library
+
+from precast import _torch, kernels
+from precast._torch import Kernel
+from precast.errors import PrecastError, PrecastWarning
+from precast.frames import Frame, Runner, active, regions
+from precast.hotpath import FROM_CACHE, from_cache
+from precast.operation import Operation
+from precast.policy import Entry, Policy, Rule
+
+__all__ = ["ENGINES", "bind", "default_frame", "engine", "unregister", "use_engine"]
+
+ENGINES: Final = ("delegated", "reference")
+
+_lock = threading.RLock()
+_frames: dict[tuple[str, Policy | None, str], Frame] = {}
+_belows: dict[tuple[str, str], Below] = {}
+_registered: set[tuple[str, str]] = set()
+_libraries: dict[str, Library] = {}
+_warned: set[tuple[str, str]] = set()
+
+
+def _from_environment() -> str:
+    asked = os.environ.get("PRECAST_ENGINE", "delegated")
+    if asked not in ENGINES:
+        raise PrecastError(f"PRECAST_ENGINE is {asked!r}. Allowed: {', '.join(ENGINES)}")
+    return asked
+
+
+_engine = _from_environment()
+
+
+def engine() -> str:
+    """The engine that regions entered from now on will use: one of `ENGINES`."""
+    return _engine
+
+
+@contextmanager
+def use_engine(name: str) -> Iterator[None]:
+    """Chooses the engine for the regions entered inside, in all threads; for tests and comparisons."""
+    global _engine  # noqa: PLW0603 -- one switch for the process, as the environment variable is
+    assert name in ENGINES, name
+    before, _engine = _engine, name
+    try:
+        yield
+    finally:
+        _engine = before
+
+
+def bind(policy: Policy, device_type: str) -> Frame:
+    """The frame for `policy` on `device_type`, its kernels registered; made once for each engine."""
+    key = (device_type, policy, _engine)
+    frame = _frames.get(key)
+    if frame is None:
+        with _lock:
+            frame = _bind(policy, device_type)
+            if not frame.pending:  # operations to come are looked for again at the next entry
+                _frames[key] = frame
+    return frame
+
+
+def default_frame(device_type: str) -> Frame:
+    """The frame of the policy that a region uses when none is named."""
+    return _frames.get((device_type, None, _engine)) or _remember_default(device_type)
+
+
+def _remember_default(device_type: str) -> Frame:
+    frame = bind(Policy.load("default"), device_type)
+    _frames[device_type, None, _engine] = frame
+    return frame
+
+
+def unregister() -> None:
+    """Takes every kernel of ours off the dispatcher; the next region entered registers what it needs again."""
+    with _lock:
+        assert not regions.records, "a region is open in this thread"
+        for library in _libraries.values():
+            _torch.destroy(library)
+        for state in (_libraries, _registered, _frames, _belows):
+            state.clear()
+
+
+def _bind(policy: Policy, device_type: str) -> Frame:
+    # TorchScript's own autocast pass would bake PyTorch's lists into a graph, under any policy.
+    _torch.set_torchscript_autocast(False)
+    table, unknown = policy.expand(device_type)
+    runners: dict[str, Runner] = {}
+    for name in table.keys() | _torchs_table(device_type).keys():
+        below = _below(name, device_type)
+        runner = below and _choose(policy, below, table.get(name))
+        if below and runner:
+            _register(below)
+            runners[name] = runner
+    pending = tuple(name for name in unknown if not name.startswith("aten::"))
+    _warn_pending(policy, pending)
+    return Frame(device_type, policy, runners, pending)
+
+
+@functools.cache
+def _torchs_table(device_type: str) -> dict[str, Entry]:
+    return Policy.load("torch").expand(device_type)[0]
+
+
+def _choose(policy: Policy, below: Below, entry: Entry | None) -> Runner | None:
+    """What runs an operation; None where PyTorch's kernel (or none) does just what the policy says."""
+    if entry is None and not below.compiled:
+        return None
+    op, rule = below.op, Rule.KEEP if entry is None else entry.rule
+    promotes = policy.mixed == "promote" and rule is not Rule.BANNED and op.takes_several
+    if promotes and rule is Rule.PROMOTE and not below.compiled:
+        runner = _delegate(
+            below.kernel
+        )  # promotion is asked for where PyTorch raises, and only there
+    elif rule is not below.rule or _engine == "reference":
+        runner = kernels.runner_for(rule, op)
+    elif rule is Rule.LOWER:
+        return FROM_CACHE
+    elif promotes:
+        runner = _delegate(below.kernel)
+    else:
+        return None
+    if below.rule is Rule.BANNED and rule is not Rule.BANNED:
+        runner = kernels.noting(op, f"banned by PyTorch, ran as '{rule}'", runner)
+    return kernels.promoting(op, runner) if promotes else runner
+
+
+def _delegate(kernel: Kernel) -> Runner:
+    return lambda keyset, args, kwargs: kernel(keyset, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Below:
+    """What was at an operation's autocast key before precast: PyTorch's compiled kernel, or a way past it."""
+
+    op: Operation
+    kernel: Kernel
+    compiled: bool
+    rule: Rule | None
+    """The rule that PyTorch's kernel follows; None where there is none, or it follows none we know."""
+
+
+def _below(name: str, device_type: str) -> Below | None:
+    known = _belows.get((name, device_type))
+    overload = _torch.find_overload(name)
+    if known is not None or overload is None:
+        return known
+    compiled = _torch.has_autocast_kernel(name, device_type)
+    kernel = (_torch.compiled_kernel if compiled else _torch.fallthrough)(overload, device_type)
+    entry = _torchs_table(device_type).get(name)
+    rule = entry.rule if entry is not None and compiled else None
+    below = Below(Operation(name, device_type, overload), kernel, compiled, rule)
+    return _belows.setdefault((name, device_type), below)
+
+
+def _register(below: Below) -> None:
+    """Puts one kernel for all policies at the operation's autocast key, once."""
+    name, device_type = below.op.name, below.op.device_type
+    if (name, device_type) in _registered:
+        return
+    namespace, _, operation = name.partition("::")
+    library = _libraries.setdefault(namespace, Library(namespace, "IMPL"))
+    takes_weights = below.compiled and below.rule is Rule.LOWER
+    kernel = from_cache(below.op, below.kernel) if takes_weights else _by_policy(below)
+    with _torch.quiet_override():
+        key = _torch.autocast_key(device_type)
+        library.impl(operation, kernel, key, with_keyset=not takes_weights)
+    _registered.add((name, device_type))
+
+
+def _by_policy(below: Below) -> Kernel:
+    """The kernel that asks the thread's frame what to run."""
+    kernel, name, here = below.kernel, below.op.name, active(below.op.device_type)
+
+    def entry_point(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = here.frame
+        if frame is None or (runner := frame.runners.get(name)) is None:
+            return kernel(keyset, *args, **kwargs)
+        return runner(keyset, args, kwargs)
+
+    return entry_point
+
+
+def _warn_pending(policy: Policy, pending: tuple[str, ...]) -> None:
+    for name in pending:
+        if (policy.name, name) not in _warned:
+            _warned.add((policy.name, name))
+            warnings.warn(
+                f"The policy {policy.name!r} has a rule for {name}, and no such operation is registered yet. "
+                "Its rule holds in regions entered after it is: import the library that defines it first.",
+                PrecastWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,78 @@
+"""What each thread keeps about its regions: a stack of records, the frame in force, the weight cache.
+
+Invariants:
+
+- PyTorch's own thread-local flags stay the one truth for *enabled* and *dtype*; a frame adds only policy;
+- every entry of a region pushes one record that holds all it replaced, so any nesting, re-entry or
+  recursion of the same object restores what was there;
+- all of it is thread-local: a new thread starts with no region, as in PyTorch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from precast.policy import Policy
+from precast.weights import WeightCache
+
+__all__ = ["ActiveFrame", "Frame", "Record", "Runner", "ThreadRegions", "active", "regions"]
+
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""One operation under one policy: called as ``runner(keyset, args, kwargs)``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """The policy in force for one device type, and its runner for each operation that needs one."""
+
+    device_type: str
+    policy: Policy
+    runners: Mapping[str, Runner]
+    pending: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One entry of a region: whose it is, and what it replaced."""
+
+    owner: object
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+    frame: Frame | None
+
+
+class ThreadRegions(threading.local):
+    """This thread's records, outermost first, the groups entered as one, and the weight cache of all."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.groups: list[tuple[AbstractContextManager[object], ...]] = []
+        self.cache = WeightCache()
+
+
+regions = ThreadRegions()
+
+
+class ActiveFrame(threading.local):
+    """The frame in force for one device type in this thread, None outside all regions; and the thread's cache."""
+
+    frame: Frame | None = None
+
+    def __init__(self) -> None:
+        self.cache = regions.cache
+
+
+_active: dict[str, ActiveFrame] = {}
+
+
+def active(device_type: str) -> ActiveFrame:
+    """The thread-local slot for `device_type`; kernels hold on to it."""
+    return _active.setdefault(device_type, ActiveFrame())

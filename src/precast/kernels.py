@@ -1,0 +1,212 @@
+"""One function a rule: each makes the runner that gives an operation that rule inside a region.
+
+Invariants:
+
+- these runners are the reference: plain Python, from the operator and the region's dtype alone. `engine`
+  replaces them by PyTorch's compiled kernels where both mean the same;
+- which tensors a rule may cast, and how the operation then runs, is `Operation`'s to say: every rule is only a
+  choice of dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from precast import _torch, events
+from precast.errors import BannedOperationError
+from precast.frames import Runner, regions
+from precast.operation import Convert, Operation, tensors_in
+from precast.policy import Rule
+
+__all__ = ["noting", "promoting", "retry_promoted", "runner_for"]
+
+_F32: Final = torch.float32
+
+
+def runner_for(rule: Rule, op: Operation) -> Runner:
+    """The reference runner of `op` under `rule`."""
+    return _RUNNERS[rule](op)
+
+
+def _keep(op: Operation) -> Runner:
+    """KEEP: as if there were no region."""
+    return lambda _keyset, args, kwargs: op.call(args, kwargs)
+
+
+def _lower(op: Operation) -> Runner:
+    """LOWER: eligible tensors in the region's lower precision, weights from the cache."""
+
+    def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = op.lower_dtype()
+        cached = regions.cache.cast if torch.is_autocast_cache_enabled() else _no_cache
+
+        def convert(tensor: Tensor) -> Tensor:
+            if not op.eligible(tensor) or tensor.dtype is dtype:
+                return tensor
+            weight = cached(tensor, dtype)
+            return _to(tensor, dtype) if weight is None else weight
+
+        return op.call_cast(convert, args, kwargs)
+
+    return run
+
+
+def _fp32(op: Operation) -> Runner:
+    """FP32: eligible tensors in float32."""
+    return lambda _keyset, args, kwargs: op.call_cast(_eligible_to(op, _F32), args, kwargs)
+
+
+def _fp32_set_dtype(op: Operation) -> Runner:
+    """FP32_SET_DTYPE: no cast; an unset `dtype` argument becomes float32 where the first tensor is eligible."""
+    position = op.argument_names.index("dtype")
+
+    def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not op.eligible(args[0] if args else None):
+            return op.call(args, kwargs)
+        if len(args) <= position:
+            kwargs = {**kwargs, "dtype": kwargs.get("dtype") or _F32}
+        elif args[position] is None:
+            args = (*args[:position], _F32, *args[position + 1 :])
+        return op.call(args, kwargs)
+
+    return run
+
+
+def _fp32_append_dtype(op: Operation) -> Runner:
+    """FP32_APPEND_DTYPE: the overload with a dtype more: float32 where the first tensor is eligible."""
+    longer, defaults = _overload_with_dtype(op)
+
+    def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args, *(kwargs.get(name, value) for name, value in defaults[len(args) :])]
+        dtype = _F32 if op.eligible(args[0]) else args[0].dtype
+        return longer.call(given, {"dtype": dtype})
+
+    return run
+
+
+def _promote(op: Operation) -> Runner:
+    """PROMOTE: eligible tensors in the widest of their dtypes, which are the region's lower precision and float32."""
+
+    def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lower = op.lower_dtype()
+        dtypes = {t.dtype for t in tensors_in(args, kwargs) if op.eligible(t)}
+        if foreign := dtypes - {lower, _F32}:
+            raise RuntimeError(
+                f"Unexpected floating dtype {foreign.pop()} for {op.name} in a {lower} region: the "
+                f"rule 'promote' knows {lower} and torch.float32. Cast it first, or use a policy "
+                'with mixed = "promote".'
+            )
+        return op.call_cast(_eligible_to(op, _F32 if _F32 in dtypes else lower), args, kwargs)
+
+    return run
+
+
+def _banned(op: Operation) -> Runner:
+    """BANNED: refuses, with advice."""
+
+    def run(_keyset: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+        raise BannedOperationError(
+            f"{op.name} is banned in an autocast region on {op.device_type}: rounded to 16 bits, a "
+            "probability near 0 or 1 becomes 0 or 1, and its logarithm infinite. Use "
+            "binary_cross_entropy_with_logits (which takes the values before the sigmoid), or a "
+            'region with enabled=False, or the policy "default", which runs it in float32.'
+        )
+
+    return run
+
+
+_RUNNERS: Final[dict[Rule, Callable[[Operation], Runner]]] = {
+    Rule.KEEP: _keep,
+    Rule.LOWER: _lower,
+    Rule.FP32: _fp32,
+    Rule.FP32_SET_DTYPE: _fp32_set_dtype,
+    Rule.FP32_APPEND_DTYPE: _fp32_append_dtype,
+    Rule.PROMOTE: _promote,
+    Rule.BANNED: _banned,
+}
+
+
+def promoting(op: Operation, inner: Runner) -> Runner:
+    """`inner` first; where that raises on mixed floating dtypes, again with all of them in the widest."""
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return inner(keyset, args, kwargs)
+        except RuntimeError as error:
+            return retry_promoted(op, error, args, kwargs)
+
+    return run
+
+
+def retry_promoted(
+    op: Operation, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs `op` once more with its floating tensors in their widest dtype; raises `error` where that is no way out."""
+    floating = {t.dtype for t in tensors_in(args, kwargs) if _promotable(op, t)}
+    if len(floating) < 2:
+        raise error
+    try:
+        return op.call_cast(_promotable_to(op, _widest(floating)), args, kwargs)
+    except RuntimeError:
+        raise error from None
+
+
+def noting(op: Operation, message: str, inner: Runner) -> Runner:
+    """`inner`, telling observers about it."""
+    note = events.Note(op=op.name, device=op.device_type, message=message)
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        events.emit(note)
+        return inner(keyset, args, kwargs)
+
+    return run
+
+
+def _no_cache(_tensor: Tensor, _dtype: torch.dtype) -> None:
+    return None
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if type(tensor) is Tensor:
+        return tensor.to(dtype)
+    with _torch.without_torch_function():
+        return tensor.to(dtype)
+
+
+def _eligible_to(op: Operation, dtype: torch.dtype) -> Convert:
+    return lambda t: _to(t, dtype) if t.dtype is not dtype and op.eligible(t) else t
+
+
+def _promotable(op: Operation, tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.device.type == op.device_type
+
+
+def _promotable_to(op: Operation, dtype: torch.dtype) -> Convert:
+    return lambda t: _to(t, dtype) if t.dtype is not dtype and _promotable(op, t) else t
+
+
+def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    widest, *rest = dtypes
+    for dtype in rest:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+def _overload_with_dtype(op: Operation) -> tuple[Operation, list[tuple[str, Any]]]:
+    """The overload of `op` that takes the same arguments and a dtype, and the defaults of `op`'s own."""
+    operation = op.name.partition(".")[0]
+    wanted = (*op.argument_names, "dtype")
+    for name, schema in _torch.operator_overloads(operation).items():
+        if tuple(a.name for a in schema.arguments) == wanted:
+            overload = _torch.find_overload(f"{operation}.{name}")
+            assert overload is not None
+            defaults = [
+                (a.name, a.default_value if a.has_default_value() else None)
+                for a in _torch.schema_of(op.overload).arguments
+            ]
+            return Operation(f"{operation}.{name}", op.device_type, overload), defaults
+    raise AssertionError(f"{op.name} has no overload that takes a dtype")  # policies check this

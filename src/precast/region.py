@@ -1,0 +1,364 @@
+"""autocast: the region in which operations run in the precision that a policy gives them.
+
+Invariants:
+
+- the object is only a description; what an entry replaced is kept on the thread's stack, so one object can be
+  entered twice, by recursion or by several threads at once, and each exit restores what its entry found;
+- nothing has changed when an error is raised: arguments are checked when the object is made;
+- PyTorch's own flags are set too, so `torch.is_autocast_enabled` and `torch.get_autocast_dtype` tell the truth.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import types
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any, Final, ParamSpec, TypeVar, cast
+
+import torch
+
+from precast import _torch, engine
+from precast.errors import PrecastWarning, RegionError, RegionTypeError
+from precast.frames import Record, active, regions
+from precast.policy import DEVICE_TYPES, Policy
+
+__all__ = ["Regions", "autocast", "current", "disable"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_REQUIRED: Final[Any] = "(required)"
+
+
+class _Decorator:
+    """Makes a context manager a decorator too: the region is entered anew at every call."""
+
+    def __enter__(self) -> Any:
+        raise NotImplementedError
+
+    def __exit__(self, *exc_info: object) -> None:
+        raise NotImplementedError
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """`function` with its body in this region.
+
+        A generator's or coroutine's body is in the region only while it runs, never its caller between two steps.
+
+        Raises:
+            RegionTypeError: `function` is not callable, or is a class or an asynchronous generator.
+        """
+        return _decorate(self, function)
+
+
+class autocast(_Decorator):  # noqa: N801 -- the name that PyTorch gave it
+    """A region in which operations run in the precision that a policy gives them.
+
+    Context manager and decorator, with the signature of `torch.autocast`. Thread-local, nestable, re-entrant.
+
+    Args:
+        device_type: the device type of the tensors it is for, as `tensor.device.type` says it: "cuda", "cpu" ...
+        dtype: the lower precision, torch.bfloat16 or torch.float16. None is the surrounding region's or, outside of
+            all, PyTorch's default: float16 on CUDA, bfloat16 on CPU.
+        enabled: whether the policy is applied; False is an island of full precision in a surrounding region.
+        cache_enabled: whether weights are cast once and kept until the outermost region ends. None is as around.
+        policy: a `Policy`, the name of a preset or the path of a policy file. None is the surrounding region's or,
+            outside of all, "default".
+
+    Raises:
+        RegionError: a device type or dtype that cannot be; nothing has changed then.
+        PolicyError: a policy that cannot be read.
+
+    Example:
+        >>> linear = torch.nn.Linear(4, 2)
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     linear(torch.ones(3, 4)).dtype
+        torch.bfloat16
+    """
+
+    def __init__(
+        self,
+        device_type: str = _REQUIRED,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: Policy | str | os.PathLike[str] | None = None,
+    ) -> None:
+        _check_device_type(device_type)
+        self.device = device_type
+        self.enabled = bool(enabled) and _is_usable(device_type)
+        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        _check_dtype(self.fast_dtype, device_type, self.enabled)
+        self.cache_enabled = cache_enabled
+        self.policy = (
+            policy if policy is None or isinstance(policy, Policy) else Policy.load(policy)
+        )
+
+    def __enter__(self) -> autocast:
+        device = self.device
+        here = active(device)
+        frame = here.frame
+        # A policy in a disabled region still matters: code inside may enable autocast again.
+        if self.policy is not None:
+            frame = engine.bind(self.policy, device)
+        elif frame is None:
+            frame = engine.default_frame(device)
+        cache_before = torch.is_autocast_cache_enabled()
+        regions.records.append(
+            Record(
+                self,
+                device,
+                torch.is_autocast_enabled(device),
+                torch.get_autocast_dtype(device),
+                cache_before,
+                here.frame,
+            )
+        )
+        here.frame = frame
+        torch.set_autocast_enabled(device, self.enabled)
+        torch.set_autocast_dtype(device, self.fast_dtype)
+        torch.autocast_increment_nesting()
+        if self.cache_enabled is not None:
+            torch.set_autocast_cache_enabled(self.cache_enabled)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        records = regions.records
+        if records and records[-1].owner is self:
+            record = records.pop()
+            _restore_device(record)
+            torch.set_autocast_cache_enabled(record.cache_enabled)
+        else:
+            _leave_out_of_order(self)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        if not records:
+            regions.cache.clear()
+
+    def __repr__(self) -> str:
+        policy = f", policy={self.policy.name!r}" if self.policy else ""
+        return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self.enabled}{policy})"
+
+
+class Regions(_Decorator):
+    """Several regions entered as one; what `current` and `disable` return. Re-entrant, and for any thread."""
+
+    def __init__(self, members: Callable[[], tuple[autocast, ...]]) -> None:
+        self._members = members
+
+    def __enter__(self) -> Regions:
+        group = self._members()
+        for region in group:
+            region.__enter__()
+        regions.groups.append(group)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for region in reversed(regions.groups.pop()):
+            region.__exit__(None, None, None)
+
+
+def current(device_type: str | None = None) -> Regions:
+    """The precision in force in this thread, to enter elsewhere: in another thread, in a callback, in backward.
+
+    Args:
+        device_type: for this device type alone; None is for all that PyTorch or a region has set here.
+
+    Example:
+        >>> with autocast("cpu"):
+        ...     here = current()
+        >>> with here:  # perhaps in another thread
+        ...     torch.is_autocast_enabled("cpu")
+        True
+    """
+    devices = _autocast_devices() if device_type is None else (device_type,)
+    captured = tuple(_capture(device) for device in devices)
+    return Regions(lambda: captured)
+
+
+def disable() -> Regions:
+    """A region in which autocast is off for every device type, with none to be named.
+
+    Example:
+        >>> with autocast("cpu"), disable():
+        ...     torch.is_autocast_enabled("cpu")
+        False
+    """
+    return Regions(lambda: tuple(autocast(device, enabled=False) for device in _autocast_devices()))
+
+
+def _autocast_devices() -> tuple[str, ...]:
+    """The device types for which this thread has autocast on, or a region of ours."""
+    entered = {record.device_type for record in regions.records}
+    return tuple(d for d in DEVICE_TYPES if d in entered or torch.is_autocast_enabled(d))
+
+
+def _capture(device: str) -> autocast:
+    _check_device_type(device)
+    frame = active(device).frame
+    return autocast(
+        device,
+        torch.get_autocast_dtype(device),
+        torch.is_autocast_enabled(device),
+        torch.is_autocast_cache_enabled(),
+        # autocast that is on without a region of ours is PyTorch's own
+        policy="torch" if frame is None else frame.policy,
+    )
+
+
+def _leave_out_of_order(owner: autocast) -> None:
+    """Takes `owner`'s latest record out from under others, which then restore what it would have restored."""
+    records = regions.records
+    index = next((i for i in reversed(range(len(records))) if records[i].owner is owner), None)
+    if index is None:
+        raise RegionError(
+            f"{owner!r} ends in a thread that it was not entered in (or was never entered). A region belongs to its "
+            "thread: to take it to another, use `region = precast.current()` and `with region:` there."
+        )
+    record = records.pop(index)
+    later = records[index:]
+    if later:
+        later[0].cache_enabled = record.cache_enabled
+    else:
+        torch.set_autocast_cache_enabled(record.cache_enabled)
+    same_device = [r for r in later if r.device_type == record.device_type]
+    if same_device:
+        above = same_device[0]
+        above.enabled, above.dtype, above.frame = record.enabled, record.dtype, record.frame
+    else:
+        _restore_device(record)
+    warnings.warn(
+        f"{owner!r} ended while a region entered after it was still open; a suspended generator does that, and its "
+        "region was in force in its caller. Decorate the generator function instead: `@precast.autocast(...)`.",
+        PrecastWarning,
+        stacklevel=3,
+    )
+
+
+def _restore_device(record: Record) -> None:
+    active(record.device_type).frame = record.frame
+    torch.set_autocast_enabled(record.device_type, record.enabled)
+    torch.set_autocast_dtype(record.device_type, record.dtype)
+
+
+def _check_device_type(device_type: object) -> None:
+    if isinstance(device_type, str) and device_type is not _REQUIRED:
+        _check_known(device_type)
+        return
+    if device_type is _REQUIRED or isinstance(device_type, bool):
+        asked = "no device type"
+    elif isinstance(device_type, torch.device):
+        asked = f"a torch.device (write {device_type.type!r})"
+    else:
+        asked = f"a {type(device_type).__name__}"
+    raise RegionTypeError(
+        f'autocast got {asked}. Its first argument is the device type as text: autocast("cuda", dtype=torch.float16). '
+        'The old torch.cuda.amp.autocast() is autocast("cuda"), torch.cpu.amp.autocast() is autocast("cpu").'
+    )
+
+
+def _check_known(device_type: str) -> None:
+    if device_type in _known_devices():
+        return
+    hint = (
+        f"; write {device_type.partition(':')[0]!r}, without an index" if ":" in device_type else ""
+    )
+    raise RegionError(
+        f"{device_type!r} is not a device type that PyTorch has autocast for{hint}. "
+        f"Allowed: {', '.join(_known_devices())}."
+    )
+
+
+def _known_devices() -> tuple[str, ...]:
+    return (*DEVICE_TYPES, _torch.custom_backend())
+
+
+def _is_usable(device_type: str) -> bool:
+    """Whether the device is there; like PyTorch, a missing CUDA warns and turns the region off."""
+    if device_type != "cuda" or not torch.cuda.amp.common.amp_definitely_not_available():
+        return True
+    warnings.warn(
+        'CUDA is not available: this autocast region does nothing. Use autocast("cpu") for tensors on the CPU.',
+        PrecastWarning,
+        stacklevel=4,
+    )
+    return False
+
+
+def _check_dtype(dtype: object, device_type: str, enabled: bool) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise RegionTypeError(
+            f"dtype is {dtype!r}, of type {type(dtype).__name__}. Allowed: torch.bfloat16, torch.float16 or None."
+        )
+    allowed = _torch.lower_dtypes(device_type)
+    if enabled and dtype not in allowed:
+        raise RegionError(
+            f"dtype is {dtype}, which {device_type} has no autocast for. Allowed: {', '.join(map(str, allowed))}. "
+            "For full precision write enabled=False."
+        )
+
+
+def _decorate(region: _Decorator, function: Callable[P, R]) -> Callable[P, R]:
+    if isinstance(function, (staticmethod, classmethod)):
+        return cast(Callable[P, R], type(function)(_decorate(region, function.__func__)))
+    if not callable(function) or inspect.isclass(function) or inspect.isasyncgenfunction(function):
+        kind = (
+            "an asynchronous generator" if inspect.isasyncgenfunction(function) else repr(function)
+        )
+        raise RegionTypeError(
+            f"cannot decorate {kind}. Allowed: functions, methods such as forward, generators and coroutines. "
+            "Otherwise enter the region inside, around the calls that need it: `with precast.autocast(...):`"
+        )
+    wrapper = functools.wraps(function)(_wrapper(region, function))
+    vars(wrapper)["__script_unsupported"] = "a function in a precast region cannot be scripted"
+    return cast(Callable[P, R], wrapper)
+
+
+def _wrapper(region: _Decorator, function: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:
+            return await _as_awaitable(_in_steps(region, function(*args, **kwargs)))
+
+        return coroutine
+    if inspect.isgeneratorfunction(function):
+
+        def generator(*args: Any, **kwargs: Any) -> Any:
+            return (yield from _in_steps(region, function(*args, **kwargs)))
+
+        return generator
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with region:
+            return function(*args, **kwargs)
+
+    return call
+
+
+@types.coroutine
+def _as_awaitable(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    return (yield from steps)
+
+
+def _in_steps(region: _Decorator, body: Any) -> Generator[Any, Any, Any]:
+    """Runs a generator or coroutine with the region around each of its steps, and not between them."""
+    try:
+        with region:
+            value = body.send(None)
+        while True:
+            try:
+                sent = yield value
+            except GeneratorExit:
+                with region:
+                    body.close()
+                raise
+            except BaseException as error:
+                with region:
+                    value = body.throw(error)
+            else:
+                with region:
+                    value = body.send(sent)
+    except StopIteration as end:
+        return end.value
