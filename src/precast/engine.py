@@ -104,8 +104,6 @@ def unregister() -> None:
 
 
 def _bind(policy: Policy, device_type: str) -> Frame:
-    # TorchScript's own autocast pass would bake PyTorch's lists into a graph, under any policy.
-    _torch.set_torchscript_autocast(False)
     table, unknown = policy.expand(device_type)
     runners: dict[str, Runner] = {}
     for name in table.keys() | _torchs_table(device_type).keys():

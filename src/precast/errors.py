@@ -5,7 +5,7 @@
     ├── RegionError (ValueError, RuntimeError)  an autocast region asked for something that cannot be
     │   └── RegionTypeError (TypeError)   an argument is missing or of the wrong type
     ├── BannedOperationError (RuntimeError)  an operation that the policy refuses inside a region
-    ├── ScalerError (RuntimeError)        a gradient scaler used in the wrong order or on the wrong tensors
+    ├── ScalerError (RuntimeError, ValueError)  a gradient scaler used in the wrong order or on the wrong tensors
     └── MissingExtraError (ImportError)   an optional package is not installed; says what to install
 
     PrecastWarning (UserWarning)          something will not do what was probably meant
@@ -50,8 +50,11 @@ class BannedOperationError(PrecastError, RuntimeError):
     """An operation that the policy in force refuses inside a region."""
 
 
-class ScalerError(PrecastError, RuntimeError):
-    """A gradient scaler used in the wrong order or on tensors it cannot handle."""
+class ScalerError(PrecastError, RuntimeError, ValueError):
+    """A gradient scaler used in the wrong order or on tensors it cannot handle.
+
+    Both a `RuntimeError` and a `ValueError`: PyTorch raises one or the other, and programs catch either.
+    """
 
 
 class MissingExtraError(PrecastError, ImportError):

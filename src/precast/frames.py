@@ -18,10 +18,20 @@ from typing import Any
 
 import torch
 
+from precast import _torch
 from precast.policy import Policy
 from precast.weights import WeightCache
 
-__all__ = ["ActiveFrame", "Frame", "Record", "Runner", "ThreadRegions", "active", "regions"]
+__all__ = [
+    "ActiveFrame",
+    "Frame",
+    "Record",
+    "Runner",
+    "ThreadRegions",
+    "active",
+    "regions",
+    "torchscript_pass",
+]
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """One operation under one policy: called as ``runner(keyset, args, kwargs)``."""
@@ -35,6 +45,7 @@ class Frame:
     policy: Policy
     runners: Mapping[str, Runner]
     pending: tuple[str, ...] = ()
+    """Operations with a rule that no library has defined yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +69,35 @@ class ThreadRegions(threading.local):
         self.cache = WeightCache()
 
 
+class TorchScriptPass:
+    """TorchScript's own autocast pass: off while a region of ours is open anywhere, else as it was.
+
+    The pass writes PyTorch's casts into a scripted graph, once and whatever the policy. Always off would be wrong
+    too: without it a `with torch.autocast` inside a scripted function does nothing (torch 2.13).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._before = True
+
+    def hold(self) -> None:
+        """One more region is open."""
+        with self._lock:
+            self._holders += 1
+            if self._holders == 1:
+                self._before = _torch.set_torchscript_autocast(False)
+
+    def release(self) -> None:
+        """One less; the last one restores what was there."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                _torch.set_torchscript_autocast(self._before)
+
+
 regions = ThreadRegions()
+torchscript_pass = TorchScriptPass()
 
 
 class ActiveFrame(threading.local):

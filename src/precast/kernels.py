@@ -89,18 +89,23 @@ def _fp32_append_dtype(op: Operation) -> Runner:
 
 
 def _promote(op: Operation) -> Runner:
-    """PROMOTE: eligible tensors in the widest of their dtypes, which are the region's lower precision and float32."""
+    """PROMOTE: eligible tensors in the widest of their dtypes: the region's lower precision or float32."""
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        lower = op.lower_dtype()
-        dtypes = {t.dtype for t in tensors_in(args, kwargs) if op.eligible(t)}
-        if foreign := dtypes - {lower, _F32}:
-            raise RuntimeError(
-                f"Unexpected floating dtype {foreign.pop()} for {op.name} in a {lower} region: the "
-                f"rule 'promote' knows {lower} and torch.float32. Cast it first, or use a policy "
-                'with mixed = "promote".'
-            )
-        return op.call_cast(_eligible_to(op, _F32 if _F32 in dtypes else lower), args, kwargs)
+        lower = widest = op.lower_dtype()
+        for tensor in tensors_in(args, kwargs):
+            if not op.eligible(tensor):
+                continue
+            # As in PyTorch the order counts: what comes after a float32 is never asked for its dtype.
+            if _F32 in (widest, tensor.dtype):
+                widest = _F32
+            elif tensor.dtype is not lower:
+                raise RuntimeError(
+                    f"Unexpected floating dtype {tensor.dtype} for {op.name} in a {lower} region: "
+                    f"the rule 'promote' knows {lower} and torch.float32. Cast it first, or use a "
+                    'policy with mixed = "promote".'
+                )
+        return op.call_cast(_eligible_to(op, widest), args, kwargs)
 
     return run
 

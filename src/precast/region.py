@@ -10,49 +10,25 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
-import types
 import warnings
-from collections.abc import Callable, Generator
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
 from precast import _torch, engine
+from precast.decorate import DecoratorRegion
 from precast.errors import PrecastWarning, RegionError, RegionTypeError
-from precast.frames import Record, active, regions
+from precast.frames import Frame, Record, active, regions, torchscript_pass
 from precast.policy import DEVICE_TYPES, Policy
 
 __all__ = ["Regions", "autocast", "current", "disable"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _REQUIRED: Final[Any] = "(required)"
 
 
-class _Decorator:
-    """Makes a context manager a decorator too: the region is entered anew at every call."""
-
-    def __enter__(self) -> Any:
-        raise NotImplementedError
-
-    def __exit__(self, *exc_info: object) -> None:
-        raise NotImplementedError
-
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """`function` with its body in this region.
-
-        A generator's or coroutine's body is in the region only while it runs, never its caller between two steps.
-
-        Raises:
-            RegionTypeError: `function` is not callable, or is a class or an asynchronous generator.
-        """
-        return _decorate(self, function)
-
-
-class autocast(_Decorator):  # noqa: N801 -- the name that PyTorch gave it
+class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
     """A region in which operations run in the precision that a policy gives them.
 
     Context manager and decorator, with the signature of `torch.autocast`. Thread-local, nestable, re-entrant.
@@ -99,12 +75,7 @@ class autocast(_Decorator):  # noqa: N801 -- the name that PyTorch gave it
     def __enter__(self) -> autocast:
         device = self.device
         here = active(device)
-        frame = here.frame
-        # A policy in a disabled region still matters: code inside may enable autocast again.
-        if self.policy is not None:
-            frame = engine.bind(self.policy, device)
-        elif frame is None:
-            frame = engine.default_frame(device)
+        frame = self._frame(here.frame)
         cache_before = torch.is_autocast_cache_enabled()
         regions.records.append(
             Record(
@@ -116,6 +87,7 @@ class autocast(_Decorator):  # noqa: N801 -- the name that PyTorch gave it
                 here.frame,
             )
         )
+        torchscript_pass.hold()
         here.frame = frame
         torch.set_autocast_enabled(device, self.enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
@@ -126,23 +98,33 @@ class autocast(_Decorator):  # noqa: N801 -- the name that PyTorch gave it
 
     def __exit__(self, *exc_info: object) -> None:
         records = regions.records
-        if records and records[-1].owner is self:
+        in_order = bool(records) and records[-1].owner is self
+        if in_order:
             record = records.pop()
             _restore_device(record)
             torch.set_autocast_cache_enabled(record.cache_enabled)
         else:
-            _leave_out_of_order(self)
+            _splice_out(self)
+        torchscript_pass.release()
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         if not records:
             regions.cache.clear()
+        if not in_order:
+            _warn_out_of_order(self)
+
+    def _frame(self, surrounding: Frame | None) -> Frame | None:
+        """The frame to be in force inside; a disabled region has one too: code in it may enable autocast again."""
+        if self.policy is not None:
+            return engine.bind(self.policy, self.device)
+        return surrounding or engine.default_frame(self.device)
 
     def __repr__(self) -> str:
         policy = f", policy={self.policy.name!r}" if self.policy else ""
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self.enabled}{policy})"
 
 
-class Regions(_Decorator):
+class Regions(DecoratorRegion):
     """Several regions entered as one; what `current` and `disable` return. Re-entrant, and for any thread."""
 
     def __init__(self, members: Callable[[], tuple[autocast, ...]]) -> None:
@@ -174,7 +156,7 @@ def current(device_type: str | None = None) -> Regions:
         True
     """
     devices = _autocast_devices() if device_type is None else (device_type,)
-    captured = tuple(_capture(device) for device in devices)
+    captured = tuple(_Captured(device) for device in devices)
     return Regions(lambda: captured)
 
 
@@ -195,21 +177,24 @@ def _autocast_devices() -> tuple[str, ...]:
     return tuple(d for d in DEVICE_TYPES if d in entered or torch.is_autocast_enabled(d))
 
 
-def _capture(device: str) -> autocast:
-    _check_device_type(device)
-    frame = active(device).frame
-    return autocast(
-        device,
-        torch.get_autocast_dtype(device),
-        torch.is_autocast_enabled(device),
-        torch.is_autocast_cache_enabled(),
-        # autocast that is on without a region of ours is PyTorch's own
-        policy="torch" if frame is None else frame.policy,
-    )
+class _Captured(autocast):
+    """A region with the very frame that was in force where it was captured; none where that was PyTorch's own."""
+
+    def __init__(self, device: str) -> None:
+        _check_device_type(device)
+        self.device = device
+        self.enabled = torch.is_autocast_enabled(device)
+        self.fast_dtype = torch.get_autocast_dtype(device)
+        self.cache_enabled = torch.is_autocast_cache_enabled()
+        self._captured = active(device).frame
+        self.policy = None if self._captured is None else self._captured.policy
+
+    def _frame(self, surrounding: Frame | None) -> Frame | None:  # noqa: ARG002
+        return self._captured
 
 
-def _leave_out_of_order(owner: autocast) -> None:
-    """Takes `owner`'s latest record out from under others, which then restore what it would have restored."""
+def _splice_out(owner: autocast) -> None:
+    """Takes `owner`'s latest record out from under others, which then restore what it would have."""
     records = regions.records
     index = next((i for i in reversed(range(len(records))) if records[i].owner is owner), None)
     if index is None:
@@ -223,14 +208,16 @@ def _leave_out_of_order(owner: autocast) -> None:
         later[0].cache_enabled = record.cache_enabled
     else:
         torch.set_autocast_cache_enabled(record.cache_enabled)
-    same_device = [r for r in later if r.device_type == record.device_type]
-    if same_device:
-        above = same_device[0]
-        above.enabled, above.dtype, above.frame = record.enabled, record.dtype, record.frame
-    else:
+    above = next((r for r in later if r.device_type == record.device_type), None)
+    if above is None:
         _restore_device(record)
+    else:
+        above.enabled, above.dtype, above.frame = record.enabled, record.dtype, record.frame
+
+
+def _warn_out_of_order(owner: autocast) -> None:
     warnings.warn(
-        f"{owner!r} ended while a region entered after it was still open; a suspended generator does that, and its "
+        f"{owner!r} ended while a region entered after it was still open. A suspended generator does that, and its "
         "region was in force in its caller. Decorate the generator function instead: `@precast.autocast(...)`.",
         PrecastWarning,
         stacklevel=3,
@@ -298,67 +285,3 @@ def _check_dtype(dtype: object, device_type: str, enabled: bool) -> None:
             f"dtype is {dtype}, which {device_type} has no autocast for. Allowed: {', '.join(map(str, allowed))}. "
             "For full precision write enabled=False."
         )
-
-
-def _decorate(region: _Decorator, function: Callable[P, R]) -> Callable[P, R]:
-    if isinstance(function, (staticmethod, classmethod)):
-        return cast(Callable[P, R], type(function)(_decorate(region, function.__func__)))
-    if not callable(function) or inspect.isclass(function) or inspect.isasyncgenfunction(function):
-        kind = (
-            "an asynchronous generator" if inspect.isasyncgenfunction(function) else repr(function)
-        )
-        raise RegionTypeError(
-            f"cannot decorate {kind}. Allowed: functions, methods such as forward, generators and coroutines. "
-            "Otherwise enter the region inside, around the calls that need it: `with precast.autocast(...):`"
-        )
-    wrapper = functools.wraps(function)(_wrapper(region, function))
-    vars(wrapper)["__script_unsupported"] = "a function in a precast region cannot be scripted"
-    return cast(Callable[P, R], wrapper)
-
-
-def _wrapper(region: _Decorator, function: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(function):
-
-        async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await _as_awaitable(_in_steps(region, function(*args, **kwargs)))
-
-        return coroutine
-    if inspect.isgeneratorfunction(function):
-
-        def generator(*args: Any, **kwargs: Any) -> Any:
-            return (yield from _in_steps(region, function(*args, **kwargs)))
-
-        return generator
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with region:
-            return function(*args, **kwargs)
-
-    return call
-
-
-@types.coroutine
-def _as_awaitable(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    return (yield from steps)
-
-
-def _in_steps(region: _Decorator, body: Any) -> Generator[Any, Any, Any]:
-    """Runs a generator or coroutine with the region around each of its steps, and not between them."""
-    try:
-        with region:
-            value = body.send(None)
-        while True:
-            try:
-                sent = yield value
-            except GeneratorExit:
-                with region:
-                    body.close()
-                raise
-            except BaseException as error:
-                with region:
-                    value = body.throw(error)
-            else:
-                with region:
-                    value = body.send(sent)
-    except StopIteration as end:
-        return end.value

@@ -1,0 +1,107 @@
+"""Regions as decorators: the body of a function, generator or coroutine runs in the region, its caller never does.
+
+Invariants:
+
+- the region is entered anew for every call, so recursion and threads nest as `with` does;
+- the body of a generator or coroutine is in the region only while it runs, not between two steps;
+- what cannot be decorated is refused with what to do instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Generator
+from typing import Any, ParamSpec, TypeVar, cast
+
+from precast.errors import RegionTypeError
+
+__all__ = ["DecoratorRegion"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DecoratorRegion:
+    """Makes a context manager a decorator too: the region is entered anew at every call."""
+
+    def __enter__(self) -> Any:
+        raise NotImplementedError
+
+    def __exit__(self, *exc_info: object) -> None:
+        raise NotImplementedError
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """`function` with its body in this region.
+
+        A generator's or coroutine's body is in the region only while it runs, never its caller between two steps.
+
+        Raises:
+            RegionTypeError: `function` is not callable, or is a class or an asynchronous generator.
+        """
+        return _decorate(self, function)
+
+
+def _decorate(region: DecoratorRegion, function: Callable[P, R]) -> Callable[P, R]:
+    if isinstance(function, (staticmethod, classmethod)):
+        return cast(Callable[P, R], type(function)(_decorate(region, function.__func__)))
+    if not callable(function) or inspect.isclass(function) or inspect.isasyncgenfunction(function):
+        kind = (
+            "an asynchronous generator" if inspect.isasyncgenfunction(function) else repr(function)
+        )
+        raise RegionTypeError(
+            f"cannot decorate {kind}. Allowed: functions, methods such as forward, generators and coroutines. "
+            "Otherwise enter the region inside, around the calls that need it: `with precast.autocast(...):`"
+        )
+    wrapper = functools.wraps(function)(_wrapper(region, function))
+    vars(wrapper)["__script_unsupported"] = "a function in a precast region cannot be scripted"
+    return cast(Callable[P, R], wrapper)
+
+
+def _wrapper(region: DecoratorRegion, function: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:
+            return await _as_awaitable(_in_steps(region, function(*args, **kwargs)))
+
+        return coroutine
+    if inspect.isgeneratorfunction(function):
+
+        def generator(*args: Any, **kwargs: Any) -> Any:
+            return (yield from _in_steps(region, function(*args, **kwargs)))
+
+        return generator
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with region:
+            return function(*args, **kwargs)
+
+    return call
+
+
+@types.coroutine
+def _as_awaitable(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    return (yield from steps)
+
+
+def _in_steps(region: DecoratorRegion, body: Any) -> Generator[Any, Any, Any]:
+    """Runs a generator or coroutine with the region around each of its steps, and not between them."""
+    try:
+        with region:
+            value = body.send(None)
+        while True:
+            try:
+                sent = yield value
+            except GeneratorExit:
+                with region:
+                    body.close()
+                raise
+            except BaseException as error:
+                with region:
+                    value = body.throw(error)
+            else:
+                with region:
+                    value = body.send(sent)
+    except StopIteration as end:
+        return end.value
