@@ -19,7 +19,15 @@ from rich.text import Text
 
 from precast.machine import DtypeReport, Speed, dtypes_of, measure
 
-__all__ = ["Diagnosis", "Recommendation", "diagnose", "recommend", "render"]
+__all__ = [
+    "Diagnosis",
+    "Recommendation",
+    "diagnose",
+    "recommend",
+    "render",
+    "report_as_dict",
+    "times",
+]
 
 _WORTH_IT: Final = 1.1  # a training step must be this much faster for a 16-bit dtype to be advised
 _OVER_BFLOAT16: Final = 1.25  # what float16 must win over bfloat16 to pay for a scaler
@@ -172,15 +180,15 @@ def _why(device: str, dtype: str, speed: dict[str, float]) -> str:
         "float16": "its range is small, so training needs a gradient scaler",
     }
     other = "float16" if dtype == "bfloat16" else "bfloat16"
-    beside = f" ({other}: {_times(speed[other])})" if speed.get(other) else ""
+    beside = f" ({other}: {times(speed[other])})" if speed.get(other) else ""
     return (
-        f"on {device} {dtype} computes {_times(speed[dtype])} as fast as float32{beside}, over "
+        f"on {device} {dtype} computes {times(speed[dtype])} as fast as float32{beside}, over "
         f"matmul, convolution and its backward; {range_of[dtype]}"
     )
 
 
 def _why_not(device: str, speed: dict[str, float]) -> str:
-    measured = ", ".join(f"{dtype} {_times(ratio)}" for dtype, ratio in speed.items())
+    measured = ", ".join(f"{dtype} {times(ratio)}" for dtype, ratio in speed.items())
     return (
         f"on {device} no 16-bit dtype computes faster than float32 ({measured or 'none measured'}); "
         "mixed precision would save memory, not time"
@@ -226,10 +234,10 @@ _STYLE: Final = {
 
 
 def _cell(speed: Speed) -> str:
-    return "none" if speed.ratio is None else _times(speed.ratio)
+    return "none" if speed.ratio is None else times(speed.ratio)
 
 
-def _times(ratio: float) -> str:
+def times(ratio: float) -> str:
     """A ratio with as many digits as it is worth: 6.1x, 0.011x."""
     return f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2g}x"
 

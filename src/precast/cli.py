@@ -1,0 +1,147 @@
+"""The command line: parses arguments, calls one function each, prints what it returns.
+
+Invariants: nothing heavy is imported until a command runs, so `--help` and `--version` answer at
+once; results go to stdout and progress to stderr, so `--json` prints one object and nothing else.
+Exit codes: 0 it is done, 1 the job failed, 2 it was asked for wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from precast._version import __version__
+from precast.errors import PrecastError
+
+if TYPE_CHECKING:
+    from precast.demo.compare import Comparison
+
+__all__ = ["main"]
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+
+class _Commands(click.Group):
+    """Commands whose `PrecastError` is one message on stderr and exit code 1, not a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PrecastError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="precast")
+def main() -> None:
+    """Automatic mixed precision for PyTorch that you can read, trust and steer."""
+
+
+@main.command()
+@click.argument(
+    "task", type=click.Choice(["checkerboard", "digits"]), default="checkerboard", required=False
+)
+@click.option("--size", type=int, help="Pixels along a side (checkerboard), or images in a batch.")
+@click.option("--steps", type=int, help="Training steps of each run.")
+@click.option("--device", help="cpu, cuda or cuda:1.  [default: cuda if there is one]")
+@click.option("--dtype", help="bfloat16 or float16.  [default: float16 on cuda, bfloat16 on cpu]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and batches.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("precast-demo"),
+    show_default=True,
+    help="Folder for the picture and the page.",
+)
+@_as_json
+def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
+    """Train a network in float32 and in mixed precision, and show the difference.
+
+    checkerboard (the default) learns an image from its coordinates; digits learns to read
+    handwritten digits. Without --size and --steps it takes about a minute on two CPU cores.
+    """
+    from precast.demo import compare, findings, picture, settings
+
+    picture.require()
+    with _usage_errors():
+        chosen = settings.settings(task, **asked)
+    with _progress(f"{task}: float32 and {chosen.dtype}, in turns", chosen.steps) as advance:
+        comparison = compare.compare(chosen, advance)
+    paths = _write(comparison, out)
+    if as_json:
+        _print_json({**findings.as_dict(comparison), **paths})
+    else:
+        _print_comparison(comparison, paths)
+    failure = findings.failure(comparison)
+    if failure is not None:
+        raise click.ClickException(failure)
+
+
+@main.command()
+@_as_json
+def doctor(as_json: bool) -> None:
+    """Measure what this machine does in each dtype, and say which one to use."""
+    from rich.console import Console
+
+    from precast import doctor as doctor_
+
+    console = Console(stderr=True)
+    with console.status("measuring") as status:
+        found = doctor_.diagnose(lambda what: status.update(f"measuring {what}"))
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        Console().print(doctor_.render(found))
+
+
+def _write(comparison: Comparison, folder: Path) -> dict[str, str]:
+    from precast.demo import files, page, picture
+
+    name = folder / comparison.settings.task
+    paths = {"picture": name.with_suffix(".png"), "page": name.with_suffix(".html")}
+    try:
+        files.replace(paths["picture"], picture.picture_png(comparison))
+        files.replace(paths["page"], page.page_html(comparison).encode())
+    except OSError as error:
+        raise click.ClickException(f"cannot write to {folder}: {error}") from error
+    return {what: str(path) for what, path in paths.items()}
+
+
+def _print_comparison(comparison: Comparison, paths: dict[str, str]) -> None:
+    from rich.console import Console
+
+    from precast.demo.table import render
+
+    Console().print(render(comparison))
+    click.echo()
+    for what, path in paths.items():
+        click.echo(f"{what:<8} {path}")
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+@contextmanager
+def _progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr, if that is a terminal; yields what advances it by one step."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=steps)
+        yield lambda: progress.advance(task)

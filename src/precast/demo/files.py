@@ -1,0 +1,26 @@
+"""Writing results so that a reader never meets half a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+__all__ = ["replace"]
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Puts `content` at `path` in one step: what was there before stays until it is complete.
+
+    The folder is made if it is not there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

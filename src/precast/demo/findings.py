@@ -1,0 +1,213 @@
+"""The comparison in words and numbers: the rows of the table, and why the times are what they are.
+
+Invariants: every sentence follows from something measured in this very run, and quotes it; the
+console's table and the HTML page show the same rows and the same sentences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from precast.demo.compare import Comparison, Run
+from precast.demo.profile import KINDS
+from precast.demo.task import Panel
+from precast.doctor import report_as_dict, times
+
+__all__ = ["Row", "as_dict", "caption", "failure", "reasons", "rows", "title"]
+
+_SAME: Final = 0.03  # speeds this close are the same: less than the spread of a step's time
+_PRODUCTS, _CASTS, _REST = KINDS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `beside` sets the mixed run in relation to float32."""
+
+    name: str
+    float32: str
+    mixed: str
+    beside: str = ""
+
+
+def title(comparison: Comparison) -> str:
+    """What was trained, in one line."""
+    asked = comparison.settings
+    return f"{comparison.summary}; {asked.steps} steps on {asked.device}, seed {asked.seed}"
+
+
+def caption(comparison: Comparison, panel: Panel) -> str:
+    """What a panel shows, and how good it is."""
+    runs = {run.label: run for run in (comparison.float32, comparison.mixed)}
+    if panel.title not in runs:
+        return panel.title
+    run = runs[panel.title]
+    name = "float32" if run is comparison.float32 else f"{run.label} mixed"
+    if run.accuracy is not None:
+        return f"{name}: {run.accuracy:.1%} right"
+    return f"{name}: loss {run.losses[-1]:.3f}"
+
+
+def rows(comparison: Comparison) -> tuple[Row, ...]:
+    """The table."""
+    float32, mixed = comparison.float32, comparison.mixed
+    before, after = float32.profile.peak_bytes, mixed.profile.peak_bytes
+    return (
+        Row("time per step, median", _ms(float32.seconds), _ms(mixed.seconds), _pace(comparison)),
+        Row(
+            "peak memory of a step", _mib(before), _mib(after), f"{after / before:.2f}x the memory"
+        ),
+        Row("final loss", f"{float32.losses[-1]:.4f}", f"{mixed.losses[-1]:.4f}"),
+        *_accuracy(float32.accuracy, mixed.accuracy),
+        Row("steps skipped by scaler", "-", str(mixed.skipped), _scaler(mixed)),
+        Row("computed", "native", comparison.machine.verdict, "by measured speed"),
+    )
+
+
+def reasons(comparison: Comparison) -> tuple[str, ...]:
+    """Why mixed precision is as fast as it is here, and what "memory" means."""
+    slower = comparison.speedup < 1 - _SAME
+    return (
+        *([_why_slower(comparison)] if slower else []),
+        _where_time_goes(comparison),
+        _machine(comparison),
+        *_waiting(comparison),
+        _memory(comparison),
+    )
+
+
+def failure(comparison: Comparison) -> str | None:
+    """What went wrong in training, if something did."""
+    for run in (comparison.float32, comparison.mixed):
+        if not abs(run.losses[-1]) < float("inf"):
+            return f"the {run.label} run ended with loss {run.losses[-1]}; try another seed"
+    return None
+
+
+def as_dict(comparison: Comparison) -> dict[str, Any]:
+    """Everything but the pictures as plain values, for JSON; seconds and bytes."""
+    asked = comparison.settings
+    return {
+        "task": asked.task,
+        "device": str(asked.device),
+        "dtype": asked.dtype,
+        "size": asked.size,
+        "steps": asked.steps,
+        "seed": asked.seed,
+        "speedup": comparison.speedup,
+        "runs": {"float32": _run(comparison.float32), "mixed": _run(comparison.mixed)},
+        "machine": report_as_dict(comparison.machine),
+        "reasons": list(reasons(comparison)),
+    }
+
+
+def _run(run: Run) -> dict[str, Any]:
+    return {
+        "label": run.label,
+        "seconds_per_step": run.seconds,
+        "peak_bytes": run.profile.peak_bytes,
+        "profiled_seconds": run.profile.seconds,
+        "final_loss": run.losses[-1],
+        "accuracy": run.accuracy,
+        "skipped_steps": run.skipped,
+        "losses": list(run.losses),
+        "scales": list(run.scales),
+    }
+
+
+def _accuracy(float32: float | None, mixed: float | None) -> list[Row]:
+    if float32 is None or mixed is None:
+        return []
+    return [Row("held-out accuracy", f"{float32:.1%}", f"{mixed:.1%}")]
+
+
+def _pace(comparison: Comparison) -> str:
+    speedup = comparison.speedup
+    ratio = f"{speedup:.2f}x" if speedup >= 1 else times(speedup)
+    if abs(speedup - 1) <= _SAME:
+        return f"{ratio}: the same"
+    return f"{ratio}: {'faster' if speedup > 1 else 'slower'}"
+
+
+def _scaler(run: Run) -> str:
+    return f"scale {run.scales[-1]:g} at the end" if run.scales else "no scaler needed"
+
+
+def _differences(comparison: Comparison) -> dict[str, float]:
+    before, after = comparison.float32.profile.seconds, comparison.mixed.profile.seconds
+    return {kind: after[kind] - before[kind] for kind in KINDS}
+
+
+def _why_slower(comparison: Comparison) -> str:
+    dtype, slow = comparison.settings.dtype, _slow_operations(comparison)
+    differences = _differences(comparison)
+    kind = max(differences, key=lambda each: differences[each])
+    if differences[kind] <= 0:
+        return (
+            "Slower though no kind of operation is: what is left is the time between them, "
+            "spent on finding casts, on the scaler and in Python."
+        )
+    if kind == _PRODUCTS and slow:
+        because = f"this machine computes {dtype} slower than float32 ({slow})"
+    else:
+        because = _BECAUSE[kind]
+    more = _ms(differences[kind])
+    return f"Slower because {because}: {kind} take {more} more of a step than in float32."
+
+
+_BECAUSE: Final = {
+    _PRODUCTS: "this network's products are too small to gain",
+    _CASTS: "its products are too small to win back what the casts cost",
+    _REST: "what is neither product nor cast (normalization, activations, optimizer) grew",
+}
+
+
+def _where_time_goes(comparison: Comparison) -> str:
+    parts = ", ".join(
+        f"{'+' if difference > 0 else '-'}{_ms(abs(difference))} in {kind}"
+        for kind, difference in _differences(comparison).items()
+    )
+    return f"A profiled {comparison.settings.dtype} step, beside float32's: {parts}."
+
+
+def _machine(comparison: Comparison) -> str:
+    report = comparison.machine
+    speeds = ", ".join(f"{name} {times(ratio)}" for name, ratio in report.ratios.items())
+    units = f"; units: {' '.join(report.units)}" if report.units else ""
+    return (
+        f"{report.dtype} is {report.verdict} on {report.device}: {speeds} float32's speed{units}."
+    )
+
+
+def _slow_operations(comparison: Comparison) -> str:
+    ratios = comparison.machine.ratios.items()
+    return ", ".join(f"{name} {times(ratio)}" for name, ratio in ratios if ratio < 1)
+
+
+def _waiting(comparison: Comparison) -> tuple[str, ...]:
+    """On a GPU: whether it waits for work, which no dtype makes better."""
+    mixed = comparison.mixed
+    busy = sum(mixed.profile.seconds.values())
+    if comparison.settings.device.type == "cpu" or busy == 0 or busy > mixed.seconds / 2:
+        return ()
+    return (
+        f"The device computes {_ms(busy)} of a {_ms(mixed.seconds)} step and waits for the rest: "
+        "launching its kernels takes longer than running them, in any dtype.",
+    )
+
+
+def _memory(comparison: Comparison) -> str:
+    counted = {
+        "cpu": "every allocation of PyTorch's, recorded in the last steps",
+        "cuda": "PyTorch's allocator's own maximum",
+    }[comparison.settings.device.type]
+    return f"Memory is that of tensors, not of the process: {counted}."
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.{1 if milliseconds >= 1 else 2}f} ms"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,40 @@
+"""The comparison as one HTML file that needs nothing else: no network, no script, light and dark."""
+
+from __future__ import annotations
+
+import base64
+from importlib import resources
+
+from precast import _version
+from precast.demo.compare import Comparison
+from precast.demo.findings import caption, reasons, rows, title
+from precast.demo.picture import curves_png, panel_png
+
+__all__ = ["page_html"]
+
+
+def page_html(comparison: Comparison) -> str:
+    """The page; all pictures are inside it."""
+    import jinja2
+
+    source = resources.files("precast.demo").joinpath("page.html.jinja").read_text("utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["uri"] = _uri
+    return environment.from_string(source).render(
+        settings=comparison.settings,
+        title=title(comparison),
+        mixed=f"{comparison.mixed.label} mixed",
+        rows=rows(comparison),
+        reasons=reasons(comparison),
+        panels=[(caption(comparison, panel), panel_png(panel)) for panel in comparison.panels],
+        curves=[
+            (f"{what} by step", *(curves_png(comparison, what, s) for s in ("light", "dark")))
+            for what in ("loss", "scale")
+        ],
+        marked=any(panel.marks for panel in comparison.panels),  # words: large, also on a phone
+        version=_version.__version__,
+    )
+
+
+def _uri(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -1,0 +1,153 @@
+"""The comparison drawn with matplotlib: what was learnt, how the loss fell, what the scale did.
+
+Invariants: matplotlib is imported when something is drawn, never before; nothing here depends on,
+or changes, its global state: figures are made from the object interface, styles apply to one figure.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from precast.demo.compare import Comparison, Run
+from precast.demo.findings import caption, title
+from precast.demo.task import Panel
+from precast.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["curves_png", "panel_png", "picture_png", "require"]
+
+_STYLES = {
+    "light": {"ink": "#1f2328", "grid": "#d0d7de", "float32": "#1f6feb", "mixed": "#d1570a"},
+    "dark": {"ink": "#e6edf3", "grid": "#3d444d", "float32": "#6cb6ff", "mixed": "#f69d50"},
+}
+_RIGHT, _WRONG = "#7ee787", "#ff7b72"  # on a panel's dark ground, in both styles
+
+
+def require() -> None:
+    """Fails at once, not after a minute of training, when drawing is not possible.
+
+    Raises:
+        MissingExtraError: matplotlib or jinja2 is not installed.
+    """
+    for package in ("matplotlib", "jinja2"):
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the demo draws with {package}, which is not installed here; "
+                "write: pip install 'precast[demo]'"
+            ) from error
+
+
+def picture_png(comparison: Comparison) -> bytes:
+    """Everything in one picture: the panels in a row, the curves below."""
+    figure = _figure((9, 6.4), "white")
+    figure.suptitle(title(comparison), fontsize=11)
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 2.4))[:, 0]
+    above.set_facecolor("white")
+    below.set_facecolor("white")
+    for axes, panel in zip(above.subplots(1, 3), comparison.panels, strict=True):
+        _draw_panel(axes, panel)
+        axes.set_title(caption(comparison, panel), fontsize=10)
+    left, right = below.subplots(1, 2)
+    _draw_losses(left, comparison, "light")
+    _draw_scales(right, comparison.mixed, "light")
+    return _png(figure, 150)
+
+
+def panel_png(panel: Panel) -> bytes:
+    """One panel alone, without a frame, for a page that sets its own title."""
+    height, width = panel.image.shape
+    figure = _figure((3, 3 * height / width), "none", layout=None)
+    _draw_panel(figure.add_axes((0, 0, 1, 1)), panel)
+    return _png(figure, 160)
+
+
+def curves_png(comparison: Comparison, what: str, style: str) -> bytes:
+    """One chart, small enough to be read on a phone.
+
+    Args:
+        comparison: what to draw.
+        what: "loss" or "scale".
+        style: "light" or "dark"; the ground is transparent in both.
+    """
+    figure = _figure((4.4, 2.9), "none")
+    if what == "loss":
+        _draw_losses(figure.subplots(), comparison, style)
+    else:
+        _draw_scales(figure.subplots(), comparison.mixed, style)
+    return _png(figure, 160)
+
+
+def _figure(inches: tuple[float, float], ground: str, layout: Any = "constrained") -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(inches, facecolor=ground, layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _png(figure: Figure, dots_per_inch: int) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dots_per_inch)
+    return buffer.getvalue()
+
+
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    axes.imshow(panel.image.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    for mark in panel.marks:
+        color = _RIGHT if mark.right else _WRONG
+        axes.text(
+            mark.column,
+            mark.row,
+            mark.text,
+            color=color,
+            fontsize=8,
+            fontweight="normal" if mark.right else "bold",
+            ha="center",
+            va="center",
+        )
+    axes.set_axis_off()
+
+
+def _draw_losses(axes: Any, comparison: Comparison, style: str) -> None:
+    colors = _STYLES[style]
+    runs = {"float32": comparison.float32, "mixed": comparison.mixed}
+    for name, run in runs.items():
+        label = name if name == "float32" else f"{run.label} mixed"
+        width = 2.4 if name == "float32" else 0.9  # where the curves agree both are seen
+        axes.plot(run.losses, color=colors[name], label=label, linewidth=width)
+    axes.set_yscale("log")
+    _dress(axes, "training loss", style)
+    axes.legend(fontsize=8, frameon=False, labelcolor=colors["ink"])
+
+
+def _draw_scales(axes: Any, run: Run, style: str) -> None:
+    colors = _STYLES[style]
+    _dress(axes, "scale of the loss", style)
+    if not run.scales:
+        axes.set_axis_off()
+        words = f"no scaler: {run.label} has float32's range"
+        place = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+        axes.text(0.5, 0.5, words, color=colors["ink"], fontsize=9, **place)
+        return
+    scales = (run.initial_scale, *run.scales)
+    axes.step(range(len(scales)), scales, color=colors["mixed"], where="post", linewidth=1.3)
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(min(scales) / 4, max(scales) * 4)
+
+
+def _dress(axes: Any, name: str, style: str) -> None:
+    colors = _STYLES[style]
+    axes.set_facecolor("none")
+    axes.set_title(name, fontsize=10, color=colors["ink"])
+    axes.set_xlabel("step", fontsize=9, color=colors["ink"])
+    axes.tick_params(which="both", labelsize=8, colors=colors["ink"])
+    axes.grid(color=colors["grid"], linewidth=0.6)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in {"left", "bottom"})
+        spine.set_color(colors["grid"])

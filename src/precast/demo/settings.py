@@ -1,0 +1,117 @@
+"""What a demo is asked to do, checked before anything runs.
+
+Invariants: a `Settings` that exists can be trained; whatever cannot is a `ValueError` that says
+what was asked, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from precast.demo.checkerboard import Checkerboard
+from precast.demo.digits import IMAGES, Digits
+from precast.demo.task import Task
+
+__all__ = ["DTYPES", "TASKS", "Settings", "settings"]
+
+TASKS: Final = ("checkerboard", "digits")
+DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_FEWEST_STEPS: Final = 10  # some to warm up, some to time, some to look into
+
+# (task, device type, dtype) -> (size, steps). On a CPU they end in about a minute on 2 cores;
+# float16 convolutions have no fast backward there, so that one is small.
+_DEFAULTS: Final = {
+    ("checkerboard", "cuda", "bfloat16"): (512, 500),
+    ("checkerboard", "cuda", "float16"): (512, 500),
+    ("checkerboard", "cpu", "bfloat16"): (48, 1500),
+    ("checkerboard", "cpu", "float16"): (16, 300),
+    ("digits", "cuda", "bfloat16"): (256, 500),
+    ("digits", "cuda", "float16"): (256, 500),
+    ("digits", "cpu", "bfloat16"): (128, 400),
+    ("digits", "cpu", "float16"): (16, 60),
+}
+
+# task -> (least, most) size: two pixels a field; BatchNorm wants two images, and there are so many.
+_SIZES: Final = {"checkerboard": (16, 4096), "digits": (2, IMAGES - IMAGES // 5)}
+_SIZE_IS: Final = {"checkerboard": "pixels along a side", "digits": "images in a batch"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A demo to run: see `settings` for what the fields mean."""
+
+    task: str
+    device: torch.device
+    dtype: str
+    size: int
+    steps: int
+    seed: int
+
+    def make_task(self) -> Task:
+        """The task itself, with its data on the device."""
+        if self.task == "digits":
+            return Digits(self.size, self.device, self.seed)
+        return Checkerboard(self.size, self.device)
+
+
+def settings(
+    task: str = "checkerboard",
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    size: int | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+) -> Settings:
+    """Checks what was asked and fills in what was not.
+
+    Args:
+        task: "checkerboard" or "digits".
+        device: "cpu", "cuda" or "cuda:1". Default: "cuda" if there is one.
+        dtype: "bfloat16" or "float16". Default: float16 on CUDA, bfloat16 on a CPU.
+        size: checkerboard: pixels along a side; digits: images in a batch.
+        steps: training steps of each run.
+        seed: of weights, batches and split.
+
+    Raises:
+        ValueError: something that cannot be trained.
+    """
+    _require(task in TASKS, f"task {task!r} is unknown; write one of: {', '.join(TASKS)}")
+    where = _device(device)
+    dtype = dtype or {"cuda": "float16", "cpu": "bfloat16"}[where.type]
+    _require(dtype in DTYPES, f"dtype {dtype!r} is unknown; write one of: {', '.join(DTYPES)}")
+    usual_size, usual_steps = _DEFAULTS[task, where.type, dtype]
+    size, steps = size or usual_size, steps or usual_steps
+    least, most = _SIZES[task]
+    meaning = _SIZE_IS[task]
+    _require(least <= size <= most, f"size {size} ({meaning}) must be from {least} to {most}")
+    _require(steps >= _FEWEST_STEPS, f"steps {steps} must be at least {_FEWEST_STEPS}")
+    _require(0 <= seed < 2**63, f"seed {seed} must be from 0 to 2**63 - 1")
+    return Settings(task, where, dtype, size, steps, seed)
+
+
+def _device(asked: str | None) -> torch.device:
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        device = torch.device("meta")
+    allowed = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {asked!r}: PyTorch {torch.__version__} sees no CUDA device here; "
+            "write --device cpu, or install a CUDA build of PyTorch"
+        )
+    known = device.type == "cpu" or device in {torch.device("cuda"), *map(torch.device, allowed)}
+    _require(known, f"device {asked!r} is not here; write one of: {', '.join(allowed)}")
+    return device
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
