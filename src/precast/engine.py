@@ -19,15 +19,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from torch.library import Library
 
-from precast import _torch, kernels
+from precast import _torch, hotpath, kernels
 from precast._torch import Kernel
 from precast.errors import PrecastError, PrecastWarning
-from precast.frames import Frame, Runner, active, regions
-from precast.hotpath import FROM_CACHE, from_cache
+from precast.frames import Frame, Runner, regions
+from precast.hotpath import DELEGATE
 from precast.operation import Operation
 from precast.policy import Entry, Policy, Rule
 
@@ -74,12 +74,14 @@ def bind(policy: Policy, device_type: str) -> Frame:
     """The frame for `policy` on `device_type`, its kernels registered; made once for each engine."""
     key = (device_type, policy, _engine)
     frame = _frames.get(key)
-    if frame is None:
+    if frame is None or (frame.pending and any(map(_is_defined, frame.pending))):
         with _lock:
-            frame = _bind(policy, device_type)
-            if not frame.pending:  # operations to come are looked for again at the next entry
-                _frames[key] = frame
+            frame = _frames[key] = _bind(policy, device_type)
     return frame
+
+
+def _is_defined(key: str) -> bool:
+    return bool(_torch.operator_overloads(key.partition(".")[0]))
 
 
 def default_frame(device_type: str) -> Frame:
@@ -129,24 +131,13 @@ def _choose(policy: Policy, below: Below, entry: Entry | None) -> Runner | None:
     op, rule = below.op, Rule.KEEP if entry is None else entry.rule
     promotes = policy.mixed == "promote" and rule is not Rule.BANNED and op.takes_several
     if promotes and rule is Rule.PROMOTE and not below.compiled:
-        runner = _delegate(
-            below.kernel
-        )  # promotion is asked for where PyTorch raises, and only there
-    elif rule is not below.rule or _engine == "reference":
-        runner = kernels.runner_for(rule, op)
-    elif rule is Rule.LOWER:
-        return FROM_CACHE
-    elif promotes:
-        runner = _delegate(below.kernel)
-    else:
-        return None
+        return DELEGATE  # promotion is asked for where PyTorch raises, and only there
+    if rule is below.rule and _engine == "delegated":
+        return DELEGATE if promotes or rule is Rule.LOWER else None
+    runner = kernels.runner_for(rule, op)
     if below.rule is Rule.BANNED and rule is not Rule.BANNED:
         runner = kernels.noting(op, f"banned by PyTorch, ran as '{rule}'", runner)
     return kernels.promoting(op, runner) if promotes else runner
-
-
-def _delegate(kernel: Kernel) -> Runner:
-    return lambda keyset, args, kwargs: kernel(keyset, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,25 +171,15 @@ def _register(below: Below) -> None:
         return
     namespace, _, operation = name.partition("::")
     library = _libraries.setdefault(namespace, Library(namespace, "IMPL"))
-    takes_weights = below.compiled and below.rule is Rule.LOWER
-    kernel = from_cache(below.op, below.kernel) if takes_weights else _by_policy(below)
+    # PyTorch's compiled autocast kernels are plain functions: a keyset made at each call would be thrown away.
+    needs_keyset = not (below.compiled and namespace == "aten")
+    kernel = hotpath.entry_point(
+        below.op, below.kernel, takes_weights=below.rule is Rule.LOWER, needs_keyset=needs_keyset
+    )
     with _torch.quiet_override():
         key = _torch.autocast_key(device_type)
-        library.impl(operation, kernel, key, with_keyset=not takes_weights)
+        library.impl(operation, kernel, key, with_keyset=needs_keyset)
     _registered.add((name, device_type))
-
-
-def _by_policy(below: Below) -> Kernel:
-    """The kernel that asks the thread's frame what to run."""
-    kernel, name, here = below.kernel, below.op.name, active(below.op.device_type)
-
-    def entry_point(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = here.frame
-        if frame is None or (runner := frame.runners.get(name)) is None:
-            return kernel(keyset, *args, **kwargs)
-        return runner(keyset, args, kwargs)
-
-    return entry_point
 
 
 def _warn_pending(policy: Policy, pending: tuple[str, ...]) -> None:

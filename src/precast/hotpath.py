@@ -1,11 +1,12 @@
-"""Writes the Python kernel that runs at the autocast key of an operation that takes weights.
+"""Writes the Python kernel that runs at the autocast key of an operation.
 
 Invariants:
 
-- what is written does one thing: where the thread's frame says `FROM_CACHE`, each tensor that the cache holds is
-  replaced by its lower-precision copy, and PyTorch's compiled kernel does the rest;
+- it is the same for all policies: it asks the thread's frame, and without one hands straight on;
+- where the frame says `DELEGATE`, what was there before precast does the work, after each tensor that the weight
+  cache holds has been replaced by its lower-precision copy;
 - it is written out for each operation, one block a tensor, because a loop or a call for each tensor costs more
-  than PyTorch's whole cache: on `F.linear` of 8x8 about 0.6 us of the 2.3 us that this kernel costs (2-core CPU,
+  than PyTorch's whole cache: on `F.linear` of 8x8 about 0.6 us of the 2.3 us that this kernel adds (2-core CPU,
   torch 2.13; `make bench` measures it).
 
 `_ENTRY_POINT` is the kernel as a person reads it; `source` fills it in.
@@ -24,39 +25,42 @@ from precast.frames import Runner, active
 from precast.operation import Operation
 from precast.weights import WeightCache
 
-__all__ = ["FROM_CACHE", "from_cache", "source"]
+__all__ = ["DELEGATE", "entry_point", "source"]
 
 
-def _from_cache(_keyset: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+def _delegate(_keyset: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     raise AssertionError("the kernel at the autocast key does this itself")
 
 
-FROM_CACHE: Final[Runner] = _from_cache
-"""LOWER by PyTorch's compiled kernel, after weights have been replaced by their cached copies.
+DELEGATE: Final[Runner] = _delegate
+"""What was there before precast does it: PyTorch's compiled kernel, given weights that the cache has cast.
 
 Where the policy promotes mixed dtypes and that raises on them, once more in the widest.
 """
 
 _ENTRY_POINT = """\
-def entry_point({parameters}, *rest, **kwargs):
+def entry_point({parameters}*rest, **kwargs):
     frame = here.frame
     if frame is None:
-        return kernel(keyset, {arguments}, *rest, **kwargs)
+        return kernel(keyset, {arguments}*rest, **kwargs)
     runner = frame.runners.get(name)
-    if runner is not FROM_CACHE:
+    if runner is not DELEGATE:
         if runner is None:
-            return kernel(keyset, {arguments}, *rest, **kwargs)
-        return runner(keyset, ({arguments}, *rest), kwargs)
-    if cache_enabled():
-        dtype = lower_dtype(device_type)
-        find = here.cache.leaves[dtype].get
-{tensors}
+            return kernel(keyset, {arguments}*rest, **kwargs)
+        return runner(keyset, ({arguments}*rest,), kwargs)
+{swap}
     try:
-        return kernel(keyset, {arguments}, *rest, **kwargs)
+        return kernel(keyset, {arguments}*rest, **kwargs)
     except RuntimeError as error:
         if frame.policy.mixed == "raise":
             raise
-        return retry_promoted(op, error, ({arguments}, *rest), kwargs)
+        return retry_promoted(op, error, ({arguments}*rest,), kwargs)
+"""
+
+_SWAP = """\
+    if cache_enabled():
+        dtype = lower_dtype(device_type)
+        find = here.cache.leaves[dtype].get
 """
 
 _TENSOR = """\
@@ -76,16 +80,25 @@ _TENSOR = """\
 """
 
 
-def from_cache(op: Operation, compiled: Kernel) -> Kernel:
-    """The kernel for `op`, to be registered without a keyset: PyTorch's compiled autocast kernels take none."""
+def entry_point(
+    op: Operation, kernel: Kernel, *, takes_weights: bool, needs_keyset: bool
+) -> Kernel:
+    """The kernel to be registered for `op`.
+
+    Args:
+        op: the operation.
+        kernel: what was there before.
+        takes_weights: whether to look for its tensors in the weight cache.
+        needs_keyset: whether it is called with a keyset, for a `kernel` that looks at it.
+    """
     namespace: dict[str, Any] = {
-        "FROM_CACHE": FROM_CACHE,
+        "DELEGATE": DELEGATE,
         "Tensor": Tensor,
         "cache_enabled": torch.is_autocast_cache_enabled,
         "device_type": op.device_type,
         "float32": torch.float32,
         "here": active(op.device_type),
-        "kernel": compiled,
+        "kernel": kernel,
         "keyset": _torch.keyset_of(op.device_type),
         "lower_dtype": torch.get_autocast_dtype,
         "name": op.name,
@@ -97,21 +110,23 @@ def from_cache(op: Operation, compiled: Kernel) -> Kernel:
     namespace |= {
         f"default{i}": a.default_value for i, a in enumerate(schema) if a.has_default_value()
     }
-    code = compile(source(op), f"<precast: kernel of {op.name} on {op.device_type}>", "exec")
-    exec(code, namespace)
-    entry_point: Kernel = namespace["entry_point"]
-    return entry_point
+    text = source(op, takes_weights=takes_weights, needs_keyset=needs_keyset)
+    exec(compile(text, f"<precast: {op.name} on {op.device_type}>", "exec"), namespace)
+    written: Kernel = namespace["entry_point"]
+    return written
 
 
-def source(op: Operation) -> str:
-    """The Python source of the kernel for `op`: its arguments up to the last tensor have names, a0, a1 ..."""
-    schema = _torch.schema_of(op.overload).arguments
-    count = max(op.tensor_slots) + 1
+def source(op: Operation, *, takes_weights: bool, needs_keyset: bool) -> str:
+    """The Python source of the kernel for `op`; arguments up to its last tensor have names, a0, a1 ..."""
+    slots = op.tensor_slots if takes_weights else ()
+    schema = _torch.schema_of(op.overload).arguments[: max(slots, default=-1) + 1]
+    named = [f"a{i}" for i in range(len(schema))]
     defaults = [f"=default{i}" if a.has_default_value() else "" for i, a in enumerate(schema)]
+    parameters = [name + default for name, default in zip(named, defaults, strict=True)]
     return _ENTRY_POINT.format(
-        parameters=", ".join(f"a{i}{defaults[i]}" for i in range(count)),
-        arguments=", ".join(f"a{i}" for i in range(count)),
-        tensors="".join(_TENSOR.format(a=f"a{i}") for i in op.tensor_slots),
+        parameters="".join(f"{p}, " for p in [*(["keyset"] if needs_keyset else []), *parameters]),
+        arguments="".join(f"{name}, " for name in named),
+        swap=(_SWAP if slots else "") + "".join(_TENSOR.format(a=f"a{i}") for i in slots),
     )
 
 

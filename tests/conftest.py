@@ -1,0 +1,27 @@
+"""What holds for all tests: one thread for PyTorch (tensors are tiny), and no region left open by any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from precast.frames import regions
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_region_is_left_open() -> Iterator[None]:
+    yield
+    assert not regions.records
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _skip_without_gpu(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and this machine has none")
