@@ -269,7 +269,7 @@ def _is_usable(device_type: str) -> bool:
     warnings.warn(
         'CUDA is not available: this autocast region does nothing. Use autocast("cpu") for tensors on the CPU.',
         PrecastWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
     return False
 

@@ -10,7 +10,7 @@ Invariants:
 - in grad mode the cache holds just what PyTorch's holds (leaves that require grad and are no views): sharing a
   copy decides in which precision gradients are summed, and that must not differ from PyTorch. What needs no
   gradient (frozen parameters, views of parameters under `no_grad`) is held too;
-- sources are held weakly: the cache keeps no model alive.
+- sources are held weakly. (A copy that carries a gradient holds its source through its graph, as PyTorch's does.)
 """
 
 from __future__ import annotations

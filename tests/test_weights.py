@@ -1,0 +1,244 @@
+"""The weight cache: every weight cast once a region, and never a stale copy used."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+import precast
+from precast import engine
+from precast.frames import regions
+from precast.weights import WeightCache
+
+Region = Callable[..., AbstractContextManager[object]]
+
+
+@pytest.fixture(params=engine.ENGINES)
+def _engine(request: pytest.FixtureRequest) -> Any:
+    with engine.use_engine(request.param):
+        yield
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights cast from here on."""
+    from precast import weights
+
+    made: list[tuple[int, ...]] = []
+    for name in ("_graph_cast", "_plain_cast"):
+        original = getattr(weights, name)
+
+        def counted(tensor: Tensor, dtype: torch.dtype, original: Any = original) -> Tensor:
+            made.append(tuple(tensor.shape))
+            result: Tensor = original(tensor, dtype)
+            return result
+
+        monkeypatch.setattr(weights, name, counted)
+    return made
+
+
+def parameter(*shape: int) -> Parameter:
+    return Parameter(torch.randn(shape))
+
+
+@pytest.mark.usefixtures("_engine")
+def test_a_weight_is_cast_once_for_the_outermost_region(casts: list[Any]) -> None:
+    weight, bias, x = parameter(3, 3), parameter(3), torch.randn(2, 3)
+    with precast.autocast("cpu"):
+        for _ in range(3):
+            F.linear(x, weight, bias)
+            with precast.autocast("cpu"), torch.autocast("cpu"):
+                F.linear(x, weight)
+    assert sorted(casts) == [(3,), (3, 3)]
+    with precast.autocast("cpu"):
+        F.linear(x, weight)
+    assert len(casts) == 3, "the cache ended with the region"
+
+
+@pytest.mark.usefixtures("_engine")
+def test_no_cache_where_it_is_switched_off(casts: list[Any]) -> None:
+    weight, x = parameter(3, 3), torch.randn(2, 3)
+    with precast.autocast("cpu", cache_enabled=False):
+        F.linear(x, weight)
+        with torch.autocast("cpu", cache_enabled=True):
+            F.linear(x, weight)
+    with torch.autocast("cpu", cache_enabled=False), precast.autocast("cpu"):
+        F.linear(x, weight)
+    assert len(casts) == 1
+
+
+def in_place(weight: Parameter) -> None:
+    with torch.no_grad():
+        weight.zero_()
+
+
+def by_optimizer(weight: Parameter) -> None:
+    weight.grad = weight.detach().clone()
+    torch.optim.SGD([weight], lr=1.0).step()
+
+
+def through_a_view(weight: Parameter) -> None:
+    with torch.no_grad():
+        weight.view(-1).mul_(0)
+
+
+def other_data(weight: Parameter) -> None:
+    weight.data = torch.zeros_like(weight)
+
+
+def through_detached(weight: Parameter) -> None:
+    weight.detach().copy_(torch.zeros_like(weight))
+
+
+def loaded(weight: Parameter) -> None:
+    holder = torch.nn.Module()
+    holder.weight = weight
+    holder.load_state_dict({"weight": torch.zeros_like(weight)})
+
+
+WRITES = [in_place, by_optimizer, through_a_view, other_data, through_detached, loaded]
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_written_weight_is_never_stale(write: Any, mode: Any, frozen: bool) -> None:
+    weight, x = parameter(3, 3).requires_grad_(not frozen), torch.randn(2, 3)
+    with precast.autocast("cpu"):
+        with mode():
+            assert F.linear(x, weight).abs().sum() > 0
+        write(weight)
+        with mode():
+            assert F.linear(x, weight).abs().sum() == 0
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_pytorchs_cache_is_stale_after_the_same_write(write: Any) -> None:
+    weight, x = parameter(3, 3), torch.randn(2, 3)
+    with torch.autocast("cpu"):
+        F.linear(x, weight)
+        write(weight)
+        assert F.linear(x, weight).abs().sum() > 0
+
+
+@pytest.mark.usefixtures("_engine")
+def test_regions_of_two_dtypes_share_a_weight() -> None:
+    weight, bias, x = parameter(3, 3), parameter(3), torch.randn(2, 3)
+
+    def both(autocast: Region) -> Tensor:
+        with autocast("cpu", dtype=torch.bfloat16):
+            F.linear(x, weight, bias)
+            with autocast("cpu", dtype=torch.float16):
+                return F.linear(x, weight, bias)
+
+    engine.unregister()
+    with pytest.raises(RuntimeError, match="dtype"):
+        both(torch.autocast)
+    expected = F.linear(x.half(), weight.half(), bias.half())
+    assert torch.equal(both(precast.autocast), expected)
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_a_copy_made_without_gradients_still_carries_them_later(first: Any) -> None:
+    weight, x = parameter(3, 3), torch.randn(2, 3)
+    with precast.autocast("cpu"):
+        with first():
+            F.linear(x, weight)
+        F.linear(x, weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+    expected = x.bfloat16().sum(0).expand(3, 3).float()
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("_engine")
+def test_freezing_and_unfreezing_inside_a_region_is_seen() -> None:
+    weight, x = parameter(3, 3), torch.randn(2, 3)
+    with precast.autocast("cpu"):
+        F.linear(x, weight)
+        weight.requires_grad_(False)
+        assert not F.linear(x, weight).requires_grad
+        weight.requires_grad_(True)
+        assert F.linear(x, weight).requires_grad
+
+
+@pytest.mark.usefixtures("_engine")
+def test_several_uses_of_a_weight_give_pytorchs_gradient() -> None:
+    weight, x = parameter(4, 4), torch.randn(3, 4)
+    gradients = []
+    for autocast in (torch.autocast, precast.autocast):
+        with autocast("cpu"):
+            loss = sum(F.linear(x * i, weight).float().square().sum() for i in range(3))
+        gradients += torch.autograd.grad(loss, weight)
+    assert torch.equal(*gradients)
+
+
+def test_frozen_weights_and_views_are_cast_once(casts: list[Any]) -> None:
+    frozen = parameter(4, 4).requires_grad_(False)
+    tied = parameter(4, 4)
+    x = torch.randn(3, 4)
+    with precast.autocast("cpu"), torch.no_grad():
+        for _ in range(5):
+            F.linear(x, frozen)
+            F.linear(x, tied.t())
+    assert casts == [(4, 4), (4, 4)]
+
+
+def test_a_view_that_needs_a_gradient_is_left_to_pytorchs_way(casts: list[Any]) -> None:
+    tied, x = parameter(4, 4), torch.randn(3, 4)
+    gradients = []
+    for autocast in (torch.autocast, precast.autocast):
+        with autocast("cpu"):
+            loss = sum(F.linear(x, tied.t()).float().square().sum() for _ in range(3))
+        gradients += torch.autograd.grad(loss, tied)
+    assert torch.equal(*gradients)
+    assert casts == []
+
+
+def test_activations_are_not_cached(casts: list[Any]) -> None:
+    with precast.autocast("cpu"):
+        torch.mm(torch.randn(2, 3), torch.randn(3, 2))
+    assert casts == []
+    assert not any(regions.cache.leaves.values())
+
+
+def test_inference_tensors_as_weights_are_cast_each_time() -> None:
+    with torch.inference_mode():
+        weight = Parameter(torch.randn(3, 3), requires_grad=False)
+    x = torch.randn(2, 3)
+    with precast.autocast("cpu"):
+        with torch.inference_mode():
+            assert F.linear(x, weight).abs().sum() > 0
+            weight.zero_()
+            assert F.linear(x, weight).abs().sum() == 0
+
+
+def test_the_cache_keeps_no_frozen_weight_alive() -> None:
+    weight = parameter(3, 3).requires_grad_(False)
+    gone = weakref.ref(weight)
+    cache = WeightCache()
+    with torch.no_grad():
+        assert cache.cast(weight, torch.bfloat16) is not None
+        assert cache.cast(weight.t(), torch.bfloat16) is not None
+    del weight
+    gc.collect()
+    assert gone() is None
+    assert not cache.leaves[torch.bfloat16]
+    assert not cache._views
+
+
+def test_weights_on_another_device_are_left_alone() -> None:
+    weight = Parameter(torch.empty(3, 3, device="meta"))
+    with precast.autocast("cpu"):
+        assert F.linear(torch.empty(2, 3, device="meta"), weight).dtype is torch.float32
