@@ -42,7 +42,7 @@ def main() -> None:
     """Automatic mixed precision for PyTorch that you can read, trust and steer."""
 
 
-@main.command()
+@main.command(short_help="Train in float32 and in mixed precision; compare.")
 @click.argument(
     "task", type=click.Choice(["checkerboard", "digits"]), default="checkerboard", required=False
 )
@@ -70,6 +70,7 @@ def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
     picture.require()
     with _usage_errors():
         chosen = settings.settings(task, **asked)
+    _make(out)
     with _progress(f"{task}: float32 and {chosen.dtype}, in turns", chosen.steps) as advance:
         comparison = compare.compare(chosen, advance)
     paths = _write(comparison, out)
@@ -82,7 +83,7 @@ def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
         raise click.ClickException(failure)
 
 
-@main.command()
+@main.command(short_help="Measure what this machine does in each dtype.")
 @_as_json
 def doctor(as_json: bool) -> None:
     """Measure what this machine does in each dtype, and say which one to use."""
@@ -99,16 +100,21 @@ def doctor(as_json: bool) -> None:
         Console().print(doctor_.render(found))
 
 
+def _make(folder: Path) -> None:
+    """Makes the folder before there is anything to write, so that no minute of training is lost."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"cannot make the folder {folder}: {error}") from error
+
+
 def _write(comparison: Comparison, folder: Path) -> dict[str, str]:
     from precast.demo import files, page, picture
 
     name = folder / comparison.settings.task
     paths = {"picture": name.with_suffix(".png"), "page": name.with_suffix(".html")}
-    try:
-        files.replace(paths["picture"], picture.picture_png(comparison))
-        files.replace(paths["page"], page.page_html(comparison).encode())
-    except OSError as error:
-        raise click.ClickException(f"cannot write to {folder}: {error}") from error
+    files.replace(paths["picture"], picture.picture_png(comparison))
+    files.replace(paths["page"], page.page_html(comparison).encode())
     return {what: str(path) for what, path in paths.items()}
 
 

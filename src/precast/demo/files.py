@@ -10,11 +10,7 @@ __all__ = ["replace"]
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Puts `content` at `path` in one step: what was there before stays until it is complete.
-
-    The folder is made if it is not there.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Puts `content` at `path` in one step: what was there before stays until it is complete."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

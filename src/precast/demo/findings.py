@@ -6,6 +6,7 @@ console's table and the HTML page show the same rows and the same sentences.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -79,7 +80,7 @@ def reasons(comparison: Comparison) -> tuple[str, ...]:
 def failure(comparison: Comparison) -> str | None:
     """What went wrong in training, if something did."""
     for run in (comparison.float32, comparison.mixed):
-        if not abs(run.losses[-1]) < float("inf"):
+        if _number(run.losses[-1]) is None:
             return f"the {run.label} run ended with loss {run.losses[-1]}; try another seed"
     return None
 
@@ -107,10 +108,10 @@ def _run(run: Run) -> dict[str, Any]:
         "seconds_per_step": run.seconds,
         "peak_bytes": run.profile.peak_bytes,
         "profiled_seconds": run.profile.seconds,
-        "final_loss": run.losses[-1],
+        "final_loss": _number(run.losses[-1]),
         "accuracy": run.accuracy,
         "skipped_steps": run.skipped,
-        "losses": list(run.losses),
+        "losses": [_number(loss) for loss in run.losses],
         "scales": list(run.scales),
     }
 
@@ -119,6 +120,11 @@ def _accuracy(float32: float | None, mixed: float | None) -> list[Row]:
     if float32 is None or mixed is None:
         return []
     return [Row("held-out accuracy", f"{float32:.1%}", f"{mixed:.1%}")]
+
+
+def _number(value: float) -> float | None:
+    """None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
 
 
 def _pace(comparison: Comparison) -> str:
@@ -164,7 +170,7 @@ _BECAUSE: Final = {
 
 def _where_time_goes(comparison: Comparison) -> str:
     parts = ", ".join(
-        f"{'+' if difference > 0 else '-'}{_ms(abs(difference))} in {kind}"
+        f"{'-' if difference < 0 else '+'}{_ms(abs(difference))} in {kind}"
         for kind, difference in _differences(comparison).items()
     )
     return f"A profiled {comparison.settings.dtype} step, beside float32's: {parts}."

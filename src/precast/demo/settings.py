@@ -20,6 +20,8 @@ __all__ = ["DTYPES", "TASKS", "Settings", "settings"]
 TASKS: Final = ("checkerboard", "digits")
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_USUAL_DTYPES: Final = {"cuda": "float16", "cpu": "bfloat16"}  # as autocast's defaults
+
 _FEWEST_STEPS: Final = 10  # some to warm up, some to time, some to look into
 
 # (task, device type, dtype) -> (size, steps). On a CPU they end in about a minute on 2 cores;
@@ -82,10 +84,11 @@ def settings(
     """
     _require(task in TASKS, f"task {task!r} is unknown; write one of: {', '.join(TASKS)}")
     where = _device(device)
-    dtype = dtype or {"cuda": "float16", "cpu": "bfloat16"}[where.type]
+    dtype = _USUAL_DTYPES[where.type] if dtype is None else dtype
     _require(dtype in DTYPES, f"dtype {dtype!r} is unknown; write one of: {', '.join(DTYPES)}")
     usual_size, usual_steps = _DEFAULTS[task, where.type, dtype]
-    size, steps = size or usual_size, steps or usual_steps
+    size = usual_size if size is None else size
+    steps = usual_steps if steps is None else steps
     least, most = _SIZES[task]
     meaning = _SIZE_IS[task]
     _require(least <= size <= most, f"size {size} ({meaning}) must be from {least} to {most}")
