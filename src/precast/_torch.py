@@ -35,9 +35,10 @@ __all__ = [
     "lower_dtypes",
     "operator_names",
     "operator_overloads",
+    "optimize_torchscript",
+    "optimizes_torchscript",
     "quiet_override",
     "schema_of",
-    "set_torchscript_autocast",
     "sparse_values",
     "update_scale_",
     "version_of",
@@ -153,13 +154,18 @@ def is_functorch_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def set_torchscript_autocast(enabled: bool) -> bool:
-    """Switches TorchScript's own autocast pass, process-wide, and returns what it was.
+# TorchScript's optimiser runs an autocast pass of its own, which writes PyTorch's casts into the graph whatever the
+# policy, and differentiates graphs without looking at casts made below. Both are off in a thread that has switched
+# the optimiser off; a scripted function then runs operation by operation, like Python (2.13).
+def optimizes_torchscript() -> bool:
+    """Whether scripted functions that start in this thread are optimised."""
+    optimizes: bool = torch._C._get_graph_executor_optimize()
+    return optimizes
 
-    The pass bakes PyTorch's lists into a scripted graph, whatever the policy in force (2.13).
-    """
-    before: bool = torch._C._jit_set_autocast_mode(enabled)
-    return before
+
+def optimize_torchscript(optimize: bool) -> None:
+    """Switches TorchScript's optimiser in this thread; the getter is the setter."""
+    torch._C._get_graph_executor_optimize(optimize)
 
 
 @contextmanager

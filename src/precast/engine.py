@@ -108,20 +108,31 @@ def unregister() -> None:
 def _bind(policy: Policy, device_type: str) -> Frame:
     table, unknown = policy.expand(device_type)
     runners: dict[str, Runner] = {}
+    is_pytorchs = True
     for name in table.keys() | _torchs_table(device_type).keys():
         below = _below(name, device_type)
-        runner = below and _choose(policy, below, table.get(name))
-        if below and runner:
+        if below is None:
+            continue
+        runner = _choose(policy, below, table.get(name))
+        is_pytorchs &= _is_pytorchs(policy, below, table.get(name))
+        if runner is not None:
             _register(below)
             runners[name] = runner
     pending = tuple(name for name in unknown if not name.startswith("aten::"))
     _warn_pending(policy, pending)
-    return Frame(device_type, policy, runners, pending)
+    return Frame(device_type, policy, runners, pending, is_pytorchs)
 
 
 @functools.cache
 def _torchs_table(device_type: str) -> dict[str, Entry]:
     return Policy.load("torch").expand(device_type)[0]
+
+
+def _is_pytorchs(policy: Policy, below: Below, entry: Entry | None) -> bool:
+    """Whether the policy does with an operation what PyTorch does, where PyTorch raises no error."""
+    if not below.compiled:
+        return entry is None or (entry.rule is Rule.PROMOTE and policy.mixed == "promote")
+    return entry is not None and (entry.rule is below.rule or below.rule is Rule.BANNED)
 
 
 def _choose(policy: Policy, below: Below, entry: Entry | None) -> Runner | None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from precast import _torch
 from precast.policy import Policy
 from precast.weights import WeightCache
 
@@ -30,7 +29,6 @@ __all__ = [
     "ThreadRegions",
     "active",
     "regions",
-    "torchscript_pass",
 ]
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -46,6 +44,8 @@ class Frame:
     runners: Mapping[str, Runner]
     pending: tuple[str, ...] = ()
     """Operations with a rule that no library has defined yet."""
+    is_pytorchs: bool = False
+    """Whether the policy says what PyTorch's own tables say, wherever PyTorch works."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +58,7 @@ class Record:
     dtype: torch.dtype
     cache_enabled: bool
     frame: Frame | None
+    optimizes_torchscript: bool
 
 
 class ThreadRegions(threading.local):
@@ -69,35 +70,7 @@ class ThreadRegions(threading.local):
         self.cache = WeightCache()
 
 
-class TorchScriptPass:
-    """TorchScript's own autocast pass: off while a region of ours is open anywhere, else as it was.
-
-    The pass writes PyTorch's casts into a scripted graph, once and whatever the policy. Always off would be wrong
-    too: without it a `with torch.autocast` inside a scripted function does nothing (torch 2.13).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._before = True
-
-    def hold(self) -> None:
-        """One more region is open."""
-        with self._lock:
-            self._holders += 1
-            if self._holders == 1:
-                self._before = _torch.set_torchscript_autocast(False)
-
-    def release(self) -> None:
-        """One less; the last one restores what was there."""
-        with self._lock:
-            self._holders -= 1
-            if self._holders == 0:
-                _torch.set_torchscript_autocast(self._before)
-
-
 regions = ThreadRegions()
-torchscript_pass = TorchScriptPass()
 
 
 class ActiveFrame(threading.local):

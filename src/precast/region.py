@@ -20,7 +20,7 @@ import torch
 from precast import _torch, engine
 from precast.decorate import DecoratorRegion
 from precast.errors import PrecastWarning, RegionError, RegionTypeError
-from precast.frames import Frame, Record, active, regions, torchscript_pass
+from precast.frames import Frame, Record, active, regions
 from precast.policy import DEVICE_TYPES, Policy
 
 __all__ = ["Regions", "autocast", "current", "disable"]
@@ -85,9 +85,11 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
                 torch.get_autocast_dtype(device),
                 cache_before,
                 here.frame,
+                _torch.optimizes_torchscript(),
             )
         )
-        torchscript_pass.hold()
+        if frame is not None and not frame.is_pytorchs:
+            _torch.optimize_torchscript(False)
         here.frame = frame
         torch.set_autocast_enabled(device, self.enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
@@ -103,9 +105,9 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             record = records.pop()
             _restore_device(record)
             torch.set_autocast_cache_enabled(record.cache_enabled)
+            _torch.optimize_torchscript(record.optimizes_torchscript)
         else:
             _splice_out(self)
-        torchscript_pass.release()
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         if not records:
@@ -206,8 +208,10 @@ def _splice_out(owner: autocast) -> None:
     later = records[index:]
     if later:
         later[0].cache_enabled = record.cache_enabled
+        later[0].optimizes_torchscript = record.optimizes_torchscript
     else:
         torch.set_autocast_cache_enabled(record.cache_enabled)
+        _torch.optimize_torchscript(record.optimizes_torchscript)
     above = next((r for r in later if r.device_type == record.device_type), None)
     if above is None:
         _restore_device(record)
