@@ -15,17 +15,12 @@ __all__ = ["render"]
 
 def render(comparison: Comparison) -> RenderableType:
     """The table, and below it the reasons."""
-    table = Table(
-        title=title(comparison),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("float32", justify="right", no_wrap=True)
     table.add_column(f"{comparison.mixed.label} mixed", justify="right", no_wrap=True)
     table.add_column("mixed beside float32")
     for row in rows(comparison):
         table.add_row(row.name, row.float32, row.mixed, row.beside)
-    return Group(table, *(Text(f"- {reason}") for reason in reasons(comparison)))
+    heading = Text(title(comparison), "bold")
+    return Group(heading, table, *(Text(f"- {reason}") for reason in reasons(comparison)))
