@@ -26,7 +26,7 @@ doctor: $(STAMP)  ## what this machine can do in each dtype, measured
 	$(BIN)/precast doctor
 
 test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 lint: $(STAMP)  ## format check, lint
 	$(BIN)/ruff format --check .

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from precast.frames import regions
 
 torch.set_num_threads(1)
+# A deadline would test how busy the machine is.
+settings.register_profile("precast", deadline=None)
+settings.load_profile("precast")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -26,6 +26,8 @@ from precast.policy import DEVICE_TYPES, Policy
 __all__ = ["Regions", "autocast", "current", "disable"]
 
 _REQUIRED: Final[Any] = "(required)"
+_accepted: set[object] = set()
+"""Device types, and pairs of device type and dtype, that were checked once and found good."""
 
 
 class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
@@ -62,11 +64,15 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         *,
         policy: Policy | str | os.PathLike[str] | None = None,
     ) -> None:
-        _check_device_type(device_type)
+        if type(device_type) is not str or device_type not in _accepted:
+            _check_device_type(device_type)
         self.device = device_type
-        self.enabled = bool(enabled) and _is_usable(device_type)
+        self.enabled = bool(enabled) and (device_type != "cuda" or _cuda_is_usable())
         self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
-        _check_dtype(self.fast_dtype, device_type, self.enabled)
+        if self.enabled and (device_type, self.fast_dtype) not in _accepted:
+            _check_dtype(self.fast_dtype, device_type)
+        elif type(self.fast_dtype) is not torch.dtype:
+            _refuse_dtype_type(self.fast_dtype)
         self.cache_enabled = cache_enabled
         self.policy = (
             policy if policy is None or isinstance(policy, Policy) else Policy.load(policy)
@@ -251,24 +257,22 @@ def _check_device_type(device_type: object) -> None:
 
 
 def _check_known(device_type: str) -> None:
-    if device_type in _known_devices():
+    known = (*DEVICE_TYPES, _torch.custom_backend())
+    if device_type in known:
+        _accepted.add(device_type)
         return
     hint = (
         f"; write {device_type.partition(':')[0]!r}, without an index" if ":" in device_type else ""
     )
     raise RegionError(
         f"{device_type!r} is not a device type that PyTorch has autocast for{hint}. "
-        f"Allowed: {', '.join(_known_devices())}."
+        f"Allowed: {', '.join(known)}."
     )
 
 
-def _known_devices() -> tuple[str, ...]:
-    return (*DEVICE_TYPES, _torch.custom_backend())
-
-
-def _is_usable(device_type: str) -> bool:
-    """Whether the device is there; like PyTorch, a missing CUDA warns and turns the region off."""
-    if device_type != "cuda" or not torch.cuda.amp.common.amp_definitely_not_available():
+def _cuda_is_usable() -> bool:
+    """Whether CUDA is there; like PyTorch, a missing one warns and turns the region off."""
+    if not torch.cuda.amp.common.amp_definitely_not_available():
         return True
     warnings.warn(
         'CUDA is not available: this autocast region does nothing. Use autocast("cpu") for tensors on the CPU.',
@@ -278,14 +282,19 @@ def _is_usable(device_type: str) -> bool:
     return False
 
 
-def _check_dtype(dtype: object, device_type: str, enabled: bool) -> None:
+def _check_dtype(dtype: object, device_type: str) -> None:
     if not isinstance(dtype, torch.dtype):
-        raise RegionTypeError(
-            f"dtype is {dtype!r}, of type {type(dtype).__name__}. Allowed: torch.bfloat16, torch.float16 or None."
-        )
+        _refuse_dtype_type(dtype)
     allowed = _torch.lower_dtypes(device_type)
-    if enabled and dtype not in allowed:
+    if dtype not in allowed:
         raise RegionError(
             f"dtype is {dtype}, which {device_type} has no autocast for. Allowed: {', '.join(map(str, allowed))}. "
             "For full precision write enabled=False."
         )
+    _accepted.add((device_type, dtype))
+
+
+def _refuse_dtype_type(dtype: object) -> NoReturn:
+    raise RegionTypeError(
+        f"dtype is {dtype!r}, of type {type(dtype).__name__}. Allowed: torch.bfloat16, torch.float16 or None."
+    )
