@@ -128,7 +128,7 @@ def _watch(name: str, sample: Sample) -> _Outcome:
     return _Outcome(recorder.kernels, "")
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[tuple[object, ...]] = []

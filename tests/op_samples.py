@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests import _op_samples_math, _op_samples_nn
+from tests import _op_samples_math, _op_samples_nn, _op_samples_promoted
 from tests._op_draw import Draw
 
-__all__ = ["NOT_ON_CPU", "Sample", "call", "named", "samples"]
+__all__ = ["NOT_ON_CPU", "Sample", "call", "named", "promoted", "samples"]
 
 NOT_ON_CPU = {
     "aten::_cudnn_rnn": "cuDNN only",
@@ -33,7 +33,8 @@ NOT_ON_CPU = {
 }
 
 
-_BUILDERS = _op_samples_math.BUILDERS | _op_samples_nn.BUILDERS
+_TABLES = _op_samples_math.BUILDERS | _op_samples_nn.BUILDERS
+_PROMOTED = _op_samples_promoted.BUILDERS
 
 
 class Sample(NamedTuple):
@@ -49,13 +50,18 @@ def samples(name: str, seed: int = 0) -> list[Sample]:
     Raises:
         KeyError: there are none for that name: write some in this file.
     """
-    build = _BUILDERS[name.removeprefix("aten::")]
+    build = (_TABLES | _PROMOTED)[name.removeprefix("aten::")]
     return [_sample(item) for item in build(Draw(seed * 100_003 + zlib.crc32(name.encode())))]
 
 
 def named() -> frozenset[str]:
-    """The operations that there are samples for."""
-    return frozenset(f"aten::{name}" for name in _BUILDERS)
+    """The operations of PyTorch's tables that there are samples for."""
+    return frozenset(f"aten::{name}" for name in _TABLES)
+
+
+def promoted() -> frozenset[str]:
+    """The operations outside PyTorch's tables that there are samples for, some with `out=`."""
+    return frozenset(f"aten::{name}" for name in _PROMOTED)
 
 
 def call(name: str, sample: Sample) -> Any:
