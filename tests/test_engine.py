@@ -1,0 +1,174 @@
+"""The engine: it overrides only what needs it, hands on without a region, and leaves no trace when taken off."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import precast
+from precast import Policy, PrecastWarning, engine, events, hotpath
+from precast.errors import BannedOperationError
+from precast.frames import active
+
+TORCH = Policy.load("torch")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_engine() -> None:
+    engine.unregister()
+
+
+def overridden() -> set[str]:
+    return {name for name, device in engine._registered if device == "cpu"}
+
+
+def test_only_operations_that_take_weights_are_overridden_for_pytorchs_policy() -> None:
+    with precast.autocast("cpu", policy=TORCH):
+        pass
+    lower = {name for name, entry in TORCH.expand("cpu")[0].items() if entry.rule == "lower"}
+    assert overridden() == lower
+
+
+def test_another_rule_overrides_that_operation_and_no_more() -> None:
+    with precast.autocast("cpu", policy=TORCH.replace(ops={"relu": "fp32", "trace": "keep"})):
+        assert torch.relu(torch.ones(2).bfloat16()).dtype is torch.float32
+        assert torch.trace(torch.ones(2, 2).bfloat16()).dtype is torch.bfloat16
+    with precast.autocast("cpu", policy=TORCH):
+        assert torch.relu(torch.ones(2).bfloat16()).dtype is torch.bfloat16
+        assert torch.trace(torch.ones(2, 2).bfloat16()).dtype is torch.float32
+        first = overridden()
+    engine.unregister()
+    with precast.autocast("cpu", policy=TORCH):
+        assert first - overridden() == {"aten::relu", "aten::trace"}
+
+
+def test_an_empty_policy_is_float32_even_inside_a_torch_region() -> None:
+    nothing = Policy("nothing", {})
+    a = torch.randn(3, 3)
+    with torch.autocast("cpu"), precast.autocast("cpu", policy=nothing):
+        assert torch.equal(a @ a, a.mm(a))
+        assert (a @ a).dtype is torch.float32
+
+
+def test_threads_with_different_policies_do_not_disturb_each_other() -> None:
+    a = torch.randn(3, 3)
+    policies = [TORCH, TORCH.replace(ops={"mm": "fp32"}), "default", None]
+    expected = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
+    wrong: list[object] = []
+    barrier = threading.Barrier(len(policies))
+
+    def work(policy: object, dtype: torch.dtype) -> None:
+        barrier.wait(10)
+        for _ in range(50):
+            if policy is None:
+                result = torch.mm(a, a)
+            else:
+                with precast.autocast("cpu", policy=policy):  # type: ignore[arg-type]
+                    result = torch.mm(a, a)
+            if result.dtype is not dtype:
+                wrong.append((policy, result.dtype))
+
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(policies, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_taken_off_it_leaves_pytorchs_results() -> None:
+    x, weight = torch.randn(2, 3), torch.nn.Parameter(torch.randn(3, 3))
+
+    def in_torch_region() -> Tensor:
+        with torch.autocast("cpu"):
+            return F.linear(x, weight)
+
+    before = in_torch_region()
+    with precast.autocast("cpu", policy=TORCH.replace(ops={"linear": "fp32"})):
+        assert F.linear(x, weight).dtype is torch.float32
+    assert torch.equal(in_torch_region(), before)
+    engine.unregister()
+    assert overridden() == set()
+    assert torch.equal(in_torch_region(), before)
+
+
+def test_a_custom_operation_may_be_defined_after_its_rule() -> None:
+    late = TORCH.replace(name="late", ops={"precast_test_late::twice": "lower"})
+    with pytest.warns(PrecastWarning, match="precast_test_late::twice"):
+        with precast.autocast("cpu", policy=late):
+            pass
+
+    @torch.library.custom_op("precast_test_late::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x + x
+
+    with precast.autocast("cpu", policy=late):
+        assert twice(torch.ones(2)).dtype is torch.bfloat16
+    assert twice(torch.ones(2)).dtype is torch.float32
+
+
+def test_banned_and_what_default_makes_of_it() -> None:
+    p, target = torch.rand(4).bfloat16(), torch.rand(4)
+    notes: list[object] = []
+    with precast.autocast("cpu", policy=TORCH.retarget("cpu", like="cuda")):
+        with pytest.raises(BannedOperationError, match="binary_cross_entropy_with_logits"):
+            F.binary_cross_entropy(p, target)
+    with events.observe(notes.append):
+        with precast.autocast("cpu", policy=Policy.load("default").retarget("cpu", like="cuda")):
+            loss = F.binary_cross_entropy(p, target)
+    assert loss.dtype is torch.float32
+    assert torch.equal(loss, F.binary_cross_entropy(p.float(), target))
+
+
+def test_the_note_is_for_devices_where_pytorch_bans_it() -> None:
+    policy = Policy.load("default")
+    assert policy.resolve("binary_cross_entropy", "cuda").rule == "fp32"
+    below = engine._below("aten::binary_cross_entropy", "cuda")
+    assert below is not None
+    runner = engine._choose(policy, below, policy.expand("cuda")[0]["aten::binary_cross_entropy"])
+    notes: list[events.Note] = []
+    assert runner is not None
+    with events.observe(notes.append):
+        runner(None, (torch.rand(3), torch.rand(3)), {})
+    assert [(note.op, note.device) for note in notes] == [("aten::binary_cross_entropy", "cuda")]
+
+
+def test_the_kernels_that_are_written_are_python_a_person_can_read() -> None:
+    below = engine._below("aten::linear", "cpu")
+    assert below is not None
+    text = hotpath.source(below.op, takes_weights=True, needs_keyset=False)
+    ast.parse(text)
+    assert text.startswith("def entry_point(a0, a1, a2=default2, *rest, **kwargs):")
+
+
+def test_a_frame_is_made_once_for_each_policy() -> None:
+    with precast.autocast("cpu", policy=TORCH):
+        first = active("cpu").frame
+    with precast.autocast("cpu", policy=Policy.load("torch")):
+        assert active("cpu").frame is first
+
+
+@pytest.mark.parametrize(("value", "code"), [("reference", 0), ("fast", 1)])
+def test_the_environment_chooses_the_engine(value: str, code: int) -> None:
+    program = "import precast.engine as e; print(e.engine())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PRECAST_ENGINE": value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert value in done.stdout + done.stderr
+    if code:
+        assert "Allowed: delegated, reference" in done.stderr
