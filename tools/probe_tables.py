@@ -70,14 +70,14 @@ def torch_policy() -> Policy:
     tables: dict[str, dict[str, Entry]] = {}
     for device, name in itertools.product(DEVICE_TYPES, sorted(_torch.operator_names())):
         if _torch.has_autocast_kernel(name, device):
-            try:
+            rules: set[Rule] = set()
+            with contextlib.suppress(KeyError):  # no samples
                 rules = consistent_rules(name, device)
-            except KeyError:
-                rules = set()
-            if len(rules) != 1:
-                print(f"{name} on {device}: {sorted(rules)}; add samples", file=sys.stderr)
-            key = name if "." in name else f"{name}.default"
-            tables.setdefault(device, {})[key] = Entry(min(rules, default=Rule.KEEP))
+            if len(rules) == 1:
+                key = name if "." in name else f"{name}.default"
+                tables.setdefault(device, {})[key] = Entry(*rules)
+            else:
+                print(f"no one rule explains {name} on {device}: {rules}", file=sys.stderr)
     return Policy("torch", tables)
 
 
