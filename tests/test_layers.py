@@ -1,0 +1,270 @@
+"""The layout shows the architecture: layers import downwards only, private PyTorch API has one file.
+
+The layers are written once, in `docs/architecture.md`; this test reads them there, so that the page
+cannot drift from the code. Imports inside functions and under `TYPE_CHECKING` count as well.
+
+What is private: a name in torch that begins with one underscore, however it is reached (an import,
+`torch.x._y`, `getattr(torch, "_y")`), and an attribute with such a name on anything but `self` or
+`cls`, unless the same file defines it. Text is not looked into; the one text that becomes code, the
+template of `hotpath.py`, reads `_version` and `_base`, which `_torch.py` describes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "precast"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+CHECKED = sorted([*SOURCES, *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")])
+
+# Private names that a file other than _torch.py may use: (file, name) -> why.
+ALLOWED = {
+    ("operation.py", "torch._ops"): "the type of an operator, for annotations alone",
+}
+
+
+def _id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _module(path: Path) -> str:
+    """`src/precast/demo/table.py` -> `demo.table`; the package itself is `__init__`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def layers() -> list[str]:
+    """The files of the package, the lowest first, as the architecture page lists them."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```text\nsrc/precast/\n(.*?)```", page, re.S)
+    files = re.findall(r"^  ([\w/]+\.py)\b", block, re.M)
+    return [_module(PACKAGE / file) for file in files]
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The modules of precast that a file imports, wherever in it."""
+    known = {_module(source) for source in SOURCES}
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{_id(path)}: import precast's modules by their full names"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            top, _, inside = name.partition(".")
+            if top == "precast":  # `precast.demo.table.render` is the module, then a name in it
+                candidates = (inside, inside.rpartition(".")[0])
+                yield next((c for c in candidates if c in known), "__init__")
+
+
+def test_every_file_has_its_place_in_the_list_of_layers() -> None:
+    assert sorted(layers()) == sorted(map(_module, SOURCES))
+    assert len(layers()) == len(set(layers()))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_id)
+def test_imports_go_downwards(path: Path) -> None:
+    order = layers()
+    below = order[: order.index(_module(path))]
+    upward = sorted(set(_imported(path)) - set(below))
+    assert not upward, f"{_id(path)} imports {upward}, which stand at or above it"
+
+
+def test_an_upward_import_is_seen(tmp_path: Path) -> None:
+    for text in (
+        "from precast import cli",
+        "import precast.cli",
+        "from precast.cli import main",
+        "def f():\n    from precast.cli import main",
+        "if TYPE_CHECKING:\n    from precast.cli import main",
+    ):
+        path = tmp_path / f"{abs(hash(text))}.py"
+        path.write_text(text)
+        assert list(_imported(path)) == ["cli"], text
+
+
+# --- private PyTorch API ---
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.name != "_torch.py"], ids=_id)
+def test_private_torch_names_live_in_one_file(path: Path) -> None:
+    found = {name for name in _private(_tree(path)) if (path.name, name) not in ALLOWED}
+    assert not found, f"{_id(path)} uses {sorted(found)}: give it a door in _torch.py"
+
+
+def test_every_allowed_private_name_is_still_used() -> None:
+    used = {(path.name, name) for path in SOURCES for name in _private(_tree(path))}
+    assert set(ALLOWED) <= used
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import torch._C", "torch._C"),
+        ("import torch._C as c", "torch._C"),
+        ("from torch import _C", "torch._C"),
+        ("from torch._ops import OpOverload", "torch._ops"),
+        ("import torch\ntorch._C.f()", "torch._C"),
+        ("import torch\ntorch.utils._pytree.f()", "torch.utils._pytree"),
+        ("from torch import utils as u\nu._pytree.f()", "torch.utils._pytree"),
+        ("import torch.nn as nn\nnn.modules._functions", "torch.nn.modules._functions"),
+        ("from torch import Tensor\nTensor._make_subclass()", "torch.Tensor._make_subclass"),
+        ("import torch\ngetattr(torch, '_C')", "torch._C"),
+        ("def f(t):\n    return t._version", "_version"),
+    ],
+)
+def test_a_private_name_is_seen(text: str, name: str) -> None:
+    assert list(_private(ast.parse(text))) == [name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.__version__",
+        "from precast import _torch\n_torch.version_of",
+        "class A:\n    def f(self):\n        return self._x",
+        "class A:\n    _x: int\ndef f(a):\n    return a._x",
+    ],
+)
+def test_other_underscores_are_none_of_its_business(text: str) -> None:
+    assert list(_private(ast.parse(text))) == []
+
+
+def _private(tree: ast.Module) -> Iterator[str]:
+    aliases = _names_of_torch(tree)
+    own = _defined(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            chains = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            chains = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            chains = [_chain(node, aliases)]
+            if not chains[0] and _is_private(node.attr) and _is_foreign(node, own):
+                yield node.attr
+        elif isinstance(node, ast.Call):
+            chains = [_asked_by_name(node, aliases)]
+        else:
+            continue
+        for chain in chains:
+            first = _up_to_private(chain)
+            if chain.startswith("torch.") and first:
+                yield first
+
+
+def _names_of_torch(tree: ast.Module) -> dict[str, str]:
+    """What each name that a file imports from torch stands for."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                target = alias.name if alias.asname else alias.name.partition(".")[0]
+                names[alias.asname or target] = target
+        elif isinstance(node, ast.ImportFrom):
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return {name: target for name, target in names.items() if target.split(".")[0] == "torch"}
+
+
+def _chain(node: ast.expr, aliases: dict[str, str]) -> str:
+    """`F.x._y` -> `torch.nn.functional.x._y`; the inner links of a chain, and others, are empty.
+
+    A chain ends at its first private link, so that it is found once.
+    """
+    links: list[str] = []
+    inner: ast.expr = node
+    while isinstance(inner, ast.Attribute):
+        links.append(inner.attr)
+        inner = inner.value
+    if not isinstance(inner, ast.Name) or inner.id not in aliases or not _is_private(links[0]):
+        return ""
+    return ".".join([aliases[inner.id], *reversed(links)])
+
+
+def _asked_by_name(node: ast.Call, aliases: dict[str, str]) -> str:
+    """`getattr(torch.x, "_y")` as the chain that it is."""
+    match node:
+        case ast.Call(
+            func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]
+        ) if _is_private(name):
+            return _chain(ast.Attribute(value, name, ast.Load()), aliases)
+    return ""
+
+
+def _up_to_private(chain: str) -> str:
+    """`torch._C.f` -> `torch._C`; empty where nothing is private."""
+    links = chain.split(".")
+    private = [i for i, link in enumerate(links) if _is_private(link)]
+    return ".".join(links[: private[0] + 1]) if private else ""
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _is_foreign(node: ast.Attribute, own: set[str]) -> bool:
+    owner = node.value.id if isinstance(node.value, ast.Name) else ""
+    return owner not in {"self", "cls", "precast"} and node.attr not in own
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """The names that a file gives to attributes and functions of its own."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.Attribute(attr=name, value=ast.Name(id="self"), ctx=ast.Store()):
+                names.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                names.add(name)
+    return names
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("path", CHECKED, ids=_id)
+def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 400, "split it"
+    docstring = ast.get_docstring(_tree(path)) or ""
+    assert re.match(r".+?[.:](\s|$)", docstring, re.S), "begin with a sentence on what the file is"
+
+
+# --- what loads torch ---
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import precast",
+        "import precast; precast.PolicyError, precast.observe, precast.__version__",
+        "import precast.cli",
+        "from precast.cli import main; main(['--help'], standalone_mode=False)",
+        "from precast.cli import main; main(['demo', '--help'], standalone_mode=False)",
+        "from precast.cli import main; main(['doctor', '--help'], standalone_mode=False)",
+        "from precast.cli import main; main(['--version'], standalone_mode=False)",
+    ],
+)
+def test_torch_is_loaded_when_it_is_needed(code: str) -> None:
+    check = f"import sys; {code}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr or "torch was imported"
