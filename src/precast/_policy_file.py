@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -81,16 +80,14 @@ def render(contents: Contents) -> str:
 def write(path: str | os.PathLike[str], text: str) -> None:
     """Put a text in a file, whole or not at all."""
     target = Path(path)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", newline="\n", dir=target.parent, delete=False
-    ) as file:
-        try:
-            file.write(text)
-            file.close()
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    # Beside the target, since a file can be replaced in one step only within its file system.
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(draft, target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _locate(name_or_path: str | os.PathLike[str], folder: Path) -> Path:
