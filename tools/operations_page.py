@@ -1,0 +1,120 @@
+"""Prints `docs/operations.md`: the rule of every operation on every device type, from the policy files.
+
+    python -m tools.operations_page > docs/operations.md
+
+Invariants:
+    - The page depends on the policy files alone, not on the machine or the build of PyTorch.
+    - Not part of the package.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+
+from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
+
+__all__ = ["page"]
+
+_HEAD = """\
+# Operations and their rules
+
+Printed from the policy files by `python -m tools.operations_page`; a test compares. What the rules
+mean, and how names are read, is in [policies.md](policies.md).
+
+| rule | what happens inside a region |
+|---|---|
+"""
+
+_TORCH = """
+## Policy `torch`
+
+{summary} An empty cell means that there is no rule: the operation runs as it does outside a region.
+A number leads to a reason below the table.
+
+"""
+
+_DEFAULT = """
+## Policy `default`
+
+{summary} With `mixed = "{mixed}"` that goes for every
+operation that has a rule. Its other changes against `torch` are these rows. A row `promote` for an
+operation without a rule in `torch` is followed only where the operation raises on its own.
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    torch, default = Policy.load("torch"), Policy.load("default")
+    parts = [
+        _HEAD,
+        *(f"| `{rule}` | {rule.meaning} |\n" for rule in Rule),
+        _TORCH.format(summary=torch.summary),
+        *_lines(_torch_table(torch)),
+        _DEFAULT.format(summary=default.summary, mixed=default.mixed),
+        *_lines(_changes(torch, default)),
+    ]
+    return "".join(parts)
+
+
+def _lines(lines: Iterable[str]) -> Iterator[str]:
+    return (f"{line}\n" for line in lines)
+
+
+def _torch_table(policy: Policy) -> Iterator[str]:
+    devices = [device for device in DEVICE_TYPES if policy.entries(device)]
+    notes: dict[str, int] = {}
+    yield _row(["operation", *devices])
+    yield "|---" * (len(devices) + 1) + "|"
+    for key in sorted({key for device in devices for key in policy.entries(device)}):
+        entries = (policy.entries(device).get(key) for device in devices)
+        yield _row([_name(key), *(_cell(entry, notes) for entry in entries)])
+    yield ""
+    yield from (f"{number}. {note}" for note, number in notes.items())
+
+
+def _cell(entry: Entry | None, notes: dict[str, int]) -> str:
+    """A rule, with the number of its reason where that is not the rule's own meaning."""
+    if entry is None:
+        return ""
+    note = _note(entry)
+    if note == entry.rule.meaning:
+        return entry.rule
+    return f"{entry.rule} ({notes.setdefault(note, len(notes) + 1)})"
+
+
+def _note(entry: Entry) -> str:
+    builds = f"; only in builds for {entry.builds}" if entry.builds else ""
+    return entry.reason + builds
+
+
+def _changes(torch: Policy, default: Policy) -> Iterator[str]:
+    """The rows of `default` that `torch` has not: those alike, on the same device types, as one."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for key in sorted({key for device in DEVICE_TYPES for key in default.entries(device)}):
+        by_change: dict[tuple[str, str], list[str]] = {}
+        for device in DEVICE_TYPES:
+            before, after = (policy.entries(device).get(key) for policy in (torch, default))
+            if after is not None and after != before:
+                was = before.rule if before else "no rule"
+                by_change.setdefault((f"{was} -> {after.rule}", _note(after)), []).append(device)
+        for (change, note), devices in by_change.items():
+            where = "all" if len(devices) == len(DEVICE_TYPES) else ", ".join(devices)
+            found.setdefault((change, note, where), []).append(_name(key))
+    yield _row(["change", "reason", "device types", "operations"])
+    yield "|---|---|---|---|"
+    for group, names in sorted(found.items()):
+        yield _row([*group, ", ".join(names)])
+
+
+def _name(key: str) -> str:
+    return f"`{key.removeprefix('aten::')}`"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
