@@ -89,9 +89,6 @@ def assert_same(seen: Any, expected: Any, about: str) -> None:
             assert x == y, about
 
 
-# Built from operations with a row of their own, which promote first and write into a narrower tensor.
-PIECEMEAL = {"addbmm_", "index_put", "linalg_lstsq", "masked_scatter", "mv", "put"}
-
 CASES = [
     (device, name)
     for device in ("cpu", "cuda")
@@ -100,15 +97,7 @@ CASES = [
 ]
 
 
-def case(device: str, name: str) -> Any:
-    piecemeal = name.removeprefix("aten::") in PIECEMEAL
-    mark = pytest.mark.xfail(
-        strict=True, reason="an operation inside promotes before the outer one"
-    )
-    return pytest.param(device, name, marks=[mark] if piecemeal else [])
-
-
-@pytest.mark.parametrize(("device", "name"), [case(*each) for each in CASES])
+@pytest.mark.parametrize(("device", "name"), CASES)
 def test_what_pytorch_refuses_runs_in_the_widest_dtype(device, name):
     policy = DEFAULT.retarget("cpu", like=device)
     refused = 0

@@ -172,3 +172,28 @@ def test_the_environment_chooses_the_engine(value: str, code: int) -> None:
     assert value in done.stdout + done.stderr
     if code:
         assert "Allowed: delegated, reference" in done.stderr
+
+
+@pytest.mark.parametrize("policy", [TORCH, Policy.load("default")])
+@pytest.mark.parametrize("rule", ["keep", "lower", "fp32", "promote"])
+def test_numbers_may_stand_where_tensors_do(policy: Policy, rule: str) -> None:
+    names = ("add", "mul", "sub", "div", "add_", "mul_")
+    ours = policy.replace(ops=dict.fromkeys(names, rule))
+    x = torch.tensor([1.5, 2.5]).bfloat16()
+    dtype = torch.float32 if rule == "fp32" else torch.bfloat16
+    with precast.autocast("cpu", policy=ours):
+        for result in (x + 1, x * 2.0, 1 - x, x / 2):
+            assert result.dtype is dtype
+        y = x.clone()
+        y += 1
+        y *= 2.0
+    with torch.autocast("cpu"):  # the kernels are still there, and hand on
+        assert torch.equal(x * 2.0, x + x)
+    assert torch.equal(y, (x + 1) * 2)
+
+
+def test_the_outermost_operation_is_the_one_that_is_promoted() -> None:
+    x, index, source = torch.ones(3).bfloat16(), torch.tensor([0]), torch.ones(1).half()
+    with precast.autocast("cpu"):
+        assert torch.put(x, index, source).dtype is torch.float32
+        assert torch.mv(torch.ones(2, 2).double(), torch.ones(2)).dtype is torch.float64

@@ -118,6 +118,15 @@ def fallthrough(overload: OpOverload, device_type: str) -> Kernel:
 
     `redispatch_boxed` (2.13) does not ask ``__torch_function__`` a second time, as calling the overload would.
     """
+    if _takes_numbers(overload):
+        off = AutocastOff(device_type)
+        call = full_dispatch(overload)
+
+        def with_numbers(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            with off():  # these operations call no others: on or off is the same to them
+                return call(*args, **kwargs)
+
+        return with_numbers
     below = torch._C._dispatch_keyset_full_after(_key(device_type))
     redispatch = overload._handle.redispatch_boxed
 
@@ -129,7 +138,17 @@ def fallthrough(overload: OpOverload, device_type: str) -> Kernel:
 
 def full_dispatch(overload: OpOverload) -> Callable[..., Any]:
     """Calls `overload` from the top of the dispatcher, without ``__torch_function__``: ``at::op`` of C++."""
+    if _takes_numbers(overload):
+        return (
+            overload._op
+        )  # slower, and asks ``__torch_function__``, but makes numbers tensors again
     return partial(torch._C._dispatch_call_boxed, overload._handle)
+
+
+def _takes_numbers(overload: OpOverload) -> bool:
+    """Whether ``x * 2.0`` is such a call: C++ passes a tensor, and a Python kernel gets the number (2.13)."""
+    name = schema_of(overload).name.partition("::")[2]
+    return torch._C._should_allow_numbers_as_tensors(name)
 
 
 def find_overload(op: str) -> OpOverload | None:

@@ -141,8 +141,10 @@ def _choose(policy: Policy, below: Below, entry: Entry | None) -> Runner | None:
         return None
     op, rule = below.op, Rule.KEEP if entry is None else entry.rule
     promotes = policy.mixed == "promote" and rule is not Rule.BANNED and op.takes_several
-    if promotes and rule is Rule.PROMOTE and not below.compiled:
-        return DELEGATE  # promotion is asked for where PyTorch raises, and only there
+    if promotes and rule is Rule.PROMOTE is not below.rule:
+        if not below.compiled:
+            return DELEGATE
+        rule = Rule.KEEP  # promotion is asked for where the operation raises, and only there
     if rule is below.rule and _engine == "delegated":
         return DELEGATE if promotes or rule is Rule.LOWER else None
     runner = kernels.runner_for(rule, op)

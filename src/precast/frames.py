@@ -77,6 +77,8 @@ class ActiveFrame(threading.local):
     """The frame in force for one device type in this thread, None outside all regions; and the thread's cache."""
 
     frame: Frame | None = None
+    attempts: int = 0
+    """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
 
     def __init__(self) -> None:
         self.cache = regions.cache

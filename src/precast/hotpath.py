@@ -49,15 +49,34 @@ def entry_point({parameters}*rest, **kwargs):
             return kernel(keyset, {arguments}*rest, **kwargs)
         return runner(keyset, ({arguments}*rest,), kwargs)
 {swap}
+{attempt}
+    return retry_promoted(op, failure, ({arguments}*rest,), kwargs)
+"""
+
+_ATTEMPT = """\
     try:
         return kernel(keyset, {arguments}*rest, **kwargs)
     except RuntimeError as error:
         if frame.policy.mixed == "raise":
             raise
-        return retry_promoted(op, error, ({arguments}*rest,), kwargs)
+        failure = error
+"""
+
+# Autocast stays on below: what is promoted is the outermost operation, so that its result has the widest dtype.
+_ATTEMPT_WITH_AUTOCAST_ON = """\
+    here.attempts += 1
+    try:
+        return kernel(keyset, {arguments}*rest, **kwargs)
+    except RuntimeError as error:
+        if frame.policy.mixed == "raise":
+            raise
+        failure = error
+    finally:
+        here.attempts -= 1
 """
 
 _SWAP = """\
+    {copies} = {originals}
     if cache_enabled():
         dtype = lower_dtype(device_type)
         find = here.cache.leaves[dtype].get
@@ -71,12 +90,12 @@ _TENSOR = """\
             and entry.pointer == {a}.data_ptr()
             and entry.requires_grad is {a}.requires_grad
         ):
-            {a} = entry.cast
+            {b} = entry.cast
         elif {a} is not None and (
             type({a}) is not Tensor
             or ({a}.dtype is float32 and ({a}.requires_grad or {a}._base is not None))
         ):
-            {a} = weight(here.cache, {a}, dtype, device_type)
+            {b} = weight(here.cache, {a}, dtype, device_type)
 """
 
 
@@ -126,8 +145,16 @@ def source(op: Operation, *, takes_weights: bool, needs_keyset: bool) -> str:
     return _ENTRY_POINT.format(
         parameters="".join(f"{p}, " for p in [*(["keyset"] if needs_keyset else []), *parameters]),
         arguments="".join(f"{name}, " for name in named),
-        swap=(_SWAP if slots else "") + "".join(_TENSOR.format(a=f"a{i}") for i in slots),
+        swapped="".join(f"{'b' if i in slots else 'a'}{i}, " for i in range(len(named))),
+        swap=_swap(slots) if slots else "",
     )
+
+
+def _swap(slots: tuple[int, ...]) -> str:
+    # Copies have names of their own: where dtypes are promoted, it is the weight that is, not its rounded copy.
+    return _SWAP.format(
+        copies=", ".join(f"b{i}" for i in slots), originals=", ".join(f"a{i}" for i in slots)
+    ) + "".join(_TENSOR.format(a=f"a{i}", b=f"b{i}") for i in slots)
 
 
 def _weight(cache: WeightCache, value: Any, dtype: torch.dtype, device_type: str) -> Any:
