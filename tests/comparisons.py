@@ -60,4 +60,5 @@ def comparison(
         run(chosen.dtype, mixed_seconds, kinds, **(mixed or {})),
         tuple(Panel(name, image) for name in ("target", "float32", chosen.dtype)),
         machine or report(chosen.dtype, 4.0, 3.0, 2.0, units=["amx_bf16"]),
+        2,
     )

@@ -104,7 +104,18 @@ def test_demo_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
     assert result.stderr == ""
     value = json.loads(result.stdout)
     assert set(value) == {
-        *("task", "device", "dtype", "size", "steps", "seed", "speedup", "runs", "machine"),
+        *(
+            "task",
+            "device",
+            "dtype",
+            "size",
+            "steps",
+            "seed",
+            "threads",
+            "speedup",
+            "runs",
+            "machine",
+        ),
         *("reasons", "picture", "page"),
     }
     chosen = [value[key] for key in ("task", "device", "dtype", "size", "steps", "seed")]

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from precast.demo.checkerboard import Checkerboard, checkerboard, coordinates
 from precast.demo.compare import Comparison, compare, seeded_model, trainers
 from precast.demo.digits import IMAGES, Digits
 from precast.demo.profile import KINDS, profile_steps
+from precast.demo.threads import fastest_threads
 from precast.errors import MissingExtraError
 from precast.machine import measure
 from tests.comparisons import comparison, report, run
@@ -186,6 +188,21 @@ def test_digits_are_read_correctly_in_both_precisions() -> None:
         assert each.accuracy > 0.9
 
 
+def test_training_takes_one_thread_where_threads_are_in_each_others_way() -> None:
+    torch.set_num_threads(3)
+    for slow, chosen in ((1, 3), (3, 1)):
+        with fastest_threads(lambda slow=slow: time.sleep(_pace(slow))) as threads:
+            assert threads == torch.get_num_threads() == chosen
+        assert torch.get_num_threads() == 3
+    torch.set_num_threads(1)
+    with fastest_threads(lambda: pytest.fail("one thread needs no trial")) as threads:
+        assert threads == 1
+
+
+def _pace(slow: int) -> float:
+    return 0.02 if torch.get_num_threads() == slow else 0.001
+
+
 def test_a_skipped_step_is_a_step_after_which_the_scale_fell() -> None:
     scaled = run("float16", 1.0, (0, 0, 0), initial_scale=8.0, scales=(8.0, 4.0, 4.0, 8.0, 4.0))
     assert scaled.skipped == 2
@@ -235,7 +252,7 @@ def test_the_time_of_a_step_is_the_median() -> None:
 # --- what is said ---
 
 GOLDEN = """\
-a picture; 1500 steps on cpu, seed 0
+a picture; 1500 steps on cpu (2 threads), seed 0
                            float32   bfloat16 mixed   mixed beside float32
  ─────────────────────────────────────────────────────────────────────────
  time per step, median     20.0 ms          10.0 ms   2.00x: faster

@@ -21,6 +21,7 @@ from precast.demo.profile import StepProfile, profile_steps
 from precast.demo.settings import DTYPES, Settings
 from precast.demo.steps import float32_step, mixed_step
 from precast.demo.task import Batch, Panel, Task
+from precast.demo.threads import fastest_threads
 from precast.machine import DtypeReport, measure, synchronize
 from precast.region import autocast
 from precast.scaler import GradScaler
@@ -66,7 +67,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both runs, what they learnt, and what the machine can do in the mixed run's dtype."""
+    """Both runs, what they learnt, and what the machine can do in the mixed run's dtype.
+
+    `threads` is how many CPU threads they were trained on; None on a GPU.
+    """
 
     settings: Settings
     summary: str
@@ -74,6 +78,7 @@ class Comparison:
     mixed: Run
     panels: tuple[Panel, ...]
     machine: DtypeReport
+    threads: int | None
 
     @property
     def speedup(self) -> float:
@@ -89,6 +94,16 @@ def compare(settings: Settings, advance: Callable[[], None] = lambda: None) -> C
         advance: called after each of the `settings.steps` steps.
     """
     task = settings.make_task()
+    if settings.device.type != "cpu":
+        return _compare(task, settings, None, advance)
+    batch, trial = task.batch(0), trainers(task, settings)
+    with fastest_threads(lambda: [trainer.step(batch) for trainer in trial]) as threads:
+        return _compare(task, settings, threads, advance)
+
+
+def _compare(
+    task: Task, settings: Settings, threads: int | None, advance: Callable[[], None]
+) -> Comparison:
     float32, mixed = trainers(task, settings)
     pair = (float32, mixed)
     timed = settings.steps - _PROFILED
@@ -110,6 +125,7 @@ def compare(settings: Settings, advance: Callable[[], None] = lambda: None) -> C
         mixed.finish(profiles[1], accuracies[1]),
         task.panels(outputs),
         measure(settings.device, settings.dtype),
+        threads,
     )
 
 

@@ -33,8 +33,10 @@ class Row:
 
 def title(comparison: Comparison) -> str:
     """What was trained, in one line."""
-    asked = comparison.settings
-    return f"{comparison.summary}; {asked.steps} steps on {asked.device}, seed {asked.seed}"
+    asked, threads = comparison.settings, comparison.threads
+    plural = "" if threads == 1 else "s"
+    device = str(asked.device) if threads is None else f"{asked.device} ({threads} thread{plural})"
+    return f"{comparison.summary}; {asked.steps} steps on {device}, seed {asked.seed}"
 
 
 def caption(comparison: Comparison, panel: Panel) -> str:
@@ -95,6 +97,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
         "size": asked.size,
         "steps": asked.steps,
         "seed": asked.seed,
+        "threads": comparison.threads,
         "speedup": comparison.speedup,
         "runs": {"float32": _run(comparison.float32), "mixed": _run(comparison.mixed)},
         "machine": report_as_dict(comparison.machine),
