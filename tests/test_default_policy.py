@@ -84,7 +84,9 @@ def assert_same(seen: Any, expected: Any, about: str) -> None:
     assert (seen is None) == (expected is None), about
     for x, y in zip(tree_leaves(seen or []), tree_leaves(expected or []), strict=True):
         if isinstance(x, Tensor):
-            torch.testing.assert_close(x, y, rtol=0, atol=0, msg=lambda m: f"{about}: {m}")
+            # LAPACK's least squares rounds by how its memory is aligned: PyTorch does not give the same bits twice.
+            bits = 1e-5 if "linalg_lstsq" in about else 0
+            torch.testing.assert_close(x, y, rtol=bits, atol=bits, msg=lambda m: f"{about}: {m}")
         else:
             assert x == y, about
 

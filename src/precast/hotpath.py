@@ -55,7 +55,7 @@ def entry_point({parameters}*rest, **kwargs):
 
 _ATTEMPT = """\
     try:
-        return kernel(keyset, {arguments}*rest, **kwargs)
+        return kernel(keyset, {swapped}*rest, **kwargs)
     except RuntimeError as error:
         if frame.policy.mixed == "raise":
             raise
@@ -66,7 +66,7 @@ _ATTEMPT = """\
 _ATTEMPT_WITH_AUTOCAST_ON = """\
     here.attempts += 1
     try:
-        return kernel(keyset, {arguments}*rest, **kwargs)
+        return kernel(keyset, {swapped}*rest, **kwargs)
     except RuntimeError as error:
         if frame.policy.mixed == "raise":
             raise
@@ -142,10 +142,12 @@ def source(op: Operation, *, takes_weights: bool, needs_keyset: bool) -> str:
     named = [f"a{i}" for i in range(len(schema))]
     defaults = [f"=default{i}" if a.has_default_value() else "" for i, a in enumerate(schema)]
     parameters = [name + default for name, default in zip(named, defaults, strict=True)]
+    attempt = _ATTEMPT_WITH_AUTOCAST_ON if needs_keyset else _ATTEMPT
+    swapped = "".join(f"{'b' if i in slots else 'a'}{i}, " for i in range(len(named)))
     return _ENTRY_POINT.format(
         parameters="".join(f"{p}, " for p in [*(["keyset"] if needs_keyset else []), *parameters]),
         arguments="".join(f"{name}, " for name in named),
-        swapped="".join(f"{'b' if i in slots else 'a'}{i}, " for i in range(len(named))),
+        attempt=attempt.format(swapped=swapped),
         swap=_swap(slots) if slots else "",
     )
 
