@@ -1,0 +1,236 @@
+"""What the README files and the pages in `docs/` say is run: examples, links, commands, names.
+
+Invariants:
+    - Every ```python block runs, each page from top to bottom in one namespace, on the CPU. In it
+      `f(x)  # -> text` says what the expression's `repr` is, and `f(x)  # raises Error: text` what
+      it raises: the type, and a part of the message. Both are checked.
+    - A block that cannot run on the CPU begins with `# not run: why`; `NOT_RUN` counts them.
+    - Every ```toml block is a policy file that loads.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+
+from precast import Policy
+from precast.cli import main
+from tools import operations_page
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(ROOT.glob("docs/*.md"))]
+PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+MODULES = sorted((ROOT / "src" / "precast").rglob("*.py"))
+
+NOT_RUN: dict[str, int] = {}  # page -> blocks that begin with `# not run: why`
+
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+_CHECKED = re.compile(r"^( *)(\S.*?) {2}# (->|raises) (.+)$", re.M)
+
+
+def _id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def _blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
+    """The line in which each block of a language begins, and its text."""
+    text = _read(page)
+    for match in _BLOCK.finditer(text):
+        if match[1] == language:
+            yield text[: match.start(2)].count("\n"), match[2]
+
+
+# --- examples ---
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__main__"} | vars(_CHECKS)
+    not_run = 0
+    for line, text in _blocks(page, "python"):
+        if text.startswith("# not run: "):
+            not_run += 1
+            continue
+        exec(compile("\n" * line + _with_checks(text), str(page), "exec"), namespace)
+    assert not_run == NOT_RUN.get(_id(page), 0)
+
+
+def _with_checks(text: str) -> str:
+    """`f(x)  # -> 3` becomes a call that compares, in the same line."""
+
+    def call(match: re.Match[str]) -> str:
+        indent, expression, kind, expected = match.groups()
+        check = "_shows" if kind == "->" else "_raises"
+        return f"{indent}{check}(lambda: ({expression}), {expected!r})"
+
+    return _CHECKED.sub(call, text)
+
+
+def _shows(expression: Any, expected: str) -> None:
+    assert repr(expression()) == expected
+
+
+def _raises(expression: Any, expected: str) -> None:
+    name, _, message = expected.partition(": ")
+    with pytest.raises(Exception, match=re.escape(message)) as caught:
+        expression()
+    assert caught.type.__name__ == name
+
+
+_CHECKS = SimpleNamespace(_shows=_shows, _raises=_raises)
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("1 + 1  # -> 2", True),
+        ("1 + 1  # -> 3", False),
+        ("if True:\n    [1]  # -> [1]", True),
+        ("int('x')  # raises ValueError: invalid literal", True),
+        ("int('x')  # raises ValueError: something else", False),
+        ("int('x')  # raises TypeError: invalid literal", False),
+        ("int('1')  # raises ValueError: invalid literal", False),
+    ],
+)
+def test_a_check_in_an_example_can_fail(text: str, holds: bool) -> None:
+    try:
+        exec(_with_checks(text), vars(_CHECKS))
+    except (AssertionError, pytest.fail.Exception):
+        assert not holds
+    else:
+        assert holds
+
+
+def test_both_readmes_have_the_same_examples_and_structure() -> None:
+    english, chinese = PAGES[:2]
+    for language in ("python", "sh"):
+        ours, theirs = (list(_blocks(page, language)) for page in (english, chinese))
+        assert [_bare(text) for _, text in ours] == [_bare(text) for _, text in theirs]
+    assert _skeleton(english) == _skeleton(chinese)
+
+
+def _bare(text: str) -> list[str]:
+    """The lines of an example without its comments, other than checks."""
+    lines = (re.sub(r"(^|\s+)# (?!->|raises ).*$", "", line) for line in text.splitlines())
+    return [line for line in lines if line.strip()]
+
+
+def _skeleton(page: Path) -> list[str]:
+    """What a page is made of: levels of headings, columns of tables, links of its own project."""
+    text = _BLOCK.sub("", _read(page))
+    shapes = re.findall(r"^(#+) |^(\|.*\|)$|^([-*]) ", text, re.M)
+    return [heading or ("|" * row.count("|")) or item for heading, row, item in shapes]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_policy_files_in_the_text_load(page: Path, tmp_path: Path) -> None:
+    for line, text in _blocks(page, "toml"):
+        path = tmp_path / f"line{line}.toml"
+        path.write_text(text, encoding="utf-8")
+        assert Policy.load(path).tables
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_id)
+def test_examples_in_docstrings_run(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+    if not name.endswith("__main__"):  # which runs the command line
+        failed, _ = doctest.testmod(importlib.import_module(name.removesuffix(".__init__")))
+        assert failed == 0
+
+
+# --- what the text points at ---
+
+
+@pytest.mark.parametrize("page", PROSE, ids=_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", _read(page)):
+        link = "".join(target)
+        if re.match(r"https?://", link):
+            continue
+        file, _, anchor = link.partition("#")
+        there = (page.parent / file) if file else page
+        assert there.exists(), link
+        assert not anchor or anchor in _anchors(there), link
+        assert there.suffix != ".png" or there.stat().st_size < 300_000, link
+
+
+def _anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub names them in links."""
+    headings = re.findall(r"^#+ (.+)$", _BLOCK.sub("", _read(page)), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PROSE, ids=_id)
+def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    for file, test in re.findall(r"`([\w/.]+/[\w.]+\.(?:py|toml))(?:::(\w+))?`", _read(page)):
+        path = ROOT / file
+        assert path.exists() or (ROOT / "src" / "precast" / file).exists(), file
+        assert not test or test in _functions(path), f"{file}::{test}"
+
+
+def _functions(path: Path) -> set[str]:
+    return {n.name for n in ast.walk(ast.parse(_read(path))) if isinstance(n, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("page", PROSE, ids=_id)
+def test_make_targets_that_are_named_exist(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", _read(ROOT / "Makefile"), re.M)
+    named = {target for command in _commands(page, "make") for target in command[1:]}
+    assert named <= set(targets)
+
+
+@pytest.mark.parametrize("page", PROSE, ids=_id)
+def test_commands_that_are_named_exist(page: Path) -> None:
+    for command in _commands(page, "precast"):
+        _parse(main, command[1:])
+
+
+def _commands(page: Path, program: str) -> Iterator[list[str]]:
+    """The calls of a program in shell blocks and between backticks, as words."""
+    shell = "\n".join(text for _, text in _blocks(page, "sh"))
+    text = _BLOCK.sub("", _read(page))
+    for line in [*shell.splitlines(), *re.findall(r"`([^`\n]+)`", text)]:
+        words = re.sub(r"\s+#.*", "", line).split()
+        if words[:1] == [program] and len(words) > 1:
+            yield words
+
+
+def _parse(command: click.Command, words: list[str]) -> None:
+    """Parses a command line as the program would, and runs nothing."""
+    if "--help" in words or "--version" in words:
+        return
+    context = command.make_context("precast", list(words), resilient_parsing=False)
+    if isinstance(command, click.Group):
+        name, inner, rest = command.resolve_command(context, [*words])
+        assert inner is not None, name
+        _parse(inner, rest)
+
+
+def test_a_command_that_does_not_exist_is_seen() -> None:
+    for words in (["nothing"], ["demo", "nothing"], ["demo", "--nothing"]):
+        with pytest.raises(click.UsageError):
+            _parse(main, words)
+
+
+# --- the page that comes from the tables ---
+
+
+def test_the_page_of_operations_is_what_the_tool_prints() -> None:
+    committed = _read(ROOT / "docs" / "operations.md")
+    assert committed == operations_page.page(), (
+        "run: python -m tools.operations_page > docs/operations.md"
+    )
