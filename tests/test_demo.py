@@ -252,7 +252,7 @@ def test_the_time_of_a_step_is_the_median() -> None:
 # --- what is said ---
 
 GOLDEN = """\
-a picture; 1500 steps on cpu (2 threads), seed 0
+a picture; 1200 steps on cpu (2 threads), seed 0
                            float32   bfloat16 mixed   mixed beside float32
  ─────────────────────────────────────────────────────────────────────────
  time per step, median     20.0 ms          10.0 ms   2.00x: faster

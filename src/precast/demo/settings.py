@@ -29,7 +29,7 @@ _FEWEST_STEPS: Final = 10  # some to warm up, some to time, some to look into
 _DEFAULTS: Final = {
     ("checkerboard", "cuda", "bfloat16"): (512, 500),
     ("checkerboard", "cuda", "float16"): (512, 500),
-    ("checkerboard", "cpu", "bfloat16"): (48, 1500),
+    ("checkerboard", "cpu", "bfloat16"): (48, 1200),
     ("checkerboard", "cpu", "float16"): (16, 300),
     ("digits", "cuda", "bfloat16"): (256, 500),
     ("digits", "cuda", "float16"): (256, 500),
