@@ -16,7 +16,7 @@ from torch import Tensor
 import precast
 from precast import Policy, PrecastWarning, engine, events, hotpath
 from precast.errors import BannedOperationError
-from precast.frames import active
+from precast.frames import in_force
 
 TORCH = Policy.load("torch")
 
@@ -148,14 +148,14 @@ def test_the_kernels_that_are_written_are_python_a_person_can_read() -> None:
     assert below is not None
     text = hotpath.source(below.op, takes_weights=True, needs_keyset=False)
     ast.parse(text)
-    assert text.startswith("def entry_point(a0, a1, a2=default2, *rest, **kwargs):")
+    assert text.startswith("def entry_point(a0, a1, a2=default2):")
 
 
 def test_a_frame_is_made_once_for_each_policy() -> None:
     with precast.autocast("cpu", policy=TORCH):
-        first = active("cpu").frame
+        first = in_force("cpu").in_force.frame
     with precast.autocast("cpu", policy=Policy.load("torch")):
-        assert active("cpu").frame is first
+        assert in_force("cpu").in_force.frame is first
 
 
 @pytest.mark.parametrize(("value", "code"), [("reference", 0), ("fast", 1)])

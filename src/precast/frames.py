@@ -22,12 +22,13 @@ from precast.policy import Policy
 from precast.weights import WeightCache
 
 __all__ = [
-    "ActiveFrame",
     "Frame",
+    "InForce",
+    "InForceHere",
     "Record",
     "Runner",
     "ThreadRegions",
-    "active",
+    "in_force",
     "regions",
 ]
 
@@ -73,20 +74,29 @@ class ThreadRegions(threading.local):
 regions = ThreadRegions()
 
 
-class ActiveFrame(threading.local):
-    """The frame in force for one device type in this thread, None outside all regions; and the thread's cache."""
+class InForce:
+    """What holds in one thread for one device type."""
 
-    frame: Frame | None = None
-    attempts: int = 0
-    """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
+    __slots__ = ("attempts", "cache", "frame")
 
     def __init__(self) -> None:
+        self.frame: Frame | None = None
+        """The innermost region's; None outside of all."""
+        self.attempts = 0
+        """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
         self.cache = regions.cache
 
 
-_active: dict[str, ActiveFrame] = {}
+class InForceHere(threading.local):
+    """`InForce` of the thread that asks; one read of a thread-local value gives a kernel all it needs."""
+
+    def __init__(self) -> None:
+        self.in_force = InForce()
 
 
-def active(device_type: str) -> ActiveFrame:
+_in_force: dict[str, InForceHere] = {}
+
+
+def in_force(device_type: str) -> InForceHere:
     """The thread-local slot for `device_type`; kernels hold on to it."""
-    return _active.setdefault(device_type, ActiveFrame())
+    return _in_force.setdefault(device_type, InForceHere())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from precast import _torch, kernels
 from precast._torch import Kernel
-from precast.frames import Runner, active
+from precast.frames import Runner, in_force
 from precast.operation import Operation
 from precast.weights import WeightCache
 
@@ -39,23 +39,24 @@ Where the policy promotes mixed dtypes and that raises on them, once more in the
 """
 
 _ENTRY_POINT = """\
-def entry_point({parameters}*rest, **kwargs):
+def entry_point({parameters}):
+    here = thread.in_force
     frame = here.frame
     if frame is None:
-        return kernel(keyset, {arguments}*rest, **kwargs)
+        return kernel(keyset, {arguments})
     runner = frame.runners.get(name)
     if runner is not DELEGATE:
         if runner is None:
-            return kernel(keyset, {arguments}*rest, **kwargs)
-        return runner(keyset, ({arguments}*rest,), kwargs)
+            return kernel(keyset, {arguments})
+        return runner(keyset, ({positional}), {keywords})
 {swap}
 {attempt}
-    return retry_promoted(op, failure, ({arguments}*rest,), kwargs)
+    return retry_promoted(op, failure, ({positional}), {keywords})
 """
 
 _ATTEMPT = """\
     try:
-        return kernel(keyset, {swapped}*rest, **kwargs)
+        return kernel(keyset, {swapped})
     except RuntimeError as error:
         if frame.policy.mixed == "raise":
             raise
@@ -66,7 +67,7 @@ _ATTEMPT = """\
 _ATTEMPT_WITH_AUTOCAST_ON = """\
     here.attempts += 1
     try:
-        return kernel(keyset, {swapped}*rest, **kwargs)
+        return kernel(keyset, {swapped})
     except RuntimeError as error:
         if frame.policy.mixed == "raise":
             raise
@@ -82,20 +83,23 @@ _SWAP = """\
         find = here.cache.leaves[dtype].get
 """
 
+# What the cache holds is float32, and most activations are not: their dtype is all that is looked at.
 _TENSOR = """\
-        entry = find(id({a}))
-        if (
-            entry is not None
-            and entry.version == {a}._version
-            and entry.pointer == {a}.data_ptr()
-            and entry.requires_grad is {a}.requires_grad
-        ):
-            {b} = entry.cast
-        elif {a} is not None and (
-            type({a}) is not Tensor
-            or ({a}.dtype is float32 and ({a}.requires_grad or {a}._base is not None))
-        ):
-            {b} = weight(here.cache, {a}, dtype, device_type)
+        if {condition}:
+            entry = find(id({a}))
+            if (
+                entry is not None
+                and entry.pointer == {a}.data_ptr()
+                and entry.version == {a}._version
+                and entry.requires_grad is {a}.requires_grad
+            ):
+                {b} = entry.cast
+            elif type({a}) is not Tensor or {a}.requires_grad or {a}._base is not None:
+                {b} = weight(here.cache, {a}, dtype, device_type)
+"""
+
+_TENSORS = """\
+        {b} = weight(here.cache, {a}, dtype, device_type)
 """
 
 
@@ -116,13 +120,13 @@ def entry_point(
         "cache_enabled": torch.is_autocast_cache_enabled,
         "device_type": op.device_type,
         "float32": torch.float32,
-        "here": active(op.device_type),
         "kernel": kernel,
         "keyset": _torch.keyset_of(op.device_type),
         "lower_dtype": torch.get_autocast_dtype,
         "name": op.name,
         "op": op,
         "retry_promoted": kernels.retry_promoted,
+        "thread": in_force(op.device_type),
         "weight": _weight,
     }
     schema = _torch.schema_of(op.overload).arguments
@@ -138,25 +142,45 @@ def entry_point(
 def source(op: Operation, *, takes_weights: bool, needs_keyset: bool) -> str:
     """The Python source of the kernel for `op`; arguments up to its last tensor have names, a0, a1 ..."""
     slots = op.tensor_slots if takes_weights else ()
-    schema = _torch.schema_of(op.overload).arguments[: max(slots, default=-1) + 1]
-    named = [f"a{i}" for i in range(len(schema))]
-    defaults = [f"=default{i}" if a.has_default_value() else "" for i, a in enumerate(schema)]
-    parameters = [name + default for name, default in zip(named, defaults, strict=True)]
+    schema = _torch.schema_of(op.overload).arguments
+    count = max(slots, default=-1) + 1
+    positional = [a for a in schema if not a.kwarg_only]
+    rest = ["*rest"] if len(positional) > count else []
+    keywords = ["**kwargs"] if len(schema) > len(positional) else []
+    parameters = [
+        f"a{i}=default{i}" if schema[i].has_default_value() else f"a{i}" for i in range(count)
+    ]
+    originals = [f"a{i}" for i in range(count)]
+    swapped = [f"b{i}" if i in slots else f"a{i}" for i in range(count)]
     attempt = _ATTEMPT_WITH_AUTOCAST_ON if needs_keyset else _ATTEMPT
-    swapped = "".join(f"{'b' if i in slots else 'a'}{i}, " for i in range(len(named)))
     return _ENTRY_POINT.format(
-        parameters="".join(f"{p}, " for p in [*(["keyset"] if needs_keyset else []), *parameters]),
-        arguments="".join(f"{name}, " for name in named),
-        attempt=attempt.format(swapped=swapped),
-        swap=_swap(slots) if slots else "",
+        parameters=", ".join(
+            [*(["keyset"] if needs_keyset else []), *parameters, *rest, *keywords]
+        ),
+        arguments=", ".join([*originals, *rest, *keywords]),
+        positional="".join(f"{argument}, " for argument in [*originals, *rest]),
+        keywords="kwargs" if keywords else "{}",
+        attempt=attempt.format(swapped=", ".join([*swapped, *rest, *keywords])),
+        swap=_swap(op, slots) if slots else "",
     )
 
 
-def _swap(slots: tuple[int, ...]) -> str:
+def _swap(op: Operation, slots: tuple[int, ...]) -> str:
     # Copies have names of their own: where dtypes are promoted, it is the weight that is, not its rounded copy.
-    return _SWAP.format(
+    schema = _torch.schema_of(op.overload).arguments
+    head = _SWAP.format(
         copies=", ".join(f"b{i}" for i in slots), originals=", ".join(f"a{i}" for i in slots)
-    ) + "".join(_TENSOR.format(a=f"a{i}", b=f"b{i}") for i in slots)
+    )
+    return head + "".join(_replacement(f"a{i}", f"b{i}", str(schema[i].type)) for i in slots)
+
+
+def _replacement(a: str, b: str, kind: str) -> str:
+    if "List[" in kind:
+        return _TENSORS.format(a=a, b=b)
+    condition = f"{a}.dtype is float32"
+    return _TENSOR.format(
+        a=a, b=b, condition=condition if kind == "Tensor" else f"{a} is not None and {condition}"
+    )
 
 
 def _weight(cache: WeightCache, value: Any, dtype: torch.dtype, device_type: str) -> Any:

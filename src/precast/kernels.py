@@ -18,7 +18,7 @@ from torch import Tensor
 
 from precast import _torch, events
 from precast.errors import BannedOperationError
-from precast.frames import Runner, active, regions
+from precast.frames import Runner, in_force, regions
 from precast.operation import Convert, Operation, tensors_in
 from precast.policy import Rule
 
@@ -152,7 +152,7 @@ def retry_promoted(
 ) -> Any:
     """Runs `op` once more with its floating tensors in their widest dtype; raises `error` where that is no way out."""
     floating = {t.dtype for t in tensors_in(args, kwargs) if _promotable(op, t)}
-    if len(floating) < 2 or active(op.device_type).attempts:
+    if len(floating) < 2 or in_force(op.device_type).in_force.attempts:
         raise error
     try:
         return op.call_cast(_promotable_to(op, _widest(floating)), args, kwargs)

@@ -20,7 +20,7 @@ import torch
 from precast import _torch, engine
 from precast.decorate import DecoratorRegion
 from precast.errors import PrecastWarning, RegionError, RegionTypeError
-from precast.frames import Frame, Record, active, regions
+from precast.frames import Frame, Record, in_force, regions
 from precast.policy import DEVICE_TYPES, Policy
 
 __all__ = ["Regions", "autocast", "current", "disable"]
@@ -80,7 +80,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
 
     def __enter__(self) -> autocast:
         device = self.device
-        here = active(device)
+        here = in_force(device).in_force
         frame = self._frame(here.frame)
         cache_before = torch.is_autocast_cache_enabled()
         regions.records.append(
@@ -194,7 +194,7 @@ class _Captured(autocast):
         self.enabled = torch.is_autocast_enabled(device)
         self.fast_dtype = torch.get_autocast_dtype(device)
         self.cache_enabled = torch.is_autocast_cache_enabled()
-        self._captured = active(device).frame
+        self._captured = in_force(device).in_force.frame
         self.policy = None if self._captured is None else self._captured.policy
 
     def _frame(self, surrounding: Frame | None) -> Frame | None:  # noqa: ARG002
@@ -235,7 +235,7 @@ def _warn_out_of_order(owner: autocast) -> None:
 
 
 def _restore_device(record: Record) -> None:
-    active(record.device_type).frame = record.frame
+    in_force(record.device_type).in_force.frame = record.frame
     torch.set_autocast_enabled(record.device_type, record.enabled)
     torch.set_autocast_dtype(record.device_type, record.dtype)
 

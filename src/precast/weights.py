@@ -35,12 +35,13 @@ class CachedCast:
 
     __slots__ = ("cast", "pointer", "requires_grad", "source", "version")
 
-    def __init__(self, source: Tensor, cast: Tensor, forget: Any) -> None:
+    def __init__(self, source: Tensor, cast: Tensor) -> None:
         self.cast = cast
         self.version = version_of(source)
         self.pointer = source.data_ptr()
         self.requires_grad = source.requires_grad
-        self.source = weakref.ref(source, forget)
+        self.source: weakref.ref[Tensor] | None = None
+        """For a source that its copy's graph does not hold: takes the entry out when the source is gone."""
 
 
 class WeightCache:
@@ -77,8 +78,9 @@ class WeightCache:
         if entry is None or not _current(entry, tensor):
             if not _holdable(tensor):
                 return None
-            entry = CachedCast(tensor, _graph_cast(tensor, dtype), lambda _: entries.pop(key, None))
-            entries[key] = entry
+            entry = entries[key] = CachedCast(tensor, _graph_cast(tensor, dtype))
+            if not entry.requires_grad:
+                entry.source = weakref.ref(tensor, lambda _: entries.pop(key, None))
         return entry.cast
 
     def _view(self, tensor: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -92,9 +94,8 @@ class WeightCache:
         ):
             if not _holdable(tensor):
                 return None
-            entry = CachedCast(tensor, _plain_cast(tensor, dtype), None)
+            entry = self._views[key] = CachedCast(tensor, _plain_cast(tensor, dtype))
             entry.source = weakref.ref(base, lambda _: self._views.pop(key, None))
-            self._views[key] = entry
         return entry.cast
 
 
@@ -118,6 +119,8 @@ def _holdable(tensor: Tensor) -> bool:
 
 
 def _graph_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return tensor.to(dtype)
     with torch.inference_mode(False), torch.enable_grad():
         return tensor.to(dtype)
 
