@@ -229,8 +229,8 @@ def test_the_cache_keeps_no_frozen_weight_alive() -> None:
     gone = weakref.ref(weight)
     cache = WeightCache()
     with torch.no_grad():
-        assert cache.cast(weight, torch.bfloat16) is not None
-        assert cache.cast(weight.t(), torch.bfloat16) is not None
+        assert cache.cast(weight, torch.bfloat16, "cpu") is not None
+        assert cache.cast(weight.t(), torch.bfloat16, "cpu") is not None
     del weight
     gc.collect()
     assert gone() is None

@@ -99,4 +99,4 @@ _in_force: dict[str, InForceHere] = {}
 
 def in_force(device_type: str) -> InForceHere:
     """The thread-local slot for `device_type`; kernels hold on to it."""
-    return _in_force.setdefault(device_type, InForceHere())
+    return _in_force.get(device_type) or _in_force.setdefault(device_type, InForceHere())

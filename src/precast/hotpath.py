@@ -185,9 +185,7 @@ def _replacement(a: str, b: str, kind: str) -> str:
 
 def _weight(cache: WeightCache, value: Any, dtype: torch.dtype, device_type: str) -> Any:
     """The cached copy of a weight on the region's device; anything else as it is."""
-    if isinstance(value, (list, tuple)):
+    if type(value) is list:
         return [_weight(cache, item, dtype, device_type) for item in value]
-    if not isinstance(value, Tensor) or value.device.type != device_type:
-        return value
-    cast = cache.cast(value, dtype)
+    cast = cache.cast(value, dtype, device_type)
     return value if cast is None else cast

@@ -47,7 +47,7 @@ def _lower(op: Operation) -> Runner:
         def convert(tensor: Tensor) -> Tensor:
             if not op.eligible(tensor) or tensor.dtype is dtype:
                 return tensor
-            weight = cached(tensor, dtype)
+            weight = cached(tensor, dtype, op.device_type)
             return _to(tensor, dtype) if weight is None else weight
 
         return op.call_cast(convert, args, kwargs)
@@ -171,7 +171,7 @@ def noting(op: Operation, message: str, inner: Runner) -> Runner:
     return run
 
 
-def _no_cache(_tensor: Tensor, _dtype: torch.dtype) -> None:
+def _no_cache(_tensor: Tensor, _dtype: torch.dtype, _device_type: str) -> None:
     return None
 
 

@@ -59,10 +59,13 @@ class WeightCache:
         self.leaves.clear()
         self._views.clear()
 
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The copy of `tensor` in `dtype`, made now if need be; None where `tensor` is no weight."""
+    def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
+        """The copy of `tensor` in `dtype`, made now if need be; None where it is no weight on that device type."""
         kind = type(tensor)
-        if tensor.dtype is not _float32 or not (kind is Tensor or kind is Parameter):
+        if not (kind is Parameter or kind is Tensor):
+            return None
+        assert isinstance(tensor, Tensor)
+        if tensor.dtype is not _float32 or tensor.device.type != device_type:
             return None
         if tensor.is_leaf and not is_view(tensor):
             return self._leaf(tensor, dtype) if tensor.requires_grad or kind is Parameter else None
