@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 __all__ = [
     "AutocastOff",
     "Kernel",
+    "OpOverload",
     "autocast_key",
     "base_of",
     "check_and_unscale_",

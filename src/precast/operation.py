@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from precast import _torch
+from precast._torch import OpOverload
 from precast._tree import map_tensors
 
 __all__ = ["Convert", "Operation", "tensors_in"]
