@@ -123,7 +123,7 @@ def assert_same(ours: Outcome, theirs: Outcome, what: str) -> None:
             continue
         assert mine.dtype is expected.dtype, f"{what}: {mine.dtype} against {expected.dtype}"
         assert mine.shape == expected.shape, what
-        if what.split()[0] in _ROUNDS_BY_ALIGNMENT:
+        if what.split(maxsplit=1)[0] in _ROUNDS_BY_ALIGNMENT:
             torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-3)
         else:
             assert same_bits(mine, expected), f"{what}: values differ"
