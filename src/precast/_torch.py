@@ -25,12 +25,15 @@ __all__ = [
     "compiled_kernel",
     "custom_backend",
     "destroy",
+    "dispatch_modes",
     "fallthrough",
     "find_overload",
     "full_dispatch",
     "handles_scaling",
     "has_autocast_kernel",
+    "innermost_dispatch_mode",
     "is_functorch_active",
+    "is_functorch_wrapper",
     "is_view",
     "keyset_of",
     "lower_dtypes",
@@ -174,6 +177,21 @@ def is_functorch_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one that a `torch.func` transform made to stand for another."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+# How many `TorchDispatchMode`s are active in this thread; the kernel that `hotpath` writes asks it at each call.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def innermost_dispatch_mode() -> Any:
+    """The `TorchDispatchMode` that sees an operation first, or None; the stack has no public reader (2.13)."""
+    depth = dispatch_modes()
+    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
+
+
 # TorchScript's optimiser runs an autocast pass of its own, which writes PyTorch's casts into the graph whatever the
 # policy, and differentiates graphs without looking at casts made below. Both are off in a thread that has switched
 # the optimiser off; a scripted function then runs operation by operation, like Python (2.13).
@@ -271,5 +289,5 @@ def handles_scaling(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def without_torch_function() -> Any:
-    """A guard that hides calls from tensor subclasses: a cast in a kernel is no call of the program's (2.13)."""
-    return torch._C.DisableTorchFunctionSubclass()
+    """A guard that hides calls from subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
+    return torch._C.DisableTorchFunction()

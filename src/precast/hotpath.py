@@ -80,7 +80,7 @@ _SWAP = """\
     {copies} = {originals}
     if cache_enabled():
         dtype = lower_dtype(device_type)
-        find = here.cache.leaves[dtype].get
+        find = nothing if dispatch_modes() else here.cache.leaves[dtype].get
 """
 
 # What the cache holds is float32, and most activations are not: their dtype is all that is looked at.
@@ -119,11 +119,13 @@ def entry_point(
         "Tensor": Tensor,
         "cache_enabled": torch.is_autocast_cache_enabled,
         "device_type": op.device_type,
+        "dispatch_modes": _torch.dispatch_modes,
         "float32": torch.float32,
         "kernel": kernel,
         "keyset": _torch.keyset_of(op.device_type),
         "lower_dtype": torch.get_autocast_dtype,
         "name": op.name,
+        "nothing": {}.get,
         "op": op,
         "retry_promoted": kernels.retry_promoted,
         "thread": in_force(op.device_type),

@@ -176,8 +176,6 @@ def _no_cache(_tensor: Tensor, _dtype: torch.dtype, _device_type: str) -> None:
 
 
 def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if type(tensor) is Tensor:
-        return tensor.to(dtype)
     with _torch.without_torch_function():
         return tensor.to(dtype)
 

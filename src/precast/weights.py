@@ -10,6 +10,9 @@ Invariants:
 - in grad mode the cache holds just what PyTorch's holds (leaves that require grad and are no views): sharing a
   copy decides in which precision gradients are summed, and that must not differ from PyTorch. What needs no
   gradient (frozen parameters, views of parameters under `no_grad`) is held too;
+- a weight that PyTorch would hold and this cache cannot is cast here all the same, so that PyTorch's never has it;
+- under a dispatch mode (a checkpoint that selects what it saves, a tracer) only copies made under that very mode
+  are used: what it records is then the same whenever it runs again;
 - sources are held weakly. (A copy that carries a gradient holds its source through its graph, as PyTorch's does.)
 """
 
@@ -17,117 +20,187 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from precast._torch import base_of, is_functorch_active, is_view, version_of
+from precast._torch import (
+    base_of,
+    dispatch_modes,
+    innermost_dispatch_mode,
+    is_functorch_active,
+    is_functorch_wrapper,
+    is_view,
+    version_of,
+    without_torch_function,
+)
 
 __all__ = ["CachedCast", "WeightCache"]
 
 _float32: Final = torch.float32
+_no_dispatch: Final = Tensor.__torch_dispatch__
+_Entries = dict[int, "CachedCast"]
 
 
 class CachedCast:
     """One lower-precision copy, and what its source looked like when it was made."""
 
-    __slots__ = ("cast", "pointer", "requires_grad", "source", "version")
+    __slots__ = ("cast", "owner", "pointer", "requires_grad", "storage", "version")
 
-    def __init__(self, source: Tensor, cast: Tensor) -> None:
+    def __init__(
+        self, source: Tensor, cast: Tensor, owner: Tensor, forget: Callable[[Any], Any]
+    ) -> None:
         self.cast = cast
         self.version = version_of(source)
-        self.pointer = source.data_ptr()
         self.requires_grad = source.requires_grad
-        self.source: weakref.ref[Tensor] | None = None
-        """For a source that its copy's graph does not hold: takes the entry out when the source is gone."""
+        self.owner = weakref.ref(owner, forget)
+        # An address is given out again when its storage is freed: no copy may live longer than that.
+        plain = _is_plain(type(source))
+        self.pointer = source.data_ptr() if plain else 0
+        self.storage = weakref.ref(source.untyped_storage(), forget) if plain else None
+
+    def is_of(self, source: Tensor) -> bool:
+        """Whether `source` is still what was cast."""
+        return (
+            self.version == version_of(source)
+            and self.requires_grad == source.requires_grad
+            and (self.storage is None or self.pointer == source.data_ptr())
+        )
+
+
+class _Views:
+    """Copies of views of one weight by geometry: each forward makes a new view object of the same numbers."""
+
+    __slots__ = ("copies", "elements", "owner")
+
+    def __init__(self, base: Tensor, forget: Callable[[Any], Any]) -> None:
+        self.copies: dict[Any, CachedCast] = {}
+        self.elements = 0
+        self.owner = weakref.ref(base, forget)
+
+    def make_room(self, elements: int, limit: int) -> None:
+        """Starts anew where copies grow beyond `limit` elements, as those of a window that slides over a table do."""
+        if self.elements + elements > limit:
+            self.copies.clear()
+            self.elements = 0
+        self.elements += elements
 
 
 class WeightCache:
     """Copies by target dtype and source; lives as long as the outermost region of its thread."""
 
-    __slots__ = ("_views", "leaves")
+    __slots__ = ("_modes", "_views", "_wrapped", "leaves")
 
     def __init__(self) -> None:
-        self.leaves: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
+        self.leaves: defaultdict[torch.dtype, _Entries] = defaultdict(dict)
         """Target dtype -> ``id(source)`` -> copy; the hot path of a kernel reads it directly."""
-        self._views: dict[Any, CachedCast] = {}
+        self._wrapped: defaultdict[torch.dtype, _Entries] = defaultdict(dict)
+        self._views: dict[int, _Views] = {}
+        self._modes: weakref.WeakKeyDictionary[Any, WeightCache] | None = None
 
     def clear(self) -> None:
         """Drops every copy."""
         self.leaves.clear()
+        self._wrapped.clear()
         self._views.clear()
+        self._modes = None
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
         """The copy of `tensor` in `dtype`, made now if need be; None where it is no weight on that device type."""
-        kind = type(tensor)
-        if not (kind is Parameter or kind is Tensor):
+        if not isinstance(tensor, Tensor) or tensor.dtype is not _float32:
             return None
-        assert isinstance(tensor, Tensor)
-        if tensor.dtype is not _float32 or tensor.device.type != device_type:
+        if tensor.device.type != device_type:
             return None
+        if dispatch_modes():
+            return self._under_mode(tensor, dtype)
         if tensor.is_leaf and not is_view(tensor):
-            return self._leaf(tensor, dtype) if tensor.requires_grad or kind is Parameter else None
+            held = tensor.requires_grad or isinstance(tensor, Parameter)
+            return self._leaf(tensor, dtype) if held else None
         base = base_of(tensor)
-        if base is None or type(base) is not Parameter or _needs_grad(tensor):
+        if not isinstance(base, Parameter) or _needs_grad(tensor) or not _holdable(tensor):
             return None
         return self._view(tensor, base, dtype)
 
+    def _under_mode(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+        # What needs no gradient is cast at each use, as PyTorch does: it may be what runs when this runs again.
+        if not tensor.requires_grad or not tensor.is_leaf or is_view(tensor):
+            return None
+        if self._modes is None:
+            self._modes = weakref.WeakKeyDictionary()
+        return self._modes.setdefault(innermost_dispatch_mode(), WeightCache())._leaf(tensor, dtype)
+
     def _leaf(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        entries = self.leaves[dtype]
+        entries = (self.leaves if _is_plain(type(tensor)) else self._wrapped)[dtype]
         key = id(tensor)
         entry = entries.get(key)
-        if entry is None or not _current(entry, tensor):
-            if not _holdable(tensor):
-                return None
-            entry = entries[key] = CachedCast(tensor, _graph_cast(tensor, dtype))
-            if not entry.requires_grad:
-                entry.source = weakref.ref(tensor, lambda _: entries.pop(key, None))
-        return entry.cast
+        if entry is not None and entry.is_of(tensor):
+            return entry.cast
+        if not _holdable(tensor):
+            return _once(tensor, dtype)
+        cast = _graph_cast(tensor, dtype)
+        if type(cast) is Tensor or type(cast) is type(
+            tensor
+        ):  # else a tracer's, of no use outside of it
+            entries[key] = CachedCast(tensor, cast, tensor, lambda _: entries.pop(key, None))
+        return cast
 
     def _view(self, tensor: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor | None:
-        # Each forward makes a new view object of the same weight: the base and the geometry are its name.
-        key = (id(base), tensor.storage_offset(), tensor.shape, tensor.stride(), dtype)
-        entry = self._views.get(key)
-        if (
-            entry is None
-            or entry.version != version_of(tensor)
-            or entry.pointer != tensor.data_ptr()
-        ):
-            if not _holdable(tensor):
-                return None
-            entry = self._views[key] = CachedCast(tensor, _plain_cast(tensor, dtype))
-            entry.source = weakref.ref(base, lambda _: self._views.pop(key, None))
+        key = id(base)
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = _Views(base, lambda _: self._views.pop(key, None))
+        copies = views.copies
+        geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), dtype)
+        entry = copies.get(geometry)
+        if entry is None:
+            views.make_room(tensor.numel(), 2 * base.numel())
+        if entry is None or not entry.is_of(tensor):
+            cast = _plain_cast(tensor, dtype)
+            entry = CachedCast(tensor, cast, base, lambda _: copies.pop(geometry, None))
+            copies[geometry] = entry
         return entry.cast
-
-
-def _current(entry: CachedCast, tensor: Tensor) -> bool:
-    return (
-        entry.pointer == tensor.data_ptr()
-        and entry.version == version_of(tensor)
-        and entry.requires_grad == tensor.requires_grad
-    )
 
 
 def _needs_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
+def _is_plain(kind: type[Tensor]) -> bool:
+    """Whether its tensors are numbers in memory: a subclass without a dispatch of its own."""
+    return kind is Parameter or kind is Tensor or kind.__torch_dispatch__ is _no_dispatch
+
+
 def _holdable(tensor: Tensor) -> bool:
-    # Inference tensors count no versions; under a functorch transform tensors are wrappers of one call.
+    # Inference tensors count no versions; under a functorch transform tensors are wrappers of one call; a view with
+    # the bit that says "negated" has the geometry of the one without; a wrapper that cannot be flattened is a tracer's.
     return (
-        tensor.layout is torch.strided and not tensor.is_inference() and not is_functorch_active()
+        tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and not tensor.is_neg()
+        and not is_functorch_active()
+        and (_is_plain(type(tensor)) or hasattr(type(tensor), "__tensor_flatten__"))
     )
+
+
+def _once(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A copy for this call; None for a functorch wrapper, which PyTorch holds for as long as its transform runs."""
+    if not tensor.requires_grad or is_functorch_wrapper(tensor):
+        return None
+    with without_torch_function():
+        return tensor.to(dtype)
 
 
 def _graph_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return tensor.to(dtype)
-    with torch.inference_mode(False), torch.enable_grad():
+        with without_torch_function():
+            return tensor.to(dtype)
+    with torch.inference_mode(False), torch.enable_grad(), without_torch_function():
         return tensor.to(dtype)
 
 
 def _plain_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
         return tensor.to(dtype)
