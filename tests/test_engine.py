@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ TORCH = Policy.load("torch")
 
 
 @pytest.fixture(autouse=True)
-def _fresh_engine() -> None:
+def _fresh_engine() -> Iterator[None]:
     engine.unregister()
+    with engine.use_engine("delegated"):
+        yield
 
 
 def overridden() -> set[str]:
