@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -37,6 +37,7 @@ __all__ = [
     "is_view",
     "keyset_of",
     "lower_dtypes",
+    "never_compiled",
     "operator_names",
     "operator_overloads",
     "optimize_torchscript",
@@ -291,3 +292,20 @@ def handles_scaling(optimizer: torch.optim.Optimizer) -> bool:
 def without_torch_function() -> Any:
     """A guard that hides calls from subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
     return torch._C.DisableTorchFunction()
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def never_compiled(function: F) -> F:
+    """Has `torch.compile` break its graph at a function, and run it and all that it calls as they are.
+
+    As `torch.compiler.disable` does, which costs 2 s of imports, and a second call at each call (2.13). For what
+    changes the state of the dispatcher: traced, it would do so once, and never again when the graph runs.
+    """
+    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    vars(function)["_torchdynamo_disable"] = True
+    vars(function)["_torchdynamo_disable_msg"] = "a precast region does not enter a graph"
+    return function

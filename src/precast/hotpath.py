@@ -138,7 +138,7 @@ def entry_point(
     text = source(op, takes_weights=takes_weights, needs_keyset=needs_keyset)
     exec(compile(text, f"<precast: {op.name} on {op.device_type}>", "exec"), namespace)
     written: Kernel = namespace["entry_point"]
-    return written
+    return _torch.never_compiled(written)
 
 
 def source(op: Operation, *, takes_weights: bool, needs_keyset: bool) -> str:

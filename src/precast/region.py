@@ -55,6 +55,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         torch.bfloat16
     """
 
+    @_torch.never_compiled
     def __init__(
         self,
         device_type: str = _REQUIRED,
@@ -78,6 +79,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             policy if policy is None or isinstance(policy, Policy) else Policy.load(policy)
         )
 
+    @_torch.never_compiled
     def __enter__(self) -> autocast:
         device = self.device
         here = in_force(device).in_force
@@ -104,6 +106,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             torch.set_autocast_cache_enabled(self.cache_enabled)
         return self
 
+    @_torch.never_compiled
     def __exit__(self, *exc_info: object) -> None:
         records = regions.records
         in_order = bool(records) and records[-1].owner is self
@@ -138,6 +141,7 @@ class Regions(DecoratorRegion):
     def __init__(self, members: Callable[[], tuple[autocast, ...]]) -> None:
         self._members = members
 
+    @_torch.never_compiled
     def __enter__(self) -> Regions:
         group = self._members()
         for region in group:
@@ -145,11 +149,13 @@ class Regions(DecoratorRegion):
         regions.groups.append(group)
         return self
 
+    @_torch.never_compiled
     def __exit__(self, *exc_info: object) -> None:
         for region in reversed(regions.groups.pop()):
             region.__exit__(None, None, None)
 
 
+@_torch.never_compiled
 def current(device_type: str | None = None) -> Regions:
     """The precision in force in this thread, to enter elsewhere: in another thread, in a callback, in backward.
 
@@ -168,6 +174,7 @@ def current(device_type: str | None = None) -> Regions:
     return Regions(lambda: captured)
 
 
+@_torch.never_compiled
 def disable() -> Regions:
     """A region in which autocast is off for every device type, with none to be named.
 
@@ -188,6 +195,7 @@ def _autocast_devices() -> tuple[str, ...]:
 class _Captured(autocast):
     """A region with the very frame that was in force where it was captured; none where that was PyTorch's own."""
 
+    @_torch.never_compiled
     def __init__(self, device: str) -> None:
         _check_device_type(device)
         self.device = device
