@@ -186,6 +186,22 @@ def disable() -> Regions:
     return Regions(lambda: tuple(autocast(device, enabled=False) for device in _autocast_devices()))
 
 
+def _again_in_this_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a checkpoint runs again in backward: in the policy in force here, where PyTorch restores its flags alone."""
+    if not regions.records:
+        return function
+    here = current()
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with here:
+            return function(*args, **kwargs)
+
+    return again
+
+
+_torch.on_checkpoint(_again_in_this_region)
+
+
 def _autocast_devices() -> tuple[str, ...]:
     """The device types for which this thread has autocast on, or a region of ours."""
     entered = {record.device_type for record in regions.records}
