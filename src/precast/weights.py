@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ __all__ = ["CachedCast", "WeightCache"]
 
 _float32: Final = torch.float32
 _no_dispatch: Final = Tensor.__torch_dispatch__
-_Entries = dict[int, "CachedCast"]
+Held = TypeVar("Held")
 
 
 class CachedCast:
@@ -71,13 +71,33 @@ class CachedCast:
         )
 
 
+class _Forgetful(dict[Any, Held]):
+    """A dictionary that forgets a key when what the key is of ends.
+
+    It is in no cycle with what it holds: copies go when a region ends, not when the collector happens to run.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def forgetting(self, key: Any) -> Callable[[Any], None]:
+        """The callback for a weak reference."""
+        here = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            held = here()
+            if held is not None:
+                held.pop(key, None)
+
+        return forget
+
+
 class _Views:
     """Copies of views of one weight by geometry: each forward makes a new view object of the same numbers."""
 
     __slots__ = ("copies", "elements", "owner")
 
     def __init__(self, base: Tensor, forget: Callable[[Any], Any]) -> None:
-        self.copies: dict[Any, CachedCast] = {}
+        self.copies = _Forgetful[CachedCast]()
         self.elements = 0
         self.owner = weakref.ref(base, forget)
 
@@ -95,10 +115,10 @@ class WeightCache:
     __slots__ = ("_modes", "_views", "_wrapped", "leaves")
 
     def __init__(self) -> None:
-        self.leaves: defaultdict[torch.dtype, _Entries] = defaultdict(dict)
+        self.leaves: defaultdict[torch.dtype, _Forgetful[CachedCast]] = defaultdict(_Forgetful)
         """Target dtype -> ``id(source)`` -> copy; the hot path of a kernel reads it directly."""
-        self._wrapped: defaultdict[torch.dtype, _Entries] = defaultdict(dict)
-        self._views: dict[int, _Views] = {}
+        self._wrapped: defaultdict[torch.dtype, _Forgetful[CachedCast]] = defaultdict(_Forgetful)
+        self._views = _Forgetful[_Views]()
         self._modes: weakref.WeakKeyDictionary[Any, WeightCache] | None = None
 
     def clear(self) -> None:
@@ -141,17 +161,15 @@ class WeightCache:
         if not _holdable(tensor):
             return _once(tensor, dtype)
         cast = _graph_cast(tensor, dtype)
-        if type(cast) is Tensor or type(cast) is type(
-            tensor
-        ):  # else a tracer's, of no use outside of it
-            entries[key] = CachedCast(tensor, cast, tensor, lambda _: entries.pop(key, None))
+        if type(cast) in (Tensor, type(tensor)):  # else a tracer's, of no use outside of it
+            entries[key] = CachedCast(tensor, cast, tensor, entries.forgetting(key))
         return cast
 
     def _view(self, tensor: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor | None:
         key = id(base)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = _Views(base, lambda _: self._views.pop(key, None))
+            views = self._views[key] = _Views(base, self._views.forgetting(key))
         copies = views.copies
         geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), dtype)
         entry = copies.get(geometry)
@@ -159,7 +177,7 @@ class WeightCache:
             views.make_room(tensor.numel(), 2 * base.numel())
         if entry is None or not entry.is_of(tensor):
             cast = _plain_cast(tensor, dtype)
-            entry = CachedCast(tensor, cast, base, lambda _: copies.pop(geometry, None))
+            entry = CachedCast(tensor, cast, base, copies.forgetting(geometry))
             copies[geometry] = entry
         return entry.cast
 

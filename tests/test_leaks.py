@@ -1,0 +1,156 @@
+"""Regions keep nothing: no model, no graph, no copy, no memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import tracemalloc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import precast
+from precast import engine, weights
+from precast.frames import regions
+
+
+@pytest.fixture(params=engine.ENGINES, autouse=True)
+def _engine(request: pytest.FixtureRequest) -> Iterator[None]:
+    with engine.use_engine(request.param):
+        yield
+
+
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
+    """Every copy of a weight that is made from here on."""
+    made: list[weakref.ref[Tensor]] = []
+    for name in ("_graph_cast", "_plain_cast"):
+        kept = getattr(weights, name)
+
+        def noted(*args: Any, original: Any = kept) -> Tensor:
+            cast: Tensor = original(*args)
+            made.append(weakref.ref(cast))
+            return cast
+
+        monkeypatch.setattr(weights, name, noted)
+    return made
+
+
+def test_a_model_its_graph_and_its_copies_go_when_the_region_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = copies(monkeypatch)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    with precast.autocast("cpu"):
+        loss = model(x).float().sum()
+        with torch.no_grad():
+            model(x)
+            F.linear(x, model[0].weight.t())
+        loss.backward()
+    gone = [weakref.ref(t) for t in (model, loss, *model.parameters())]
+    del model, loss
+    assert len(made) == 5
+    assert [cast() for cast in made] == [None] * 5
+    gc.collect()
+    assert [thing() for thing in gone] == [None] * 6
+
+
+def test_an_error_in_a_region_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = copies(monkeypatch)
+    weight = Parameter(torch.randn(4, 4))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="size mismatch"), precast.autocast("cpu"):
+            F.linear(torch.randn(2, 4), weight) @ torch.randn(3)
+    assert len(made) == 3
+    gc.collect()
+    assert [cast() for cast in made] == [None] * 3
+
+
+def test_an_open_region_keeps_no_frozen_model() -> None:
+    x = torch.randn(2, 4)
+    gone = []
+    with precast.autocast("cpu"):
+        for _ in range(5):
+            model = nn.Linear(4, 4).requires_grad_(False)
+            model(x)
+            F.linear(x, model.weight.t())
+            gone.append(weakref.ref(model.weight))
+            del model
+        gc.collect()
+        assert [weight() for weight in gone] == [None] * 5
+        assert not any(regions.cache.leaves.values())
+        assert not regions.cache._views
+
+
+def test_an_open_region_keeps_one_copy_of_a_weight_that_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = copies(monkeypatch)
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with precast.autocast("cpu"):
+        for _ in range(10):
+            model(x).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(made) == 10
+        assert sum(cast() is not None for cast in made) == 1
+
+
+def test_a_thread_takes_its_copies_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = copies(monkeypatch)
+    model = nn.Linear(4, 4)
+
+    def ends_without_leaving() -> None:
+        precast.autocast("cpu").__enter__()
+        with torch.no_grad():
+            model(torch.randn(2, 4))
+
+    thread = threading.Thread(target=ends_without_leaving)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert len(made) == 2
+    assert [cast() for cast in made] == [None] * 2
+
+
+def test_thousands_of_regions_take_no_memory() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            with precast.autocast("cpu"), precast.autocast("cpu", enabled=False):
+                with torch.autocast("cpu"), precast.current(), torch.no_grad():
+                    model(x)
+
+    work(50)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        work(2000)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 20_000
+    finally:
+        tracemalloc.stop()
+    assert not regions.records
+    assert not regions.groups
+
+
+def test_a_region_makes_no_cycles_for_the_collector() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(100):
+            with precast.autocast("cpu"):
+                model(x).float().sum().backward()
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
