@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-__all__ = ["Compute", "Found", "Program", "Region", "Write", "programs", "run"]
+__all__ = ["Compute", "Found", "MakeRegion", "Program", "Region", "Write", "programs", "run"]
 
 SIDE = 4
 MakeRegion = Callable[..., AbstractContextManager[Any]]
@@ -304,6 +304,24 @@ def programs(
         st.just(Leave()),
     ]
     if writes:
-        steps.append(st.builds(Write, st.sampled_from(sorted(WRITES)), st.integers(0, 3)))
+        steps += [
+            st.builds(Write, st.sampled_from(sorted(WRITES)), st.integers(0, 3)),
+            st.builds(
+                _around, st.sampled_from(sorted(OPERATIONS)), place, st.sampled_from(sorted(WRITES))
+            ),
+        ]
     first = st.builds(Region, st.just(False), dtypes, st.just(True), caches)
-    return st.builds(lambda one, rest: (one, *rest), first, st.lists(st.one_of(steps), max_size=25))
+    rest = st.lists(st.one_of(steps), max_size=25)
+    return st.builds(lambda one, rest: tuple(_flat([one, *rest])), first, rest)
+
+
+def _around(name: str, operand: int, how: str) -> Program:
+    """One operation on a weight before and after a write."""
+    weight = operand % 3
+    compute = Compute(name, (operand, weight, weight))
+    return compute, Write(how, weight), compute
+
+
+def _flat(steps: list[Any]) -> Iterator[Any]:
+    for step in steps:
+        yield from step if isinstance(step, tuple) else (step,)
