@@ -43,12 +43,12 @@ __all__ = [
     "operator_overloads",
     "optimize_torchscript",
     "optimizes_torchscript",
+    "quiet_cast",
     "quiet_override",
     "schema_of",
     "sparse_values",
     "update_scale_",
     "version_of",
-    "without_torch_function",
 ]
 
 Kernel = Callable[..., Any]
@@ -145,9 +145,8 @@ def fallthrough(overload: OpOverload, device_type: str) -> Kernel:
 def full_dispatch(overload: OpOverload) -> Callable[..., Any]:
     """Calls `overload` from the top of the dispatcher, without ``__torch_function__``: ``at::op`` of C++."""
     if _takes_numbers(overload):
-        return (
-            overload._op
-        )  # slower, and asks ``__torch_function__``, but makes numbers tensors again
+        # Slower, and asks ``__torch_function__``, but makes tensors of the numbers again.
+        return overload._op
     return partial(torch._C._dispatch_call_boxed, overload._handle)
 
 
@@ -290,9 +289,10 @@ def handles_scaling(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def without_torch_function() -> Any:
-    """A guard that hides calls from subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
-    return torch._C.DisableTorchFunction()
+def quiet_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in `dtype`, unheard by subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
+    with torch._C.DisableTorchFunction():
+        return tensor.to(dtype)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

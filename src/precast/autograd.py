@@ -19,6 +19,7 @@ import torch
 
 from precast._tree import map_tensors
 from precast.errors import RegionError, RegionTypeError
+from precast.operation import is_eligible
 from precast.region import autocast, current
 
 __all__ = ["custom_bwd", "custom_fwd"]
@@ -146,8 +147,7 @@ def _casts(device_type: str, dtype: torch.dtype | None) -> bool:
 
 def _cast(value: T, device_type: str, dtype: torch.dtype | None) -> T:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        here = tensor.device.type == device_type and tensor.is_floating_point()
-        return tensor.to(dtype) if here and tensor.dtype is not torch.float64 else tensor
+        return tensor.to(dtype) if is_eligible(tensor, device_type) else tensor
 
     return map_tensors(value, cast)
 

@@ -120,7 +120,7 @@ def _bind(policy: Policy, device_type: str) -> Frame:
             runners[name] = runner
     pending = tuple(name for name in unknown if not name.startswith("aten::"))
     _warn_pending(policy, pending)
-    return Frame(device_type, policy, runners, pending, is_pytorchs)
+    return Frame(policy, runners, pending, is_pytorchs)
 
 
 @functools.cache
@@ -166,9 +166,11 @@ class Below:
 
 def _below(name: str, device_type: str) -> Below | None:
     known = _belows.get((name, device_type))
-    overload = _torch.find_overload(name)
-    if known is not None or overload is None:
+    if known is not None:
         return known
+    overload = _torch.find_overload(name)
+    if overload is None:
+        return None
     compiled = _torch.has_autocast_kernel(name, device_type)
     kernel = (_torch.compiled_kernel if compiled else _torch.fallthrough)(overload, device_type)
     entry = _torchs_table(device_type).get(name)

@@ -40,7 +40,6 @@ Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class Frame:
     """The policy in force for one device type, and its runner for each operation that needs one."""
 
-    device_type: str
     policy: Policy
     runners: Mapping[str, Runner]
     pending: tuple[str, ...] = ()

@@ -64,14 +64,9 @@ _ATTEMPT = """\
 """
 
 # Autocast stays on below: what is promoted is the outermost operation, so that its result has the widest dtype.
-_ATTEMPT_WITH_AUTOCAST_ON = """\
+_ATTEMPT_WITH_AUTOCAST_ON = f"""\
     here.attempts += 1
-    try:
-        return kernel(keyset, {swapped})
-    except RuntimeError as error:
-        if frame.policy.mixed == "raise":
-            raise
-        failure = error
+{_ATTEMPT}\
     finally:
         here.attempts -= 1
 """

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -48,7 +49,7 @@ def _lower(op: Operation) -> Runner:
             if not op.eligible(tensor) or tensor.dtype is dtype:
                 return tensor
             weight = cached(tensor, dtype, op.device_type)
-            return _to(tensor, dtype) if weight is None else weight
+            return _torch.quiet_cast(tensor, dtype) if weight is None else weight
 
         return op.call_cast(convert, args, kwargs)
 
@@ -57,7 +58,7 @@ def _lower(op: Operation) -> Runner:
 
 def _fp32(op: Operation) -> Runner:
     """FP32: eligible tensors in float32."""
-    return lambda _keyset, args, kwargs: op.call_cast(_eligible_to(op, _F32), args, kwargs)
+    return lambda _keyset, args, kwargs: op.call_cast(_to(_F32, op.eligible), args, kwargs)
 
 
 def _fp32_set_dtype(op: Operation) -> Runner:
@@ -105,7 +106,7 @@ def _promote(op: Operation) -> Runner:
                     f"the rule 'promote' knows {lower} and torch.float32. Cast it first, or use a "
                     'policy with mixed = "promote".'
                 )
-        return op.call_cast(_eligible_to(op, widest), args, kwargs)
+        return op.call_cast(_to(widest, op.eligible), args, kwargs)
 
     return run
 
@@ -151,11 +152,12 @@ def retry_promoted(
     op: Operation, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Runs `op` once more with its floating tensors in their widest dtype; raises `error` where that is no way out."""
-    floating = {t.dtype for t in tensors_in(args, kwargs) if _promotable(op, t)}
+    promotable = functools.partial(_promotable, op)
+    floating = {t.dtype for t in tensors_in(args, kwargs) if promotable(t)}
     if len(floating) < 2 or in_force(op.device_type).in_force.attempts:
         raise error
     try:
-        return op.call_cast(_promotable_to(op, _widest(floating)), args, kwargs)
+        return op.call_cast(_to(_widest(floating), promotable), args, kwargs)
     except RuntimeError:
         raise error from None
 
@@ -175,21 +177,13 @@ def _no_cache(_tensor: Tensor, _dtype: torch.dtype, _device_type: str) -> None:
     return None
 
 
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    with _torch.without_torch_function():
-        return tensor.to(dtype)
-
-
-def _eligible_to(op: Operation, dtype: torch.dtype) -> Convert:
-    return lambda t: _to(t, dtype) if t.dtype is not dtype and op.eligible(t) else t
+def _to(dtype: torch.dtype, wanted: Callable[[Tensor], bool]) -> Convert:
+    """Casts the tensors that are `wanted`; those that have the dtype stay themselves."""
+    return lambda t: _torch.quiet_cast(t, dtype) if t.dtype is not dtype and wanted(t) else t
 
 
 def _promotable(op: Operation, tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.device.type == op.device_type
-
-
-def _promotable_to(op: Operation, dtype: torch.dtype) -> Convert:
-    return lambda t: _to(t, dtype) if t.dtype is not dtype and _promotable(op, t) else t
 
 
 def _widest(dtypes: set[torch.dtype]) -> torch.dtype:

@@ -21,7 +21,7 @@ from precast import _torch
 from precast._torch import OpOverload
 from precast._tree import map_tensors
 
-__all__ = ["Convert", "Operation", "tensors_in"]
+__all__ = ["Convert", "Operation", "is_eligible", "tensors_in"]
 
 Convert = Callable[[Tensor], Tensor]
 _F64: Final = torch.float64
@@ -40,6 +40,8 @@ class Operation:
     """Positions of the arguments that are tensors or lists of tensors."""
     takes_several: bool = field(init=False)
     """Whether there can be more than one tensor, and so a mixture of dtypes."""
+    _off: Callable[[], Any] = field(init=False, repr=False)
+    _dispatch: Callable[..., Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         arguments = _torch.schema_of(self.overload).arguments
@@ -54,9 +56,6 @@ class Operation:
         object.__setattr__(self, "_off", _torch.AutocastOff(self.device_type))
         object.__setattr__(self, "_dispatch", _torch.full_dispatch(self.overload))
 
-    _off: Callable[[], Any] = field(init=False, repr=False)
-    _dispatch: Callable[..., Any] = field(init=False, repr=False)
-
     def call(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the operation as if there were no region on this device."""
         with self._off():
@@ -70,35 +69,36 @@ class Operation:
 
     def eligible(self, value: object) -> bool:
         """Whether a rule casts this argument."""
-        return (
-            isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value.dtype is not _F64
-            and value.device.type == self.device_type
-        )
+        return isinstance(value, Tensor) and is_eligible(value, self.device_type)
 
     def lower_dtype(self) -> torch.dtype:
         """The lower precision of the region in force."""
         return torch.get_autocast_dtype(self.device_type)
 
     def _call_in_place(self, convert: Convert, args: Any, kwargs: dict[str, Any]) -> Any:
-        temporaries: dict[int, Tensor] = {}
+        destinations: dict[Tensor, Tensor] = {}  # by the temporary that is written in its place
 
         def replace(name: str, value: Any) -> Any:
             new = map_tensors(value, convert)
             if name in self.written and new is not value and isinstance(value, Tensor):
-                temporaries[id(new)] = value
+                destinations[new] = value
             return new
 
         args = [replace(name, a) for name, a in zip(self.argument_names, args, strict=False)]
         kwargs = {name: replace(name, v) for name, v in kwargs.items()}
         result = self.call(args, kwargs)
-        copies = [
-            (v, temporaries[id(v)]) for v in (*args, *kwargs.values()) if id(v) in temporaries
-        ]
-        for temporary, destination in copies:
+        for temporary, destination in destinations.items():
             destination.copy_(temporary)
-        return map_tensors(result, lambda t: temporaries.get(id(t), t))
+        return map_tensors(result, lambda t: destinations.get(t, t))
+
+
+def is_eligible(tensor: Tensor, device_type: str) -> bool:
+    """Whether autocast on `device_type` casts a tensor: floating-point, on that device type, not float64."""
+    return (
+        tensor.is_floating_point()
+        and tensor.dtype is not _F64
+        and tensor.device.type == device_type
+    )
 
 
 def tensors_in(*values: Any) -> list[Tensor]:

@@ -84,14 +84,13 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         device = self.device
         here = in_force(device).in_force
         frame = self._frame(here.frame)
-        cache_before = torch.is_autocast_cache_enabled()
         regions.records.append(
             Record(
                 self,
                 device,
                 torch.is_autocast_enabled(device),
                 torch.get_autocast_dtype(device),
-                cache_before,
+                torch.is_autocast_cache_enabled(),
                 here.frame,
                 _torch.optimizes_torchscript(),
             )
@@ -113,8 +112,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         if in_order:
             record = records.pop()
             _restore_device(record)
-            torch.set_autocast_cache_enabled(record.cache_enabled)
-            _torch.optimize_torchscript(record.optimizes_torchscript)
+            _restore_thread(record)
         else:
             _splice_out(self)
         if torch.autocast_decrement_nesting() == 0:
@@ -240,8 +238,7 @@ def _splice_out(owner: autocast) -> None:
         later[0].cache_enabled = record.cache_enabled
         later[0].optimizes_torchscript = record.optimizes_torchscript
     else:
-        torch.set_autocast_cache_enabled(record.cache_enabled)
-        _torch.optimize_torchscript(record.optimizes_torchscript)
+        _restore_thread(record)
     above = next((r for r in later if r.device_type == record.device_type), None)
     if above is None:
         _restore_device(record)
@@ -262,6 +259,11 @@ def _restore_device(record: Record) -> None:
     in_force(record.device_type).in_force.frame = record.frame
     torch.set_autocast_enabled(record.device_type, record.enabled)
     torch.set_autocast_dtype(record.device_type, record.dtype)
+
+
+def _restore_thread(record: Record) -> None:
+    torch.set_autocast_cache_enabled(record.cache_enabled)
+    _torch.optimize_torchscript(record.optimizes_torchscript)
 
 
 def _check_device_type(device_type: object) -> None:

@@ -34,8 +34,8 @@ from precast._torch import (
     is_functorch_active,
     is_functorch_wrapper,
     is_view,
+    quiet_cast,
     version_of,
-    without_torch_function,
 )
 
 __all__ = ["CachedCast", "WeightCache"]
@@ -207,18 +207,16 @@ def _once(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A copy for this call; None for a functorch wrapper, which PyTorch holds for as long as its transform runs."""
     if not tensor.requires_grad or is_functorch_wrapper(tensor):
         return None
-    with without_torch_function():
-        return tensor.to(dtype)
+    return quiet_cast(tensor, dtype)
 
 
 def _graph_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        with without_torch_function():
-            return tensor.to(dtype)
-    with torch.inference_mode(False), torch.enable_grad(), without_torch_function():
-        return tensor.to(dtype)
+        return quiet_cast(tensor, dtype)
+    with torch.inference_mode(False), torch.enable_grad():
+        return quiet_cast(tensor, dtype)
 
 
 def _plain_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-        return tensor.to(dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        return quiet_cast(tensor, dtype)
