@@ -1,0 +1,1 @@
+"""precast against PyTorch, in the same process: what runs under torch.autocast runs the same on precast."""

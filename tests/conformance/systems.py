@@ -1,0 +1,69 @@
+"""The ways to run a program that was written for `torch.autocast`: on PyTorch's engine, and on each of precast's.
+
+Invariants:
+
+- `TORCH` is PyTorch alone; nothing of precast is in force there;
+- every other system must give what `TORCH` gives, bit for bit, except for what docs/differences.md lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import precast
+from precast import engine
+
+__all__ = ["SYSTEMS", "TORCH", "MakeRegion", "System", "on_all_systems"]
+
+MakeRegion = Callable[..., AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class System:
+    """Where a program runs: what makes its regions, and what is in force around it."""
+
+    name: str
+    region: MakeRegion
+    """Called as ``region(device_type, dtype=..., enabled=..., cache_enabled=...)``."""
+    _around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @contextmanager
+    def __call__(self) -> Iterator[MakeRegion]:
+        """Puts the system in force, and gives what makes its regions."""
+        with self._around():
+            yield self.region
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _ours(*args: Any, **kwargs: Any) -> precast.autocast:
+    return precast.autocast(*args, **kwargs, policy="torch")
+
+
+@contextmanager
+def _installed(engine_name: str) -> Iterator[None]:
+    with engine.use_engine(engine_name), precast.install("torch"):
+        yield
+
+
+TORCH = System("torch", torch.autocast)
+SYSTEMS = tuple(
+    system
+    for name in engine.ENGINES
+    for system in (
+        System(f"precast, {name} engine", _ours, lambda name=name: engine.use_engine(name)),
+        System(
+            f"installed, {name} engine", torch.autocast, lambda name=name: _installed(name)
+        ),
+    )
+)
+
+on_all_systems = pytest.mark.parametrize("system", SYSTEMS, ids=str)
+"""Gives a test the argument `system`, once for each way to run on precast."""
