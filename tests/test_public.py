@@ -31,7 +31,9 @@ NAMES = [
     "custom_bwd",
     "custom_fwd",
     "disable",
+    "install",
     "observe",
+    "uninstall",
 ]
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ScalerError,
     )
     from precast.events import Note, StepEvent, observe
+    from precast.installation import install, uninstall
     from precast.policy import Policy, Rule
     from precast.region import autocast, current, disable
     from precast.scaler import GradScaler
@@ -40,6 +41,7 @@ _HOME = {
         "ScalerError",
     ),
     "precast.events": ("Note", "StepEvent", "observe"),
+    "precast.installation": ("install", "uninstall"),
     "precast.policy": ("Policy", "Rule"),
     "precast.region": ("autocast", "current", "disable"),
     "precast.scaler": ("GradScaler",),
@@ -66,7 +68,9 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "disable",
+    "install",
     "observe",
+    "uninstall",
 ]
 
 

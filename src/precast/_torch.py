@@ -6,6 +6,7 @@ private feature of the installed PyTorch (developed on 2.13), so that a new vers
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -28,9 +29,11 @@ __all__ = [
     "dispatch_modes",
     "fallthrough",
     "find_overload",
+    "forget_compiled",
     "full_dispatch",
     "handles_scaling",
     "has_autocast_kernel",
+    "has_device",
     "innermost_dispatch_mode",
     "is_functorch_active",
     "is_functorch_wrapper",
@@ -103,6 +106,12 @@ class AutocastOff:
     def __call__(self) -> Any:
         """A fresh guard, for one `with`."""
         return torch._C._ExcludeDispatchKeyGuard(self._keys)
+
+
+def has_device(device_type: str) -> bool:
+    """Whether this machine has a device of that type that PyTorch can use."""
+    module = getattr(torch, device_type, None)  # there is none for some
+    return device_type == "cpu" or (module is not None and bool(module.is_available()))
 
 
 def has_autocast_kernel(op: str, device_type: str) -> bool:
@@ -310,6 +319,12 @@ def never_compiled(function: F) -> F:
     vars(function)["_torchdynamo_disable"] = True
     vars(function)["_torchdynamo_disable_msg"] = "a precast region does not enter a graph"
     return function
+
+
+def forget_compiled() -> None:
+    """Drops what `torch.compile` made in this process, if it made anything; does not load it to find out."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def on_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

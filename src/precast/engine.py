@@ -26,10 +26,10 @@ from torch.library import Library
 from precast import _torch, hotpath, kernels
 from precast._torch import Kernel
 from precast.errors import PrecastError, PrecastWarning
-from precast.frames import Frame, Runner, regions
+from precast.frames import Frame, Registration, Runner, a_region_is_open, installed
 from precast.hotpath import DELEGATE
 from precast.operation import Operation
-from precast.policy import Entry, Policy, Rule
+from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
 
 __all__ = ["ENGINES", "bind", "default_frame", "engine", "unregister", "use_engine"]
 
@@ -41,6 +41,7 @@ _belows: dict[tuple[str, str], Below] = {}
 _registered: set[tuple[str, str]] = set()
 _libraries: dict[str, Library] = {}
 _warned: set[tuple[str, str]] = set()
+_registration = Registration()
 
 
 def _from_environment() -> str:
@@ -85,7 +86,7 @@ def _is_defined(key: str) -> bool:
 
 
 def default_frame(device_type: str) -> Frame:
-    """The frame of the policy that a region uses when none is named."""
+    """The frame of the policy that a region uses when none is named, in none, and with none installed."""
     return _frames.get((device_type, None, _engine)) or _remember_default(device_type)
 
 
@@ -95,14 +96,25 @@ def _remember_default(device_type: str) -> Frame:
     return frame
 
 
-def unregister() -> None:
-    """Takes every kernel of ours off the dispatcher; the next region entered registers what it needs again."""
+def unregister() -> bool:
+    """Takes every kernel of ours off the dispatcher; the next region entered registers what it needs again.
+
+    Returns:
+        Whether it did: not while a thread is in a region, or a policy is installed.
+    """
+    global _registration  # noqa: PLW0603 -- the dispatcher is one for the process
     with _lock:
-        assert not regions.records, "a region is open in this thread"
+        # First the announcement, then the look: who enters a region meanwhile is seen here, or sees it and binds anew.
+        _registration.holds = False
+        if a_region_is_open() or any(installed(device).frame for device in DEVICE_TYPES):
+            _registration.holds = True
+            return False
         for library in _libraries.values():
             _torch.destroy(library)
         for state in (_libraries, _registered, _frames, _belows):
             state.clear()
+        _registration = Registration()
+        return True
 
 
 def _bind(policy: Policy, device_type: str) -> Frame:
@@ -120,7 +132,7 @@ def _bind(policy: Policy, device_type: str) -> Frame:
             runners[name] = runner
     pending = tuple(name for name in unknown if not name.startswith("aten::"))
     _warn_pending(policy, pending)
-    return Frame(policy, runners, pending, is_pytorchs)
+    return Frame(policy, runners, _registration, pending, is_pytorchs)
 
 
 @functools.cache

@@ -5,12 +5,14 @@ Invariants:
 - PyTorch's own thread-local flags stay the one truth for *enabled* and *dtype*; a frame adds only policy;
 - every entry of a region pushes one record that holds all it replaced, so any nesting, re-entry or
   recursion of the same object restores what was there;
-- all of it is thread-local: a new thread starts with no region, as in PyTorch.
+- all of it is thread-local: a new thread starts with no region, as in PyTorch. The one thing that all threads share is
+  what `install` put there, for the regions that PyTorch opens.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,15 +27,27 @@ __all__ = [
     "Frame",
     "InForce",
     "InForceHere",
+    "Installed",
     "Record",
+    "Records",
+    "Registration",
     "Runner",
     "ThreadRegions",
+    "a_region_is_open",
     "in_force",
+    "installed",
     "regions",
 ]
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """One operation under one policy: called as ``runner(keyset, args, kwargs)``."""
+
+
+@dataclass(slots=True, eq=False)
+class Registration:
+    """The kernels on the dispatcher, between two times that all are taken off."""
+
+    holds: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,10 +56,17 @@ class Frame:
 
     policy: Policy
     runners: Mapping[str, Runner]
+    registration: Registration
+    """Whether the kernels that ask for the runners are still on the dispatcher."""
     pending: tuple[str, ...] = ()
     """Operations with a rule that no library has defined yet."""
     is_pytorchs: bool = False
     """Whether the policy says what PyTorch's own tables say, wherever PyTorch works."""
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether it is so where PyTorch raises, too."""
+        return self.is_pytorchs and self.policy.mixed == "raise"
 
 
 @dataclass(slots=True, eq=False)
@@ -61,16 +82,35 @@ class Record:
     optimizes_torchscript: bool
 
 
+class Records(list[Record]):
+    """The open regions of one thread, outermost first."""
+
+    __slots__ = ("__weakref__",)
+
+
+_threads: list[weakref.ref[Records]] = []
+
+
 class ThreadRegions(threading.local):
-    """This thread's records, outermost first, the groups entered as one, and the weight cache of all."""
+    """This thread's records, the groups entered as one, and the weight cache of all."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records = Records()
+        _threads.append(weakref.ref(self.records, _threads.remove))
         self.groups: list[tuple[AbstractContextManager[object], ...]] = []
         self.cache = WeightCache()
 
 
 regions = ThreadRegions()
+
+
+def a_region_is_open() -> bool:
+    """Whether any thread is in a region of precast's own."""
+    return any(map(_is_open, list(_threads)))
+
+
+def _is_open(thread: weakref.ref[Records]) -> bool:
+    return bool(thread())
 
 
 class InForce:
@@ -80,7 +120,7 @@ class InForce:
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
-        """The innermost region's; None outside of all."""
+        """That of precast's innermost region; None outside of all."""
         self.attempts = 0
         """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
         self.cache = regions.cache
@@ -99,3 +139,20 @@ _in_force: dict[str, InForceHere] = {}
 def in_force(device_type: str) -> InForceHere:
     """The thread-local slot for `device_type`; kernels hold on to it."""
     return _in_force.get(device_type) or _in_force.setdefault(device_type, InForceHere())
+
+
+class Installed:
+    """What holds in every thread for one device type, in regions of PyTorch's own outside of all of precast's."""
+
+    __slots__ = ("frame",)
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+
+
+_installed: dict[str, Installed] = {}
+
+
+def installed(device_type: str) -> Installed:
+    """The slot for `device_type`; kernels hold on to it."""
+    return _installed.get(device_type) or _installed.setdefault(device_type, Installed())

@@ -2,7 +2,8 @@
 
 Invariants:
 
-- it is the same for all policies: it asks the thread's frame, and without one hands straight on;
+- it is the same for all policies: it asks the thread's frame, or else the installed one, and without one hands
+  straight on;
 - where the frame says `DELEGATE`, what was there before precast does the work, after each tensor that the weight
   cache holds has been replaced by its lower-precision copy;
 - it is written out for each operation, one block a tensor, because a loop or a call for each tensor costs more
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from precast import _torch, kernels
 from precast._torch import Kernel
-from precast.frames import Runner, in_force
+from precast.frames import Runner, in_force, installed
 from precast.operation import Operation
 from precast.weights import WeightCache
 
@@ -41,7 +42,7 @@ Where the policy promotes mixed dtypes and that raises on them, once more in the
 _ENTRY_POINT = """\
 def entry_point({parameters}):
     here = thread.in_force
-    frame = here.frame
+    frame = here.frame or installed.frame
     if frame is None:
         return kernel(keyset, {arguments})
     runner = frame.runners.get(name)
@@ -116,6 +117,7 @@ def entry_point(
         "device_type": op.device_type,
         "dispatch_modes": _torch.dispatch_modes,
         "float32": torch.float32,
+        "installed": installed(op.device_type),
         "kernel": kernel,
         "keyset": _torch.keyset_of(op.device_type),
         "lower_dtype": torch.get_autocast_dtype,

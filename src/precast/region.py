@@ -20,7 +20,7 @@ import torch
 from precast import _torch, engine
 from precast.decorate import DecoratorRegion
 from precast.errors import PrecastWarning, RegionError, RegionTypeError
-from precast.frames import Frame, Record, in_force, regions
+from precast.frames import Frame, Record, in_force, installed, regions
 from precast.policy import DEVICE_TYPES, Policy
 
 __all__ = ["Regions", "autocast", "current", "disable"]
@@ -42,7 +42,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         enabled: whether the policy is applied; False is an island of full precision in a surrounding region.
         cache_enabled: whether weights are cast once and kept until the outermost region ends. None is as around.
         policy: a `Policy`, the name of a preset or the path of a policy file. None is the surrounding region's or,
-            outside of all, "default".
+            outside of all, the one that is installed, or else "default".
 
     Raises:
         RegionError: a device type or dtype that cannot be; nothing has changed then.
@@ -95,8 +95,11 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
                 _torch.optimizes_torchscript(),
             )
         )
-        if frame is not None and not frame.is_pytorchs:
-            _torch.optimize_torchscript(False)
+        if frame is not None:
+            if not frame.registration.holds:
+                frame = engine.bind(frame.policy, device)
+            if not frame.is_pytorchs:
+                _torch.optimize_torchscript(False)
         here.frame = frame
         torch.set_autocast_enabled(device, self.enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
@@ -117,7 +120,9 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             _splice_out(self)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        if not records:
+        if (
+            not records and installed(self.device).frame is None
+        ):  # else PyTorch's regions around use it too
             regions.cache.clear()
         if not in_order:
             _warn_out_of_order(self)
@@ -126,7 +131,8 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         """The frame to be in force inside; a disabled region has one too: code in it may enable autocast again."""
         if self.policy is not None:
             return engine.bind(self.policy, self.device)
-        return surrounding or engine.default_frame(self.device)
+        device = self.device
+        return surrounding or installed(device).frame or engine.default_frame(device)
 
     def __repr__(self) -> str:
         policy = f", policy={self.policy.name!r}" if self.policy else ""

@@ -59,9 +59,7 @@ SYSTEMS = tuple(
     for name in engine.ENGINES
     for system in (
         System(f"precast, {name} engine", _ours, lambda name=name: engine.use_engine(name)),
-        System(
-            f"installed, {name} engine", torch.autocast, lambda name=name: _installed(name)
-        ),
+        System(f"installed, {name} engine", torch.autocast, lambda name=name: _installed(name)),
     )
 )
 

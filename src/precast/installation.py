@@ -1,0 +1,168 @@
+"""install: PyTorch's own regions, whoever opens them, run on precast's engine, policy and weight cache.
+
+Invariants:
+
+- a region of PyTorch's stays what it is: its flags say *enabled* and *dtype*; what is installed adds the policy and the
+  cache, in every thread that is in no region of precast's;
+- what is installed last is in force; each installation ends by itself, and `uninstall` ends all of them;
+- when the last one ends every name of PyTorch's is what it was, and so is the dispatcher, unless a thread is still in
+  a region of precast's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from precast import _torch, engine
+from precast._standins import STAND_INS
+from precast.frames import Frame, installed, regions
+from precast.policy import DEVICE_TYPES, Policy
+
+__all__ = ["Installation", "install", "uninstall"]
+
+_lock = threading.RLock()
+_installations: list[Installation] = []
+_replaced: Final[list[tuple[Any, str, Any]]] = []
+"""Where a name of PyTorch's was replaced, and by what: object, name, what it was."""
+
+
+class Installation:
+    """One call of `install`; in a ``with`` it ends there."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Ends this installation; the one before it is in force again, if there is one."""
+        with _lock:
+            if self in _installations:
+                _installations.remove(self)
+                _put_in_force()
+
+    def __repr__(self) -> str:
+        return (
+            f"<{'in force' if self in _installations else 'ended'}: install({self.policy.name!r})>"
+        )
+
+
+def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
+    """Puts PyTorch's own autocast regions on precast's engine, in the whole process and in all threads, now.
+
+    Every `torch.autocast`, `torch.amp.autocast`, `torch.cuda.amp.autocast` and `torch.cpu.amp.autocast` region,
+    however it was imported and also those already open, runs on the policy and the weight cache of precast. For code
+    imported from now on `torch.amp.GradScaler` is `precast.GradScaler`, `custom_fwd` and `custom_bwd` are precast's,
+    and so are their old spellings in `torch.cuda.amp`; a subclass of PyTorch's scaler stays one of PyTorch's.
+
+    Args:
+        policy: a `Policy`, the name of a preset or the path of a policy file. "torch" gives PyTorch's own results, to
+            the bit, except where `docs/differences.md` says otherwise.
+
+    Returns:
+        The installation, to be ended by ``with`` or by `uninstall`.
+
+    Raises:
+        PolicyError: a policy that cannot be read; nothing has changed then.
+
+    Example:
+        >>> with install("default"), torch.autocast("cpu"):
+        ...     torch.cat([torch.ones(2).half(), torch.ones(2).bfloat16()]).dtype  # PyTorch raises
+        torch.float32
+    """
+    installation = Installation(policy if isinstance(policy, Policy) else Policy.load(policy))
+    with _lock:
+        _installations.append(installation)
+        _put_in_force()
+    return installation
+
+
+def uninstall() -> None:
+    """Ends every installation: PyTorch's regions run on PyTorch's engine again. Does nothing where there is none."""
+    with _lock:
+        _installations.clear()
+        _put_in_force()
+
+
+def _put_in_force() -> None:
+    policy = _installations[-1].policy if _installations else None
+    before = [_meaning(_frame(device)) for device in DEVICE_TYPES]
+    for device in filter(_torch.has_device, DEVICE_TYPES):
+        installed(device).frame = None if policy is None else engine.bind(policy, device)
+    _restore_names()
+    if policy is None:
+        engine.unregister()
+    else:
+        _replace_names()
+    if before != [_meaning(_frame(device)) for device in DEVICE_TYPES]:
+        _torch.forget_compiled()
+
+
+def _meaning(frame: Frame | None) -> str | None:
+    """What a graph compiled under `frame` depends on; None for PyTorch's own policy."""
+    return None if frame is None or frame.is_torch else frame.policy.fingerprint
+
+
+def _replace_names() -> None:
+    stand_ins = [*STAND_INS, (torch, "clear_autocast_cache", _clear_caches)]
+    if not all(frame is None or frame.is_pytorchs for frame in map(_frame, DEVICE_TYPES)):
+        stand_ins += [(torch.autocast, "__enter__", _enter), (torch.autocast, "__exit__", _exit)]
+    for owner, name, stand_in in stand_ins:
+        _replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, stand_in)
+
+
+def _restore_names() -> None:
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+_clear_pytorchs = torch.clear_autocast_cache
+_enter_pytorchs: Callable[..., Any] = torch.autocast.__enter__
+_exit_pytorchs: Callable[..., Any] = torch.autocast.__exit__
+
+
+@functools.wraps(_enter_pytorchs)
+def _enter(region: torch.autocast) -> Any:
+    """Enters a region under a policy that TorchScript's optimiser, which knows PyTorch's alone, would not follow."""
+    _optimized.outside.append(_torch.optimizes_torchscript())
+    _torch.optimize_torchscript(False)
+    return _enter_pytorchs(region)
+
+
+@functools.wraps(_exit_pytorchs)
+def _exit(region: torch.autocast, *exc_info: Any) -> Any:
+    if _optimized.outside:  # a region may be older than the installation
+        _torch.optimize_torchscript(_optimized.outside.pop())
+    return _exit_pytorchs(region, *exc_info)
+
+
+class _Optimized(threading.local):
+    """Whether this thread's scripted functions were optimised outside of each open region of PyTorch's."""
+
+    def __init__(self) -> None:
+        self.outside: list[bool] = []
+
+
+_optimized = _Optimized()
+
+
+@_torch.never_compiled
+def _clear_caches() -> None:
+    """Drops the lower-precision copies of weights: PyTorch calls it when a thread's outermost region ends."""
+    regions.cache.clear()
+    _clear_pytorchs()
+    if any(frame is not None and frame.pending for frame in map(_frame, DEVICE_TYPES)):
+        with _lock:
+            _put_in_force()  # an operation that the policy knows may have been defined meanwhile
+
+
+def _frame(device_type: str) -> Frame | None:
+    return installed(device_type).frame
