@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ import torch
 
 import precast
 from precast import engine
+from precast.policy import Policy
 
-__all__ = ["SYSTEMS", "TORCH", "MakeRegion", "System", "on_all_systems"]
+__all__ = ["SYSTEMS", "TORCH", "MakeRegion", "System", "on_all_systems", "systems"]
 
 MakeRegion = Callable[..., AbstractContextManager[Any]]
 
@@ -43,25 +45,34 @@ class System:
         return self.name
 
 
-def _ours(*args: Any, **kwargs: Any) -> precast.autocast:
-    return precast.autocast(*args, **kwargs, policy="torch")
+def systems(policy: Policy | str) -> tuple[System, ...]:
+    """The ways to run on precast: its own regions and installed ones, on each engine."""
+    return tuple(
+        system
+        for name in engine.ENGINES
+        for system in (
+            System(
+                f"precast, {name} engine",
+                partial(_region, policy=policy),
+                partial(engine.use_engine, name),
+            ),
+            System(f"installed, {name} engine", torch.autocast, partial(_installed, name, policy)),
+        )
+    )
+
+
+def _region(*args: Any, policy: Policy | str, **kwargs: Any) -> precast.autocast:
+    return precast.autocast(*args, **kwargs, policy=policy)
 
 
 @contextmanager
-def _installed(engine_name: str) -> Iterator[None]:
-    with engine.use_engine(engine_name), precast.install("torch"):
+def _installed(engine_name: str, policy: Policy | str) -> Iterator[None]:
+    with engine.use_engine(engine_name), precast.install(policy):
         yield
 
 
 TORCH = System("torch", torch.autocast)
-SYSTEMS = tuple(
-    system
-    for name in engine.ENGINES
-    for system in (
-        System(f"precast, {name} engine", _ours, lambda name=name: engine.use_engine(name)),
-        System(f"installed, {name} engine", torch.autocast, lambda name=name: _installed(name)),
-    )
-)
+SYSTEMS = systems("torch")
 
 on_all_systems = pytest.mark.parametrize("system", SYSTEMS, ids=str)
 """Gives a test the argument `system`, once for each way to run on precast."""
