@@ -1,8 +1,14 @@
-"""TorchScript modules run on the policy in force, not on TorchScript's own autocast pass."""
+"""TorchScript modules run on the policy in force, not on TorchScript's own autocast pass.
+
+Under PyTorch's own policy they run as in PyTorch: tests/conformance/test_torchscript.py.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +17,32 @@ from torch import Tensor
 
 import precast
 from precast import Policy, _torch
+from tests.conformance.test_torchscript import WAYS, fresh
 
 # TorchScript is deprecated since torch 2.13, and programs still use it.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+KEEP = Policy.load("torch").replace(
+    name="keep", ops={"linear": "fp32", "matmul": "fp32", "addmm": "fp32", "mm": "fp32"}
+)
+LOWER = Policy.load("torch").replace(
+    name="lower", ops={"relu": "fp32", "gelu": "lower", "cat": "lower", "mse_loss": "lower"}
+)
+
+
+@contextmanager
+def _installed(policy: Policy) -> Iterator[None]:
+    with precast.install(policy), torch.autocast("cpu"):
+        yield
+
+
+REGIONS: dict[str, Callable[[Policy], Any]] = {
+    "region": lambda policy: precast.autocast("cpu", policy=policy),
+    "installed": _installed,
+}
 
 
 def scripted() -> tuple[torch.nn.Module, torch.jit.ScriptModule]:
@@ -39,15 +68,47 @@ def scripted() -> tuple[torch.nn.Module, torch.jit.ScriptModule]:
 @pytest.mark.parametrize("policy", ["torch", "default"])
 def test_a_scripted_module_equals_the_eager_one(policy: str) -> None:
     net, script = scripted()
+    for theirs, ours in _runs(net, script, lambda: precast.autocast("cpu", policy=policy)):
+        assert theirs[0].dtype is torch.bfloat16
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        (name, way)
+        for name in ("Straight", "Typed")
+        for way in ("scripted", "traced", "frozen", "loaded")
+    ]
+    + [("Branching", "scripted")],
+)
+@pytest.mark.parametrize("policy", [KEEP, LOWER], ids=lambda p: p.name)
+@pytest.mark.parametrize("where", REGIONS)
+def test_modules_of_all_kinds_follow_a_policy_unlike_pytorchs(
+    where: str, policy: Policy, name: str, way: str
+) -> None:
+    module = fresh(name)
+    script = WAYS[way](module)
+    for theirs, ours in _runs(module, script, lambda: REGIONS[where](policy)):
+        assert ours[0].dtype is (torch.float32 if policy is KEEP else torch.bfloat16)
+        assert ours[0].dtype is theirs[0].dtype
+        assert all(map(torch.equal, ours, theirs))
+
+
+def _runs(module: torch.nn.Module, script: Any, region: Callable[[], Any]) -> Iterator[Any]:
+    """What each run gives, in Python and in TorchScript: the executor profiles first, then optimises."""
     x = torch.randn(2, 4)
-    for _ in range(4):  # the executor profiles, then optimises
+    for _ in range(4):
         results = []
-        for module in (net, script):
-            with precast.autocast("cpu", policy=policy):
-                y = module(x)
-            results.append((y, *torch.autograd.grad(y.float().sum(), list(net.parameters()))))
-        assert results[0][0].dtype is torch.bfloat16
-        assert all(map(torch.equal, *results))
+        for callee in (module, script):
+            with region():
+                y = callee(x)
+            leaves = list(callee.parameters()) if y.requires_grad else []
+            given = (
+                torch.autograd.grad(y.float().sum(), leaves, allow_unused=True) if leaves else ()
+            )
+            results.append([y, *(g for g in given if g is not None)])
+        yield results
 
 
 def test_a_rule_unlike_pytorchs_gets_unrounded_inputs() -> None:
@@ -112,3 +173,31 @@ def test_a_known_limit_what_ran_under_another_policy_first_cannot_be_trained_und
         RuntimeError, match="same dtype"
     ):  # loud, at least; says docs/differences.md
         torch.autograd.grad(y.float().sum(), list(net.parameters()))
+
+
+def test_a_known_limit_a_region_that_a_scripted_function_opens_has_pytorchs_policy() -> None:
+    """Nobody enters it: TorchScript's own pass writes casts into the graph."""
+
+    @torch.jit.script
+    def opening(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return torch.mm(x, x)
+
+    x = torch.randn(3, 3)
+    with precast.install(KEEP):
+        assert opening(x).dtype is torch.bfloat16, "no longer a limit: docs/differences.md"
+        with torch.autocast("cpu"):
+            assert torch.mm(x, x).dtype is torch.float32
+
+
+def test_a_known_limit_what_is_forked_runs_in_pytorchs_policy() -> None:
+    """Another thread runs it, with PyTorch's flags and no region of ours."""
+
+    @torch.jit.script
+    def forked(x: Tensor) -> Tensor:
+        return torch.jit.wait(torch.jit.fork(torch.mm, x, x))
+
+    x = torch.randn(3, 3)
+    with precast.autocast("cpu", policy=KEEP):
+        assert torch.mm(x, x).dtype is torch.float32
+        assert forked(x).dtype is torch.bfloat16, "no longer a limit: docs/differences.md"
