@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .venvs/clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-digits doctor test lint format types docs-examples ci bench clean
+.PHONY: help demo demo-digits doctor test lint format types docs-examples ci bench \
+	test-clients bench-clients clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -14,6 +17,12 @@ help:  ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(CLIENTS_STAMP): pyproject.toml constraints.txt constraints-clients.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --constraint constraints.txt \
+		--constraint constraints-clients.txt --editable '.[test-clients]'
 	touch $@
 
 demo: $(STAMP)  ## train a network in float32 and in mixed precision, and show the difference
@@ -27,6 +36,9 @@ doctor: $(STAMP)  ## what this machine can do in each dtype, measured
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest --numprocesses auto
+
+test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightning ... with and without precast.install()
+	$(CLIENTS)/bin/python -m pytest tests/clients --clients-json docs/data/clients.json
 
 lint: $(STAMP)  ## format check, lint
 	$(BIN)/ruff format --check .
@@ -42,10 +54,13 @@ types: $(STAMP)  ## strict type check
 docs-examples: $(STAMP)  ## run every Python example of the README files and docs
 	$(BIN)/python -m pytest tests/test_docs.py
 
-ci: lint types test  ## everything CI runs (the layer test and the docs examples are part of `test`)
+ci: lint types test test-clients  ## everything CI runs (the layer test and the docs examples are part of `test`)
 
 bench: $(STAMP)  ## overhead per call and the demos' step time, beside torch.autocast
 	$(BIN)/python -m benchmarks
 
+bench-clients: $(CLIENTS_STAMP)  ## a training step and inference of other people's models, beside torch.autocast
+	$(CLIENTS)/bin/python -m benchmarks clients
+
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venvs .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

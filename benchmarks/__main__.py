@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks import demos, overhead
+from benchmarks import clients, demos, overhead
 
 Rows = Iterator[dict[str, Any]]
 
 
 @click.command()
-@click.argument("names", nargs=-1, type=click.Choice(["overhead", "demos"]))
+@click.argument("names", nargs=-1, type=click.Choice(["overhead", "demos", "clients"]))
 @click.option(
     "--rounds", default=overhead.ROUNDS, show_default=True, help="Rounds of each comparison."
 )
@@ -28,12 +28,20 @@ Rows = Iterator[dict[str, Any]]
     "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write all rows here."
 )
 def main(names: tuple[str, ...], rounds: int, path: Path | None) -> None:
-    """Measure precast beside torch.autocast, in one process, in turns."""
+    """Measure precast beside torch.autocast, in one process, in turns.
+
+    Without NAMES: overhead and demos. Clients need the extra test-clients.
+    """
     suites: dict[str, Callable[[], Rows]] = {
         "overhead": lambda: overhead.run(rounds=rounds),
         "demos": lambda: iter(demos.run()),
+        "clients": lambda: clients.run(rounds=rounds),
     }
-    rows = [row for name in names or suites for row in _with_progress(name, suites[name]())]
+    rows = [
+        row
+        for name in names or ("overhead", "demos")
+        for row in _with_progress(name, suites[name]())
+    ]
     _print(rows)
     if path is not None:
         path.write_text(json.dumps({"machine": _machine(), "rows": rows}, indent=2) + "\n")
@@ -52,7 +60,8 @@ def _with_progress(name: str, rows: Rows) -> Rows:
 def _print(rows: list[dict[str, Any]]) -> None:
     console = Console()
     console.print(_machine_line())
-    for benchmark, fill in (("overhead", _overhead), ("growth", _growth), ("demos", _demos)):
+    tables = {"overhead": _overhead, "growth": _growth, "demos": _demos, "clients": _clients}
+    for benchmark, fill in tables.items():
         chosen = [row for row in rows if row["benchmark"] == benchmark]
         if chosen:
             console.print(fill(chosen))
@@ -92,6 +101,19 @@ def _demos(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         step = (f"{row['median_ms']:.2f}", f"{row['iqr_ms']:.2f}")
         table.add_row(row["case"], row["kind"], *step, f"{row['ratio']:.3f}")
+    return table
+
+
+def _clients(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Models and trainers of other libraries (ratio: to torch.autocast)")
+    for heading in ("size", "client", "work", "variant"):
+        table.add_column(heading)
+    for heading in ("ms", "spread", "ratio", "its spread"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        time = (f"{row['median_ms']:.2f}", f"{row['iqr_ms']:.2f}")
+        ratio = (f"{row['ratio']:.3f}", f"{row['ratio_iqr']:.3f}")
+        table.add_row(row["size"], row["case"], row["work"], row["kind"], *time, *ratio)
     return table
 
 

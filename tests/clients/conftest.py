@@ -1,0 +1,40 @@
+"""What holds for the tests of clients: nothing is downloaded, and what was compared is written down as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
+
+_rows: list[dict[str, Any]] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--clients-json", type=Path, help="where to write what was compared")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        _rows.extend(value for name, value in report.user_properties if name == "client")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--clients-json")
+    if path is not None:
+        _write(path, sorted(_rows, key=lambda row: [str(value) for value in row.values()]))
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes rows, versions and the date; a file that says the same already keeps its date."""
+    found = {"torch": version("torch"), "clients": rows}
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if {name: kept.get(name) for name in found} != found:
+        text = json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", **found}, indent=2)
+        path.write_text(text + "\n", encoding="utf-8")
