@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 
 from precast.frames import regions
+from precast.marks import NO_MARK
 
 torch.set_num_threads(1)
 # A deadline would test how busy the machine is.
@@ -20,6 +21,9 @@ settings.load_profile("precast")
 def _no_region_is_left_open() -> Iterator[None]:
     yield
     assert not regions.records
+    assert regions.mark is NO_MARK
+    assert not torch.is_autocast_enabled("ipu")
+    assert not torch.is_autocast_enabled("maia")
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
     assert torch.get_autocast_dtype("cpu") is torch.bfloat16

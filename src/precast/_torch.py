@@ -17,9 +17,11 @@ import torch
 from torch._ops import OpOverload
 
 __all__ = [
+    "UNUSED_DEVICE_TYPES",
     "AutocastOff",
     "Kernel",
     "OpOverload",
+    "all_dtypes",
     "autocast_key",
     "base_of",
     "check_and_unscale_",
@@ -27,10 +29,12 @@ __all__ = [
     "custom_backend",
     "destroy",
     "dispatch_modes",
+    "export_region",
     "fallthrough",
     "find_overload",
     "forget_compiled",
     "full_dispatch",
+    "function_modes",
     "handles_scaling",
     "has_autocast_kernel",
     "has_device",
@@ -42,14 +46,18 @@ __all__ = [
     "lower_dtypes",
     "never_compiled",
     "on_checkpoint",
+    "on_graph_region",
     "operator_names",
     "operator_overloads",
     "optimize_torchscript",
     "optimizes_torchscript",
     "quiet_cast",
     "quiet_override",
+    "runs_uncompiled",
     "schema_of",
     "sparse_values",
+    "tag_of_compiled",
+    "traced_as_constant",
     "update_scale_",
     "version_of",
 ]
@@ -80,6 +88,16 @@ _KEY_NAMES = {
 def autocast_key(device_type: str) -> str:
     """Name of the dispatch key that PyTorch switches on for autocast on `device_type`."""
     return _KEY_NAMES.get(device_type, "AutocastPrivateUse1")
+
+
+UNUSED_DEVICE_TYPES = ("ipu", "maia")
+"""Device types that PyTorch keeps autocast flags for, in each thread, and that no released PyTorch runs on (2.13)."""
+
+
+def all_dtypes() -> list[torch.dtype]:
+    """Every dtype, in one order for ever; nothing public lists them."""
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return sorted(dtypes, key=str)
 
 
 def _key(device_type: str) -> Any:
@@ -307,18 +325,57 @@ def quiet_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def runs_uncompiled(function: F) -> F:
+    """Has a function that Python calls, and all that it calls, run as they are, also in a compiled program.
+
+    A function that is traced may still have it traced along: that is what `never_compiled` refuses, too (2.13).
+    """
+    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 def never_compiled(function: F) -> F:
     """Has `torch.compile` break its graph at a function, and run it and all that it calls as they are.
 
     As `torch.compiler.disable` does, which costs 2 s of imports, and a second call at each call (2.13). For what
     changes the state of the dispatcher: traced, it would do so once, and never again when the graph runs.
     """
-    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
-    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
-    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
     vars(function)["_torchdynamo_disable"] = True
-    vars(function)["_torchdynamo_disable_msg"] = "a precast region does not enter a graph"
+    vars(function)["_torchdynamo_disable_msg"] = "this part of precast does not enter a graph"
+    return runs_uncompiled(function)
+
+
+def traced_as_constant(function: F) -> F:
+    """Has `torch.compile` call a function when it traces, and put the answer into the graph.
+
+    As `torch.compiler.assume_constant_result` does, which costs 2 s of imports (2.13).
+    """
+    vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+# Whether a `TorchFunctionMode` is active in this thread; asked at each entry of a region.
+function_modes: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+
+
+def export_region(arguments: tuple[Any, ...] | None) -> bool:
+    """Tells `torch.export`, where it runs a program to write it down, that a region begins, or (None) that it ends.
+
+    As PyTorch's own region does: the exporter is a function mode, and nothing public reaches it (2.13).
+
+    Returns:
+        Whether there is an exporter.
+    """
+    amp: Any = torch.amp
+    exporter = torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode
+    for mode in torch.overrides._get_current_function_mode_stack():
+        if isinstance(mode, exporter):
+            function = amp._enter_autocast if arguments else amp._exit_autocast
+            mode.__torch_function__(function, (), arguments or ())
+            return True
+    return False
 
 
 def forget_compiled() -> None:
@@ -349,3 +406,62 @@ def on_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
 
     module._checkpoint_without_reentrant_generator = not_reentrant
     module.CheckpointFunction.forward = staticmethod(reentrant)
+
+
+def on_graph_region(open_region: Callable[[str, torch.dtype, bool, str], Any]) -> None:
+    """Has regions in a graph whose `cache_enabled` is text opened by ``open_region(device, dtype, enabled, text)``.
+
+    Dynamo puts a region into a graph as two calls with constant arguments, which run when the graph is traced further
+    or, with the backend "eager", each time. Dynamo knows PyTorch's regions only, and no other argument of theirs can
+    say which policy is meant (2.13). What `open_region` gives is entered and left in its place.
+    """
+    kind: Any = torch.amp.autocast_mode._UnmanagedAutocast
+    enter, leave = kind.__enter__, kind.__exit__
+
+    @wraps(enter)
+    def __enter__(region: Any) -> Any:  # noqa: N807 -- what it stands for
+        text = region._cache_enabled
+        if not isinstance(text, str):
+            return enter(region)
+        region._precast = open_region(region.device, region.fast_dtype, region._enabled, text)
+        region._precast.__enter__()
+        return region
+
+    @wraps(leave)
+    def __exit__(region: Any, *exc_info: Any) -> Any:  # noqa: N807
+        ours = vars(region).get("_precast")
+        return leave(region, *exc_info) if ours is None else ours.__exit__(*exc_info)
+
+    kind.__enter__, kind.__exit__ = __enter__, __exit__
+
+
+class _Tag(str):
+    """A tag that says, whenever a compiler's cache makes a key of it, what it is then."""
+
+    extra: Callable[[], str]
+    asked: str
+
+    def __str__(self) -> str:
+        return self.asked + self.extra()
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # the keys are digests of pickles
+        return str, (str(self),)
+
+
+def tag_of_compiled(extra: Callable[[], str] | None) -> None:
+    """Adds what `extra` says to the key under which compiled code is kept on disk; None takes that away again.
+
+    `torch.compiler.config.cache_key_tag` is public; that it may be more than a plain string is not (2.13).
+    """
+    asked = torch.compiler.config.cache_key_tag
+    if isinstance(asked, _Tag):
+        if extra is not None:
+            return
+        torch.compiler.config.cache_key_tag = asked.asked
+    elif extra is not None:
+        tag = _Tag(asked)
+        tag.asked, tag.extra = asked, extra
+        torch.compiler.config.cache_key_tag = tag

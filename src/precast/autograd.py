@@ -20,7 +20,7 @@ import torch
 from precast._tree import map_tensors
 from precast.errors import RegionError, RegionTypeError
 from precast.operation import is_eligible
-from precast.region import autocast, current
+from precast.region import autocast, current, in_graph
 
 __all__ = ["custom_bwd", "custom_fwd"]
 
@@ -183,10 +183,7 @@ def _slot(device_type: str) -> str:
 
 def _capture(device_type: str) -> Any:
     """What backward needs to run as the code that calls this."""
-    if torch.compiler.is_compiling():
-        # Backward is traced together with forward, under the same policy: PyTorch's flags suffice.
-        return torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-    return current(device_type)
+    return in_graph(device_type) if torch.compiler.is_dynamo_compiling() else current(device_type)
 
 
 def _recall(ctx: Any, device_type: str) -> Any:
@@ -197,7 +194,7 @@ def _recall(ctx: Any, device_type: str) -> Any:
             "its forward left no autocast state. Decorate forward in the class body with "
             f"@custom_fwd(device_type={device_type!r}), below @staticmethod."
         )
-    return torch.autocast(device_type, *captured) if isinstance(captured, tuple) else captured
+    return torch.autocast(*captured) if isinstance(captured, tuple) else captured
 
 
 def _require_device_type(name: str, device_type: Any) -> None:

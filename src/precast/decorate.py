@@ -15,6 +15,8 @@ import types
 from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
+
 from precast.errors import RegionTypeError
 
 __all__ = ["DecoratorRegion"]
@@ -31,6 +33,10 @@ class DecoratorRegion:
 
     def __exit__(self, *exc_info: object) -> None:
         raise NotImplementedError
+
+    def anew(self) -> DecoratorRegion:
+        """What to enter where the region itself cannot be: in the graph of a compiled function."""
+        return self
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """`function` with its body in this region.
@@ -74,6 +80,9 @@ def _wrapper(region: DecoratorRegion, function: Callable[..., Any]) -> Callable[
         return generator
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            with region.anew():
+                return function(*args, **kwargs)
         with region:
             return function(*args, **kwargs)
 

@@ -23,7 +23,7 @@ from typing import Final
 
 from torch.library import Library
 
-from precast import _torch, hotpath, kernels
+from precast import _torch, compiler_tag, hotpath, kernels
 from precast._torch import Kernel
 from precast.errors import PrecastError, PrecastWarning
 from precast.frames import Frame, Registration, Runner, a_region_is_open, installed
@@ -114,6 +114,7 @@ def unregister() -> bool:
         for state in (_libraries, _registered, _frames, _belows):
             state.clear()
         _registration = Registration()
+        compiler_tag.take_off()
         return True
 
 
@@ -132,7 +133,10 @@ def _bind(policy: Policy, device_type: str) -> Frame:
             runners[name] = runner
     pending = tuple(name for name in unknown if not name.startswith("aten::"))
     _warn_pending(policy, pending)
-    return Frame(policy, runners, _registration, pending, is_pytorchs)
+    meaning = None if is_pytorchs and policy.mixed == "raise" else policy.fingerprint
+    if meaning is not None:
+        compiler_tag.put_on()
+    return Frame(policy, runners, _registration, pending, is_pytorchs, meaning)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from precast.marks import NO_MARK, Mark
 from precast.policy import Policy
 from precast.weights import WeightCache
 
@@ -63,10 +64,8 @@ class Frame:
     is_pytorchs: bool = False
     """Whether the policy says what PyTorch's own tables say, wherever PyTorch works."""
 
-    @property
-    def is_torch(self) -> bool:
-        """Whether it is so where PyTorch raises, too."""
-        return self.is_pytorchs and self.policy.mixed == "raise"
+    meaning: str | None = None
+    """The policy's fingerprint; None where it is exactly PyTorch's, also in what raises an error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +78,7 @@ class Record:
     dtype: torch.dtype
     cache_enabled: bool
     frame: Frame | None
+    mark: Mark
     optimizes_torchscript: bool
 
 
@@ -92,13 +92,14 @@ _threads: list[weakref.ref[Records]] = []
 
 
 class ThreadRegions(threading.local):
-    """This thread's records, the groups entered as one, and the weight cache of all."""
+    """This thread's records, the groups entered as one, the weight cache of all, and the mark for the compiler."""
 
     def __init__(self) -> None:
         self.records = Records()
         _threads.append(weakref.ref(self.records, _threads.remove))
         self.groups: list[tuple[AbstractContextManager[object], ...]] = []
         self.cache = WeightCache()
+        self.mark = NO_MARK
 
 
 regions = ThreadRegions()

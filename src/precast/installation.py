@@ -107,7 +107,7 @@ def _put_in_force() -> None:
 
 def _meaning(frame: Frame | None) -> str | None:
     """What a graph compiled under `frame` depends on; None for PyTorch's own policy."""
-    return None if frame is None or frame.is_torch else frame.policy.fingerprint
+    return None if frame is None else frame.meaning
 
 
 def _replace_names() -> None:

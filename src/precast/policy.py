@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ from precast._policy_rows import (
 )
 from precast.errors import PolicyError
 
-__all__ = ["DEVICE_TYPES", "Entry", "Policy", "Resolution", "Rule"]
+__all__ = ["DEVICE_TYPES", "Entry", "Policy", "Resolution", "Rule", "policy_of"]
 
 
 class Resolution(NamedTuple):
@@ -56,6 +57,8 @@ class Policy:
         mixed: what happens where PyTorch's own answer to arguments of different floating dtypes
             is an error: `raise` leaves the error, `promote` casts them to the widest dtype.
         summary: one sentence on what the policy is for.
+        fingerprint: 16 hex digits of a SHA-256 over all that changes a result: rules and `mixed`. Equal policies have
+            equal fingerprints; names, reasons and the order of rows do not count.
 
     Example:
         >>> policy = Policy.load("torch").replace(ops={"softmax": "lower"})
@@ -67,6 +70,7 @@ class Policy:
     tables: Tables
     mixed: Mixed = "raise"
     summary: str = ""
+    fingerprint: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.mixed not in MIXED:
@@ -77,6 +81,9 @@ class Policy:
             if self.tables[device]
         }
         object.__setattr__(self, "tables", MappingProxyType(tables))
+        # Now, not when asked for: a compiled function reads it, and cannot run what makes it.
+        object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
+        _alive[self.fingerprint] = self
 
     def __hash__(self) -> int:
         return hash((self.name, self.fingerprint))
@@ -205,22 +212,30 @@ class Policy:
             raise PolicyError(f"resolve: the overloads of {key} differ; ask for one: {listed}")
         return next(iter(resolutions.values()))
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """16 hex digits of a SHA-256 over all that changes a result: rules and `mixed`.
-
-        Equal policies have equal fingerprints; names, reasons and the order of rows do not count.
-        """
-        lines: list[str] = [self.mixed]
-        for device, table in sorted(self.tables.items()):
-            lines += [f"{device} {key} {entry.rule}" for key, entry in sorted(table.items())]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
     def _resolution(self, entry: Entry | None, key: str, device: str) -> Resolution:
         if entry is None:
             reason = f"no row for {short(key)} on {device} in the policy {self.name!r}"
             return Resolution(Rule.KEEP, f"{reason}: {Rule.KEEP.meaning}")
         return Resolution(entry.rule, f"{entry.reason} ({entry.origin or self.name})")
+
+
+_alive: weakref.WeakValueDictionary[str, Policy] = weakref.WeakValueDictionary()
+
+
+def policy_of(fingerprint: str) -> Policy:
+    """A policy that exists, by its fingerprint.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return _alive[fingerprint]
+
+
+def _fingerprint(mixed: str, tables: Tables) -> str:
+    lines: list[str] = [mixed]
+    for device, table in sorted(tables.items()):
+        lines += [f"{device} {key} {entry.rule}" for key, entry in sorted(table.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 @functools.cache

@@ -12,22 +12,27 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, Final, NoReturn
 
 import torch
 
-from precast import _torch, engine
+from precast import _torch, engine, marks
+from precast._arguments import (
+    ACCEPTED,
+    REQUIRED,
+    check_device_type,
+    check_dtype,
+    cuda_is_usable,
+    refuse_dtype_type,
+)
+from precast._version import __version__
 from precast.decorate import DecoratorRegion
-from precast.errors import PrecastWarning, RegionError, RegionTypeError
+from precast.errors import PrecastWarning, RegionError
 from precast.frames import Frame, Record, in_force, installed, regions
-from precast.policy import DEVICE_TYPES, Policy
+from precast.policy import DEVICE_TYPES, Policy, policy_of
 
-__all__ = ["Regions", "autocast", "current", "disable"]
-
-_REQUIRED: Final[Any] = "(required)"
-_accepted: set[object] = set()
-"""Device types, and pairs of device type and dtype, that were checked once and found good."""
+__all__ = ["Regions", "autocast", "current", "disable", "in_graph"]
 
 
 class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
@@ -55,35 +60,44 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         torch.bfloat16
     """
 
-    @_torch.never_compiled
+    @_torch.runs_uncompiled
     def __init__(
         self,
-        device_type: str = _REQUIRED,
+        device_type: str = REQUIRED,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
         policy: Policy | str | os.PathLike[str] | None = None,
     ) -> None:
-        if type(device_type) is not str or device_type not in _accepted:
-            _check_device_type(device_type)
+        if _is_traced():
+            said = (None, policy.fingerprint) if isinstance(policy, Policy) else (policy, None)
+            self._steps = _traced(*_plan(device_type, dtype, enabled, cache_enabled, *said))
+            return
+        if type(device_type) is not str or device_type not in ACCEPTED:
+            check_device_type(device_type)
         self.device = device_type
-        self.enabled = bool(enabled) and (device_type != "cuda" or _cuda_is_usable())
+        self.enabled = bool(enabled) and (device_type != "cuda" or cuda_is_usable())
         self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
-        if self.enabled and (device_type, self.fast_dtype) not in _accepted:
-            _check_dtype(self.fast_dtype, device_type)
+        if self.enabled and (device_type, self.fast_dtype) not in ACCEPTED:
+            check_dtype(self.fast_dtype, device_type)
         elif type(self.fast_dtype) is not torch.dtype:
-            _refuse_dtype_type(self.fast_dtype)
+            refuse_dtype_type(self.fast_dtype)
         self.cache_enabled = cache_enabled
         self.policy = (
             policy if policy is None or isinstance(policy, Policy) else Policy.load(policy)
         )
 
-    @_torch.never_compiled
+    @_torch.runs_uncompiled
     def __enter__(self) -> autocast:
+        if _is_traced():
+            next(self._steps)
+            return self
         device = self.device
         here = in_force(device).in_force
         frame = self._frame(here.frame)
+        if _torch.function_modes():
+            self._write_down(frame)
         regions.records.append(
             Record(
                 self,
@@ -92,6 +106,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
                 torch.get_autocast_dtype(device),
                 torch.is_autocast_cache_enabled(),
                 here.frame,
+                regions.mark,
                 _torch.optimizes_torchscript(),
             )
         )
@@ -100,7 +115,9 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
                 frame = engine.bind(frame.policy, device)
             if not frame.is_pytorchs:
                 _torch.optimize_torchscript(False)
-        here.frame = frame
+        if frame is not here.frame:
+            here.frame = frame
+            _mark(device, frame)
         torch.set_autocast_enabled(device, self.enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
         torch.autocast_increment_nesting()
@@ -108,8 +125,13 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             torch.set_autocast_cache_enabled(self.cache_enabled)
         return self
 
-    @_torch.never_compiled
+    @_torch.runs_uncompiled
     def __exit__(self, *exc_info: object) -> None:
+        if _is_traced():
+            next(self._steps, None)
+            return
+        if _torch.function_modes():
+            _torch.export_region(None)
         records = regions.records
         in_order = bool(records) and records[-1].owner is self
         if in_order:
@@ -134,9 +156,90 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         device = self.device
         return surrounding or installed(device).frame or engine.default_frame(device)
 
+    def _flags(self) -> tuple[str, torch.dtype, bool]:
+        return self.device, self.fast_dtype, self.enabled
+
+    def _write_down(self, frame: Frame | None) -> None:
+        """Tells an exporter that runs the program of this region, as PyTorch's region does."""
+        if (
+            _torch.export_region((*self._flags(), self.cache_enabled))
+            and frame is not None
+            and frame.meaning is not None
+        ):
+            _torch.export_region(None)
+            _refuse_export(frame.policy)
+
+    def anew(self) -> autocast:
+        """The same region as another object: one that existed before cannot enter the graph of a compiled function."""
+        return autocast(
+            self.device, self.fast_dtype, self.enabled, self.cache_enabled, policy=self.policy
+        )
+
     def __repr__(self) -> str:
         policy = f", policy={self.policy.name!r}" if self.policy else ""
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self.enabled}{policy})"
+
+
+# What `torch.compile` sees of a region: one of PyTorch's, whose `cache_enabled` says the policy where that is not
+# PyTorch's own. When the graph runs or is traced further, a real region is entered in its place.
+_is_traced = torch.compiler.is_dynamo_compiling
+_in_graphs: Final[dict[str, Policy]] = {}
+"""The policies that graphs name, by fingerprint."""
+
+
+@_torch.traced_as_constant
+def _plan(  # noqa: PLR0917 -- Dynamo hands on what it has
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    policy: str | None,
+    fingerprint: str | None,
+) -> tuple[str, torch.dtype, bool, bool | str | None]:
+    """The arguments for a region of PyTorch's that mean one of ours, where it stands."""
+    asked = policy if fingerprint is None else policy_of(fingerprint)
+    region = autocast(device_type, dtype, enabled, cache_enabled, policy=asked)
+    frame = region._frame(in_force(device_type).in_force.frame)
+    return (*region._flags(), _said(frame, cache_enabled))
+
+
+@_torch.traced_as_constant
+def in_graph(device_type: str) -> tuple[str, torch.dtype, bool, bool | str | None]:
+    """The same for what is in force, for a compiled function to enter it again in its backward."""
+    here = _Captured(device_type)
+    return (*here._flags(), _said(here._captured, here.cache_enabled))
+
+
+def _said(frame: Frame | None, cache_enabled: bool | None) -> bool | str | None:
+    if frame is None or (torch.compiler.is_exporting() and frame.meaning is None):
+        return cache_enabled
+    if torch.compiler.is_exporting():
+        _refuse_export(frame.policy)
+    _in_graphs[frame.policy.fingerprint] = frame.policy
+    return f"precast {__version__} {frame.policy.fingerprint} {cache_enabled}"
+
+
+def _refuse_export(policy: Policy) -> NoReturn:
+    raise RegionError(
+        f"torch.export cannot write down a region with the policy {policy.name!r}: an exported program knows PyTorch's "
+        'own regions alone. Use policy="torch" there, or export without the region, and call the program in one.'
+    )
+
+
+def _traced(
+    device: str, dtype: torch.dtype, enabled: bool, cache: Any
+) -> Generator[None, None, None]:
+    with torch.autocast(device, dtype, enabled, cache):
+        yield
+
+
+def _region_in_graph(device: str, dtype: torch.dtype, enabled: bool, said: str) -> autocast:
+    *_, fingerprint, cache = said.split()
+    cache_enabled = None if cache == "None" else cache == "True"
+    return autocast(device, dtype, enabled, cache_enabled, policy=_in_graphs[fingerprint])
+
+
+_torch.on_graph_region(_region_in_graph)
 
 
 class Regions(DecoratorRegion):
@@ -217,7 +320,7 @@ class _Captured(autocast):
 
     @_torch.never_compiled
     def __init__(self, device: str) -> None:
-        _check_device_type(device)
+        check_device_type(device)
         self.device = device
         self.enabled = torch.is_autocast_enabled(device)
         self.fast_dtype = torch.get_autocast_dtype(device)
@@ -261,8 +364,19 @@ def _warn_out_of_order(owner: autocast) -> None:
     )
 
 
+def _mark(device_type: str, frame: Frame | None) -> None:
+    before = regions.mark
+    after = before.after(device_type, None if frame is None else frame.meaning)
+    if after is not before:
+        regions.mark = after
+        marks.write(after, before)
+
+
 def _restore_device(record: Record) -> None:
-    in_force(record.device_type).in_force.frame = record.frame
+    here = in_force(record.device_type).in_force
+    if here.frame is not record.frame:
+        here.frame = record.frame
+        _mark(record.device_type, record.frame)
     torch.set_autocast_enabled(record.device_type, record.enabled)
     torch.set_autocast_dtype(record.device_type, record.dtype)
 
@@ -270,63 +384,3 @@ def _restore_device(record: Record) -> None:
 def _restore_thread(record: Record) -> None:
     torch.set_autocast_cache_enabled(record.cache_enabled)
     _torch.optimize_torchscript(record.optimizes_torchscript)
-
-
-def _check_device_type(device_type: object) -> None:
-    if isinstance(device_type, str) and device_type is not _REQUIRED:
-        _check_known(device_type)
-        return
-    if device_type is _REQUIRED or isinstance(device_type, bool):
-        asked = "no device type"
-    elif isinstance(device_type, torch.device):
-        asked = f"a torch.device (write {device_type.type!r})"
-    else:
-        asked = f"a {type(device_type).__name__}"
-    raise RegionTypeError(
-        f'autocast got {asked}. Its first argument is the device type as text: autocast("cuda", dtype=torch.float16). '
-        'The old torch.cuda.amp.autocast() is autocast("cuda"), torch.cpu.amp.autocast() is autocast("cpu").'
-    )
-
-
-def _check_known(device_type: str) -> None:
-    known = (*DEVICE_TYPES, _torch.custom_backend())
-    if device_type in known:
-        _accepted.add(device_type)
-        return
-    hint = (
-        f"; write {device_type.partition(':')[0]!r}, without an index" if ":" in device_type else ""
-    )
-    raise RegionError(
-        f"{device_type!r} is not a device type that PyTorch has autocast for{hint}. "
-        f"Allowed: {', '.join(known)}."
-    )
-
-
-def _cuda_is_usable() -> bool:
-    """Whether CUDA is there; like PyTorch, a missing one warns and turns the region off."""
-    if not torch.cuda.amp.common.amp_definitely_not_available():
-        return True
-    warnings.warn(
-        'CUDA is not available: this autocast region does nothing. Use autocast("cpu") for tensors on the CPU.',
-        PrecastWarning,
-        stacklevel=3,
-    )
-    return False
-
-
-def _check_dtype(dtype: object, device_type: str) -> None:
-    if not isinstance(dtype, torch.dtype):
-        _refuse_dtype_type(dtype)
-    allowed = _torch.lower_dtypes(device_type)
-    if dtype not in allowed:
-        raise RegionError(
-            f"dtype is {dtype}, which {device_type} has no autocast for. Allowed: {', '.join(map(str, allowed))}. "
-            "For full precision write enabled=False."
-        )
-    _accepted.add((device_type, dtype))
-
-
-def _refuse_dtype_type(dtype: object) -> NoReturn:
-    raise RegionTypeError(
-        f"dtype is {dtype!r}, of type {type(dtype).__name__}. Allowed: torch.bfloat16, torch.float16 or None."
-    )
