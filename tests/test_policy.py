@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from precast.errors import PolicyError
-from precast.policy import DEVICE_TYPES, Entry, Policy, Resolution, Rule
+from precast.policy import DEVICE_TYPES, Entry, Policy, Resolution, Rule, policy_of
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_fingerprint_follows_what_changes_results_and_nothing_else(torch_policy)
 
 
 def test_fingerprint_is_the_same_in_another_process(torch_policy):
-    code = "from precast.policy import Policy; print(Policy.load('torch').fingerprint)"
+    code = "from precast.policy import policy_of, Policy; print(Policy.load('torch').fingerprint)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == torch_policy.fingerprint
 
@@ -231,3 +231,11 @@ def test_retarget_applies_one_device_types_table_to_another(torch_policy):
     assert policy.name == "torch (cpu like cuda)"
     with pytest.raises(PolicyError, match="'gpu' is not a device type"):
         torch_policy.retarget("gpu")
+
+
+def test_a_policy_is_found_by_its_fingerprint_while_one_of_its_kind_is_alive() -> None:
+    first = Policy.load("torch").replace(ops={"mm": "fp32", "cosh": "lower"})
+    second = first.replace(name="second")
+    assert policy_of(first.fingerprint).fingerprint == first.fingerprint
+    del second
+    assert policy_of(first.fingerprint) is first

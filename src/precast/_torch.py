@@ -7,6 +7,7 @@ private feature of the installed PyTorch (developed on 2.13), so that a new vers
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -38,14 +39,18 @@ __all__ = [
     "handles_scaling",
     "has_autocast_kernel",
     "has_device",
+    "in_pool_thread",
     "innermost_dispatch_mode",
     "is_functorch_active",
     "is_functorch_wrapper",
     "is_view",
     "keyset_of",
+    "lend_to_pool_threads",
+    "lent_by",
     "lower_dtypes",
     "never_compiled",
     "on_checkpoint",
+    "on_cleared_cache",
     "on_graph_region",
     "operator_names",
     "operator_overloads",
@@ -378,6 +383,24 @@ def export_region(arguments: tuple[Any, ...] | None) -> bool:
     return False
 
 
+def in_pool_thread() -> bool:
+    """Whether the thread that asks was not started by Python, but by PyTorch (or another library of compiled code)."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def lend_to_pool_threads(key: str, value: object) -> None:
+    """Gives `value` to the threads of PyTorch's own that work for this one: deep backward, `torch.jit.fork`.
+
+    They inherit this thread's dispatch keys, autocast's too, and nothing that Python knows as thread-local (2.13).
+    """
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def lent_by(key: str) -> Any:
+    """What the thread that this one works for has lent it under `key`, or None."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
 def forget_compiled() -> None:
     """Drops what `torch.compile` made in this process, if it made anything; does not load it to find out."""
     if "torch._dynamo" in sys.modules:
@@ -406,6 +429,25 @@ def on_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
 
     module._checkpoint_without_reentrant_generator = not_reentrant
     module.CheckpointFunction.forward = staticmethod(reentrant)
+
+
+_clear_autocast_cache = torch.clear_autocast_cache
+
+
+def on_cleared_cache(clear: Callable[[], None] | None) -> None:
+    """Has `clear` called whenever a program clears PyTorch's weight cache, as its regions do; None ends that.
+
+    They all look up `torch.clear_autocast_cache`; nothing public tells of it (2.13).
+    """
+
+    def clear_autocast_cache() -> None:
+        """Drops the lower-precision copies of weights, PyTorch's and precast's."""
+        assert clear is not None
+        clear()
+        _clear_autocast_cache()
+
+    ours = _clear_autocast_cache if clear is None else never_compiled(clear_autocast_cache)
+    torch.clear_autocast_cache = ours
 
 
 def on_graph_region(open_region: Callable[[str, torch.dtype, bool, str], Any]) -> None:

@@ -16,7 +16,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -26,12 +26,20 @@ from torch.library import Library
 from precast import _torch, compiler_tag, hotpath, kernels
 from precast._torch import Kernel
 from precast.errors import PrecastError, PrecastWarning
-from precast.frames import Frame, Registration, Runner, a_region_is_open, installed
+from precast.frames import (
+    Frame,
+    Registration,
+    Runner,
+    a_region_is_open,
+    installed,
+    marked_frames,
+    regions,
+)
 from precast.hotpath import DELEGATE
 from precast.operation import Operation
 from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
 
-__all__ = ["ENGINES", "bind", "default_frame", "engine", "unregister", "use_engine"]
+__all__ = ["ENGINES", "after_clear", "bind", "default_frame", "engine", "unregister", "use_engine"]
 
 ENGINES: Final = ("delegated", "reference")
 
@@ -81,6 +89,16 @@ def bind(policy: Policy, device_type: str) -> Frame:
     return frame
 
 
+after_clear: list[Callable[[], None]] = []
+"""What else is to be done when a thread's outermost region has ended."""
+
+
+def _clear_cache() -> None:
+    regions.cache.clear()
+    for act in after_clear:
+        act()
+
+
 def _is_defined(key: str) -> bool:
     return bool(_torch.operator_overloads(key.partition(".")[0]))
 
@@ -115,10 +133,12 @@ def unregister() -> bool:
             state.clear()
         _registration = Registration()
         compiler_tag.take_off()
+        _torch.on_cleared_cache(None)
         return True
 
 
 def _bind(policy: Policy, device_type: str) -> Frame:
+    _torch.on_cleared_cache(_clear_cache)
     table, unknown = policy.expand(device_type)
     runners: dict[str, Runner] = {}
     is_pytorchs = True
@@ -134,9 +154,11 @@ def _bind(policy: Policy, device_type: str) -> Frame:
     pending = tuple(name for name in unknown if not name.startswith("aten::"))
     _warn_pending(policy, pending)
     meaning = None if is_pytorchs and policy.mixed == "raise" else policy.fingerprint
+    frame = Frame(policy, runners, _registration, pending, is_pytorchs, meaning)
     if meaning is not None:
         compiler_tag.put_on()
-    return Frame(policy, runners, _registration, pending, is_pytorchs, meaning)
+        marked_frames[device_type, meaning] = frame
+    return frame
 
 
 @functools.cache

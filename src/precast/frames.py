@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from precast.marks import NO_MARK, Mark
+from precast import marks
+from precast._torch import in_pool_thread
+from precast.marks import NO_MARK
 from precast.policy import Policy
 from precast.weights import WeightCache
 
@@ -37,6 +39,8 @@ __all__ = [
     "a_region_is_open",
     "in_force",
     "installed",
+    "lent_frame",
+    "marked_frames",
     "regions",
 ]
 
@@ -78,8 +82,8 @@ class Record:
     dtype: torch.dtype
     cache_enabled: bool
     frame: Frame | None
-    mark: Mark
-    optimizes_torchscript: bool
+    optimizes_torchscript: bool | None
+    """None where the region leaves TorchScript alone."""
 
 
 class Records(list[Record]):
@@ -98,7 +102,8 @@ class ThreadRegions(threading.local):
         self.records = Records()
         _threads.append(weakref.ref(self.records, _threads.remove))
         self.groups: list[tuple[AbstractContextManager[object], ...]] = []
-        self.cache = WeightCache()
+        # A thread of PyTorch's own ends no region, so nothing would empty its cache.
+        self.cache = WeightCache(holds=not in_pool_thread())
         self.mark = NO_MARK
 
 
@@ -157,3 +162,15 @@ _installed: dict[str, Installed] = {}
 def installed(device_type: str) -> Installed:
     """The slot for `device_type`; kernels hold on to it."""
     return _installed.get(device_type) or _installed.setdefault(device_type, Installed())
+
+
+marked_frames: dict[tuple[str, str], Frame] = {}
+"""The frame of each policy that marks name, by device type and fingerprint."""
+
+
+def lent_frame(device_type: str) -> Frame | None:
+    """What is in force for `device_type` in the thread that this one, a thread of PyTorch's own, works for."""
+    for pair in marks.lent().policies:
+        if pair[0] == device_type:
+            return marked_frames[pair]
+    return None

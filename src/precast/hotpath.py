@@ -22,7 +22,7 @@ from torch import Tensor
 
 from precast import _torch, kernels
 from precast._torch import Kernel
-from precast.frames import Runner, in_force, installed
+from precast.frames import Runner, in_force, installed, lent_frame
 from precast.operation import Operation
 from precast.weights import WeightCache
 
@@ -44,7 +44,9 @@ def entry_point({parameters}):
     here = thread.in_force
     frame = here.frame or installed.frame
     if frame is None:
-        return kernel(keyset, {arguments})
+        frame = lent_frame(device_type)
+        if frame is None:
+            return kernel(keyset, {arguments})
     runner = frame.runners.get(name)
     if runner is not DELEGATE:
         if runner is None:
@@ -121,6 +123,7 @@ def entry_point(
         "kernel": kernel,
         "keyset": _torch.keyset_of(op.device_type),
         "lower_dtype": torch.get_autocast_dtype,
+        "lent_frame": lent_frame,
         "name": op.name,
         "nothing": {}.get,
         "op": op,

@@ -21,7 +21,7 @@ import torch
 
 from precast import _torch, engine
 from precast._standins import STAND_INS
-from precast.frames import Frame, installed, regions
+from precast.frames import Frame, installed
 from precast.policy import DEVICE_TYPES, Policy
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -96,6 +96,8 @@ def _put_in_force() -> None:
     before = [_meaning(_frame(device)) for device in DEVICE_TYPES]
     for device in filter(_torch.has_device, DEVICE_TYPES):
         installed(device).frame = None if policy is None else engine.bind(policy, device)
+    has_pending = any(frame is not None and frame.pending for frame in map(_frame, DEVICE_TYPES))
+    engine.after_clear[:] = [_look_again] if has_pending else []
     _restore_names()
     if policy is None:
         engine.unregister()
@@ -111,7 +113,7 @@ def _meaning(frame: Frame | None) -> str | None:
 
 
 def _replace_names() -> None:
-    stand_ins = [*STAND_INS, (torch, "clear_autocast_cache", _clear_caches)]
+    stand_ins = list(STAND_INS)
     if not all(frame is None or frame.is_pytorchs for frame in map(_frame, DEVICE_TYPES)):
         stand_ins += [(torch.autocast, "__enter__", _enter), (torch.autocast, "__exit__", _exit)]
     for owner, name, stand_in in stand_ins:
@@ -124,7 +126,6 @@ def _restore_names() -> None:
         setattr(*_replaced.pop())
 
 
-_clear_pytorchs = torch.clear_autocast_cache
 _enter_pytorchs: Callable[..., Any] = torch.autocast.__enter__
 _exit_pytorchs: Callable[..., Any] = torch.autocast.__exit__
 
@@ -154,14 +155,10 @@ class _Optimized(threading.local):
 _optimized = _Optimized()
 
 
-@_torch.never_compiled
-def _clear_caches() -> None:
-    """Drops the lower-precision copies of weights: PyTorch calls it when a thread's outermost region ends."""
-    regions.cache.clear()
-    _clear_pytorchs()
-    if any(frame is not None and frame.pending for frame in map(_frame, DEVICE_TYPES)):
-        with _lock:
-            _put_in_force()  # an operation that the policy knows may have been defined meanwhile
+def _look_again() -> None:
+    """Binds anew where an operation that the policy knows may have been defined meanwhile."""
+    with _lock:
+        _put_in_force()
 
 
 def _frame(device_type: str) -> Frame | None:

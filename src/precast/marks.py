@@ -8,6 +8,7 @@ PyTorch's.
 Invariants:
 
 - the same policies on the same devices have the same mark, in all threads and as long as the process lives;
+- threads of PyTorch's own that work for a marked thread know its mark;
 - no policy in force, no mark: the flags are what PyTorch gave them;
 - past `LIMIT` sets of policies, marks repeat, and what was compiled is dropped when one of those is written.
 """
@@ -22,7 +23,7 @@ import torch
 
 from precast import _torch
 
-__all__ = ["LIMIT", "NO_MARK", "Mark", "write"]
+__all__ = ["LIMIT", "NO_MARK", "Mark", "lent", "write"]
 
 Policies = frozenset[tuple[str, str]]
 """Device type and fingerprint of every policy in force that is not exactly PyTorch's."""
@@ -62,18 +63,25 @@ _lock = threading.Lock()
 def write(mark: Mark, before: Mark) -> None:
     """Puts `mark` where `before` was in this thread."""
     if mark.low is not before.low:
-        _write_digit(_LOW, mark.low, before.low or _DEFAULTS[_LOW])
+        _write_digit(_LOW, mark.low, before.low)
     if mark.high is not before.high:
-        _write_digit(_HIGH, mark.high, before.high or _DEFAULTS[_HIGH])
+        _write_digit(_HIGH, mark.high, before.high)
+    _torch.lend_to_pool_threads("precast mark", mark)
     if mark.repeats:
         _torch.forget_compiled()
 
 
-def _write_digit(device_type: str, digit: torch.dtype | None, before: torch.dtype) -> None:
-    torch.set_autocast_enabled(device_type, digit is not None)
-    dtype = digit or _DEFAULTS[device_type]
-    if dtype is not before:
-        torch.set_autocast_dtype(device_type, dtype)
+def lent() -> Mark:
+    """The mark of the thread that this one, a thread of PyTorch's own, works for."""
+    return _torch.lent_by("precast mark") or NO_MARK
+
+
+def _write_digit(device_type: str, digit: torch.dtype | None, before: torch.dtype | None) -> None:
+    if digit is None or before is None:
+        torch.set_autocast_enabled(device_type, digit is not None)
+    default = _DEFAULTS[device_type]
+    if (digit or default) is not (before or default):
+        torch.set_autocast_dtype(device_type, digit or default)
 
 
 def _mark_of(policies: Policies) -> Mark:

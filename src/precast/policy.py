@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -83,7 +84,7 @@ class Policy:
         object.__setattr__(self, "tables", MappingProxyType(tables))
         # Now, not when asked for: a compiled function reads it, and cannot run what makes it.
         object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
-        _alive[self.fingerprint] = self
+        _alive[self.fingerprint][id(self)] = self
 
     def __hash__(self) -> int:
         return hash((self.name, self.fingerprint))
@@ -219,16 +220,13 @@ class Policy:
         return Resolution(entry.rule, f"{entry.reason} ({entry.origin or self.name})")
 
 
-_alive: weakref.WeakValueDictionary[str, Policy] = weakref.WeakValueDictionary()
+_alive: defaultdict[str, weakref.WeakValueDictionary[int, Policy]]
+_alive = defaultdict(weakref.WeakValueDictionary)
 
 
 def policy_of(fingerprint: str) -> Policy:
-    """A policy that exists, by its fingerprint.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return _alive[fingerprint]
+    """One of the policies of this fingerprint, of which one must be alive."""
+    return next(_alive[fingerprint].values())
 
 
 def _fingerprint(mixed: str, tables: Tables) -> str:

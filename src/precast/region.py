@@ -29,7 +29,7 @@ from precast._arguments import (
 from precast._version import __version__
 from precast.decorate import DecoratorRegion
 from precast.errors import PrecastWarning, RegionError
-from precast.frames import Frame, Record, in_force, installed, regions
+from precast.frames import Frame, InForce, Record, in_force, installed, regions
 from precast.policy import DEVICE_TYPES, Policy, policy_of
 
 __all__ = ["Regions", "autocast", "current", "disable", "in_graph"]
@@ -95,29 +95,27 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             return self
         device = self.device
         here = in_force(device).in_force
-        frame = self._frame(here.frame)
+        outside = here.frame
+        frame = self._frame(outside)
         if _torch.function_modes():
             self._write_down(frame)
-        regions.records.append(
-            Record(
-                self,
-                device,
-                torch.is_autocast_enabled(device),
-                torch.get_autocast_dtype(device),
-                torch.is_autocast_cache_enabled(),
-                here.frame,
-                regions.mark,
-                _torch.optimizes_torchscript(),
-            )
+        scripted = frame is None or frame.is_pytorchs  # TorchScript's optimiser may stay as it is
+        record = Record(
+            self,
+            device,
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(),
+            outside,
+            None if scripted else _torch.optimizes_torchscript(),
         )
-        if frame is not None:
-            if not frame.registration.holds:
+        regions.records.append(record)
+        if not scripted:
+            _torch.optimize_torchscript(False)
+        if frame is not outside:
+            if frame is not None and not frame.registration.holds:
                 frame = engine.bind(frame.policy, device)
-            if not frame.is_pytorchs:
-                _torch.optimize_torchscript(False)
-        if frame is not here.frame:
-            here.frame = frame
-            _mark(device, frame)
+            _put_in_force(here, device, frame)
         torch.set_autocast_enabled(device, self.enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
         torch.autocast_increment_nesting()
@@ -141,10 +139,8 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         else:
             _splice_out(self)
         if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        if (
-            not records and installed(self.device).frame is None
-        ):  # else PyTorch's regions around use it too
+            torch.clear_autocast_cache()  # which clears ours too
+        elif not records and installed(self.device).frame is None:
             regions.cache.clear()
         if not in_order:
             _warn_out_of_order(self)
@@ -345,7 +341,8 @@ def _splice_out(owner: autocast) -> None:
     later = records[index:]
     if later:
         later[0].cache_enabled = record.cache_enabled
-        later[0].optimizes_torchscript = record.optimizes_torchscript
+        if record.optimizes_torchscript is not None:
+            later[0].optimizes_torchscript = record.optimizes_torchscript
     else:
         _restore_thread(record)
     above = next((r for r in later if r.device_type == record.device_type), None)
@@ -364,23 +361,24 @@ def _warn_out_of_order(owner: autocast) -> None:
     )
 
 
-def _mark(device_type: str, frame: Frame | None) -> None:
-    before = regions.mark
-    after = before.after(device_type, None if frame is None else frame.meaning)
-    if after is not before:
-        regions.mark = after
-        marks.write(after, before)
+def _put_in_force(here: InForce, device_type: str, frame: Frame | None) -> None:
+    before, here.frame = here.frame, frame
+    meaning = None if frame is None else frame.meaning
+    if meaning != (None if before is None else before.meaning):
+        mark = regions.mark
+        regions.mark = mark.after(device_type, meaning)
+        marks.write(regions.mark, mark)
 
 
 def _restore_device(record: Record) -> None:
     here = in_force(record.device_type).in_force
     if here.frame is not record.frame:
-        here.frame = record.frame
-        _mark(record.device_type, record.frame)
+        _put_in_force(here, record.device_type, record.frame)
     torch.set_autocast_enabled(record.device_type, record.enabled)
     torch.set_autocast_dtype(record.device_type, record.dtype)
 
 
 def _restore_thread(record: Record) -> None:
     torch.set_autocast_cache_enabled(record.cache_enabled)
-    _torch.optimize_torchscript(record.optimizes_torchscript)
+    if record.optimizes_torchscript is not None:
+        _torch.optimize_torchscript(record.optimizes_torchscript)

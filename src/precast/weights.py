@@ -110,11 +110,15 @@ class _Views:
 
 
 class WeightCache:
-    """Copies by target dtype and source; lives as long as the outermost region of its thread."""
+    """Copies by target dtype and source; lives as long as the outermost region of its thread.
 
-    __slots__ = ("_modes", "_views", "_wrapped", "leaves")
+    One that does not hold leaves every weight to what runs below.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_holds", "_modes", "_views", "_wrapped", "leaves")
+
+    def __init__(self, *, holds: bool = True) -> None:
+        self._holds = holds
         self.leaves: defaultdict[torch.dtype, _Forgetful[CachedCast]] = defaultdict(_Forgetful)
         """Target dtype -> ``id(source)`` -> copy; the hot path of a kernel reads it directly."""
         self._wrapped: defaultdict[torch.dtype, _Forgetful[CachedCast]] = defaultdict(_Forgetful)
@@ -123,14 +127,14 @@ class WeightCache:
 
     def clear(self) -> None:
         """Drops every copy."""
-        self.leaves.clear()
-        self._wrapped.clear()
-        self._views.clear()
+        for copies in (self.leaves, self._wrapped, self._views):
+            if copies:
+                copies.clear()
         self._modes = None
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
         """The copy of `tensor` in `dtype`, made now if need be; None where it is no weight on that device type."""
-        if not isinstance(tensor, Tensor) or tensor.dtype is not _float32:
+        if not isinstance(tensor, Tensor) or tensor.dtype is not _float32 or not self._holds:
             return None
         if tensor.device.type != device_type:
             return None

@@ -58,10 +58,11 @@ def run(policy: str, where: str, folder: Path, tag: str = "") -> list[str]:
 
 @pytest.mark.parametrize("where", ["outside", "inside", "installed"])
 def test_another_policy_in_another_process(where: str, tmp_path: Path) -> None:
+    again = "0" if where == "inside" else "1"  # PyTorch keeps no graph that has a region inside
     assert run("torch", where, tmp_path) == ["torch.bfloat16", "0"]
     assert run("other", where, tmp_path) == ["torch.float32", "0"]
-    assert run("torch", where, tmp_path) == ["torch.bfloat16", "1"]
-    assert run("other", where, tmp_path) == ["torch.float32", "1"]
+    assert run("torch", where, tmp_path) == ["torch.bfloat16", again]
+    assert run("other", where, tmp_path) == ["torch.float32", again]
 
 
 def test_pytorchs_policy_shares_with_pytorch_and_a_users_tag_still_counts(tmp_path: Path) -> None:
