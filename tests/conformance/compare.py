@@ -4,8 +4,8 @@ Invariants:
 
 - a program is a function of what makes regions, and gives the same each time: it makes its own tensors, from a seed
   that is set before each run;
-- what it gives is compared in any nesting of containers: tensors by dtype, layout, `requires_grad` and bits, all else
-  by equality. NaN is a failure even where PyTorch has it too: it would hide what differs;
+- what it gives is compared in any nesting of containers: tensors by dtype, layout, strides, `requires_grad` and bits,
+  all else by equality. NaN is a failure even where PyTorch has it too: it would hide what differs;
 - a program that gives the same with autocast off fails: it would compare nothing.
 """
 
@@ -192,6 +192,8 @@ def _between_tensors(ours: Tensor, theirs: Tensor, where: str) -> str:
             return f"{where}: {name} is {mine} against {other}"
     if ours.layout is not torch.strided:
         ours, theirs = ours.to_dense(), theirs.to_dense()
+    elif ours.stride() != theirs.stride():
+        return f"{where}: stride is {ours.stride()} against {theirs.stride()}"
     if ours.isnan().any() or theirs.isnan().any():
         return f"{where}: has NaN"
     return "" if same_bits(ours, theirs) else f"{where}: {ours} against {theirs}"
