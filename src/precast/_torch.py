@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -480,30 +481,34 @@ def on_graph_region(open_region: Callable[[str, torch.dtype, bool, str], Any]) -
 class _Tag(str):
     """A tag that says, whenever a compiler's cache makes a key of it, what it is then."""
 
-    extra: Callable[[], str]
-    asked: str
+    said: Callable[[], str]
 
     def __str__(self) -> str:
-        return self.asked + self.extra()
+        return self.said()
 
     def __format__(self, spec: str) -> str:
-        return format(str(self), spec)
+        return format(self.said(), spec)
 
     def __reduce__(self) -> tuple[Any, ...]:  # the keys are digests of pickles
-        return str, (str(self),)
+        return str, (self.said(),)
 
 
 def tag_of_compiled(extra: Callable[[], str] | None) -> None:
     """Adds what `extra` says to the key under which compiled code is kept on disk; None takes that away again.
 
-    `torch.compiler.config.cache_key_tag` is public; that it may be more than a plain string is not (2.13).
+    `torch.compiler.config.cache_key_tag` is public. That it may be more than a plain string is not, and neither is the
+    place that holds for all threads and that no later setting of the user's hides: what a user sets is asked (2.13).
     """
-    asked = torch.compiler.config.cache_key_tag
-    if isinstance(asked, _Tag):
-        if extra is not None:
-            return
-        torch.compiler.config.cache_key_tag = asked.asked
-    elif extra is not None:
-        tag = _Tag(asked)
-        tag.asked, tag.extra = asked, extra
-        torch.compiler.config.cache_key_tag = tag
+    config: Any = torch.compiler.config
+    entry = config._config["cache_key_tag"]
+    unset = torch.utils._config_module._UNSET_SENTINEL
+
+    def said() -> str:
+        assert extra is not None
+        asked = [entry.user_override, entry.env_value_default, entry.default]
+        asked[0] = asked[0].get() if isinstance(asked[0], ContextVar) else asked[0]
+        return str(next(tag for tag in asked if tag is not unset)) + extra()
+
+    tag = _Tag()
+    tag.said = said
+    entry.env_value_force = unset if extra is None else tag

@@ -19,7 +19,7 @@ __all__ = ["put_on", "take_off"]
 
 
 def put_on() -> None:
-    """From now on keys say the policies; again and again, as the user may have set a tag meanwhile."""
+    """From now on keys say the policies."""
     _torch.tag_of_compiled(_in_force)
 
 
