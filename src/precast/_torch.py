@@ -507,7 +507,10 @@ def tag_of_compiled(extra: Callable[[], str] | None) -> None:
         assert extra is not None
         asked = [entry.user_override, entry.env_value_default, entry.default]
         asked[0] = asked[0].get() if isinstance(asked[0], ContextVar) else asked[0]
-        return str(next(tag for tag in asked if tag is not unset)) + extra()
+        users = (tag for tag in asked if tag is not unset and not isinstance(tag, _Tag))
+        return (
+            str(next(users)) + extra()
+        )  # `config.patch` puts back what it read, which is a tag of ours
 
     tag = _Tag()
     tag.said = said
