@@ -10,7 +10,13 @@ import pytest
 import precast
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
+def _kernels_stay_where_systems_change(request: pytest.FixtureRequest) -> None:
+    if "system" in request.fixturenames:
+        request.getfixturevalue("_kernels_stay_registered")
+
+
+@pytest.fixture(scope="module")
 def _kernels_stay_registered() -> Iterator[None]:
     """A region is open in another thread, so that the end of an installation takes no kernel off the dispatcher."""
     done, entered = threading.Event(), threading.Event()
