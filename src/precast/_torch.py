@@ -503,15 +503,17 @@ def tag_of_compiled(extra: Callable[[], str] | None) -> None:
     entry = config._config["cache_key_tag"]
     unset = torch.utils._config_module._UNSET_SENTINEL
 
+    def users() -> Any:
+        own = entry.user_override
+        return own.get() if isinstance(own, ContextVar) else own
+
     def said() -> str:
         assert extra is not None
-        asked = [entry.user_override, entry.env_value_default, entry.default]
-        asked[0] = asked[0].get() if isinstance(asked[0], ContextVar) else asked[0]
-        users = (tag for tag in asked if tag is not unset and not isinstance(tag, _Tag))
-        return (
-            str(next(users)) + extra()
-        )  # `config.patch` puts back what it read, which is a tag of ours
+        asked = users(), entry.env_value_default, entry.default
+        return str(next(t for t in asked if t is not unset and not isinstance(t, _Tag))) + extra()
 
     tag = _Tag()
     tag.said = said
     entry.env_value_force = unset if extra is None else tag
+    if extra is None and isinstance(users(), _Tag):  # `config.patch` puts back what it read
+        config.cache_key_tag = entry.default
