@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -239,7 +240,7 @@ def test_time_is_counted_by_kind_of_operation(monkeypatch: pytest.MonkeyPatch) -
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     big = torch.ones(3, 3)
     works = {
-        KINDS[0]: lambda: [big @ big for _ in range(20)],
+        KINDS[0]: lambda: [F.conv1d(big, big[..., None]) for _ in range(20)],
         KINDS[1]: lambda: [big.to(torch.bfloat16) for _ in range(100)],
         KINDS[2]: lambda: [big.exp() for _ in range(50)],
     }
