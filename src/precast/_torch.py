@@ -44,6 +44,7 @@ __all__ = [
     "innermost_dispatch_mode",
     "is_functorch_active",
     "is_functorch_wrapper",
+    "is_on",
     "is_view",
     "keyset_of",
     "lend_to_pool_threads",
@@ -130,6 +131,15 @@ class AutocastOff:
     def __call__(self) -> Any:
         """A fresh guard, for one `with`."""
         return torch._C._ExcludeDispatchKeyGuard(self._keys)
+
+
+@cache
+def is_on(device_type: str) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor is on that device type; the attributes `is_cpu`, `is_cuda` ... are four times as fast to read."""
+    name = f"is_{device_type}"
+    if hasattr(torch.Tensor, name):
+        return attrgetter(name)
+    return lambda tensor: tensor.device.type == device_type
 
 
 def has_device(device_type: str) -> bool:

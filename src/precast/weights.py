@@ -33,6 +33,7 @@ from precast._torch import (
     innermost_dispatch_mode,
     is_functorch_active,
     is_functorch_wrapper,
+    is_on,
     is_view,
     quiet_cast,
     version_of,
@@ -136,7 +137,7 @@ class WeightCache:
         """The copy of `tensor` in `dtype`, made now if need be; None where it is no weight on that device type."""
         if not isinstance(tensor, Tensor) or tensor.dtype is not _float32 or not self._holds:
             return None
-        if tensor.device.type != device_type:
+        if not is_on(device_type)(tensor):
             return None
         if dispatch_modes():
             return self._under_mode(tensor, dtype)
@@ -144,7 +145,9 @@ class WeightCache:
             held = tensor.requires_grad or isinstance(tensor, Parameter)
             return self._leaf(tensor, dtype) if held else None
         base = base_of(tensor)
-        if not isinstance(base, Parameter) or _needs_grad(tensor) or not _holdable(tensor):
+        if not isinstance(base, Parameter) or _needs_grad(tensor):
+            return None
+        if not _holdable(tensor, _is_plain(type(tensor))):
             return None
         return self._view(tensor, base, dtype)
 
@@ -157,12 +160,13 @@ class WeightCache:
         return self._modes.setdefault(innermost_dispatch_mode(), WeightCache())._leaf(tensor, dtype)
 
     def _leaf(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        entries = (self.leaves if _is_plain(type(tensor)) else self._wrapped)[dtype]
+        plain = _is_plain(type(tensor))
+        entries = (self.leaves if plain else self._wrapped)[dtype]
         key = id(tensor)
         entry = entries.get(key)
         if entry is not None and entry.is_of(tensor):
             return entry.cast
-        if not _holdable(tensor):
+        if not _holdable(tensor, plain):
             return _once(tensor, dtype)
         cast = _graph_cast(tensor, dtype)
         if type(cast) in (Tensor, type(tensor)):  # else a tracer's, of no use outside of it
@@ -195,7 +199,7 @@ def _is_plain(kind: type[Tensor]) -> bool:
     return kind is Parameter or kind is Tensor or kind.__torch_dispatch__ is _no_dispatch
 
 
-def _holdable(tensor: Tensor) -> bool:
+def _holdable(tensor: Tensor, plain: bool) -> bool:
     # Inference tensors count no versions; under a functorch transform tensors are wrappers of one call; a view with
     # the bit that says "negated" has the geometry of the one without; a wrapper that cannot be flattened is a tracer's.
     return (
@@ -203,7 +207,7 @@ def _holdable(tensor: Tensor) -> bool:
         and not tensor.is_inference()
         and not tensor.is_neg()
         and not is_functorch_active()
-        and (_is_plain(type(tensor)) or hasattr(type(tensor), "__tensor_flatten__"))
+        and (plain or hasattr(type(tensor), "__tensor_flatten__"))
     )
 
 
