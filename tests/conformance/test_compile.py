@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
 
 import precast
 from precast import Policy, engine, marks
@@ -124,6 +125,14 @@ def a_custom_function(policy: Policy) -> Callable[[Tensor], Tensor]:
     return forward
 
 
+def a_checkpoint(policy: Policy) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        with precast.autocast("cpu", policy=policy):
+            return checkpoint(layers, x, use_reentrant=False)
+
+    return forward
+
+
 def a_kept_region(policy: Policy) -> Callable[[Tensor], Tensor]:
     region = precast.autocast("cpu", policy=policy)
 
@@ -161,6 +170,7 @@ WHOLE = [
     nested_regions,
     an_error_inside,
     a_custom_function,
+    a_checkpoint,
 ]
 IN_PIECES = [a_kept_region, a_broken_graph, no_region_here]
 
@@ -271,6 +281,21 @@ def test_compiled_under_each_system_equals_pytorch_compiled(system: System) -> N
             return computed(compiled, x) + computed(outside, x)
 
     assert same(found(system), found(TORCH))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pytorchs_region_inside_runs_the_installed_policy(policy: str) -> None:
+    def inside(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return torch.mm(F.linear(x, weight), weight)
+
+    x = torch.randn(3, 4, requires_grad=True)
+    with precast.install(POLICIES[policy]):
+        expected = computed(inside, x)
+        found = computed(torch.compile(inside, backend="aot_eager", fullgraph=True), x)
+    assert same(found[:1], expected[:1])
+    assert close(found[1:], expected[1:])
+    assert found[0].dtype is (torch.float32 if policy == "other" else torch.bfloat16)
 
 
 def test_a_change_of_policy_compiles_again_and_a_return_to_one_does_not() -> None:
