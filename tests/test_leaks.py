@@ -88,6 +88,20 @@ def test_an_open_region_keeps_no_frozen_model() -> None:
         assert not regions.cache._views
 
 
+def test_of_weights_that_are_gone_nothing_is_known_in_later_regions() -> None:
+    x = torch.randn(2, 4)
+    before = sum(map(len, regions.cache._known.values()))
+    for _ in range(5):
+        model = nn.Linear(4, 4)
+        with precast.autocast("cpu"):
+            model(x)
+        with precast.autocast("cpu", dtype=torch.float16):
+            model(x)
+    model.weight.data = torch.zeros(4, 4)  # its old memory is gone too: the bias is left, twice
+    gc.collect()
+    assert sum(map(len, regions.cache._known.values())) <= before + 2
+
+
 def test_an_open_region_keeps_one_copy_of_a_weight_that_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -194,6 +194,22 @@ def test_a_weight_closed_over_in_a_transformed_function(transform: Any) -> None:
         assert first.abs().min() > 0
 
 
+@pytest.mark.parametrize(("transform", "expected"), [(torch.vmap, 18.0), (torch.func.grad, 6.0)])
+def test_a_weight_used_before_and_after_a_transformed_function(
+    transform: Any, expected: float
+) -> None:
+    weight, x = ones(), torch.ones(3)
+    called = transform(lambda x: torch.mm(x.expand(1, 3), weight).float().sum())
+    with precast.autocast("cpu"):
+        torch.mm(torch.ones(1, 3), weight)
+        with torch.no_grad():
+            weight.mul_(2)
+        assert (called(x) == expected).all()
+        result = torch.mm(torch.ones(1, 3), weight)
+    assert (result == 6.0).all()
+    assert (torch.autograd.grad(result.sum(), weight)[0] == 1.0).all()
+
+
 def test_pytorch_is_stale_under_vmap() -> None:
     weight, x = ones(), torch.ones(2, 3)
     with torch.autocast("cpu"):

@@ -95,6 +95,11 @@ def other_data(weight: Parameter) -> None:
     weight.data = torch.zeros_like(weight)
 
 
+def other_data_and_the_old_kept(weight: Parameter) -> None:
+    weight.old = weight.data
+    weight.data = torch.zeros_like(weight)
+
+
 def through_detached(weight: Parameter) -> None:
     weight.detach().copy_(torch.zeros_like(weight))
 
@@ -105,7 +110,15 @@ def loaded(weight: Parameter) -> None:
     holder.load_state_dict({"weight": torch.zeros_like(weight)})
 
 
-WRITES = [in_place, by_optimizer, through_a_view, other_data, through_detached, loaded]
+WRITES = [
+    in_place,
+    by_optimizer,
+    through_a_view,
+    other_data,
+    other_data_and_the_old_kept,
+    through_detached,
+    loaded,
+]
 
 
 @pytest.mark.usefixtures("_engine")
@@ -120,6 +133,47 @@ def test_a_written_weight_is_never_stale(write: Any, mode: Any, frozen: bool) ->
         write(weight)
         with mode():
             assert F.linear(x, weight).abs().sum() == 0
+
+
+def transposed(weight: Parameter) -> None:
+    weight.data = weight.data.t()
+
+
+def of_another_shape(weight: Parameter) -> None:
+    weight.data = torch.randn(5, 3)
+
+
+def in_double(weight: Parameter) -> None:
+    weight.data = weight.data.double()
+
+
+def frozen_or_not(weight: Parameter) -> None:
+    weight.requires_grad_(not weight.requires_grad)
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize(
+    "change", [*WRITES, transposed, of_another_shape, in_double, frozen_or_not]
+)
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_happens_to_a_weight_between_regions_is_seen(
+    change: Any, mode: Any, frozen: bool
+) -> None:
+    weight, x = parameter(3, 3).requires_grad_(not frozen), torch.randn(2, 3)
+
+    def product(region: AbstractContextManager[object]) -> tuple[Any, ...]:
+        with mode(), region:
+            try:
+                y = F.linear(x, weight)
+            except RuntimeError:  # a float64 weight
+                return ()
+            return y.tolist(), y.dtype, y.requires_grad, y.is_inference()
+
+    for _ in range(3):
+        ours = product(precast.autocast("cpu", policy="torch"))
+        assert ours == product(torch.autocast("cpu"))
+        change(weight)
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -242,3 +296,6 @@ def test_weights_on_another_device_are_left_alone() -> None:
     weight = Parameter(torch.empty(3, 3, device="meta"))
     with precast.autocast("cpu"):
         assert F.linear(torch.empty(2, 3, device="meta"), weight).dtype is torch.float32
+    cache, here = WeightCache(), parameter(3, 3)
+    assert cache.cast(here, torch.bfloat16, "cpu") is not None
+    assert cache.cast(here, torch.bfloat16, "cuda") is None

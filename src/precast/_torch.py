@@ -58,6 +58,7 @@ __all__ = [
     "operator_overloads",
     "optimize_torchscript",
     "optimizes_torchscript",
+    "outside_inference_mode",
     "quiet_cast",
     "quiet_override",
     "runs_uncompiled",
@@ -334,8 +335,21 @@ def handles_scaling(optimizer: torch.optim.Optimizer) -> bool:
 
 def quiet_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`tensor` in `dtype`, unheard by subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
-    with torch._C.DisableTorchFunction():
-        return tensor.to(dtype)
+    with _DisableTorchFunction():
+        cast = _CASTS.get(dtype)
+        return tensor.to(dtype) if cast is None else cast(tensor)
+
+
+_DisableTorchFunction = torch._C.DisableTorchFunction
+_CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}
+
+
+def outside_inference_mode() -> Any:
+    """A context in which gradients are recorded, whatever mode is around it.
+
+    `torch.inference_mode(False)` and `torch.enable_grad()` in one, and without their Python: 0.5 us for 3 (2.13).
+    """
+    return torch._C._InferenceMode(False)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

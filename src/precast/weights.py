@@ -14,6 +14,7 @@ Invariants:
 - under a dispatch mode (a checkpoint that selects what it saves, a tracer) only copies made under that very mode
   are used: what it records is then the same whenever it runs again;
 - sources are held weakly. (A copy that carries a gradient holds its source through its graph, as PyTorch's does.)
+- what never changes about a weight is found out once, not in every region: an entry outlives its copy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch.nn import Parameter
 
 from precast._torch import (
@@ -35,6 +36,7 @@ from precast._torch import (
     is_functorch_wrapper,
     is_on,
     is_view,
+    outside_inference_mode,
     quiet_cast,
     version_of,
 )
@@ -47,16 +49,17 @@ Held = TypeVar("Held")
 
 
 class CachedCast:
-    """One lower-precision copy, and what its source looked like when it was made."""
+    """One lower-precision copy, and what its source looked like when it was made; between regions, without the copy."""
 
-    __slots__ = ("cast", "owner", "pointer", "requires_grad", "storage", "version")
+    __slots__ = ("cast", "device_type", "owner", "pointer", "requires_grad", "storage", "version")
 
     def __init__(
         self, source: Tensor, cast: Tensor, owner: Tensor, forget: Callable[[Any], Any]
     ) -> None:
-        self.cast = cast
+        self.cast: Tensor | None = cast
         self.version = version_of(source)
         self.requires_grad = source.requires_grad
+        self.device_type = source.device.type
         self.owner = weakref.ref(owner, forget)
         # An address is given out again when its storage is freed: no copy may live longer than that.
         plain = _is_plain(type(source))
@@ -70,6 +73,11 @@ class CachedCast:
             and self.requires_grad == source.requires_grad
             and (self.storage is None or self.pointer == source.data_ptr())
         )
+
+    def renew(self, source: Tensor, cast: Tensor) -> None:
+        """Takes a copy of the same source, which was written or has lost its copy."""
+        self.cast = cast
+        self.version = version_of(source)
 
 
 class _Forgetful(dict[Any, Held]):
@@ -116,27 +124,45 @@ class WeightCache:
     One that does not hold leaves every weight to what runs below.
     """
 
-    __slots__ = ("_holds", "_modes", "_views", "_wrapped", "leaves")
+    __slots__ = ("__weakref__", "_holds", "_known", "_modes", "_views", "_wrapped", "leaves")
 
     def __init__(self, *, holds: bool = True) -> None:
         self._holds = holds
-        self.leaves: defaultdict[torch.dtype, _Forgetful[CachedCast]] = defaultdict(_Forgetful)
+        self.leaves: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
         """Target dtype -> ``id(source)`` -> copy; the hot path of a kernel reads it directly."""
-        self._wrapped: defaultdict[torch.dtype, _Forgetful[CachedCast]] = defaultdict(_Forgetful)
+        self._known: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
+        """The entries of `leaves` and those of earlier regions, which have no copy."""
+        self._wrapped: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
         self._views = _Forgetful[_Views]()
         self._modes: weakref.WeakKeyDictionary[Any, WeightCache] | None = None
 
     def clear(self) -> None:
         """Drops every copy."""
+        held = [entry for entries in self.leaves.values() for entry in list(entries.values())]
         for copies in (self.leaves, self._wrapped, self._views):
             if copies:
                 copies.clear()
+        for entry in held:  # a source may end with its copy, and be forgotten here
+            entry.cast = None
         self._modes = None
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
         """The copy of `tensor` in `dtype`, made now if need be; None where it is no weight on that device type."""
         if not isinstance(tensor, Tensor) or tensor.dtype is not _float32 or not self._holds:
             return None
+        known = self._known[dtype].get(id(tensor))
+        if (
+            known is not None
+            and known.device_type == device_type
+            and known.pointer == tensor.data_ptr()
+            and known.requires_grad is tensor.requires_grad
+            and not dispatch_modes()
+            and not is_functorch_active()
+        ):
+            if known.cast is None or known.version != version_of(tensor):
+                known.renew(tensor, _graph_cast(tensor, dtype))
+                self.leaves[dtype][id(tensor)] = known
+            return known.cast
         if not is_on(device_type)(tensor):
             return None
         if dispatch_modes():
@@ -161,17 +187,36 @@ class WeightCache:
 
     def _leaf(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         plain = _is_plain(type(tensor))
-        entries = (self.leaves if plain else self._wrapped)[dtype]
         key = id(tensor)
-        entry = entries.get(key)
+        entry = (self.leaves if plain else self._wrapped)[dtype].get(key)
         if entry is not None and entry.is_of(tensor):
             return entry.cast
         if not _holdable(tensor, plain):
             return _once(tensor, dtype)
         cast = _graph_cast(tensor, dtype)
         if type(cast) in (Tensor, type(tensor)):  # else a tracer's, of no use outside of it
-            entries[key] = CachedCast(tensor, cast, tensor, entries.forgetting(key))
+            self._keep(tensor, cast, dtype, plain)
         return cast
+
+    def _keep(self, tensor: Tensor, cast: Tensor, dtype: torch.dtype, plain: bool) -> None:
+        key = id(tensor)
+        entry = CachedCast(tensor, cast, tensor, self._forgetting(dtype, key))
+        if plain:
+            self._known[dtype][key] = self.leaves[dtype][key] = entry
+        else:
+            self._wrapped[dtype][key] = entry
+
+    def _forgetting(self, dtype: torch.dtype, key: int) -> Callable[[Any], None]:
+        """The callback for a weak reference to a leaf, or to its storage."""
+        here = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            cache = here()
+            if cache is not None:
+                for entries in (cache.leaves, cache._known, cache._wrapped):
+                    entries.get(dtype, {}).pop(key, None)
+
+        return forget
 
     def _view(self, tensor: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor | None:
         key = id(base)
@@ -219,9 +264,9 @@ def _once(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _graph_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+    if is_grad_enabled() and not is_inference_mode_enabled():
         return quiet_cast(tensor, dtype)
-    with torch.inference_mode(False), torch.enable_grad():
+    with outside_inference_mode():
         return quiet_cast(tensor, dtype)
 
 
