@@ -51,7 +51,7 @@ Held = TypeVar("Held")
 class CachedCast:
     """One lower-precision copy, and what its source looked like when it was made; between regions, without the copy."""
 
-    __slots__ = ("cast", "device_type", "owner", "pointer", "requires_grad", "storage", "version")
+    __slots__ = ("cast", "owner", "pointer", "requires_grad", "storage", "version")
 
     def __init__(
         self, source: Tensor, cast: Tensor, owner: Tensor, forget: Callable[[Any], Any]
@@ -59,7 +59,6 @@ class CachedCast:
         self.cast: Tensor | None = cast
         self.version = version_of(source)
         self.requires_grad = source.requires_grad
-        self.device_type = source.device.type
         self.owner = weakref.ref(owner, forget)
         # An address is given out again when its storage is freed: no copy may live longer than that.
         plain = _is_plain(type(source))
@@ -150,10 +149,11 @@ class WeightCache:
         """The copy of `tensor` in `dtype`, made now if need be; None where it is no weight on that device type."""
         if not isinstance(tensor, Tensor) or tensor.dtype is not _float32 or not self._holds:
             return None
+        if not is_on(device_type)(tensor):
+            return None
         known = self._known[dtype].get(id(tensor))
         if (
             known is not None
-            and known.device_type == device_type
             and known.pointer == tensor.data_ptr()
             and known.requires_grad is tensor.requires_grad
             and not dispatch_modes()
@@ -163,8 +163,6 @@ class WeightCache:
                 known.renew(tensor, _graph_cast(tensor, dtype))
                 self.leaves[dtype][id(tensor)] = known
             return known.cast
-        if not is_on(device_type)(tensor):
-            return None
         if dispatch_modes():
             return self._under_mode(tensor, dtype)
         if tensor.is_leaf and not is_view(tensor):
