@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-digits doctor test lint format types docs-examples ci bench \
-	test-clients bench-clients clean
+	test-clients test-versions bench-clients clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,9 @@ test: $(STAMP)  ## all tests
 
 test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightning ... with and without precast.install()
 	$(CLIENTS)/bin/python -m pytest tests/clients --clients-json docs/data/clients.json
+
+test-versions: $(STAMP)  ## all tests on the oldest and the newest PyTorch that is supported
+	$(BIN)/python -m tools.versions
 
 lint: $(STAMP)  ## format check, lint
 	$(BIN)/ruff format --check .

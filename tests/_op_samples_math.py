@@ -172,6 +172,7 @@ def _linear_algebra() -> None:
     add("orgqr linalg_householder_product", lambda r: [(r(5, 3), r.between(0.2, 1, 3))])
     add_all(
         {
+            "linalg_matrix_sqrth": lambda r: [(r.positive_definite(4, 4),)],
             "cholesky_inverse": lambda r: [(torch.linalg.cholesky(r.positive_definite(4, 4)),)],
             "cholesky_solve": lambda r: [
                 (r(4, 2), torch.linalg.cholesky(r.positive_definite(4, 4)))

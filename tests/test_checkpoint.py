@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import precast
 from precast import Policy
+from precast._torch import VERSION
 
 OTHER = Policy.load("torch").replace(name="other", ops={"linear": "fp32", "gelu": "lower"})
 LIKE_CUDA = Policy.load("torch").retarget("cpu", like="cuda")
@@ -158,8 +159,11 @@ def selective(name: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 @pytest.mark.parametrize("saved", SAVED)
 def test_selective_checkpoints_may_share_a_weight(saved: str) -> None:
-    with pytest.raises(RuntimeError, match="not found in storage"):
-        gradients(selective(saved), torch.autocast("cpu"))
+    if (
+        VERSION >= (2, 13) or saved == "casts"
+    ):  # before, PyTorch did it right but where casts are saved
+        with pytest.raises(RuntimeError, match="not found in storage"):
+            gradients(selective(saved), torch.autocast("cpu"))
     for policy in ("torch", "default", OTHER):
         for inside in (False, True):
             region = precast.autocast("cpu", policy=policy)

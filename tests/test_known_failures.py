@@ -32,7 +32,7 @@ def weight(*shape: int) -> Parameter:
 
 def casts(region: Any, step: Callable[[], Any]) -> int:
     """How many tensors `step` copies to another dtype."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         with region:
             step()
     return sum(event.count for event in seen.key_averages() if event.key == "aten::_to_copy")

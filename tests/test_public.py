@@ -25,6 +25,7 @@ NAMES = [
     "Rule",
     "ScalerError",
     "StepEvent",
+    "TorchVersionError",
     "__version__",
     "autocast",
     "current",

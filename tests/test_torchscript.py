@@ -19,7 +19,7 @@ import precast
 from precast import Policy, _torch
 from tests.conformance.test_torchscript import WAYS, fresh
 
-# TorchScript is deprecated since torch 2.13, and programs still use it.
+# TorchScript is deprecated, and programs still use it.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),

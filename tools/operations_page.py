@@ -3,7 +3,7 @@
     python -m tools.operations_page > docs/operations.md
 
 Invariants:
-    - The page depends on the policy files alone, not on the machine or the build of PyTorch.
+    - The page depends on the policy files alone, not on the machine or the version and build of PyTorch.
     - Not part of the package.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
+from precast import _policy_file, _versions
 from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
 
 __all__ = ["page"]
@@ -46,7 +47,7 @@ operation without a rule in `torch` is followed only where the operation raises 
 
 def page() -> str:
     """The whole page."""
-    torch, default = Policy.load("torch"), Policy.load("default")
+    torch, default = _for_all_versions("torch"), _for_all_versions("default")
     parts = [
         _HEAD,
         *(f"| `{rule}` | {rule.meaning} |\n" for rule in Rule),
@@ -56,6 +57,16 @@ def page() -> str:
         *_lines(_changes(torch, default)),
     ]
     return "".join(parts)
+
+
+def _for_all_versions(name: str) -> Policy:
+    """The preset with the rows for any PyTorch that precast supports; a row says itself which."""
+    tables: dict[str, dict[str, Entry]] = {device: {} for device in DEVICE_TYPES}
+    for version in _versions.supported():
+        contents = _policy_file.read(name, version)
+        for device, table in contents.tables.items():
+            tables[device].update(table)
+    return Policy(contents.name, tables, contents.mixed, contents.summary)
 
 
 def _lines(lines: Iterable[str]) -> Iterator[str]:
@@ -86,7 +97,9 @@ def _cell(entry: Entry | None, notes: dict[str, int]) -> str:
 
 def _note(entry: Entry) -> str:
     builds = f"; only in builds for {entry.builds}" if entry.builds else ""
-    return entry.reason + builds
+    since = f"; since PyTorch {entry.since}" if entry.since else ""
+    until = f"; before PyTorch {entry.until}" if entry.until else ""
+    return entry.reason + builds + since + until
 
 
 def _changes(torch: Policy, default: Policy) -> Iterator[str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RegionError,
         RegionTypeError,
         ScalerError,
+        TorchVersionError,
     )
     from precast.events import Note, StepEvent, observe
     from precast.installation import install, uninstall
@@ -39,6 +40,7 @@ _HOME = {
         "RegionError",
         "RegionTypeError",
         "ScalerError",
+        "TorchVersionError",
     ),
     "precast.events": ("Note", "StepEvent", "observe"),
     "precast.installation": ("install", "uninstall"),
@@ -46,6 +48,7 @@ _HOME = {
     "precast.region": ("autocast", "current", "disable"),
     "precast.scaler": ("GradScaler",),
 }
+_WITHOUT_TORCH = ("precast.errors", "precast.events")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
@@ -62,6 +65,7 @@ __all__ = [
     "Rule",
     "ScalerError",
     "StepEvent",
+    "TorchVersionError",
     "__version__",
     "autocast",
     "current",
@@ -77,7 +81,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'precast' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    module = _MODULE_OF[name]
+    if module not in _WITHOUT_TORCH:
+        import_module(
+            "precast._torch"
+        )  # first: it refuses a PyTorch that the others cannot be loaded with
+    value = getattr(import_module(module), name)
     globals()[name] = value
     return value
 

@@ -3,6 +3,7 @@
 Invariants:
     - `[ops]` speaks for every device type, `[ops.cuda]` for one and is laid over `[ops]`.
     - A file is laid over its `base`; a chain of bases must end.
+    - A row for other versions of PyTorch is as if it were not written.
     - Every problem is one `PolicyError`: the file, the line or key, the value, what is allowed.
 """
 
@@ -17,8 +18,10 @@ from typing import Literal, cast
 
 import tomli_w
 
+from precast import _torch
 from precast._policy_rows import (
     DEVICE_TYPES,
+    ROW_KEYS,
     Entry,
     Rule,
     canonical,
@@ -29,6 +32,7 @@ from precast._policy_rows import (
     short,
     split,
 )
+from precast._versions import Version
 from precast.errors import PolicyError
 
 __all__ = ["MIXED", "Contents", "Mixed", "Tables", "preset_names", "read", "render", "write"]
@@ -56,13 +60,17 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
 
 
-def read(name_or_path: str | os.PathLike[str]) -> Contents:
+def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION) -> Contents:
     """The contents of a preset or a file.
+
+    Args:
+        name_or_path: which.
+        version: the PyTorch that it is read for: the installed one, unless to show what others get.
 
     Raises:
         PolicyError: there is no such preset or file, or it says something that it must not.
     """
-    return _read(_locate(name_or_path, Path()), ())
+    return _read(_locate(name_or_path, Path()), (), version)
 
 
 def render(contents: Contents) -> str:
@@ -103,19 +111,19 @@ def _locate(name_or_path: str | os.PathLike[str], folder: Path) -> Path:
     return path
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> Contents:
+def _read(path: Path, above: tuple[Path, ...], version: Version) -> Contents:
     if path.resolve() in above:
         chain = " -> ".join(p.name for p in (*above, path))
         raise PolicyError(f"{path}: base: the files lead back to themselves: {chain}")
     document = _parse(path)
     base = Contents()
     if "base" in document:
-        base = _read_base(path, document["base"], (*above, path.resolve()))
+        base = _read_base(path, document["base"], (*above, path.resolve()), version)
     return Contents(
         name=_text(document, "name", path.stem, path),
         summary=_text(document, "summary", "", path),
         mixed=_mixed(document, base.mixed, path),
-        tables=_tables(document.get("ops", {}), base.tables, path),
+        tables=_tables(document.get("ops", {}), base.tables, path, version),
     )
 
 
@@ -134,11 +142,11 @@ def _parse(path: Path) -> dict[str, object]:
     return document
 
 
-def _read_base(path: Path, base: object, above: tuple[Path, ...]) -> Contents:
+def _read_base(path: Path, base: object, above: tuple[Path, ...], version: Version) -> Contents:
     if not isinstance(base, str):
         raise PolicyError(f"{path}: base is {base!r}; it must be a preset's name or a path")
     try:
-        return _read(_locate(base, path.parent), above)
+        return _read(_locate(base, path.parent), above, version)
     except PolicyError as error:
         raise PolicyError(f"{path}: base = {base!r}: {error}") from error
 
@@ -157,21 +165,21 @@ def _mixed(document: Mapping[str, object], default: Mixed, path: Path) -> Mixed:
     return cast("Mixed", value)
 
 
-def _tables(ops: object, base: Tables, path: Path) -> Tables:
+def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
     if not isinstance(ops, Mapping):
         raise PolicyError(f"{path}: ops is {ops!r}; it must be a table, [ops] or [ops.cuda]")
     general = {key: value for key, value in ops.items() if key not in DEVICE_TYPES}
-    shared = _rows(general, path, "[ops]")
+    shared = _rows(general, path, "[ops]", version)
     tables = {}
     for device in DEVICE_TYPES:
-        own = _rows(ops.get(device, {}), path, f"[ops.{device}]")
+        own = _rows(ops.get(device, {}), path, f"[ops.{device}]", version)
         table = overlay(overlay(base.get(device, {}), shared), own)
         if table:
             tables[device] = table
     return tables
 
 
-def _rows(table: object, path: Path, section: str) -> dict[str, Entry]:
+def _rows(table: object, path: Path, section: str, version: Version) -> dict[str, Entry]:
     if not isinstance(table, Mapping):
         raise PolicyError(f"{path}: {section} is {table!r}; it must be a table of rules")
     rows: dict[str, Entry] = {}
@@ -183,9 +191,9 @@ def _rows(table: object, path: Path, section: str) -> dict[str, Entry]:
         if key in rows:
             raise PolicyError(f"{where}: the same operation is already in this table as {key}")
         rows[key] = parse_entry(value, where)
-        if not trusted:
+        if not trusted and rows[key].is_for(version):
             check_row(key, rows[key], where)
-    return rows
+    return {key: entry for key, entry in rows.items() if entry.is_for(version)}
 
 
 def _refuse_device_typo(name: str, value: object, where: str) -> None:
@@ -226,7 +234,7 @@ def _section(heading: str, table: Mapping[str, Entry]) -> list[str]:
 def _row(key: str, entry: Entry) -> str:
     if entry == Entry(entry.rule):
         return _line(short(key), entry.rule)
-    parts = {"rule": entry.rule, "reason": entry.reason, "builds": entry.builds}
+    parts = {name: getattr(entry, name) for name in ROW_KEYS}
     given = [_line(name, value) for name, value in parts.items() if value]
     # tomli_w writes a table over several lines; a row is one line.
     return _line(short(key), "").removesuffix('""') + "{ " + ", ".join(given) + " }"

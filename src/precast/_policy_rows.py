@@ -15,11 +15,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from precast import _torch
+from precast import _torch, _versions
+from precast._versions import Version
 from precast.errors import PolicyError
 
 __all__ = [
     "DEVICE_TYPES",
+    "ROW_KEYS",
     "Entry",
     "Rule",
     "canonical",
@@ -49,6 +51,10 @@ DEVICE_TYPES = (
 )
 
 _BUILDS = ("", "cuda", "rocm")
+_VERSION = re.compile(r"\d+\.\d+")
+ROW_KEYS = ("rule", "reason", "builds", "since", "until")
+"""What a row may say, in a policy file and in `Policy.replace`."""
+
 _NAME = re.compile(r"(?:(?P<namespace>\w+)::)?(?P<name>\w+)(?:\.(?P<overload>\w+))?")
 
 
@@ -89,16 +95,27 @@ class Entry:
         reason: why, in a few words.
         origin: the file and key that said so; no part of the value.
         builds: `cuda` or `rocm` where only such builds of PyTorch have a kernel of their own.
+        since: the first PyTorch that the row is for, such as `2.12`; all where empty.
+        until: the first PyTorch that it is no longer for; none where empty.
     """
 
     rule: Rule
     reason: str = ""
     origin: str = field(default="", compare=False)
     builds: str = ""
+    since: str = ""
+    until: str = ""
 
     def __post_init__(self) -> None:
         if not self.reason:
             object.__setattr__(self, "reason", self.rule.meaning)
+
+    def is_for(self, version: Version) -> bool:
+        """Whether the row is for this PyTorch; one that is not is as if it were not written."""
+        return not (
+            (self.since and version < _versions.parse(self.since))
+            or (self.until and version >= _versions.parse(self.until))
+        )
 
 
 def canonical(text: str, where: str = "operation") -> str:
@@ -144,7 +161,7 @@ def covered_overloads(operation: str) -> list[str]:
 
 
 def parse_entry(value: object, where: str) -> Entry:
-    """An entry from a rule, its name, or a mapping with `rule` and perhaps `reason` and `builds`.
+    """An entry from a rule, its name, or a mapping with `rule` and perhaps `reason`, `builds`, `since`, `until`.
 
     Raises:
         PolicyError: anything else, with the rules there are.
@@ -199,12 +216,12 @@ def _parse_rule(value: object, where: str) -> Rule:
 
 
 def _entry_from_mapping(value: Mapping[object, object], where: str) -> Entry:
-    unknown = [repr(key) for key in value if key not in ("rule", "reason", "builds")]
+    unknown = [repr(key) for key in value if key not in ROW_KEYS]
     if unknown or "rule" not in value:
         problem = f"{', '.join(unknown)} is not allowed here" if unknown else "there is no 'rule'"
         raise PolicyError(
-            f"{where}: {problem}; write a rule's name or "
-            '{ rule = "keep", reason = "...", builds = "cuda" } (only the rule is required); '
+            f'{where}: {problem}; write a rule\'s name or {{ rule = "keep", reason = "...", '
+            'builds = "cuda", since = "2.12", until = "2.14" } (only the rule is required); '
             'a name with an overload needs quotes, as in "softmax.int" = "keep"'
         )
     reason, builds = value.get("reason", ""), value.get("builds", "")
@@ -213,7 +230,17 @@ def _entry_from_mapping(value: Mapping[object, object], where: str) -> Entry:
     if not isinstance(builds, str) or builds not in _BUILDS:
         allowed = ", ".join(repr(build) for build in _BUILDS)
         raise PolicyError(f"{where}: builds is {builds!r}. Allowed: {allowed}")
-    return Entry(_parse_rule(value["rule"], where), reason, where, builds)
+    since, until = (_version(value, key, where) for key in ("since", "until"))
+    return Entry(_parse_rule(value["rule"], where), reason, where, builds, since, until)
+
+
+def _version(value: Mapping[object, object], key: str, where: str) -> str:
+    version = value.get(key, "")
+    if not isinstance(version, str) or (version and not _VERSION.fullmatch(version)):
+        raise PolicyError(
+            f'{where}: {key} is {version!r}; it must be a version of PyTorch as text: {key} = "2.13"'
+        )
+    return version
 
 
 def _check_exists(

@@ -6,6 +6,7 @@ private feature of the installed PyTorch (developed on 2.13), so that a new vers
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,13 +14,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
+from precast import _versions
+
 __all__ = [
     "UNUSED_DEVICE_TYPES",
+    "VERSION",
     "AutocastOff",
     "Kernel",
     "OpOverload",
@@ -69,6 +73,9 @@ __all__ = [
     "update_scale_",
     "version_of",
 ]
+
+VERSION: Final = _versions.check(torch.__version__)
+"""The installed PyTorch, major and minor: checked here, before anything of it is used that older ones do not have."""
 
 Kernel = Callable[..., Any]
 """What stands behind a dispatch key: called as ``kernel(keyset, *args, **kwargs)``."""
@@ -262,8 +269,12 @@ def quiet_override() -> Iterator[None]:
 
 
 def operator_names() -> set[str]:
-    """All operators that the dispatcher knows, in its spelling ("aten::softmax.int"); no public list (2.13)."""
-    return set(torch._C._dispatch_get_all_op_names())
+    """All operators that a kernel can be written for, as the dispatcher spells them ("aten::softmax.int").
+
+    No public list (2.13). Overloads that take names of dimensions, which there are until 2.12, can be called from
+    C++ alone: "aten::softmax.Dimname". They are left out here and below.
+    """
+    return {name for name in torch._C._dispatch_get_all_op_names() if not _takes_names(name)}
 
 
 def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
@@ -276,8 +287,13 @@ def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
     return {s.overload_name: s for s in schemas if _reaches_dispatcher(operation, s.overload_name)}
 
 
+def _takes_names(name: str) -> bool:
+    return re.search(r"aten::\w+\.\w*([Dd]imname|names)", name) is not None
+
+
 def _reaches_dispatcher(operation: str, overload: str) -> bool:
-    return torch._C._dispatch_has_kernel(f"{operation}.{overload}" if overload else operation)
+    name = f"{operation}.{overload}" if overload else operation
+    return torch._C._dispatch_has_kernel(name) and not _takes_names(name)
 
 
 def custom_backend() -> str:
@@ -439,10 +455,9 @@ def on_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
     `context_fn` belongs to the caller, and the reentrant kind has none (2.13).
     """
     module: Any = torch.utils.checkpoint
-    generator, forward = (
-        module._checkpoint_without_reentrant_generator,
-        module.CheckpointFunction.forward,
-    )
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" if hasattr(module, f"{name}_impl") else ""  # since 2.14; the other calls it
+    generator, forward = getattr(module, name), module.CheckpointFunction.forward
 
     @wraps(generator)
     def not_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -452,7 +467,7 @@ def on_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
     def reentrant(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
         return forward(ctx, wrap(function), *args)
 
-    module._checkpoint_without_reentrant_generator = not_reentrant
+    setattr(module, name, not_reentrant)
     module.CheckpointFunction.forward = staticmethod(reentrant)
 
 
@@ -482,7 +497,8 @@ def on_graph_region(open_region: Callable[[str, torch.dtype, bool, str], Any]) -
     or, with the backend "eager", each time. Dynamo knows PyTorch's regions only, and no other argument of theirs can
     say which policy is meant (2.13). What `open_region` gives is entered and left in its place.
     """
-    kind: Any = torch.amp.autocast_mode._UnmanagedAutocast
+    # Such regions have a class of their own since 2.12.
+    kind: Any = getattr(torch.amp.autocast_mode, "_UnmanagedAutocast", torch.autocast)
     enter, leave = kind.__enter__, kind.__exit__
 
     @wraps(enter)

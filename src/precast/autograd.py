@@ -115,8 +115,9 @@ def _forward(function: Callable[..., Any], device_type: str, dtype: torch.dtype 
         if not _casts(device_type, dtype):
             return _noting(function, device_type, *args, **kwargs)
         with torch.autocast(device_type, enabled=False):
-            args = _cast(args, device_type, dtype)
-            return _noting(function, device_type, *args, **_cast(kwargs, device_type, dtype))
+            # Not ctx: Dynamo cannot look into it (until 2.12).
+            cast = [a if _is_context(a) else _cast(a, device_type, dtype) for a in args]
+            return _noting(function, device_type, *cast, **_cast(kwargs, device_type, dtype))
 
     return decorated
 
@@ -136,9 +137,13 @@ def _setup_context(function: Callable[..., Any], device_type: str, dtype: Any) -
 def _noting(function: Callable[..., Any], device_type: str, /, *args: Any, **kwargs: Any) -> Any:
     """Calls `function`, and notes on its `ctx`, if it gets one, what it runs in."""
     ctx = args[0] if args else kwargs.get("ctx")  # operators call setup_context by keywords
-    if hasattr(ctx, "save_for_backward"):
+    if _is_context(ctx):
         setattr(ctx, _slot(device_type), _capture(device_type))
     return function(*args, **kwargs)
+
+
+def _is_context(value: Any) -> bool:
+    return hasattr(value, "save_for_backward")
 
 
 def _casts(device_type: str, dtype: torch.dtype | None) -> bool:

@@ -6,7 +6,8 @@
     │   └── RegionTypeError (TypeError)   an argument is missing or of the wrong type
     ├── BannedOperationError (RuntimeError)  an operation that the policy refuses inside a region
     ├── ScalerError (RuntimeError, ValueError)  a gradient scaler used in the wrong order or on the wrong tensors
-    └── MissingExtraError (ImportError)   an optional package is not installed; says what to install
+    ├── MissingExtraError (ImportError)   an optional package is not installed; says what to install
+    └── TorchVersionError (ImportError)   the installed PyTorch is older than precast can run on
 
     PrecastWarning (UserWarning)          something will not do what was probably meant
 
@@ -24,6 +25,7 @@ __all__ = [
     "RegionError",
     "RegionTypeError",
     "ScalerError",
+    "TorchVersionError",
 ]
 
 
@@ -59,6 +61,10 @@ class ScalerError(PrecastError, RuntimeError, ValueError):
 
 class MissingExtraError(PrecastError, ImportError):
     """An optional package is missing; the message names the extra to install."""
+
+
+class TorchVersionError(PrecastError, ImportError):
+    """The installed PyTorch is older than precast can run on; the message names both and the way out."""
 
 
 class PrecastWarning(UserWarning):

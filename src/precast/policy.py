@@ -259,8 +259,10 @@ def _changed(
     rows: dict[str, Entry] = {}
     for name, value in changes.items():
         key = canonical(name, where)
-        rows[key] = parse_entry(Rule.KEEP if value is None else value, f"{where} {name}")
-        check_row(key, rows[key], f"{where} {name}")
+        entry = parse_entry(Rule.KEEP if value is None else value, f"{where} {name}")
+        if entry.is_for(_torch.VERSION):
+            check_row(key, entry, f"{where} {name}")
+            rows[key] = entry
     gone = {canonical(name) for name, value in changes.items() if value is None}
     return {key: entry for key, entry in overlay(table, rows).items() if key not in gone}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.conformance.compare import assert_same, differentiate, in_both_dtypes, refused
 from tests.conformance.systems import MakeRegion, System, on_all_systems
 
-# TorchScript is deprecated since torch 2.13, and programs still use it.
+# TorchScript is deprecated, and programs still use it.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),

@@ -77,7 +77,7 @@ def checkerboard(size: int) -> Tensor:
 
 def _script(network: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
-        # TorchScript is deprecated since PyTorch 2.13; that it still trains is what this shows.
-        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", DeprecationWarning)
+        # TorchScript is deprecated (since 2.14 by a FutureWarning); that it still trains is what this shows.
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated")
         scripted: nn.Module = torch.jit.script(network)
     return scripted

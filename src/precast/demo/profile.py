@@ -63,7 +63,9 @@ def profile_steps(
     optimizer.zero_grad()
     resident = _bytes_of([*_state(model, optimizer), *batches[0]])
     before = _start_counting(device)
-    with _quiet_profiler(), torch.profiler.profile(activities=activities, profile_memory=True) as p:
+    # One cycle: all its events are kept either way, but until 2.12 the default warns that others would not be.
+    profiler = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    with _quiet_profiler(), profiler as p:
         for batch in batches:
             step(batch)
         synchronize(device)
