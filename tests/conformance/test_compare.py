@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import precast
-from tests.conformance.compare import assert_same, difference, used
-from tests.conformance.systems import SYSTEMS, MakeRegion, System
+from tests.conformance.compare import amp, assert_same, difference, used
+from tests.conformance.systems import SYSTEMS, TORCH, MakeRegion, System
 
 ONE = torch.ones(2)
 
@@ -72,6 +72,17 @@ def test_another_policy_is_seen() -> None:
 
     with pytest.raises(AssertionError, match="float32 against torch"):
         assert_same(System("another policy", region), program)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=str)
+def test_scaler_and_decorators_are_those_of_the_system(system: System) -> None:
+    with TORCH() as region:
+        assert type(amp(region).GradScaler("cpu")) is torch.amp.GradScaler
+        assert amp(region).custom_fwd is torch.amp.custom_fwd is not precast.custom_fwd
+    with system() as region:
+        assert type(amp(region).GradScaler("cpu")) is precast.GradScaler
+        assert amp(region).custom_fwd is precast.custom_fwd
+        assert amp(region).custom_bwd is precast.custom_bwd
 
 
 def test_gradients_are_compared() -> None:

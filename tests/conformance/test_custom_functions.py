@@ -194,16 +194,33 @@ REGIONS: dict[str, Callable[[MakeRegion], AbstractContextManager[Any]]] = {
 CASTS = [None, torch.float32, torch.float16, torch.bfloat16]
 
 
+class Before:
+    """The decorators of code that was imported before `install`."""
+
+    custom_fwd = staticmethod(torch.amp.custom_fwd)
+    custom_bwd = staticmethod(torch.amp.custom_bwd)
+
+
 @pytest.mark.parametrize("cast_inputs", CASTS, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @on_all_systems
 def test_functions(system: System, name: str, cast_inputs: torch.dtype | None) -> None:
-    assert_same(system, _everywhere, FUNCTIONS[name], cast_inputs)
+    assert_same(system, _everywhere, FUNCTIONS[name], cast_inputs, None)
 
 
-def _everywhere(region: MakeRegion, function: Any, cast_inputs: Any) -> Any:
+@pytest.mark.parametrize("cast_inputs", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@on_all_systems
+def test_functions_that_pytorch_decorated(
+    system: System, name: str, cast_inputs: torch.dtype | None
+) -> None:
+    assert_same(system, _everywhere, FUNCTIONS[name], cast_inputs, Before)
+
+
+def _everywhere(region: MakeRegion, function: Any, cast_inputs: Any, decorators: Any) -> Any:
     """Called in every kind of region, with backward after it, in it, in another one, in another thread, and twice."""
-    call = function(amp(region), **({} if cast_inputs is None else {"cast_inputs": cast_inputs}))
+    options = {} if cast_inputs is None else {"cast_inputs": cast_inputs}
+    call = function(decorators or amp(region), **options)
     return {
         (name, where): _called(region, call, REGIONS[name], where)
         for name in REGIONS

@@ -201,7 +201,7 @@ def evaluated(t: Training) -> None:
 
 
 def by_threads(t: Training) -> None:
-    """As `DataParallel` does: a forward for each part in a thread, with the region inside of the model's forward."""
+    """As `DataParallel` does on its devices: a thread for each part, with the region inside of the model's forward."""
 
     class Replica(nn.Module):
         def __init__(self, model: nn.Module) -> None:
