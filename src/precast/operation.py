@@ -65,7 +65,11 @@ class Operation:
         """Runs the operation on converted tensors; what it writes to gets the result copied back."""
         if self.written:
             return self._call_in_place(convert, args, kwargs)
-        return self.call(map_tensors(args, convert), map_tensors(kwargs, convert))
+        # From the last to the first, as PyTorch's compiled kernels cast: gradients of a tensor that stands in several
+        # places are added in that order, which shows in their last bit.
+        kwargs = {name: map_tensors(kwargs[name], convert) for name in reversed(kwargs)}
+        last_first = [map_tensors(value, convert) for value in reversed(args)]
+        return self.call(last_first[::-1], kwargs)
 
     def eligible(self, value: object) -> bool:
         """Whether a rule casts this argument."""

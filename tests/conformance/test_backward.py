@@ -251,3 +251,26 @@ def _reentrant(region: MakeRegion, inside: bool, depth: int) -> Any:
         y.float().sum().backward()
     assert (threads == [threading.get_ident()]) is (depth < 60)
     return y, x.grad, weight.grad
+
+
+@on_all_systems
+def test_one_tensor_in_several_places(system: System) -> None:
+    """Each place has a cast of its own, and the order of the casts is that in which gradients are added."""
+    assert_same(system, _in_several_places, 20)
+
+
+def _in_several_places(region: MakeRegion, count: int) -> Any:
+    found = []
+    for _ in range(count):
+        x, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+        with region("cpu", cache_enabled=False):
+            y = x * 1
+            results = [
+                torch.mm(y, y),
+                torch.addmm(y, y, y),
+                torch.baddbmm(y[None], y[None], y[None]),
+            ]
+            results += [F.linear(other, y, y[0]), torch.einsum("ij,kj,lk->il", y, y, y), y * 3]
+        total = sum(r.float().square().sum() for r in results)
+        found += [*results, *torch.autograd.grad(total, x)]  # type: ignore[arg-type]
+    return found
