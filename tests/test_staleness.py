@@ -157,6 +157,7 @@ def test_a_copy_ends_with_the_memory_of_its_source(frozen: bool) -> None:
     weight = ones().requires_grad_(not frozen)
     cache = WeightCache()
     with torch.no_grad():
+        cache.cast(weight, torch.bfloat16, "cpu")  # a frozen one is held from its second use on
         copies = [cache.cast(w, torch.bfloat16, "cpu") for w in (weight, weight.t())]
     assert None not in copies
     gone = [weakref.ref(copy) for copy in copies if copy is not None]

@@ -238,15 +238,30 @@ def test_several_uses_of_a_weight_give_pytorchs_gradient() -> None:
     assert torch.equal(*gradients)
 
 
-def test_frozen_weights_and_views_are_cast_once(casts: list[Any]) -> None:
-    frozen = parameter(4, 4).requires_grad_(False)
-    tied = parameter(4, 4)
-    x = torch.randn(3, 4)
+def test_views_of_weights_are_cast_once_where_no_gradient_is_needed(casts: list[Any]) -> None:
+    tied, x = parameter(4, 4), torch.randn(3, 4)
     with precast.autocast("cpu"), torch.no_grad():
         for _ in range(5):
-            F.linear(x, frozen)
             F.linear(x, tied.t())
-    assert casts == [(4, 4), (4, 4)]
+    assert casts == [(4, 4)]
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize(
+    ("mode", "frozen"),
+    [(nullcontext, True), (torch.no_grad, True), (torch.inference_mode, False)],
+)
+def test_what_pytorch_casts_at_every_use_is_held_from_its_second_use_on(
+    mode: Any, frozen: bool, casts: list[Any]
+) -> None:
+    weight, x = parameter(4, 4).requires_grad_(not frozen), torch.randn(3, 4)
+    for uses, made in ((1, 0), (2, 1), (1, 0), (5, 1)):
+        casts.clear()
+        with precast.autocast("cpu"), mode():
+            for _ in range(uses):
+                result = F.linear(x, weight)
+        assert len(casts) == made
+        assert torch.equal(result, F.linear(x.bfloat16(), weight.bfloat16()))
 
 
 def test_a_view_that_needs_a_gradient_is_left_to_pytorchs_way(casts: list[Any]) -> None:
@@ -283,6 +298,7 @@ def test_the_cache_keeps_no_frozen_weight_alive() -> None:
     gone = weakref.ref(weight)
     cache = WeightCache()
     with torch.no_grad():
+        assert cache.cast(weight, torch.bfloat16, "cpu") is None, "its first use"
         assert cache.cast(weight, torch.bfloat16, "cpu") is not None
         assert cache.cast(weight.t(), torch.bfloat16, "cpu") is not None
     del weight
