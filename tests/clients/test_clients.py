@@ -93,16 +93,15 @@ def test_clients_imported_after_precast_was_installed_compute_the_same(
     assert differ == {case: [] for case in CASES}
 
 
-def test_the_example_in_the_documentation_runs() -> None:
+def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
     [example] = [
         text
         for _, text in _blocks(ROOT / "docs" / "usage.md", "python")
         if text.startswith("# not run: needs the libraries of the extra test-clients")
     ]
-    try:
-        exec(compile(example, "docs/usage.md", "exec"), {})
-    finally:
-        precast.uninstall()
+    script = tmp_path / "example.py"
+    script.write_text(example, encoding="utf-8")
+    subprocess.run([sys.executable, str(script)], check=True, cwd=tmp_path)
 
 
 # --- what the comparison rests on ---
