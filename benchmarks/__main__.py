@@ -25,9 +25,16 @@ Rows = Iterator[dict[str, Any]]
     "--rounds", default=overhead.ROUNDS, show_default=True, help="Rounds of each comparison."
 )
 @click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    type=click.Choice(list(clients.SIZES)),
+    help="Of clients; all but the large one if none is given.",
+)
+@click.option(
     "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write all rows here."
 )
-def main(names: tuple[str, ...], rounds: int, path: Path | None) -> None:
+def main(names: tuple[str, ...], rounds: int, sizes: tuple[str, ...], path: Path | None) -> None:
     """Measure precast beside torch.autocast, in one process, in turns.
 
     Without NAMES: overhead and demos. Clients need the extra test-clients.
@@ -35,7 +42,7 @@ def main(names: tuple[str, ...], rounds: int, path: Path | None) -> None:
     suites: dict[str, Callable[[], Rows]] = {
         "overhead": lambda: overhead.run(rounds=rounds),
         "demos": lambda: iter(demos.run()),
-        "clients": lambda: clients.run(rounds=rounds),
+        "clients": lambda: clients.run(rounds=rounds, sizes=sizes or clients.USUAL_SIZES),
     }
     rows = [
         row
@@ -105,15 +112,21 @@ def _demos(rows: list[dict[str, Any]]) -> Table:
 
 
 def _clients(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Models and trainers of other libraries (ratio: to torch.autocast)")
-    for heading in ("size", "client", "work", "variant"):
-        table.add_column(heading)
-    for heading in ("ms", "spread", "ratio", "its spread"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        time = (f"{row['median_ms']:.2f}", f"{row['iqr_ms']:.2f}")
-        ratio = (f"{row['ratio']:.3f}", f"{row['ratio_iqr']:.3f}")
-        table.add_row(row["size"], row["case"], row["work"], row["kind"], *time, *ratio)
+    kinds = list(dict.fromkeys(row["kind"] for row in rows if row["kind"] != clients.BASELINE))
+    table = Table(
+        title="Models and trainers of other libraries (ratios to torch.autocast, and their spread)"
+    )
+    for heading in ("size", "client", "work"):
+        table.add_column(heading, overflow="fold")
+    for heading in (f"{clients.BASELINE}, ms", *kinds):
+        table.add_column(heading, justify="right", overflow="fold")
+    for case in dict.fromkeys((row["size"], row["case"], row["work"]) for row in rows):
+        found = {r["kind"]: r for r in rows if (r["size"], r["case"], r["work"]) == case}
+        ratios = [
+            f"{found[kind]['ratio']:.3f} ({found[kind]['ratio_iqr']:.3f})" if kind in found else ""
+            for kind in kinds
+        ]
+        table.add_row(*case, f"{found[clients.BASELINE]['median_ms']:.2f}", *ratios)
     return table
 
 

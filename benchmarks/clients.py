@@ -24,8 +24,9 @@ from benchmarks.client_models import MODELS, SIZES, Batch, Size
 from benchmarks.client_steps import FRAMEWORKS, WORKS, Region
 from benchmarks.interleave import Variant, compare
 
-__all__ = ["run"]
+__all__ = ["BASELINE", "SIZES", "USUAL_SIZES", "run"]
 
+USUAL_SIZES = ("tiny", "small", "medium")
 BASELINE = "torch.autocast"
 _CONTROL = "torch.autocast again"
 _INSTALLED = "precast.install"
@@ -34,9 +35,7 @@ _TURN = 0.2
 _IN_FRAMEWORKS = "GPT-2"
 
 
-def run(
-    *, rounds: int = 21, sizes: tuple[str, ...] = ("tiny", "small", "medium")
-) -> Iterator[dict[str, Any]]:
+def run(*, rounds: int = 21, sizes: tuple[str, ...] = USUAL_SIZES) -> Iterator[dict[str, Any]]:
     """Measures each model, and each framework on one of them.
 
     Args:
