@@ -231,6 +231,18 @@ def test_a_weight_made_in_inference_mode_is_cast_each_time() -> None:
         assert F.linear(x, weight).sum() == 0
 
 
+def test_a_weight_made_in_inference_mode_that_got_other_data() -> None:
+    # It is no inference tensor then, by what it says, and counts no versions all the same.
+    with torch.inference_mode():
+        weight = ones()
+    weight.data = torch.ones(3, 3)
+    x = torch.ones(2, 3)
+    with precast.autocast("cpu"):
+        assert F.linear(x, weight).sum() == 18
+        weight.data = torch.zeros(3, 3)
+        assert F.linear(x, weight).sum() == 0
+
+
 def test_fake_tensors_leave_nothing_in_the_cache() -> None:
     weight, x = ones(), torch.ones(2, 3)
     with precast.autocast("cpu"):

@@ -228,6 +228,35 @@ def test_freezing_and_unfreezing_inside_a_region_is_seen() -> None:
 
 
 @pytest.mark.usefixtures("_engine")
+def test_a_thawed_weight_gets_back_the_copy_it_had(casts: list[Any]) -> None:
+    weight, x = parameter(4, 4), torch.randn(3, 4)
+    gradients = []
+    for autocast in (torch.autocast, precast.autocast):
+        with autocast("cpu"):
+            loss = F.linear(x, weight).float().square().sum()
+            for _ in range(2):
+                weight.requires_grad_(False)
+                F.linear(x, weight)
+                weight.requires_grad_(True)
+                loss = loss + F.linear(x * 3, weight).float().square().sum()
+        gradients += torch.autograd.grad(loss, weight)
+    assert torch.equal(*gradients)
+    assert len(casts) == 2, "one copy for each state"
+
+
+@pytest.mark.usefixtures("_engine")
+def test_a_weight_written_while_it_is_frozen_is_not_stale_when_thawed() -> None:
+    weight, x = parameter(3, 3), torch.randn(2, 3)
+    with precast.autocast("cpu"):
+        F.linear(x, weight)
+        weight.requires_grad_(False)
+        F.linear(x, weight)
+        weight.zero_()
+        weight.requires_grad_(True)
+        assert F.linear(x, weight).abs().sum() == 0
+
+
+@pytest.mark.usefixtures("_engine")
 def test_several_uses_of_a_weight_give_pytorchs_gradient() -> None:
     weight, x = parameter(4, 4), torch.randn(3, 4)
     gradients = []

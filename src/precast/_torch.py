@@ -32,6 +32,7 @@ __all__ = [
     "base_of",
     "check_and_unscale_",
     "compiled_kernel",
+    "counts_versions",
     "custom_backend",
     "destroy",
     "dispatch_modes",
@@ -84,6 +85,16 @@ Kernel = Callable[..., Any]
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+
+
+def counts_versions(tensor: torch.Tensor) -> bool:
+    """Whether writes to a tensor can be seen: not where it was made in inference mode, whatever its data is now."""
+    try:
+        version_of(tensor)
+    except RuntimeError:
+        return False
+    return not tensor.is_inference()
+
 
 # The dispatcher's autocast keys have no public list by device type (2.13); PrivateUse1 is the odd name.
 _KEY_NAMES = {

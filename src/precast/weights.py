@@ -4,6 +4,7 @@ Invariants:
 
 - an entry is used only while its source has the same version counter, the same storage and the same
   `requires_grad` as when it was cast, so an in-place update, `p.data = other` or a freeze is always seen;
+- a weight that is thawed gets back the copy that it had before it was frozen, as in PyTorch;
 - entries are kept by target dtype: regions of two dtypes never share a copy;
 - a copy of a tensor that requires grad carries its gradient, whatever the grad mode it was made in, and is
   never an inference tensor; so it is right in every mode that follows;
@@ -33,6 +34,7 @@ from torch.nn import Parameter
 
 from precast._torch import (
     base_of,
+    counts_versions,
     dispatch_modes,
     innermost_dispatch_mode,
     is_functorch_active,
@@ -54,7 +56,16 @@ Held = TypeVar("Held")
 class CachedCast:
     """One lower-precision copy, and what its source looked like when it was made; between regions, without the copy."""
 
-    __slots__ = ("asked", "cast", "owner", "pointer", "requires_grad", "storage", "version")
+    __slots__ = (
+        "asked",
+        "cast",
+        "other",
+        "owner",
+        "pointer",
+        "requires_grad",
+        "storage",
+        "version",
+    )
 
     def __init__(
         self, source: Tensor, cast: Tensor | None, owner: Tensor, forget: Callable[[Any], Any]
@@ -62,6 +73,8 @@ class CachedCast:
         self.cast = cast
         self.asked = -1
         """The region in which it was used once without a copy."""
+        self.other: CachedCast | None = None
+        """The one from before its source was frozen, or thawed, in this region."""
         self.version = version_of(source)
         self.requires_grad = source.requires_grad
         self.owner = weakref.ref(owner, forget)
@@ -72,15 +85,18 @@ class CachedCast:
 
     def is_of(self, source: Tensor) -> bool:
         """Whether `source` is still what was cast."""
-        return (
-            self.version == version_of(source)
-            and self.requires_grad == source.requires_grad
-            and (self.storage is None or self.pointer == source.data_ptr())
+        return self.requires_grad == source.requires_grad and self.has_numbers_of(source)
+
+    def has_numbers_of(self, source: Tensor) -> bool:
+        """Whether the contents of `source` are still what was cast."""
+        return self.version == version_of(source) and (
+            self.storage is None or self.pointer == source.data_ptr()
         )
 
     def renew(self, source: Tensor, cast: Tensor) -> None:
         """Takes a copy of the same source, which was written or has lost its copy."""
         self.cast = cast
+        self.other = None
         self.version = version_of(source)
 
 
@@ -157,7 +173,7 @@ class WeightCache:
             if copies:
                 copies.clear()
         for entry in held:  # a source may end with its copy, and be forgotten here
-            entry.cast = None
+            entry.cast = entry.other = None
         self._modes = None
         self._region += 1
 
@@ -194,8 +210,16 @@ class WeightCache:
                 known.asked = self._region
                 return None
             known.renew(tensor, _graph_cast(tensor, dtype))
-            self.leaves[dtype][id(tensor)] = known
+            self._put(known, tensor, dtype)
         return known.cast
+
+    def _put(self, entry: CachedCast, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Has an entry stand for a leaf; the one from before it was frozen, or thawed, waits for its turn."""
+        leaves, key = self.leaves[dtype], id(tensor)
+        before = leaves.get(key)
+        if before is not None and before is not entry and before.has_numbers_of(tensor):
+            entry.other, before.other = before, None
+        self._known[dtype][key] = leaves[key] = entry
 
     def _under_mode(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         # What needs no gradient is cast at each use, as PyTorch does: it may be what runs when this runs again.
@@ -213,6 +237,10 @@ class WeightCache:
             return entry.cast
         if not _holdable(tensor, plain):
             return _once(tensor, dtype)
+        other = None if entry is None else entry.other
+        if other is not None and other.is_of(tensor):
+            self._put(other, tensor, dtype)
+            return other.cast
         if plain and not _held_by_pytorch(tensor):
             self._known[dtype][key] = entry = self._entry(tensor, None, dtype)
             entry.asked = self._region
@@ -221,7 +249,7 @@ class WeightCache:
         if type(cast) in (Tensor, type(tensor)):  # else a tracer's, of no use outside of it
             entry = self._entry(tensor, cast, dtype)
             if plain:
-                self._known[dtype][key] = self.leaves[dtype][key] = entry
+                self._put(entry, tensor, dtype)
             else:
                 self._wrapped[dtype][key] = entry
         return cast
@@ -272,11 +300,11 @@ def _is_plain(kind: type[Tensor]) -> bool:
 
 
 def _holdable(tensor: Tensor, plain: bool) -> bool:
-    # Inference tensors count no versions; under a functorch transform tensors are wrappers of one call; a view with
-    # the bit that says "negated" has the geometry of the one without; a wrapper that cannot be flattened is a tracer's.
+    # Under a functorch transform tensors are wrappers of one call; a view with the bit that says "negated" has the
+    # geometry of the one without; a wrapper that cannot be flattened is a tracer's.
     return (
         tensor.layout is torch.strided
-        and not tensor.is_inference()
+        and counts_versions(tensor)
         and not tensor.is_neg()
         and not is_functorch_active()
         and (plain or hasattr(type(tensor), "__tensor_flatten__"))
