@@ -1,7 +1,9 @@
-"""What holds for all tests: one thread for PyTorch (tensors are tiny), and no region left open by any of them."""
+"""What holds for all tests: one thread for PyTorch (tensors are tiny), no region left open, one seed for programs."""
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +13,16 @@ from hypothesis import settings
 from precast.frames import regions
 from precast.marks import NO_MARK
 
+# In the environment, so that what this process starts draws the same programs.
+PROGRAMS_SEED = int(os.environ.setdefault("PRECAST_PROGRAMS_SEED", str(random.getrandbits(30))))
 torch.set_num_threads(1)
 # A deadline would test how busy the machine is.
 settings.register_profile("precast", deadline=None)
 settings.load_profile("precast")
+
+
+def pytest_report_header() -> str:
+    return f"random programs: PRECAST_PROGRAMS_SEED={PROGRAMS_SEED}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,71 @@
+"""The intended differences between precast with the policy "torch" and torch.amp that random programs can meet.
+
+Each is a line of docs/differences.md with a test of its own. A program that differs is compared once more after the
+seam of a difference was repaired in PyTorch, and must be equal then: see `programs.seams`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["DIFFERENCES", "Difference"]
+
+
+class Difference(NamedTuple):
+    """One line of the list."""
+
+    seam: str
+    """Where a run comes by it."""
+    when_installed: bool
+    """Whether it is so for PyTorch's own regions too, while precast is installed."""
+    name: str
+    what: str
+    test: str
+    """The test that pins it: file::function."""
+    anchor: str
+    """The heading of docs/differences.md under which its line is, as links name it."""
+
+
+DIFFERENCES = (
+    Difference(
+        seam="written",
+        when_installed=True,
+        name="a weight changed inside a region",
+        what="PyTorch uses the old copy until the outermost region ends; precast sees the change.",
+        test="tests/test_weights.py::test_a_written_weight_is_never_stale",
+        anchor="weight-cache",
+    ),
+    Difference(
+        seam="dtype",
+        when_installed=True,
+        name="a float16 region in a bfloat16 one, same weight",
+        what="PyTorch's cache gives the copy in the other dtype; precast keeps copies by dtype.",
+        test="tests/test_weights.py::test_regions_of_two_dtypes_share_a_weight",
+        anchor="weight-cache",
+    ),
+    Difference(
+        seam="own cache",
+        when_installed=False,
+        name="a region of precast's inside one of PyTorch's, same weight",
+        what="Each has a copy of its own, so their gradients are added in float32, not in 16 bits.",
+        test="tests/conformance/test_differences.py::test_each_difference_is_met_by_its_program",
+        anchor="weight-cache",
+    ),
+    Difference(
+        seam="re-entered",
+        when_installed=False,
+        name="one object entered twice",
+        what="PyTorch's stays on after the last exit; precast's restores what was there.",
+        test="tests/test_region.py::test_one_object_entered_twice_restores_what_was_there",
+        anchor="regions",
+    ),
+    Difference(
+        seam="uncounted",
+        when_installed=True,
+        name="a frozen weight written through `.data` inside a region (a known limit)",
+        what="Precast uses the old copy until the outermost region ends; PyTorch keeps none of frozen "
+        "weights.",
+        test="tests/conformance/test_differences.py::test_each_difference_is_met_by_its_program",
+        anchor="known-limits",
+    ),
+)

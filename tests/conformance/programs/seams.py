@@ -1,0 +1,144 @@
+"""The points of a run at which PyTorch's weight cache gives what it should not, or another cache than precast's.
+
+A run notes the *seams* that it comes by. With *repairs* the cache is emptied there, so that PyTorch computes what it
+would without the defect, and everything else stays comparable to the bit. On precast's side the same repair drops what
+PyTorch's lost with it, and leaves what is under test: whatever precast must see by itself.
+
+| seam | the run comes by |
+|---|---|
+| "written" | a leaf with another version or other memory than before the step |
+| "dtype" | an operation in a region of another dtype than that of the operation before |
+| "own cache" | a region of precast's inside one of PyTorch's: another one than the operation before was in |
+| "re-entered" | a region object that is entered while it is open |
+| "uncounted" | a write that leaves no trace on the weight but its contents |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precast.frames import regions
+from tests.conformance.programs.steps import GradMode, Region
+from tests.conformance.programs.world import World
+
+__all__ = ["NO_REPAIRS", "Repairs", "Seams", "repair_ours", "repair_pytorch"]
+
+Fingerprint = tuple[int, int]
+_clear_pytorchs = (
+    torch._C.clear_autocast_cache
+)  # `torch.clear_autocast_cache` clears precast's, too
+
+
+class Repairs(NamedTuple):
+    """At which seams something is done, and what: called with the seam and what is there."""
+
+    seams: frozenset[str]
+    forget: Callable[[str, Any], None]
+
+
+def _nothing(seam: str, what: Any) -> None:
+    raise AssertionError(seam)
+
+
+NO_REPAIRS = Repairs(frozenset(), _nothing)
+
+
+def repair_pytorch(seam: str, what: Any) -> None:
+    """PyTorch's cache can be emptied, no more."""
+    if seam != "re-entered":
+        _clear_pytorchs()
+
+
+def repair_ours(seam: str, what: Any) -> None:
+    """Drops what PyTorch's cache lost with its wrong copies; keeps those that precast must know to be wrong."""
+    repair_pytorch(seam, what)
+    if seam == "written":
+        _drop(lambda leaf, entry: leaf not in what)
+    elif seam == "dtype":
+        _drop(lambda leaf, entry: entry.cast.dtype is what)
+    elif seam != "re-entered":
+        regions.cache.clear()
+
+
+def _drop(is_lost: Callable[[int, Any], bool]) -> None:
+    """Takes copies of leaves out of precast's cache."""
+    for entries in regions.cache.leaves.values():
+        for leaf, entry in list(entries.items()):
+            if is_lost(leaf, entry):
+                entry.cast = entry.other = None
+                entries.pop(leaf, None)  # it may have ended with its copy
+
+
+class Seams:
+    """What one run comes by; a `with` around each step that computes."""
+
+    def __init__(self, world: World, repairs: Repairs) -> None:
+        self.met: set[str] = set()
+        self._world = world
+        self._repairs = repairs
+        self._open: list[tuple[Region | GradMode, int]] = []
+        self._entries = 0
+        self._dtype: torch.dtype | None = None
+        self._cache = 0
+        self._leaves = self._fingerprints()
+
+    def meets(self, seam: str, what: Any = None) -> bool:
+        """Notes a seam; returns whether it is repaired."""
+        self.met.add(seam)
+        if seam not in self._repairs.seams:
+            return False
+        self._repairs.forget(seam, what)
+        return True
+
+    def entered(self, step: Region | GradMode) -> None:
+        """A region or mode begins."""
+        self._entries += 1
+        self._open.append((step, self._entries))
+
+    def left(self) -> None:
+        """What began last ends."""
+        self._open.pop()
+
+    def uncounted(self) -> None:
+        """A weight was written, and does not show it."""
+        self.meets("uncounted")
+
+    def __enter__(self) -> None:
+        self._look_at_cache()
+        self._look_at_dtype()
+
+    def __exit__(self, *exc_info: object) -> None:
+        before, self._leaves = self._leaves, self._fingerprints()
+        both = before.keys() & self._leaves.keys()
+        written = {leaf for leaf in both if before[leaf] != self._leaves[leaf]}
+        if written:
+            self.meets("written", written)
+
+    def _look_at_dtype(self) -> None:
+        if torch.is_autocast_enabled("cpu"):
+            before, self._dtype = self._dtype, torch.get_autocast_dtype("cpu")
+            if before not in (None, self._dtype):
+                self.meets("dtype", self._dtype)
+
+    def _look_at_cache(self) -> None:
+        """Which cache the next operation uses: PyTorch's is 0, and each outermost region of precast's has its own."""
+        opened = [(step, number) for step, number in self._open if isinstance(step, Region)]
+        ours = [number for step, number in opened if not step.torchs]
+        before, self._cache = self._cache, ours[0] if ours else 0
+        if opened and opened[0][0].torchs and before != self._cache:
+            self.meets("own cache")
+
+    def _fingerprints(self) -> dict[int, Fingerprint]:
+        return {id(leaf): _fingerprint(leaf) for leaf in self._world.watched()}
+
+
+def _fingerprint(leaf: Tensor) -> Fingerprint:
+    """Version and address."""
+    try:
+        return leaf._version, leaf.data_ptr()
+    except RuntimeError:  # made in inference mode
+        return 0, leaf.data_ptr()

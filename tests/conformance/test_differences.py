@@ -1,0 +1,84 @@
+"""The list of intended differences: each has its test and its line in the docs, is met, and explains no other thing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conformance.differences import DIFFERENCES, Difference
+from tests.conformance.programs.compare import compare, explain
+from tests.conformance.programs.steps import (
+    Case,
+    Compute,
+    Differentiate,
+    Leave,
+    Program,
+    Reenter,
+    Region,
+    Write,
+)
+from tests.conformance.systems import SYSTEMS, TORCH, System, on_all_systems
+
+ROOT = Path(__file__).parent.parent.parent
+OURS = Region(torchs=False, device="cpu", dtype=torch.bfloat16, enabled=True, cache=None)
+TORCHS = Region(torchs=True, device="cpu", dtype=torch.bfloat16, enabled=True, cache=None)
+FLOAT16 = Region(torchs=False, device="cpu", dtype=torch.float16, enabled=True, cache=None)
+LINEAR, MATMUL = Compute("linear", (8, 0, 0)), Compute("matmul", (9, 0, 0))
+FROZEN = Compute("linear", (8, 1, 1))
+GRADIENTS = Differentiate((-1, -2, -3), None, True, False, True)
+
+MET: dict[str, Program] = {
+    "written": (OURS, LINEAR, Write("in place", 0), LINEAR, MATMUL, GRADIENTS),
+    "dtype": (OURS, LINEAR, FLOAT16, LINEAR, Leave(), MATMUL, GRADIENTS),
+    "own cache": (TORCHS, LINEAR, OURS, MATMUL, Leave(), LINEAR, GRADIENTS),
+    "re-entered": (OURS, Reenter(0), LINEAR, Leave(), Leave(), LINEAR),
+    "uncounted": (OURS, FROZEN, FROZEN, Write("through data", 1), FROZEN),
+}
+"""The shortest programs that come by each."""
+
+
+@on_all_systems
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda d: d.seam)
+def test_each_difference_is_met_by_its_program(difference: Difference, system: System) -> None:
+    installed = system.region is TORCH.region
+    expected = () if installed and not difference.when_installed else (difference.seam,)
+    assert explain(Case(MET[difference.seam], 3), system) == expected
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda d: d.seam)
+def test_each_difference_has_its_test_and_its_line(difference: Difference) -> None:
+    file, _, test = difference.test.partition("::")
+    functions = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+    assert test in {node.name for node in functions if isinstance(node, ast.FunctionDef)}
+    page = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
+    headings = re.split(r"^#+ (.+)$", page, flags=re.M)
+    sections = dict(zip(headings[1::2], headings[2::2], strict=True))
+    [heading] = [h for h in sections if h.lower().replace(" ", "-") == difference.anchor]
+    assert difference.name in sections[heading] or difference.test in sections[heading]
+
+
+@pytest.mark.parametrize("system", SYSTEMS[2:], ids=str)
+def test_a_stale_copy_is_not_explained_by_pytorchs_own(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("precast.weights.version_of", lambda tensor: 0)
+    report = compare([Case((OURS, LINEAR, Write("in place", 0), LINEAR), 3)], [system])
+    [(_, case, _)] = report.unexplained
+    assert len(case.program) <= 4
+
+
+@pytest.mark.parametrize("system", SYSTEMS[2:], ids=str)
+def test_a_copy_without_its_gradient_is_not_explained(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("precast.weights._graph_cast", lambda t, dtype: t.detach().to(dtype))
+    padding = (Compute("gelu", (8, 8, 8)), Compute("cat", (8, 9, 8)))
+    case = Case((OURS, *padding, LINEAR, *padding), 3)
+    report = compare([case], [system])
+    [(_, shrunk, _)] = report.unexplained
+    assert LINEAR in shrunk.program
+    assert len(shrunk.program) < len(case.program)
