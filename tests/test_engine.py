@@ -201,3 +201,11 @@ def test_the_outermost_operation_is_the_one_that_is_promoted() -> None:
     with precast.autocast("cpu"):
         assert torch.put(x, index, source).dtype is torch.float32
         assert torch.mv(torch.ones(2, 2).double(), torch.ones(2)).dtype is torch.float64
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
+def test_policy_torch_is_pytorchs_on_every_build(device: str) -> None:
+    """Rows for kernels that only other builds have make no difference in this one."""
+    frame = engine.bind(Policy.load("torch"), device)
+    assert frame.is_pytorchs
+    assert frame.meaning is None

@@ -169,7 +169,9 @@ def _torchs_table(device_type: str) -> dict[str, Entry]:
 def _is_pytorchs(policy: Policy, below: Below, entry: Entry | None) -> bool:
     """Whether the policy does with an operation what PyTorch does, where PyTorch raises no error."""
     if not below.compiled:
-        return entry is None or (entry.rule is Rule.PROMOTE and policy.mixed == "promote")
+        if entry is None or entry.builds:  # a build that has the operation has its kernel too
+            return True
+        return entry.rule is Rule.PROMOTE and policy.mixed == "promote"
     return entry is not None and (entry.rule is below.rule or below.rule is Rule.BANNED)
 
 
