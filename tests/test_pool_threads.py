@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import Linear, Parameter
 
 import precast
-from precast import Policy
+from precast import Policy, _torch
 from precast.frames import regions
 
 OTHER = Policy.load("torch").replace(name="other", ops={"mm": "fp32"})
@@ -98,3 +99,15 @@ def test_a_program_that_clears_pytorchs_cache_clears_precasts() -> None:
         weight.data.zero_()  # no version counter sees this
         torch.clear_autocast_cache()
         assert F.linear(x, weight).abs().max() == 0
+
+
+def test_what_is_lent_is_held_once_and_let_go() -> None:
+    """Up to 2.11 PyTorch gives back a reference that it never took."""
+    lent = Policy("lent", {})
+    before = sys.getrefcount(lent)
+    for _ in range(3):
+        _torch.lend_to_pool_threads("precast test", lent)
+        assert sys.getrefcount(lent) == before + 1
+        assert _torch.lent_by("precast test") is lent
+        _torch.lend_to_pool_threads("precast test", None)
+        assert sys.getrefcount(lent) == before

@@ -445,7 +445,15 @@ def lend_to_pool_threads(key: str, value: object) -> None:
 
     They inherit this thread's dispatch keys, autocast's too, and nothing that Python knows as thread-local (2.13).
     """
+    if VERSION < (2, 12):
+        _count_reference(value)  # PyTorch takes a reference that it has not counted, and gives it back one day
     torch._C._stash_obj_in_tls(key, value)
+
+
+def _count_reference(value: object) -> None:
+    import ctypes
+
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def lent_by(key: str) -> Any:
