@@ -125,8 +125,9 @@ def test_on_a_newer_one_all_works_after_one_warning() -> None:
     assert len(answers["warnings"]) == 1
 
 
-def test_the_command_line_says_it_too() -> None:
-    code = 'import torch; torch.__version__ = "2.2.2"; from precast.cli import main; main(["demo"])'
+@pytest.mark.parametrize("command", ["demo", "doctor"])
+def test_the_command_line_says_it_too(command: str) -> None:
+    code = f'import torch; torch.__version__ = "2.2.2"; from precast.cli import main; main([{command!r}])'
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("Error: PyTorch 2.2.2 is installed")

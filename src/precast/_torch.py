@@ -446,7 +446,9 @@ def lend_to_pool_threads(key: str, value: object) -> None:
     They inherit this thread's dispatch keys, autocast's too, and nothing that Python knows as thread-local (2.13).
     """
     if VERSION < (2, 12):
-        _count_reference(value)  # PyTorch takes a reference that it has not counted, and gives it back one day
+        _count_reference(
+            value
+        )  # PyTorch takes a reference that it has not counted, and gives it back one day
     torch._C._stash_obj_in_tls(key, value)
 
 

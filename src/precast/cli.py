@@ -65,6 +65,7 @@ def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
     checkerboard (the default) learns an image from its coordinates; digits learns to read
     handwritten digits. Without --size and --steps it takes about a minute on two CPU cores.
     """
+    _require_torch()
     from precast.demo import compare, findings, picture, settings
 
     picture.require()
@@ -89,6 +90,7 @@ def doctor(as_json: bool) -> None:
     """Measure what this machine does in each dtype, and say which one to use."""
     from rich.console import Console
 
+    _require_torch()
     from precast import doctor as doctor_
 
     console = Console(stderr=True)
@@ -98,6 +100,11 @@ def doctor(as_json: bool) -> None:
         _print_json(found.as_dict())
     else:
         Console().print(doctor_.render(found))
+
+
+def _require_torch() -> None:
+    """Refuses a PyTorch that is too old, before anything asks more of it."""
+    from precast import _torch  # noqa: F401
 
 
 def _make(folder: Path) -> None:
