@@ -131,7 +131,7 @@ def test_the_fast_path_is_taken_where_pytorch_takes_it(system: System, fast: boo
         module.eval()
         torch.backends.mha.set_fastpath_enabled(fast)
         try:
-            with region("cpu"), torch.no_grad(), torch.profiler.profile() as profile:
+            with region("cpu"), torch.no_grad(), torch.profiler.profile(acc_events=True) as profile:
                 result = step()
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
