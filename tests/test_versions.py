@@ -74,12 +74,12 @@ def test_a_version_of_the_range_passes_without_a_word(version: tuple[int, int]) 
 def test_an_older_one_gets_an_error_with_what_there_is_and_what_to_do() -> None:
     with pytest.raises(TorchVersionError) as error:
         _versions.check("2.9.1+cpu")
-    for part in ("2.9.1+cpu is installed", "2.10 to 2.15", 'pip install "torch>=2.10"'):
+    for part in ("2.9.1+cpu is installed", "2.11 to 2.15", 'pip install "torch>=2.11"'):
         assert part in str(error.value)
 
 
 def test_a_newer_one_gets_a_warning_and_works() -> None:
-    with pytest.warns(PrecastWarning, match=r"2\.99\.0 is newer than .*2\.10 to 2\.15"):
+    with pytest.warns(PrecastWarning, match=r"2\.99\.0 is newer than .*2\.11 to 2\.15"):
         assert _versions.check("2.99.0") == (2, 99)
 
 

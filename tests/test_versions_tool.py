@@ -29,8 +29,8 @@ def run(torch: str, **changes: Any) -> Run:
 
 
 def test_the_ends_of_the_supported_range_that_pip_finds() -> None:
-    found = ["2.99.0", "2.15.0", "2.9.1", "2.10.1", "2.10.0", "1.13.1", "2.13.0+cpu"]
-    assert oldest_and_newest(found) == ["2.10.0", "2.15.0"]
+    found = ["2.99.0", "2.15.0", "2.9.1", "2.11.1", "2.11.0", "1.13.1", "2.13.0+cpu"]
+    assert oldest_and_newest(found) == ["2.11.0", "2.15.0"]
     assert oldest_and_newest(["2.9.1", "2.13.0+cpu"]) == ["2.13.0+cpu"]
     with pytest.raises(SystemExit, match="no PyTorch that precast supports"):
         oldest_and_newest(["2.9.1"])

@@ -18,7 +18,7 @@ __all__ = ["NEWEST", "OLDEST", "Version", "check", "parse", "spell", "supported"
 Version = tuple[int, int]
 """Major and minor number; what a pre-release or a build adds to them changes nothing for precast."""
 
-OLDEST: Final[Version] = (2, 10)
+OLDEST: Final[Version] = (2, 11)
 NEWEST: Final[Version] = (2, 15)
 assert OLDEST[0] == NEWEST[0], "`supported` counts minor numbers alone"
 
