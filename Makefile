@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-digits doctor test lint format types docs-examples ci bench \
-	test-clients test-versions bench-clients clean
+	test-clients test-versions conformance conformance-nightly bench-clients clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,6 +42,12 @@ test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightni
 
 test-versions: $(STAMP)  ## all tests on the oldest and the newest PyTorch that is supported
 	$(BIN)/python -m tools.versions
+
+conformance: $(STAMP)  ## all that is compared with PyTorch, and ten thousand random programs; writes docs/conformance.md
+	$(BIN)/python -m tools.conformance
+
+conformance-nightly: $(STAMP)  ## ten thousand random programs
+	$(BIN)/python -m tools.conformance --programs 10000
 
 lint: $(STAMP)  ## format check, lint
 	$(BIN)/ruff format --check .

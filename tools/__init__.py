@@ -1,0 +1,1 @@
+"""What developers of precast run beside its tests; not part of the package."""

@@ -1,0 +1,167 @@
+"""Renders `docs/conformance.md` from `docs/data/conformance.json`, which `python -m tools.conformance` writes.
+
+Invariants:
+    - The page depends on the JSON file and the list of intended differences alone.
+    - Not part of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from tests.conformance.differences import DIFFERENCES
+
+__all__ = ["render"]
+
+Results = Mapping[str, Any]
+
+_HEAD = """\
+# Conformance
+
+What ran on PyTorch's autocast and on precast with the policy `torch`, in one process, and was compared to the last
+bit: results, gradients, dtypes. Four ways to run on precast: its own regions (`precast.autocast`) and PyTorch's while
+precast is installed (`precast.install()`), each on the delegated and on the reference engine.
+
+`make conformance` runs all of it and writes this page and its data. This run was on {date}, with PyTorch {torch},
+Python {python}, on the CPU ({cpu}). `make conformance-nightly` runs random programs alone, from another seed.
+
+"""
+
+_TESTS = """\
+## Tests
+
+The files of `tests/conformance/`. A case is one comparison with PyTorch, or one behaviour that PyTorch does not have.
+
+"""
+
+_PROGRAMS = """\
+## Random programs
+
+{count} programs, drawn with seed {seed}: {steps} steps, among them operations with and without a rule, modules, nested
+regions of several devices, dtypes and cache settings, grad modes, writes in place and through views, hooks, exceptions,
+and backward passes, some of them twice. A program is *equal* where all that it computes is the same to the bit. It is
+*explained* where PyTorch and precast differ as the list below says, and are equal once PyTorch's cache is emptied at
+just those points. A program that comes by such a point must be equal with the cache emptied there, also where PyTorch
+happened to be right.
+
+"""
+
+_DIFFERENCES = """\
+
+## Intended differences
+
+How many of the {count} programs each explains, on the delegated engine; some programs need two.
+
+"""
+
+_CLIENTS = """\
+
+## Programs of other libraries
+
+`make test-clients`: each ran with PyTorch alone and, unmodified, with precast installed, on both engines, and all that
+it computed was compared.
+
+"""
+
+_VERSIONS = """\
+
+## Versions
+
+`make test-versions`: all tests, those of this page among them.
+
+"""
+
+_NOT_RUN = "Not run.\n"
+
+
+def render(results: Results) -> str:
+    """The whole page."""
+    programs = results["programs"]
+    parts = [
+        _HEAD.format(**results),
+        _TESTS,
+        *_lines(_tests(results["sections"])),
+        *_skipped(results["sections"]),
+        "\n",
+        _PROGRAMS.format(**programs),
+        *_lines(_systems(programs)),
+        f"\nUnexplained: {_in_words(programs['unexplained'])}.\n",
+        _DIFFERENCES.format(**programs),
+        *_lines(_differences(programs)),
+        _CLIENTS,
+        *(_lines(_clients(results["clients"])) if results["clients"] else [_NOT_RUN]),
+        _VERSIONS,
+        *(_lines(_versions(results["versions"])) if results["versions"] else [_NOT_RUN]),
+    ]
+    return "".join(parts)
+
+
+def _tests(sections: Iterable[Results]) -> Iterator[str]:
+    yield from _header("file", "what", "cases", "equal", "skipped")
+    total = dict.fromkeys(("cases", "equal", "skipped"), 0)
+    for section in sections:
+        numbers = [section[key] for key in total]
+        yield _row(f"`{section['file']}`", section["title"], *numbers)
+        total = {key: total[key] + section[key] for key in total}
+    yield _row("", "all", *total.values())
+
+
+def _skipped(sections: Iterable[Results]) -> Iterator[str]:
+    reasons: dict[str, int] = {}
+    for section in sections:
+        for reason, count in section["reasons"].items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    if reasons:
+        listed = "; ".join(f"{count}: {reason}" for reason, count in sorted(reasons.items()))
+        yield f"\nSkipped, and why: {listed}.\n"
+
+
+def _systems(programs: Results) -> Iterator[str]:
+    yield from _header("system", "programs", "equal", "explained")
+    for system in programs["systems"]:
+        explained = sum(each["programs"] for each in system["explained"])
+        yield _row(system["name"], programs["count"], system["equal"], explained)
+
+
+def _differences(programs: Results) -> Iterator[str]:
+    delegated = [s for s in programs["systems"] if "delegated" in s["name"]]
+    yield from _header("difference", "what", *(s["name"].partition(",")[0] for s in delegated))
+    for difference in DIFFERENCES:
+        link = f"[{difference.name}](differences.md#{difference.anchor})"
+        counts = (_explained_by(difference.seam, system) for system in delegated)
+        yield _row(link, difference.what, *counts)
+
+
+def _explained_by(seam: str, system: Results) -> int:
+    return sum(each["programs"] for each in system["explained"] if seam in each["seams"])
+
+
+def _clients(clients: Iterable[Results]) -> Iterator[str]:
+    yield from _header("library", "programs", "tensors compared", "identical")
+    for client in clients:
+        yield _row(*(client[key] for key in ("library", "programs", "tensors", "identical")))
+
+
+def _versions(runs: Iterable[Results]) -> Iterator[str]:
+    yield from _header("PyTorch", "Python", "passed", "skipped", "failed", "date")
+    for run in runs:
+        keys = ("torch", "python", "passed", "skipped", "failed", "date")
+        yield _row(*(run[key] for key in keys))
+
+
+def _in_words(count: int) -> str:
+    return "zero" if count == 0 else str(count)
+
+
+def _header(*cells: str) -> Iterator[str]:
+    yield _row(*cells)
+    yield "|---" * len(cells) + "|"
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _lines(lines: Iterable[str]) -> Iterator[str]:
+    return (f"{line}\n" for line in lines)
