@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ def _nothing_is_installed() -> Iterator[None]:
     engine.unregister()
     yield
     precast.uninstall()
-    assert not engine._registered
+    assert engine.unregister()
 
 
 def by_hand() -> AbstractContextManager[Any]:
@@ -204,8 +206,30 @@ def test_nothing_is_left_behind(policy: Policy | str) -> None:
         product()
     precast.uninstall()
     assert names() == before
-    assert not engine._registered
-    assert not engine._libraries
+
+
+def test_no_kernel_is_left_where_no_other_thread_can_be_calling_one() -> None:
+    program = (
+        "import torch, precast; from precast import engine\n"
+        "with precast.install(), torch.autocast('cpu'): torch.mm(torch.ones(2, 2), torch.ones(2, 2))\n"
+        "assert not engine._registered and not engine._libraries"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+def test_kernels_stay_where_another_thread_may_be_calling_one() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, args=(10,))
+    thread.start()
+    with precast.install(OTHER), torch.autocast("cpu"):
+        assert product() is torch.float32
+    assert engine._registered
+    with torch.autocast("cpu"):
+        assert product() is torch.bfloat16  # they hand on
+    with precast.autocast("cpu", policy=OTHER):
+        assert product() is torch.float32
+    done.set()
+    thread.join(10)
 
 
 def test_kernels_stay_while_another_thread_is_in_a_region() -> None:

@@ -114,8 +114,12 @@ def _remember_default(device_type: str) -> Frame:
     return frame
 
 
-def unregister() -> bool:
-    """Takes every kernel of ours off the dispatcher; the next region entered registers what it needs again.
+def unregister(*, kernels: bool = True) -> bool:
+    """Takes all that is ours off PyTorch; the next region entered puts there again what it needs.
+
+    Args:
+        kernels: the kernels on the dispatcher, too. Only where no other thread computes: PyTorch does not expect a
+            kernel to end while it is called. Those that stay hand on to PyTorch's.
 
     Returns:
         Whether it did: not while a thread is in a region, or a policy is installed.
@@ -127,14 +131,20 @@ def unregister() -> bool:
         if a_region_is_open() or any(installed(device).frame for device in DEVICE_TYPES):
             _registration.holds = True
             return False
-        for library in _libraries.values():
-            _torch.destroy(library)
-        for state in (_libraries, _registered, _frames, _belows):
-            state.clear()
+        _frames.clear()
+        if kernels:
+            _take_off_kernels()
         _registration = Registration()
         compiler_tag.take_off()
         _torch.on_cleared_cache(None)
         return True
+
+
+def _take_off_kernels() -> None:
+    for library in _libraries.values():
+        _torch.destroy(library)
+    for state in (_libraries, _registered, _belows):
+        state.clear()
 
 
 def _bind(policy: Policy, device_type: str) -> Frame:

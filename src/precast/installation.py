@@ -5,8 +5,8 @@ Invariants:
 - a region of PyTorch's stays what it is: its flags say *enabled* and *dtype*; what is installed adds the policy and the
   cache, in every thread that is in no region of precast's;
 - what is installed last is in force; each installation ends by itself, and `uninstall` ends all of them;
-- when the last one ends every name of PyTorch's is what it was, and so is the dispatcher, unless a thread is still in
-  a region of precast's.
+- when the last one ends every name of PyTorch's is what it was, unless a thread is still in a region of precast's; so
+  is the dispatcher, unless there are other threads, which may be calling a kernel: what stays hands on to PyTorch's.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _put_in_force() -> None:
     engine.after_clear[:] = [_look_again] if has_pending else []
     _restore_names()
     if policy is None:
-        engine.unregister()
+        engine.unregister(kernels=threading.active_count() == 1)
     else:
         _replace_names()
     if before != [_meaning(_frame(device)) for device in DEVICE_TYPES]:
