@@ -217,6 +217,31 @@ def test_a_copy_made_without_gradients_still_carries_them_later(first: Any) -> N
 
 
 @pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize("name", ["linear", "scaled_dot_product_attention"])
+def test_what_runs_in_inference_mode_gets_copies_without_gradient_as_in_pytorch(name: str) -> None:
+    """By `requires_grad` of its mask, attention chooses its kernel in every mode (since PyTorch 2.14)."""
+    weight, x = parameter(4, 4), torch.randn(2, 4, 4)
+    arguments = (x, weight) if name == "linear" else (x, x, x, weight)
+
+    def run(autocast: Any) -> list[Tensor]:
+        results = []
+        with autocast("cpu"):
+            for mode in (nullcontext, torch.inference_mode, torch.no_grad, torch.inference_mode):
+                with mode():
+                    results += [getattr(F, name)(*arguments).detach() for _ in range(3)]
+        return results
+
+    assert all(map(torch.equal, run(precast.autocast), run(torch.autocast)))
+    with precast.autocast("cpu"), torch.inference_mode():
+        for _ in range(2):
+            F.linear(x, weight)
+        copy = regions.cache.cast(weight, torch.bfloat16, "cpu")
+        assert copy is regions.cache.cast(weight, torch.bfloat16, "cpu")
+        assert copy is not None
+        assert not copy.requires_grad
+
+
+@pytest.mark.usefixtures("_engine")
 def test_freezing_and_unfreezing_inside_a_region_is_seen() -> None:
     weight, x = parameter(3, 3), torch.randn(2, 3)
     with precast.autocast("cpu"):

@@ -78,7 +78,8 @@ _SWAP = """\
     {copies} = {originals}
     if cache_enabled():
         dtype = lower_dtype(device_type)
-        find = nothing if dispatch_modes() else here.cache.leaves[dtype].get
+        cache = here.cache.within_inference_mode if inference_mode() else here.cache
+        find = nothing if dispatch_modes() else cache.leaves[dtype].get
 """
 
 # What the cache holds is float32, and most activations are not: their dtype is all that is looked at.
@@ -120,6 +121,7 @@ def entry_point(
         "dispatch_modes": _torch.dispatch_modes,
         "float32": torch.float32,
         "installed": installed(op.device_type),
+        "inference_mode": torch.is_inference_mode_enabled,
         "kernel": kernel,
         "keyset": _torch.keyset_of(op.device_type),
         "lower_dtype": torch.get_autocast_dtype,

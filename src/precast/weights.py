@@ -6,8 +6,9 @@ Invariants:
   `requires_grad` as when it was cast, so an in-place update, `p.data = other` or a freeze is always seen;
 - a weight that is thawed gets back the copy that it had before it was frozen, as in PyTorch;
 - entries are kept by target dtype: regions of two dtypes never share a copy;
-- a copy of a tensor that requires grad carries its gradient, whatever the grad mode it was made in, and is
-  never an inference tensor; so it is right in every mode that follows;
+- a copy of a tensor that requires grad carries its gradient, under `no_grad` too, so it is right in what follows;
+- copies made in inference mode carry none, as PyTorch's, and are used there alone: attention chooses its kernel by
+  whether a mask requires grad, whatever the mode (2.14);
 - in grad mode the cache holds just what PyTorch's holds (leaves that require grad and are no views): sharing a
   copy decides in which precision gradients are summed, and that must not differ from PyTorch. What needs no
   gradient (views of parameters under `no_grad`, frozen parameters) is held too;
@@ -147,16 +148,19 @@ class WeightCache:
     __slots__ = (
         "__weakref__",
         "_holds",
+        "_inference",
         "_known",
         "_modes",
         "_region",
         "_views",
+        "_within",
         "_wrapped",
         "leaves",
     )
 
-    def __init__(self, *, holds: bool = True) -> None:
+    def __init__(self, *, holds: bool = True, inference: bool = False) -> None:
         self._holds = holds
+        self._inference = inference
         self._region = 0
         self.leaves: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
         """Target dtype -> ``id(source)`` -> copy; the hot path of a kernel reads it directly."""
@@ -165,6 +169,14 @@ class WeightCache:
         self._wrapped: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
         self._views = _Forgetful[_Views]()
         self._modes: weakref.WeakKeyDictionary[Any, WeightCache] | None = None
+        self._within: WeightCache | None = None
+
+    @property
+    def within_inference_mode(self) -> WeightCache:
+        """The cache of what is made in inference mode, which is used there alone."""
+        if self._within is None:
+            self._within = WeightCache(holds=self._holds, inference=True)
+        return self._within
 
     def clear(self) -> None:
         """Drops every copy."""
@@ -176,6 +188,8 @@ class WeightCache:
             entry.cast = entry.other = None
         self._modes = None
         self._region += 1
+        if self._within is not None:
+            self._within.clear()
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
         """The copy of `tensor` in `dtype`, made now if need be; None where it is no weight on that device type."""
@@ -183,6 +197,8 @@ class WeightCache:
             return None
         if not is_on(device_type)(tensor):
             return None
+        if is_inference_mode_enabled() and not self._inference:
+            return self.within_inference_mode.cast(tensor, dtype, device_type)
         known = self._known[dtype].get(id(tensor))
         if (
             known is not None
@@ -319,7 +335,7 @@ def _once(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _graph_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if is_grad_enabled() and not is_inference_mode_enabled():
+    if is_grad_enabled() or is_inference_mode_enabled():
         return quiet_cast(tensor, dtype)
     with outside_inference_mode():
         return quiet_cast(tensor, dtype)
