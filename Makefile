@@ -65,8 +65,9 @@ docs-examples: $(STAMP)  ## run every Python example of the README files and doc
 
 ci: lint types test test-clients  ## everything CI runs (the layer test and the docs examples are part of `test`)
 
-bench: $(STAMP)  ## overhead per call and the demos' step time, beside torch.autocast
-	$(BIN)/python -m benchmarks
+bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast; writes docs/performance.md
+	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
+	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
 
 bench-clients: $(CLIENTS_STAMP)  ## a training step and inference of other people's models, beside torch.autocast
 	$(CLIENTS)/bin/python -m benchmarks clients

@@ -3,145 +3,154 @@
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import clients, demos, overhead
+from benchmarks import clients, demos, growth, models, overhead, page
+from benchmarks.tables import about, print_rows
 
 Rows = Iterator[dict[str, Any]]
 
 
-@click.command()
-@click.argument("names", nargs=-1, type=click.Choice(["overhead", "demos", "clients"]))
-@click.option(
-    "--rounds", default=overhead.ROUNDS, show_default=True, help="Rounds of each comparison."
+class Suite(NamedTuple):
+    """Measurements, and how many comparisons they are, where that is known before."""
+
+    run: Callable[[], Rows]
+    total: int | None = None
+
+
+Suites = Mapping[str, Suite]
+
+_DEMOS = Suite(lambda: iter(demos.run()))
+_JSON = click.option(
+    "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write all rows here."
 )
+
+
+def _rounds(default: int) -> Callable[[Any], Any]:
+    return click.option(
+        "--rounds", default=default, show_default=True, help="Most rounds of each comparison."
+    )
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+@_JSON
+def main(context: click.Context, path: Path | None) -> None:
+    """Measure precast beside torch.autocast, in one process, in turns.
+
+    Without COMMAND: overhead, demos and models.
+    """
+    if context.invoked_subcommand is None:
+        suites = {"overhead": Suite(overhead.run), "demos": _DEMOS, **_models()}
+        _measure(suites, path)
+
+
+@main.command("overhead")
+@_rounds(overhead.ROUNDS)
+@_JSON
+def _overhead(rounds: int, path: Path | None) -> None:
+    """What a call and a region cost."""
+    _measure({"overhead": Suite(lambda: overhead.run(rounds=rounds))}, path)
+
+
+@main.command("demos")
+@_JSON
+def _demos(path: Path | None) -> None:
+    """A training step of the demos, as the demos train."""
+    _measure({"demos": _DEMOS}, path)
+
+
+@main.command("clients")
+@_rounds(overhead.ROUNDS)
 @click.option(
     "--size",
     "sizes",
     multiple=True,
     type=click.Choice(list(clients.SIZES)),
-    help="Of clients; all but the large one if none is given.",
+    help="All but the large one if none is given.",
 )
-@click.option(
-    "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write all rows here."
-)
-def main(names: tuple[str, ...], rounds: int, sizes: tuple[str, ...], path: Path | None) -> None:
-    """Measure precast beside torch.autocast, in one process, in turns.
+@_JSON
+def _clients(rounds: int, sizes: tuple[str, ...], path: Path | None) -> None:
+    """Other people's models and trainers; needs the extra test-clients."""
+    sizes = sizes or clients.USUAL_SIZES
+    _measure({"clients": Suite(lambda: clients.run(rounds=rounds, sizes=sizes))}, path)
 
-    Without NAMES: overhead and demos. Clients need the extra test-clients.
-    """
-    suites: dict[str, Callable[[], Rows]] = {
-        "overhead": lambda: overhead.run(rounds=rounds),
-        "demos": lambda: iter(demos.run()),
-        "clients": lambda: clients.run(rounds=rounds, sizes=sizes or clients.USUAL_SIZES),
+
+@main.command("models")
+@_rounds(models.ROUNDS)
+@click.option("--only", multiple=True, help="Cases with this in their name; or: growth.")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--threads", default=1, show_default=True, help="Of PyTorch on the CPU.")
+@_JSON
+def _whole(
+    rounds: int, only: tuple[str, ...], device: str, threads: int, path: Path | None
+) -> None:
+    """Whole networks in every precision: time, memory, casts, and how the time grows."""
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError(f"--device {device}: PyTorch sees no CUDA device here")
+    _measure(_models(rounds, only, where, threads), path)
+
+
+@main.command("render")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def _render(file: Path) -> None:
+    """Write the tables and the chart of FILE's models into docs/performance.md."""
+    for written in page.write(json.loads(file.read_text(encoding="utf-8"))):
+        click.echo(f"wrote {written}")
+
+
+def _models(
+    rounds: int = models.ROUNDS,
+    only: tuple[str, ...] = (),
+    device: torch.device | None = None,
+    threads: int = 1,
+) -> Suites:
+    where = device or torch.device("cpu")
+    suites = {
+        "models": Suite(
+            lambda: models.run(rounds=rounds, only=only, device=where, threads=threads),
+            models.comparisons(only, where),
+        )
     }
-    rows = [
-        row
-        for name in names or ("overhead", "demos")
-        for row in _with_progress(name, suites[name]())
-    ]
-    _print(rows)
+    if not only or "growth" in only:
+        suites["growth"] = Suite(
+            lambda: growth.run(rounds=rounds, device=where, threads=threads), growth.COMPARISONS
+        )
+    return suites
+
+
+def _measure(suites: Suites, path: Path | None) -> None:
+    machine = about()
+    rows = [row for name, suite in suites.items() for row in _with_progress(name, suite)]
+    machine = {
+        **about(),
+        "load": machine["load"],
+    }  # its load before it was ours; its threads as they were set
+    print_rows(machine, rows)
     if path is not None:
-        path.write_text(json.dumps({"machine": _machine(), "rows": rows}, indent=2) + "\n")
+        path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
         click.echo(f"wrote {path}")
 
 
-def _with_progress(name: str, rows: Rows) -> Rows:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+def _with_progress(name: str, suite: Suite) -> Rows:
+    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name)
-        for row in rows:
-            progress.update(task, description=f"{name}: {row['kind']}, {row['case']}")
+        task = progress.add_task(name, total=suite.total)
+        seen = set()
+        for row in suite.run():
+            keys = ("case", "size", "work", "dtype", "compiled")
+            seen.add(tuple(row[key] for key in keys if key in row))
+            case = ", ".join(str(row[key]) for key in ("case", "work") if key in row)
+            progress.update(task, description=f"{name}: {case}", completed=len(seen))
             yield row
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    console = Console()
-    console.print(_machine_line())
-    tables = {"overhead": _overhead, "growth": _growth, "demos": _demos, "clients": _clients}
-    for benchmark, fill in tables.items():
-        chosen = [row for row in rows if row["benchmark"] == benchmark]
-        if chosen:
-            console.print(fill(chosen))
-
-
-def _overhead(rows: list[dict[str, Any]]) -> Table:
-    table = Table(
-        title="Overhead of a call, us (median; difference: median of rounds, and its spread)"
-    )
-    for heading in ("kind", "call", "policy"):
-        table.add_column(heading)
-    for heading in ("torch", "precast", "difference"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        difference = f"{row['difference_us']:+.2f} ({row['difference_iqr_us']:.2f})"
-        medians = [f"{row[name]['median_us']:.2f}" for name in ("torch", "precast")]
-        table.add_row(row["kind"], row["case"], row["policy"], *medians, difference)
-    return table
-
-
-def _growth(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="How the cost of a call grows (linear with a weight)")
-    for heading in ("with", "", "us", "ratio"):
-        table.add_column(heading, justify="left" if heading in ("with", "") else "right")
-    for row in rows:
-        for name, ratio in row["ratio_to_first"].items():
-            table.add_row(row["kind"], name, f"{row[name]['median_us']:.2f}", f"{ratio:.2f}")
-    return table
-
-
-def _demos(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Training step of the demos (ratio: to torch.autocast + torch's scaler)")
-    for heading in ("demo", "variant"):
-        table.add_column(heading)
-    for heading in ("ms", "spread", "ratio"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        step = (f"{row['median_ms']:.2f}", f"{row['iqr_ms']:.2f}")
-        table.add_row(row["case"], row["kind"], *step, f"{row['ratio']:.3f}")
-    return table
-
-
-def _clients(rows: list[dict[str, Any]]) -> Table:
-    kinds = list(dict.fromkeys(row["kind"] for row in rows if row["kind"] != clients.BASELINE))
-    table = Table(
-        title="Models and trainers of other libraries (ratios to torch.autocast, and their spread)"
-    )
-    for heading in ("size", "client", "work"):
-        table.add_column(heading, overflow="fold")
-    for heading in (f"{clients.BASELINE}, ms", *kinds):
-        table.add_column(heading, justify="right", overflow="fold")
-    for case in dict.fromkeys((row["size"], row["case"], row["work"]) for row in rows):
-        found = {r["kind"]: r for r in rows if (r["size"], r["case"], r["work"]) == case}
-        ratios = [
-            f"{found[kind]['ratio']:.3f} ({found[kind]['ratio_iqr']:.3f})" if kind in found else ""
-            for kind in kinds
-        ]
-        table.add_row(*case, f"{found[clients.BASELINE]['median_ms']:.2f}", *ratios)
-    return table
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def _machine_line() -> str:
-    return ", ".join(f"{name} {value}" for name, value in _machine().items())
 
 
 if __name__ == "__main__":

@@ -18,11 +18,15 @@ __all__ = ["Comparison", "Variant", "compare"]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do the work: what to do before each round (not timed), the work, what to do after."""
+    """One way to do the work: what to do before each round (not timed), the work, what to do after.
+
+    `finish` waits for work that goes on after its call, as on a GPU; the clock stops after it.
+    """
 
     work: Callable[[], object]
     before: Callable[[], object] = lambda: None
     after: Callable[[], object] = lambda: None
+    finish: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,14 @@ class Comparison:
         }
 
 
-def compare(variants: Mapping[str, Variant], *, rounds: int, calls: int) -> Comparison:
-    """Runs `rounds` rounds; in each every variant in turn makes `calls` calls, the first ones untimed."""
+def compare(
+    variants: Mapping[str, Variant], *, rounds: int, calls: int, untimed: int | None = None
+) -> Comparison:
+    """Runs `rounds` rounds; in each every variant in turn makes `untimed` calls, then `calls` timed ones.
+
+    Without `untimed`: a tenth of `calls`, one at least.
+    """
+    warm_up = max(1, calls // 10) if untimed is None else untimed
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     collecting = gc.isenabled()
     gc.disable()
@@ -68,22 +78,24 @@ def compare(variants: Mapping[str, Variant], *, rounds: int, calls: int) -> Comp
         for turn in range(rounds):
             names = list(variants)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                seconds[name].append(_time(variants[name], calls))
+                seconds[name].append(_time(variants[name], calls, warm_up))
     finally:
         if collecting:
             gc.enable()
     return Comparison(seconds)
 
 
-def _time(variant: Variant, calls: int) -> float:
+def _time(variant: Variant, calls: int, warm_up: int) -> float:
     variant.before()
     try:
         work = variant.work
-        for _ in range(max(1, calls // 10)):
+        for _ in range(warm_up):
             work()
+        variant.finish()
         start = time.perf_counter()
         for _ in range(calls):
             work()
+        variant.finish()
         return (time.perf_counter() - start) / calls
     finally:
         variant.after()

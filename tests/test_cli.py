@@ -63,7 +63,7 @@ def test_the_package_runs_as_the_command() -> None:
 
 def test_help_names_every_command_and_fits_80_columns() -> None:
     text = precast_("--help").output
-    for command in ("demo", "doctor"):
+    for command in ("demo", "doctor", "explain"):
         assert f"  {command}" in text
         of_command = precast_(command, "--help").output
         assert "--json" in of_command

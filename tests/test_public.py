@@ -12,6 +12,8 @@ import torch
 import precast
 
 NAMES = [
+    "AttachError",
+    "Attachment",
     "BannedOperationError",
     "GradScaler",
     "MissingExtraError",
@@ -24,9 +26,11 @@ NAMES = [
     "RegionTypeError",
     "Rule",
     "ScalerError",
+    "StaleWeightError",
     "StepEvent",
     "TorchVersionError",
     "__version__",
+    "attach",
     "autocast",
     "current",
     "custom_bwd",

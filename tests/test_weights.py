@@ -86,6 +86,12 @@ def by_optimizer(weight: Parameter) -> None:
     torch.optim.SGD([weight], lr=1.0).step()
 
 
+def by_a_fused_optimizer(weight: Parameter) -> None:
+    """Which moves no version counter (2.13)."""
+    weight.grad = weight.detach().clone()
+    torch.optim.SGD([weight], lr=1.0, fused=True).step()
+
+
 def through_a_view(weight: Parameter) -> None:
     with torch.no_grad():
         weight.view(-1).mul_(0)
@@ -113,6 +119,7 @@ def loaded(weight: Parameter) -> None:
 WRITES = [
     in_place,
     by_optimizer,
+    by_a_fused_optimizer,
     through_a_view,
     other_data,
     other_data_and_the_old_kept,

@@ -43,7 +43,8 @@ regions of several devices, dtypes and cache settings, grad modes, writes in pla
 and backward passes, some of them twice. A program is *equal* where all that it computes is the same to the bit. It is
 *explained* where PyTorch and precast differ as the list below says, and are equal once PyTorch's cache is emptied at
 just those points. A program that comes by such a point must be equal with the cache emptied there, also where PyTorch
-happened to be right.
+happened to be right. Not compared is what a backward pass that raises an error has added to `.grad` before: nodes of
+which none needs another have no fixed order.
 
 """
 

@@ -44,10 +44,18 @@ operation without a rule in `torch` is followed only where the operation raises 
 
 """
 
+_LEAN = """
+## Policy `lean`
+
+{summary} Its changes against `default` are these rows;
+[policies.md](policies.md#what-lean-changes-and-why) has the measurements.
+
+"""
+
 
 def page() -> str:
     """The whole page."""
-    torch, default = _for_all_versions("torch"), _for_all_versions("default")
+    torch, default, lean = map(_for_all_versions, ("torch", "default", "lean"))
     parts = [
         _HEAD,
         *(f"| `{rule}` | {rule.meaning} |\n" for rule in Rule),
@@ -55,6 +63,8 @@ def page() -> str:
         *_lines(_torch_table(torch)),
         _DEFAULT.format(summary=default.summary, mixed=default.mixed),
         *_lines(_changes(torch, default)),
+        _LEAN.format(summary=lean.summary),
+        *_lines(_changes(default, lean)),
     ]
     return "".join(parts)
 
@@ -102,13 +112,13 @@ def _note(entry: Entry) -> str:
     return entry.reason + builds + since + until
 
 
-def _changes(torch: Policy, default: Policy) -> Iterator[str]:
-    """The rows of `default` that `torch` has not: those alike, on the same device types, as one."""
+def _changes(base: Policy, policy: Policy) -> Iterator[str]:
+    """The rows of a policy that its base has not: those alike, on the same device types, as one."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for key in sorted({key for device in DEVICE_TYPES for key in default.entries(device)}):
+    for key in sorted({key for device in DEVICE_TYPES for key in policy.entries(device)}):
         by_change: dict[tuple[str, str], list[str]] = {}
         for device in DEVICE_TYPES:
-            before, after = (policy.entries(device).get(key) for policy in (torch, default))
+            before, after = (each.entries(device).get(key) for each in (base, policy))
             if after is not None and after != before:
                 was = before.rule if before else "no rule"
                 by_change.setdefault((f"{was} -> {after.rule}", _note(after)), []).append(device)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from precast._version import __version__
 
 if TYPE_CHECKING:
+    from precast.attachment import Attachment, attach
     from precast.autograd import custom_bwd, custom_fwd
     from precast.errors import (
+        AttachError,
         BannedOperationError,
         MissingExtraError,
         PolicyError,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
         RegionError,
         RegionTypeError,
         ScalerError,
+        StaleWeightError,
         TorchVersionError,
     )
     from precast.events import Note, StepEvent, observe
@@ -30,8 +33,10 @@ if TYPE_CHECKING:
     from precast.scaler import GradScaler
 
 _HOME = {
+    "precast.attachment": ("Attachment", "attach"),
     "precast.autograd": ("custom_bwd", "custom_fwd"),
     "precast.errors": (
+        "AttachError",
         "BannedOperationError",
         "MissingExtraError",
         "PolicyError",
@@ -40,6 +45,7 @@ _HOME = {
         "RegionError",
         "RegionTypeError",
         "ScalerError",
+        "StaleWeightError",
         "TorchVersionError",
     ),
     "precast.events": ("Note", "StepEvent", "observe"),
@@ -52,6 +58,8 @@ _WITHOUT_TORCH = ("precast.errors", "precast.events")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "AttachError",
+    "Attachment",
     "BannedOperationError",
     "GradScaler",
     "MissingExtraError",
@@ -64,9 +72,11 @@ __all__ = [
     "RegionTypeError",
     "Rule",
     "ScalerError",
+    "StaleWeightError",
     "StepEvent",
     "TorchVersionError",
     "__version__",
+    "attach",
     "autocast",
     "current",
     "custom_bwd",

@@ -3,6 +3,7 @@
 Invariants:
     - `[ops]` speaks for every device type, `[ops.cuda]` for one and is laid over `[ops]`.
     - A file is laid over its `base`; a chain of bases must end.
+    - `[modules]` speaks for modules by name; a pattern replaces the same one of the base.
     - A row for other versions of PyTorch is as if it were not written.
     - Every problem is one `PolicyError`: the file, the line or key, the value, what is allowed.
 """
@@ -19,6 +20,7 @@ from typing import Literal, cast
 import tomli_w
 
 from precast import _torch
+from precast._policy_modules import ModuleRule, check_pattern, parse_module_rule
 from precast._policy_rows import (
     DEVICE_TYPES,
     ROW_KEYS,
@@ -35,14 +37,25 @@ from precast._policy_rows import (
 from precast._versions import Version
 from precast.errors import PolicyError
 
-__all__ = ["MIXED", "Contents", "Mixed", "Tables", "preset_names", "read", "render", "write"]
+__all__ = [
+    "MIXED",
+    "Contents",
+    "Mixed",
+    "Modules",
+    "Tables",
+    "preset_names",
+    "read",
+    "render",
+    "write",
+]
 
 Mixed = Literal["raise", "promote"]
 Tables = Mapping[str, Mapping[str, Entry]]
+Modules = Mapping[str, ModuleRule]
 
 MIXED = ("raise", "promote")
 _PRESETS = Path(__file__).parent / "policies"
-_KEYS = ("name", "summary", "base", "mixed", "ops")
+_KEYS = ("name", "summary", "base", "mixed", "ops", "modules")
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,7 @@ class Contents:
     summary: str = ""
     mixed: Mixed = "raise"
     tables: Tables = field(default_factory=dict)
+    modules: Modules = field(default_factory=dict)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -82,6 +96,8 @@ def render(contents: Contents) -> str:
     for device, table in contents.tables.items():
         own = {key: entry for key, entry in table.items() if key not in shared}
         lines += _section(f"[ops.{device}]", own)
+    lines += ["", "[modules]"] if contents.modules else []
+    lines += [_module_row(pattern, rule) for pattern, rule in contents.modules.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -124,6 +140,7 @@ def _read(path: Path, above: tuple[Path, ...], version: Version) -> Contents:
         summary=_text(document, "summary", "", path),
         mixed=_mixed(document, base.mixed, path),
         tables=_tables(document.get("ops", {}), base.tables, path, version),
+        modules={**base.modules, **_modules(document.get("modules", {}), path, version)},
     )
 
 
@@ -196,6 +213,16 @@ def _rows(table: object, path: Path, section: str, version: Version) -> dict[str
     return {key: entry for key, entry in rows.items() if entry.is_for(version)}
 
 
+def _modules(table: object, path: Path, version: Version) -> Modules:
+    if not isinstance(table, Mapping):
+        raise PolicyError(f"{path}: modules is {table!r}; it must be a table, [modules]")
+    where = f"{path}: [modules]"
+    return {
+        check_pattern(pattern, where): parse_module_rule(value, f"{where} {pattern!r}", version)
+        for pattern, value in table.items()
+    }
+
+
 def _refuse_device_typo(name: str, value: object, where: str) -> None:
     hint = nearest(name, DEVICE_TYPES)
     if isinstance(value, Mapping) and "rule" not in value and hint != ".":
@@ -238,6 +265,17 @@ def _row(key: str, entry: Entry) -> str:
     given = [_line(name, value) for name, value in parts.items() if value]
     # tomli_w writes a table over several lines; a row is one line.
     return _line(short(key), "").removesuffix('""') + "{ " + ", ".join(given) + " }"
+
+
+def _module_row(pattern: str, rule: ModuleRule) -> str:
+    given = [_line("dtype", rule.dtype)] if rule.dtype else []
+    if len(given) == 1 and not rule.ops and not rule.reason:
+        return _line(pattern, str(rule.dtype))
+    if rule.ops:
+        rows = ", ".join(_row(key, entry) for key, entry in rule.ops.items())
+        given.append(f"ops = {{ {rows} }}")
+    given += [_line("reason", rule.reason)] if rule.reason else []
+    return _line(pattern, "").removesuffix('""') + "{ " + ", ".join(given) + " }"
 
 
 def _line(key: str, value: str) -> str:

@@ -36,25 +36,31 @@ __all__ = [
     "custom_backend",
     "destroy",
     "dispatch_modes",
+    "drop_forward_hook",
     "export_region",
     "fallthrough",
     "find_overload",
     "forget_compiled",
+    "forward_hooks",
     "full_dispatch",
     "function_modes",
+    "fused_copy",
     "handles_scaling",
     "has_autocast_kernel",
     "has_device",
     "in_pool_thread",
     "innermost_dispatch_mode",
+    "is_captured",
     "is_functorch_active",
     "is_functorch_wrapper",
     "is_on",
+    "is_shared",
     "is_view",
     "keyset_of",
     "lend_to_pool_threads",
     "lent_by",
     "lower_dtypes",
+    "nesting",
     "never_compiled",
     "on_checkpoint",
     "on_cleared_cache",
@@ -71,6 +77,7 @@ __all__ = [
     "sparse_values",
     "tag_of_compiled",
     "traced_as_constant",
+    "unheard",
     "update_scale_",
     "version_of",
 ]
@@ -368,7 +375,31 @@ def quiet_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 _DisableTorchFunction = torch._C.DisableTorchFunction
+unheard: Callable[[], Any] = _DisableTorchFunction
+"""A context whose operations no subclass and no function mode hears: they are no calls of the program's (2.13)."""
 _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}
+
+
+def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Writes each source into its target, in the target's dtype; on CUDA in few kernels.
+
+    The `_foreach` functions have no public list; optimizers are made of them (2.13).
+    """
+    torch._foreach_copy_(targets, sources)
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether what is computed on the tensor's device now is written into a CUDA graph, and not run."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor, or anything else, shares the memory of one.
+
+    Nothing public counts the users of a storage (2.13): the tensor is one, what is made here to ask is another.
+    """
+    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return users > 2
 
 
 def outside_inference_mode() -> Any:
@@ -461,6 +492,32 @@ def _count_reference(value: object) -> None:
 def lent_by(key: str) -> Any:
     """What the thread that this one works for has lent it under `key`, or None."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Any]]:
+    """A module's forward hooks and pre-hooks, each with the number under which all that belongs to it is kept.
+
+    Public API adds hooks, and nothing lists them (2.13).
+    """
+    return [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+
+
+def drop_forward_hook(module: torch.nn.Module, number: int) -> None:
+    """Takes a hook off that somebody else added, or that a copy of a module came with (2.13)."""
+    for kept in (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ):
+        kept.pop(number, None)
+
+
+def nesting() -> int:
+    """How many of PyTorch's regions and precast's this thread is in; nothing reads it without changing it (2.13)."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def forget_compiled() -> None:

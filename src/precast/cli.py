@@ -102,6 +102,52 @@ def doctor(as_json: bool) -> None:
         Console().print(doctor_.render(found))
 
 
+@main.command(short_help="Say what a policy means for a model or an operation.")
+@click.argument("operation", required=False)
+@click.option("--model", metavar="MODULE:FACTORY", help="A function that makes the model.")
+@click.option("--policy", default="default", show_default=True, help="A preset or a policy file.")
+@click.option("--device", help="One device type, for an operation.  [default: cpu and cuda]")
+@click.option("--module", help="The name of a module that the operation is in.")
+@_as_json
+def explain(
+    *,
+    operation: str | None,
+    model: str | None,
+    policy: str,
+    device: str | None,
+    module: str | None,
+    as_json: bool,
+) -> None:
+    """Say what a policy means: for one OPERATION, or for each module of a model.
+
+    For an operation: its rule and the reason. For a model: what each module runs in, by which
+    rule, and the rules that match nothing.
+    """
+    if (operation is None) == (model is None):
+        raise click.UsageError("Name an operation, as in `precast explain softmax`, or a --model.")
+    if model is not None and (device or module):
+        raise click.UsageError("--device and --module go with an operation, not with --model.")
+    _require_torch()
+    from rich.console import Console
+
+    from precast import explain as explain_
+    from precast.policy import Policy
+
+    chosen = Policy.load(policy)
+    report: explain_.ModelReport | explain_.OperationReport
+    if model is not None:
+        with _usage_errors():
+            made = explain_.load_model(model)
+        report = explain_.explain_model(made, chosen)
+    else:
+        devices = (device,) if device else ("cpu", "cuda")
+        report = explain_.explain_operation(str(operation), chosen, devices, module)
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        Console().print(report.render())
+
+
 def _require_torch() -> None:
     """Refuses a PyTorch that is too old, before anything asks more of it."""
     from precast import _torch  # noqa: F401

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch.library import Library
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from precast import _torch, compiler_tag, hotpath, kernels
 from precast._torch import Kernel
@@ -99,6 +102,22 @@ def _clear_cache() -> None:
         act()
 
 
+_optimizer_hooks: Final[list[RemovableHandle]] = []
+
+
+def _hear_optimizers(hear: bool) -> None:
+    """Has every step of an optimizer be known: fused ones write weights, and move no version counter (2.13)."""
+    if hear and not _optimizer_hooks:
+        _optimizer_hooks.append(register_optimizer_step_post_hook(_stepped))
+    elif not hear and _optimizer_hooks:
+        _optimizer_hooks.pop().remove()
+
+
+def _stepped(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        regions.cache.distrust(group["params"])
+
+
 def _is_defined(key: str) -> bool:
     return bool(_torch.operator_overloads(key.partition(".")[0]))
 
@@ -137,6 +156,7 @@ def unregister(*, kernels: bool = True) -> bool:
         _registration = Registration()
         compiler_tag.take_off()
         _torch.on_cleared_cache(None)
+        _hear_optimizers(False)
         return True
 
 
@@ -149,6 +169,7 @@ def _take_off_kernels() -> None:
 
 def _bind(policy: Policy, device_type: str) -> Frame:
     _torch.on_cleared_cache(_clear_cache)
+    _hear_optimizers(True)
     table, unknown = policy.expand(device_type)
     runners: dict[str, Runner] = {}
     is_pytorchs = True
@@ -191,10 +212,8 @@ def _choose(policy: Policy, below: Below, entry: Entry | None) -> Runner | None:
         return None
     op, rule = below.op, Rule.KEEP if entry is None else entry.rule
     promotes = policy.mixed == "promote" and rule is not Rule.BANNED and op.takes_several
-    if promotes and rule is Rule.PROMOTE is not below.rule:
-        if not below.compiled:
-            return DELEGATE
-        rule = Rule.KEEP  # promotion is asked for where the operation raises, and only there
+    if promotes and rule is Rule.PROMOTE and not below.compiled:
+        return DELEGATE  # promotion is asked for where the operation raises, and only there
     if rule is below.rule and _engine == "delegated":
         return DELEGATE if promotes or rule is Rule.LOWER else None
     runner = kernels.runner_for(rule, op)

@@ -5,6 +5,8 @@
     ├── RegionError (ValueError, RuntimeError)  an autocast region asked for something that cannot be
     │   └── RegionTypeError (TypeError)   an argument is missing or of the wrong type
     ├── BannedOperationError (RuntimeError)  an operation that the policy refuses inside a region
+    ├── AttachError (TypeError, ValueError)  `attach` was given what it cannot attach to
+    ├── StaleWeightError (RuntimeError)   a held weight was written unseen, so its copy is out of date
     ├── ScalerError (RuntimeError, ValueError)  a gradient scaler used in the wrong order or on the wrong tensors
     ├── MissingExtraError (ImportError)   an optional package is not installed; says what to install
     └── TorchVersionError (ImportError)   the installed PyTorch is older than precast can run on
@@ -17,6 +19,7 @@ Each message says what was asked, what is allowed and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "AttachError",
     "BannedOperationError",
     "MissingExtraError",
     "PolicyError",
@@ -25,6 +28,7 @@ __all__ = [
     "RegionError",
     "RegionTypeError",
     "ScalerError",
+    "StaleWeightError",
     "TorchVersionError",
 ]
 
@@ -50,6 +54,14 @@ class RegionTypeError(RegionError, TypeError):
 
 class BannedOperationError(PrecastError, RuntimeError):
     """An operation that the policy in force refuses inside a region."""
+
+
+class AttachError(PrecastError, TypeError, ValueError):
+    """`attach` was given something that it cannot attach to."""
+
+
+class StaleWeightError(PrecastError, RuntimeError):
+    """A held weight was written in a way that no version counter sees; the message names it and the remedy."""
 
 
 class ScalerError(PrecastError, RuntimeError, ValueError):

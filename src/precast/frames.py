@@ -82,8 +82,7 @@ class Record:
     dtype: torch.dtype
     cache_enabled: bool
     frame: Frame | None
-    optimizes_torchscript: bool | None
-    """None where the region leaves TorchScript alone."""
+    optimizes_torchscript: bool
 
 
 class Records(list[Record]):

@@ -19,8 +19,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from precast import _torch, kernels
+from precast import _torch, held, kernels
 from precast._torch import Kernel
 from precast.frames import Runner, in_force, installed, lent_frame
 from precast.operation import Operation
@@ -78,14 +79,19 @@ _SWAP = """\
     {copies} = {originals}
     if cache_enabled():
         dtype = lower_dtype(device_type)
-        cache = here.cache.within_inference_mode if inference_mode() else here.cache
-        find = nothing if dispatch_modes() else cache.leaves[dtype].get
+        first_is_pytorchs = inference_mode()
+        cache = here.cache.in_inference_mode if first_is_pytorchs else here.cache
+        used = cache.used
+        leaves = cache.lasting if holdings and not grad_enabled() else cache.leaves
+        find = nothing if dispatch_modes() else leaves[dtype].get
 """
 
 # What the cache holds is float32, and most activations are not: their dtype is all that is looked at.
+# In inference mode PyTorch keeps no copies, nor does the cache at first: what is only noted costs the least.
 _TENSOR = """\
         if {condition}:
-            entry = find(id({a}))
+            key = id({a})
+            entry = find(key)
             if (
                 entry is not None
                 and entry.pointer == {a}.data_ptr()
@@ -93,6 +99,8 @@ _TENSOR = """\
                 and entry.requires_grad is {a}.requires_grad
             ):
                 {b} = entry.cast
+            elif first_is_pytorchs and key not in used and key not in holdings and type({a}) is Parameter:
+                used.add(key)
             elif type({a}) is not Tensor or {a}.requires_grad or {a}._base is not None:
                 {b} = weight(here.cache, {a}, dtype, device_type)
 """
@@ -115,11 +123,14 @@ def entry_point(
     """
     namespace: dict[str, Any] = {
         "DELEGATE": DELEGATE,
+        "Parameter": Parameter,
         "Tensor": Tensor,
         "cache_enabled": torch.is_autocast_cache_enabled,
         "device_type": op.device_type,
         "dispatch_modes": _torch.dispatch_modes,
         "float32": torch.float32,
+        "grad_enabled": torch.is_grad_enabled,
+        "holdings": held.holdings,
         "installed": installed(op.device_type),
         "inference_mode": torch.is_inference_mode_enabled,
         "kernel": kernel,

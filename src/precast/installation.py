@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from precast import _torch, engine
+from precast import _torch, engine, unseen
 from precast._standins import STAND_INS
 from precast.frames import Frame, installed
 from precast.policy import DEVICE_TYPES, Policy
@@ -97,7 +97,8 @@ def _put_in_force() -> None:
     for device in filter(_torch.has_device, DEVICE_TYPES):
         installed(device).frame = None if policy is None else engine.bind(policy, device)
     has_pending = any(frame is not None and frame.pending for frame in map(_frame, DEVICE_TYPES))
-    engine.after_clear[:] = [_look_again] if has_pending else []
+    engine.after_clear[:] = [unseen.leave_region_of_pytorchs] if policy is not None else []
+    engine.after_clear += [_look_again] if has_pending else []
     _restore_names()
     if policy is None:
         engine.unregister(kernels=threading.active_count() == 1)

@@ -19,7 +19,17 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from precast import _policy_file, _torch
-from precast._policy_file import MIXED, Contents, Mixed, Tables
+from precast._policy_file import MIXED, Contents, Mixed, Modules, Tables
+from precast._policy_modules import (
+    AROUND,
+    Inside,
+    ModuleRule,
+    Precision,
+    check_pattern,
+    find,
+    parse_module_rule,
+    prefixes,
+)
 from precast._policy_rows import (
     DEVICE_TYPES,
     Entry,
@@ -36,7 +46,16 @@ from precast._policy_rows import (
 )
 from precast.errors import PolicyError
 
-__all__ = ["DEVICE_TYPES", "Entry", "Policy", "Resolution", "Rule", "policy_of"]
+__all__ = [
+    "DEVICE_TYPES",
+    "Entry",
+    "ModuleRule",
+    "Policy",
+    "Precision",
+    "Resolution",
+    "Rule",
+    "policy_of",
+]
 
 
 class Resolution(NamedTuple):
@@ -48,7 +67,7 @@ class Resolution(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """For each device type a table operation -> rule.
+    """For each device type a table operation -> rule, and rules for modules by name.
 
     Attributes:
         name: what messages and reports call the policy.
@@ -58,8 +77,11 @@ class Policy:
         mixed: what happens where PyTorch's own answer to arguments of different floating dtypes
             is an error: `raise` leaves the error, `promote` casts them to the widest dtype.
         summary: one sentence on what the policy is for.
-        fingerprint: 16 hex digits of a SHA-256 over all that changes a result: rules and `mixed`. Equal policies have
-            equal fingerprints; names, reasons and the order of rows do not count.
+        modules: pattern of a module's name -> what holds inside. They act on models that are attached with this
+            policy, and on nothing else.
+        fingerprint: 16 hex digits of a SHA-256 over all that changes a result in a region: rules and `mixed`. Equal
+            policies have equal fingerprints; names, reasons and the order of rows do not count. Nor do `modules`: a
+            region does not look at them, and where they act they open regions, whose policies have fingerprints.
 
     Example:
         >>> policy = Policy.load("torch").replace(ops={"softmax": "lower"})
@@ -71,6 +93,7 @@ class Policy:
     tables: Tables
     mixed: Mixed = "raise"
     summary: str = ""
+    modules: Modules = field(default_factory=dict)
     fingerprint: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +105,8 @@ class Policy:
             if self.tables[device]
         }
         object.__setattr__(self, "tables", MappingProxyType(tables))
+        modules = {check_pattern(p, "modules"): rule for p, rule in self.modules.items()}
+        object.__setattr__(self, "modules", MappingProxyType(modules))
         # Now, not when asked for: a compiled function reads it, and cannot run what makes it.
         object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
         _alive[self.fingerprint][id(self)] = self
@@ -91,11 +116,12 @@ class Policy:
 
     def __reduce__(self) -> tuple[object, ...]:
         tables = {device: dict(table) for device, table in self.tables.items()}
-        return type(self), (self.name, tables, self.mixed, self.summary)
+        return type(self), (self.name, tables, self.mixed, self.summary, dict(self.modules))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{device}: {len(table)}" for device, table in self.tables.items())
-        return f"<Policy {self.name!r} mixed={self.mixed!r} rows=({sizes})>"
+        modules = f" modules={len(self.modules)}" if self.modules else ""
+        return f"<Policy {self.name!r} mixed={self.mixed!r} rows=({sizes}){modules}>"
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -116,7 +142,9 @@ class Policy:
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> str:
         """The policy as TOML, complete in itself; written to `path` too, whole or not at all."""
-        text = _policy_file.render(Contents(self.name, self.summary, self.mixed, self.tables))
+        text = _policy_file.render(
+            Contents(self.name, self.summary, self.mixed, self.tables, self.modules)
+        )
         if path is not None:
             _policy_file.write(path, text)
         return text
@@ -127,6 +155,7 @@ class Policy:
         name: str | None = None,
         ops: Mapping[str, object] | None = None,
         mixed: Mixed | None = None,
+        modules: Mapping[str, object] | None = None,
     ) -> Policy:
         """A new policy with some things changed.
 
@@ -136,9 +165,11 @@ class Policy:
                 for one. A rule is a `Rule`, its name, an `Entry`, or a mapping with `rule` and
                 `reason`; None takes the row away. A bare name replaces every row that it covers.
             mixed: `raise` or `promote`; the old one where None.
+            modules: pattern -> what holds inside such modules: `fp32`, `float16`, `bfloat16`, `lower` or `keep`, or a
+                mapping with `dtype`, `ops` and `reason`; None takes the rule away.
 
         Raises:
-            PolicyError: an operation, a rule or a device type that does not exist.
+            PolicyError: an operation, a rule, a device type, a pattern or a dtype that cannot be.
         """
         ops = ops or {}
         shared = {key: value for key, value in ops.items() if key not in DEVICE_TYPES}
@@ -154,6 +185,7 @@ class Policy:
             tables,
             self.mixed if mixed is None else mixed,
             self.summary,
+            _changed_modules(self.modules, modules or {}),
         )
 
     def retarget(self, device: str = "cpu", like: str = "cuda") -> Policy:
@@ -162,7 +194,8 @@ class Policy:
         It lets the rules of an accelerator be tried, and tested, where there is none.
         """
         tables = {**self.tables, _device_type(device): self.entries(like)}
-        return Policy(f"{self.name} ({device} like {like})", tables, self.mixed, self.summary)
+        name = f"{self.name} ({device} like {like})"
+        return Policy(name, tables, self.mixed, self.summary, self.modules)
 
     def entries(self, device: str) -> Mapping[str, Entry]:
         """The table of a device type: key as the policy spells it -> entry."""
@@ -186,17 +219,38 @@ class Policy:
                 unknown.append(key)
         return known, tuple(unknown)
 
-    def resolve(self, op: str, device: str) -> Resolution:
+    def inside(self, module: str) -> Inside:
+        """What holds inside a module of that name, by the rules for it and for those that it is in.
+
+        Raises:
+            PolicyError: two globs match one of them and say different things.
+        """
+        inside = AROUND
+        for name in prefixes(module):
+            pattern, rule = find(self.modules, name) or ("", None)
+            inside = inside.then(rule, name, pattern)
+        return inside
+
+    def resolve(self, op: str, device: str, module: str | None = None) -> Resolution:
         """The rule for an operation on a device type, and the reason.
 
         Args:
             op: the dispatcher's name, `aten::` optional: `linear`, `softmax.int`, `mylib::myop`.
                 A name without overload asks for all that are not `out=` variants.
             device: a device type, such as `cuda`.
+            module: for an operation inside the module of that name, in an attached model; None is for one outside of
+                all that `modules` speaks of.
 
         Raises:
             PolicyError: no such operation; or a bare name whose overloads have different rules.
+
+        Example:
+            >>> policy = Policy.load("torch").replace(modules={"*.head": "fp32"})
+            >>> policy.resolve("linear", "cpu", module="model.head").rule
+            <Rule.KEEP: 'keep'>
         """
+        if module is not None:
+            return self._resolve_inside(self.inside(module), op, device)
         key = canonical(op)
         table = self.entries(device)
         check_row(key, table.get(key, Entry(Rule.KEEP)), "resolve")
@@ -212,6 +266,16 @@ class Policy:
             )
             raise PolicyError(f"resolve: the overloads of {key} differ; ask for one: {listed}")
         return next(iter(resolutions.values()))
+
+    def _resolve_inside(self, inside: Inside, op: str, device: str) -> Resolution:
+        found = self.replace(ops=inside.ops).resolve(op, device)
+        if not inside.because:
+            return found
+        by = ", ".join(f"{pattern!r} for {name!r}" for name, pattern in inside.because)
+        if not inside.enabled:
+            return Resolution(Rule.KEEP, f"autocast is off, inputs are float32 ([modules] {by})")
+        to = f" to {inside.dtype}" if inside.dtype and found.rule is Rule.LOWER else ""
+        return Resolution(found.rule, f"{found.reason}{to} ([modules] {by})")
 
     def _resolution(self, entry: Entry | None, key: str, device: str) -> Resolution:
         if entry is None:
@@ -242,7 +306,9 @@ def _preset(name: str) -> Policy:
 
 
 def _from_contents(contents: Contents) -> Policy:
-    return Policy(contents.name, contents.tables, contents.mixed, contents.summary)
+    return Policy(
+        contents.name, contents.tables, contents.mixed, contents.summary, contents.modules
+    )
 
 
 def _device_type(device: str) -> str:
@@ -265,6 +331,17 @@ def _changed(
             rows[key] = entry
     gone = {canonical(name) for name, value in changes.items() if value is None}
     return {key: entry for key, entry in overlay(table, rows).items() if key not in gone}
+
+
+def _changed_modules(modules: Modules, changes: Mapping[str, object]) -> Modules:
+    where = "replace(modules=...)"
+    rules = {
+        check_pattern(pattern, where): parse_module_rule(value, f"{where} {pattern!r}")
+        for pattern, value in changes.items()
+        if value is not None
+    }
+    kept = {pattern: rule for pattern, rule in modules.items() if pattern not in changes}
+    return {**kept, **rules}
 
 
 def _find(table: Mapping[str, Entry], operation: str, overload: str) -> Entry | None:

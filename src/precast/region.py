@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from precast import _torch, engine, marks
+from precast import _torch, engine, held, marks, unseen
 from precast._arguments import (
     ACCEPTED,
     REQUIRED,
@@ -32,7 +32,7 @@ from precast.errors import PrecastWarning, RegionError
 from precast.frames import Frame, InForce, Record, in_force, installed, regions
 from precast.policy import DEVICE_TYPES, Policy, policy_of
 
-__all__ = ["Regions", "autocast", "current", "disable", "in_graph"]
+__all__ = ["Regions", "autocast", "current", "disable", "in_graph", "put_in_force", "refuse_export"]
 
 
 class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
@@ -93,13 +93,14 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         if _is_traced():
             next(self._steps)
             return self
+        if held.attached and self.enabled:
+            unseen.enter_region()
         device = self.device
         here = in_force(device).in_force
         outside = here.frame
         frame = self._frame(outside)
         if _torch.function_modes():
             self._write_down(frame)
-        scripted = frame is None or frame.is_pytorchs  # TorchScript's optimiser may stay as it is
         record = Record(
             self,
             device,
@@ -107,15 +108,15 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             torch.get_autocast_dtype(device),
             torch.is_autocast_cache_enabled(),
             outside,
-            None if scripted else _torch.optimizes_torchscript(),
+            _torch.optimizes_torchscript(),
         )
         regions.records.append(record)
-        if not scripted:
-            _torch.optimize_torchscript(False)
+        if frame is not None and not frame.is_pytorchs:
+            _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
         if frame is not outside:
             if frame is not None and not frame.registration.holds:
                 frame = engine.bind(frame.policy, device)
-            _put_in_force(here, device, frame)
+            put_in_force(here, device, frame)
         torch.set_autocast_enabled(device, self.enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
         torch.autocast_increment_nesting()
@@ -163,7 +164,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             and frame.meaning is not None
         ):
             _torch.export_region(None)
-            _refuse_export(frame.policy)
+            refuse_export(frame.policy)
 
     def anew(self) -> autocast:
         """The same region as another object: one that existed before cannot enter the graph of a compiled function."""
@@ -210,12 +211,13 @@ def _said(frame: Frame | None, cache_enabled: bool | None) -> bool | str | None:
     if frame is None or (torch.compiler.is_exporting() and frame.meaning is None):
         return cache_enabled
     if torch.compiler.is_exporting():
-        _refuse_export(frame.policy)
+        refuse_export(frame.policy)
     _in_graphs[frame.policy.fingerprint] = frame.policy
     return f"precast {__version__} {frame.policy.fingerprint} {cache_enabled}"
 
 
-def _refuse_export(policy: Policy) -> NoReturn:
+def refuse_export(policy: Policy) -> NoReturn:
+    """Raises the error for a region that an exported program cannot say."""
     raise RegionError(
         f"torch.export cannot write down a region with the policy {policy.name!r}: an exported program knows PyTorch's "
         'own regions alone. Use policy="torch" there, or export without the region, and call the program in one.'
@@ -341,8 +343,7 @@ def _splice_out(owner: autocast) -> None:
     later = records[index:]
     if later:
         later[0].cache_enabled = record.cache_enabled
-        if record.optimizes_torchscript is not None:
-            later[0].optimizes_torchscript = record.optimizes_torchscript
+        later[0].optimizes_torchscript = record.optimizes_torchscript
     else:
         _restore_thread(record)
     above = next((r for r in later if r.device_type == record.device_type), None)
@@ -361,7 +362,8 @@ def _warn_out_of_order(owner: autocast) -> None:
     )
 
 
-def _put_in_force(here: InForce, device_type: str, frame: Frame | None) -> None:
+def put_in_force(here: InForce, device_type: str, frame: Frame | None) -> None:
+    """Has this thread's operations follow a frame, and says so where compiled functions look."""
     before, here.frame = here.frame, frame
     meaning = None if frame is None else frame.meaning
     if meaning != (None if before is None else before.meaning):
@@ -373,12 +375,11 @@ def _put_in_force(here: InForce, device_type: str, frame: Frame | None) -> None:
 def _restore_device(record: Record) -> None:
     here = in_force(record.device_type).in_force
     if here.frame is not record.frame:
-        _put_in_force(here, record.device_type, record.frame)
+        put_in_force(here, record.device_type, record.frame)
     torch.set_autocast_enabled(record.device_type, record.enabled)
     torch.set_autocast_dtype(record.device_type, record.dtype)
 
 
 def _restore_thread(record: Record) -> None:
     torch.set_autocast_cache_enabled(record.cache_enabled)
-    if record.optimizes_torchscript is not None:
-        _torch.optimize_torchscript(record.optimizes_torchscript)
+    _torch.optimize_torchscript(record.optimizes_torchscript)

@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, Final
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch.nn import Parameter
 
+from precast import held
 from precast._torch import (
     base_of,
     counts_versions,
@@ -46,19 +47,20 @@ from precast._torch import (
     quiet_cast,
     version_of,
 )
+from precast.held_gradients import with_gradient
+from precast.views import Forgetful, Views
 
 __all__ = ["CachedCast", "WeightCache"]
 
 _float32: Final = torch.float32
 _no_dispatch: Final = Tensor.__torch_dispatch__
-Held = TypeVar("Held")
 
 
 class CachedCast:
     """One lower-precision copy, and what its source looked like when it was made; between regions, without the copy."""
 
     __slots__ = (
-        "asked",
+        "__weakref__",
         "cast",
         "other",
         "owner",
@@ -72,8 +74,6 @@ class CachedCast:
         self, source: Tensor, cast: Tensor | None, owner: Tensor, forget: Callable[[Any], Any]
     ) -> None:
         self.cast = cast
-        self.asked = -1
-        """The region in which it was used once without a copy."""
         self.other: CachedCast | None = None
         """The one from before its source was frozen, or thawed, in this region."""
         self.version = version_of(source)
@@ -94,49 +94,16 @@ class CachedCast:
             self.storage is None or self.pointer == source.data_ptr()
         )
 
+    def withdraw(self) -> None:
+        """Ends what stands for a held copy, in whichever thread's cache it is."""
+        self.cast = None
+        self.pointer = -1
+
     def renew(self, source: Tensor, cast: Tensor) -> None:
         """Takes a copy of the same source, which was written or has lost its copy."""
         self.cast = cast
         self.other = None
         self.version = version_of(source)
-
-
-class _Forgetful(dict[Any, Held]):
-    """A dictionary that forgets a key when what the key is of ends.
-
-    It is in no cycle with what it holds: copies go when a region ends, not when the collector happens to run.
-    """
-
-    __slots__ = ("__weakref__",)
-
-    def forgetting(self, key: Any) -> Callable[[Any], None]:
-        """The callback for a weak reference."""
-        here = weakref.ref(self)
-
-        def forget(_: Any) -> None:
-            held = here()
-            if held is not None:
-                held.pop(key, None)
-
-        return forget
-
-
-class _Views:
-    """Copies of views of one weight by geometry: each forward makes a new view object of the same numbers."""
-
-    __slots__ = ("copies", "elements", "owner")
-
-    def __init__(self, base: Tensor, forget: Callable[[Any], Any]) -> None:
-        self.copies = _Forgetful[CachedCast]()
-        self.elements = 0
-        self.owner = weakref.ref(base, forget)
-
-    def make_room(self, elements: int, limit: int) -> None:
-        """Starts anew where copies grow beyond `limit` elements, as those of a window that slides over a table do."""
-        if self.elements + elements > limit:
-            self.copies.clear()
-            self.elements = 0
-        self.elements += elements
 
 
 class WeightCache:
@@ -151,32 +118,32 @@ class WeightCache:
         "_inference",
         "_known",
         "_modes",
-        "_region",
         "_views",
-        "_within",
         "_wrapped",
+        "in_inference_mode",
+        "lasting",
         "leaves",
+        "used",
     )
 
     def __init__(self, *, holds: bool = True, inference: bool = False) -> None:
         self._holds = holds
         self._inference = inference
-        self._region = 0
         self.leaves: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
         """Target dtype -> ``id(source)`` -> copy; the hot path of a kernel reads it directly."""
+        self.lasting: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
+        """The same for held weights where no gradient is recorded: entries that outlive regions, as their copies do."""
+        self.used: set[int] = set()
+        """``id`` of each leaf that was used in this region, and not held yet; the hot path adds to it."""
         self._known: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
         """The entries of `leaves` and those of earlier regions, which have no copy."""
         self._wrapped: defaultdict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
-        self._views = _Forgetful[_Views]()
+        self._views = Forgetful[Views]()
         self._modes: weakref.WeakKeyDictionary[Any, WeightCache] | None = None
-        self._within: WeightCache | None = None
-
-    @property
-    def within_inference_mode(self) -> WeightCache:
+        self.in_inference_mode: WeightCache = (
+            self if inference else WeightCache(holds=holds, inference=True)
+        )
         """The cache of what is made in inference mode, which is used there alone."""
-        if self._within is None:
-            self._within = WeightCache(holds=self._holds, inference=True)
-        return self._within
 
     def clear(self) -> None:
         """Drops every copy."""
@@ -187,9 +154,22 @@ class WeightCache:
         for entry in held:  # a source may end with its copy, and be forgotten here
             entry.cast = entry.other = None
         self._modes = None
-        self._region += 1
-        if self._within is not None:
-            self._within.clear()
+        self.used.clear()
+        if not self._inference:
+            self.in_inference_mode.clear()
+
+    def distrust(self, parameters: Collection[Tensor]) -> None:
+        """Has copies of these leaves made anew at their next use, whatever version counters say."""
+        for entries in (entries for entries in self.leaves.values() if entries):
+            for key in map(id, parameters):
+                entry = entries.get(key)
+                if entry is not None:
+                    entry.version, entry.other = -1, None
+        if self._views:
+            for key in map(id, parameters):
+                self._views.pop(key, None)
+        if not self._inference:
+            self.in_inference_mode.distrust(parameters)
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
         """The copy of `tensor` in `dtype`, made now if need be; None where it is no weight on that device type."""
@@ -198,7 +178,9 @@ class WeightCache:
         if not is_on(device_type)(tensor):
             return None
         if is_inference_mode_enabled() and not self._inference:
-            return self.within_inference_mode.cast(tensor, dtype, device_type)
+            return self.in_inference_mode.cast(tensor, dtype, device_type)
+        if held.holdings and (lent := self._held(tensor, dtype)) is not None:
+            return lent
         known = self._known[dtype].get(id(tensor))
         if (
             known is not None
@@ -211,8 +193,8 @@ class WeightCache:
         if dispatch_modes():
             return self._under_mode(tensor, dtype)
         if tensor.is_leaf and not is_view(tensor):
-            held = tensor.requires_grad or isinstance(tensor, Parameter)
-            return self._leaf(tensor, dtype) if held else None
+            is_weight = tensor.requires_grad or isinstance(tensor, Parameter)
+            return self._leaf(tensor, dtype) if is_weight else None
         base = base_of(tensor)
         if not isinstance(base, Parameter) or _needs_grad(tensor):
             return None
@@ -220,14 +202,51 @@ class WeightCache:
             return None
         return self._view(tensor, base, dtype)
 
+    def _held(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The copy that an attachment holds; for this region with a gradient where one is recorded."""
+        if id(tensor) not in held.holdings or dispatch_modes() or is_functorch_active():
+            return None
+        needs_grad = _needs_grad(tensor)
+        if needs_grad and tensor.numel() < held.WORTH_A_NODE:
+            return None
+        copy = held.copy_of(tensor, dtype)
+        if copy is None:
+            return None
+        if not needs_grad:
+            self._lend(copy, tensor, dtype)
+            return copy.tensor
+        entry = self.leaves[dtype].get(id(tensor))
+        if entry is not None and entry.is_of(tensor) and entry.cast is not None:
+            return entry.cast
+        cast = with_gradient(tensor, copy.tensor, copy.gradient)
+        known = self._known[dtype].get(id(tensor))
+        if known is None or known.pointer != tensor.data_ptr() or not known.requires_grad:
+            known = self._entry(tensor, cast, dtype)
+        known.renew(tensor, cast)
+        self._put(known, tensor, dtype)
+        return cast
+
+    def _lend(self, copy: held.Copy, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Has a held copy stand for its parameter, until either changes."""
+        table = self.leaves if is_grad_enabled() else self.lasting
+        entry = table[dtype][id(tensor)] = self._entry(tensor, copy.tensor, dtype)
+        copy.used_by(entry)
+
     def _again(self, known: CachedCast, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         if known.cast is None or known.version != version_of(tensor):
-            if known.asked != self._region and not _held_by_pytorch(tensor):
-                known.asked = self._region
+            if self._waits(tensor):
                 return None
             known.renew(tensor, _graph_cast(tensor, dtype))
             self._put(known, tensor, dtype)
         return known.cast
+
+    def _waits(self, leaf: Tensor) -> bool:
+        """Whether a leaf is used for the first time in this region, and PyTorch would keep no copy."""
+        key = id(leaf)
+        if key in self.used or _held_by_pytorch(leaf):
+            return False
+        self.used.add(key)
+        return True
 
     def _put(self, entry: CachedCast, tensor: Tensor, dtype: torch.dtype) -> None:
         """Has an entry stand for a leaf; the one from before it was frozen, or thawed, waits for its turn."""
@@ -257,9 +276,7 @@ class WeightCache:
         if other is not None and other.is_of(tensor):
             self._put(other, tensor, dtype)
             return other.cast
-        if plain and not _held_by_pytorch(tensor):
-            self._known[dtype][key] = entry = self._entry(tensor, None, dtype)
-            entry.asked = self._region
+        if plain and self._waits(tensor):
             return None
         cast = _graph_cast(tensor, dtype)
         if type(cast) in (Tensor, type(tensor)):  # else a tracer's, of no use outside of it
@@ -280,7 +297,7 @@ class WeightCache:
         def forget(_: Any) -> None:
             cache = here()
             if cache is not None:
-                for entries in (cache.leaves, cache._known, cache._wrapped):
+                for entries in (cache.leaves, cache.lasting, cache._known, cache._wrapped):
                     entries.get(dtype, {}).pop(key, None)
 
         return forget
@@ -289,7 +306,7 @@ class WeightCache:
         key = id(base)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = _Views(base, self._views.forgetting(key))
+            views = self._views[key] = Views(base, self._views.forgetting(key))
         copies = views.copies
         geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), dtype)
         entry = copies.get(geometry)

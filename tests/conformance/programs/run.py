@@ -33,7 +33,7 @@ from tests.conformance.programs.steps import (
     Write,
 )
 from tests.conformance.programs.world import World, fold, kind, record
-from tests.conformance.programs.writes import UNCOUNTED, WRITES
+from tests.conformance.programs.writes import FUSED, UNCOUNTED, WRITES
 from tests.conformance.systems import MakeRegion
 from tests.op_samples import Sample
 
@@ -258,6 +258,10 @@ def _differentiate(runner: _Runner, step: Differentiate) -> None:
             _gradients(step, total, leaves, world)
         except RuntimeError as error:
             world.gradients.append(kind(error))
+            # Which leaves had theirs before a node failed is a matter of the order of nodes that do not depend on
+            # each other: those of casts, too.
+            for leaf in world.watched():
+                leaf.grad = None
 
 
 def _gradients(step: Differentiate, total: Tensor, leaves: list[Tensor], world: World) -> None:
@@ -277,6 +281,7 @@ def _gradients(step: Differentiate, total: Tensor, leaves: list[Tensor], world: 
 def _write(runner: _Runner, step: Write) -> None:
     world = runner.world
     weight = world.leaves[step.weight % len(world.leaves)]
+    before = weight.detach().clone()
     with runner.seams:
         try:
             new = WRITES[step.name](weight)
@@ -286,6 +291,8 @@ def _write(runner: _Runner, step: Write) -> None:
             return
     if step.name in UNCOUNTED:
         runner.seams.uncounted()
+    elif step.name in FUSED and not torch.equal(before, weight.detach()):
+        runner.seams.fused(weight)
     if new is not None:
         world.replace(weight, new)
 

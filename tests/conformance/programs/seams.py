@@ -6,7 +6,7 @@ PyTorch's lost with it, and leaves what is under test: whatever precast must see
 
 | seam | the run comes by |
 |---|---|
-| "written" | a leaf with another version or other memory than before the step |
+| "written" | a leaf with another version or other memory than before the step, or that a fused optimizer wrote |
 | "dtype" | an operation in a region of another dtype than that of the operation before |
 | "own cache" | a region of precast's inside one of PyTorch's: another one than the operation before was in |
 | "re-entered" | a region object that is entered while it is open |
@@ -106,6 +106,10 @@ class Seams:
     def uncounted(self) -> None:
         """A weight was written, and does not show it."""
         self.meets("uncounted")
+
+    def fused(self, weight: Tensor) -> None:
+        """A weight was written by an optimizer, without a trace on it."""
+        self.meets("written", {id(weight)})
 
     def __enter__(self) -> None:
         self._look_at_cache()

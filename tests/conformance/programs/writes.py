@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["UNCOUNTED", "WRITES"]
+__all__ = ["FUSED", "UNCOUNTED", "WRITES"]
 
 
 def _in_place(weight: Tensor) -> None:
@@ -110,3 +110,6 @@ WRITES: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 UNCOUNTED = frozenset({"through data"})
 """The writes that leave no trace on the weight but its contents."""
+
+FUSED = frozenset({"AdamW"})
+"""The writes that move no version counter, and that precast hears of all the same."""

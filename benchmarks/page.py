@@ -1,0 +1,181 @@
+"""The tables and the chart of whole networks in docs/performance.md, made from the JSON of `python -m benchmarks`.
+
+The generated part of the page stands between two comments; what is around it is written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import chart
+from benchmarks.models import title
+from benchmarks.targets import Result, results
+from benchmarks.variants import ACCUMULATION, BASELINE, TRAINING, kinds
+from precast.demo.files import replace
+
+__all__ = ["BEGIN", "DATA", "END", "PAGE", "render", "write"]
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE, PICTURE, DATA = (
+    DOCS / "performance.md",
+    DOCS / "images" / "models.png",
+    DOCS / "data" / "benchmarks.json",
+)
+BEGIN = "<!-- made by `python -m benchmarks render`: begin -->"
+END = "<!-- made by `python -m benchmarks render`: end -->"
+
+Row = dict[str, Any]
+_KINDS = kinds(TRAINING)
+_MIB = 2**20
+
+
+def write(data: dict[str, Any]) -> Iterator[Path]:
+    """Puts the rows of `data` into the page, and draws the chart beside it; gives what it wrote."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = f"{before}{BEGIN}\n{render(data)}{END}{after}"
+    replace(PAGE, made.encode())
+    yield PAGE
+    replace(PICTURE, chart.png(_measured(data)))
+    yield PICTURE
+
+
+def render(data: dict[str, Any]) -> str:
+    """The generated part of the page."""
+    rows = [row for row in data["rows"] if row["benchmark"] == "models"]
+    grown = [row for row in data["rows"] if row["benchmark"] == "models growth"]
+    return "\n".join(
+        [
+            "",
+            _machine(data["machine"]),
+            "",
+            "![Time of each variant as a ratio to torch.autocast](images/models.png)",
+            "",
+            "### Targets",
+            "",
+            *_targets(results(rows)),
+            "",
+            "### Time",
+            "",
+            f"Milliseconds of `{BASELINE}`, and ratios to it (interquartile range).",
+            "",
+            *_times(rows),
+            *_left_out(rows),
+            "",
+            "### Memory and casts of one step",
+            "",
+            "Peak of tensor memory, MiB; number of casts and the MiB they write.",
+            "",
+            *_needs(rows),
+            "",
+            "### Growth",
+            "",
+            "Microseconds, how often the first size's, and the ratio to `torch.autocast`.",
+            "",
+            *_growth(grown),
+            "",
+        ]
+    )
+
+
+def _machine(machine: Row) -> str:
+    amx = ", with AMX for bfloat16" if machine.get("amx_bf16") else ""
+    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
+    return (
+        f"Measured on {machine['date']}: {machine['cpu']} ({machine['cpu_capability']}{amx}), {machine['cores']} "
+        f"cores{gpu},\n{machine['threads']} thread(s), Python {machine['python']}, PyTorch {machine['torch']}; "
+        f"load of the machine when it began: {machine['load']}."
+    )
+
+
+def _targets(found: Iterable[Result]) -> Iterator[str]:
+    yield "| work | variant | network | of `torch.autocast` | at most | | of by hand | at most | |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for result in found:
+        target = result.target
+        cells = [target.title, target.kind, result.case]
+        for figure in ("ratio", "by_hand"):
+            limit = getattr(target, figure)
+            cells += [
+                _figure(result.row, figure) if limit else "",
+                f"{limit:.2f}" if limit else "",
+                {True: "met", False: "**not met**", None: "not measured"}[result.met(figure)]
+                if limit
+                else "",
+            ]
+        yield _line(cells)
+
+
+def _times(rows: Sequence[Row]) -> Iterator[str]:
+    others = [kind for kind in kinds(ACCUMULATION) if kind != BASELINE]
+    yield _line(["network", "work", f"`{BASELINE}`, ms", *others])
+    yield "|---|---|" + "---|" * (len(others) + 1)
+    for network, work, found in _groups(rows):
+        base = found.get(BASELINE)
+        time = f"{base['median_ms']:.2f} ({base['iqr_ms']:.2f})" if base else "skipped"
+        yield _line([network, work, time, *(_figure(found.get(kind), "ratio") for kind in others)])
+
+
+def _needs(rows: Sequence[Row]) -> Iterator[str]:
+    yield _line(["network", "work", *_KINDS])
+    yield "|---|---|" + "---|" * len(_KINDS)
+    for network, work, found in _groups(rows):
+        if found:
+            yield _line([network, work, *(_need(found.get(kind)) for kind in _KINDS)])
+
+
+def _growth(rows: Sequence[Row]) -> Iterator[str]:
+    shown = list(dict.fromkeys(row["kind"] for row in rows if "ratio" in row))
+    yield _line(["with", *shown])
+    yield "|---|" + "---|" * len(shown)
+    for axis, size in dict.fromkeys((row["case"], row["size"]) for row in rows):
+        found = {r["kind"]: r for r in rows if (r["case"], r["size"]) == (axis, size)}
+        yield _line([f"{axis}: {size}", *(_grown(found.get(kind)) for kind in shown)])
+
+
+def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, dict[str, Row]]]:
+    """The measured rows of each network, work and setting, by variant."""
+    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        group = groups.setdefault((title(row), row["work"]), {})
+        if "ratio" in row:
+            group[row["kind"]] = row
+    for (network, work), group in groups.items():
+        yield network, work, group
+
+
+def _left_out(rows: Sequence[Row]) -> Iterator[str]:
+    """What was skipped, once for each reason."""
+    for reason in dict.fromkeys(row["skipped"] for row in rows if "skipped" in row):
+        skipped = [row for row in rows if row.get("skipped") == reason]
+        titles = {row["kind"] if row["kind"] != "all" else title(row) for row in skipped}
+        networks = sorted({title(row) for row in skipped})
+        where = "" if len(networks) > 3 or titles == set(networks) else f" on {', '.join(networks)}"
+        yield f"\nSkipped: {', '.join(sorted(titles))}{where}: {reason}."
+
+
+def _figure(row: Row | None, figure: str) -> str:
+    return "" if row is None else f"{row[figure]:.3f} ({row[f'{figure}_iqr']:.3f})"
+
+
+def _need(row: Row | None) -> str:
+    if row is None:
+        return ""
+    casts = f"{row['casts']} / {row['cast_bytes'] / _MIB:.1f}" if row["casts"] else "none"
+    return f"{row['peak_bytes'] / _MIB:.1f}; {casts}"
+
+
+def _grown(row: Row | None) -> str:
+    if row is None or "ratio" not in row:
+        return ""
+    return f"{row['median_ms'] * 1e3:.1f}, {row['times_first']:.2f}x, {_figure(row, 'ratio')}"
+
+
+def _measured(data: dict[str, Any]) -> list[Row]:
+    return [row for row in data["rows"] if row["benchmark"] == "models" and "ratio" in row]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,154 @@
+"""The rows of every measurement as tables on the terminal, and the machine they are from."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks import clients, models, variants
+
+__all__ = ["about", "print_rows"]
+
+
+def about() -> dict[str, Any]:
+    """The machine, now."""
+    capabilities = torch.cpu.get_capabilities()
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cpu": capabilities.get("cpu_name", capabilities.get("architecture", "a CPU")),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "amx_bf16": bool(capabilities.get("amx_bf16", False)),
+        "load": round(os.getloadavg()[0], 2),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
+    }
+
+
+def print_rows(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """One table for each kind of measurement among the rows."""
+    console = Console()
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    tables = {
+        "overhead": _overhead,
+        "growth": _growth,
+        "demos": _demos,
+        "clients": _clients,
+        "models": _models,
+        "models growth": _models_growth,
+    }
+    for benchmark, fill in tables.items():
+        chosen = [row for row in rows if row["benchmark"] == benchmark]
+        if chosen:
+            console.print(fill(chosen))
+
+
+def _overhead(rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        title="Overhead of a call, us (median; difference: median of rounds, and its spread)"
+    )
+    for heading in ("kind", "call", "policy"):
+        table.add_column(heading)
+    for heading in ("torch", "precast", "difference"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        difference = f"{row['difference_us']:+.2f} ({row['difference_iqr_us']:.2f})"
+        medians = [f"{row[name]['median_us']:.2f}" for name in ("torch", "precast")]
+        table.add_row(row["kind"], row["case"], row["policy"], *medians, difference)
+    return table
+
+
+def _growth(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="How the cost of a call grows (linear with a weight)")
+    for heading in ("with", "", "us", "ratio"):
+        table.add_column(heading, justify="left" if heading in ("with", "") else "right")
+    for row in rows:
+        for name, ratio in row["ratio_to_first"].items():
+            table.add_row(row["kind"], name, f"{row[name]['median_us']:.2f}", f"{ratio:.2f}")
+    return table
+
+
+def _demos(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Training step of the demos (ratio: to torch.autocast + torch's scaler)")
+    for heading in ("demo", "variant"):
+        table.add_column(heading)
+    for heading in ("ms", "spread", "ratio"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        step = (f"{row['median_ms']:.2f}", f"{row['iqr_ms']:.2f}")
+        table.add_row(row["case"], row["kind"], *step, f"{row['ratio']:.3f}")
+    return table
+
+
+def _clients(rows: list[dict[str, Any]]) -> Table:
+    kinds = list(dict.fromkeys(row["kind"] for row in rows if row["kind"] != clients.BASELINE))
+    table = Table(
+        title="Models and trainers of other libraries (ratios to torch.autocast, and their spread)"
+    )
+    for heading in ("size", "client", "work"):
+        table.add_column(heading, overflow="fold")
+    for heading in (f"{clients.BASELINE}, ms", *kinds):
+        table.add_column(heading, justify="right", overflow="fold")
+    for case in dict.fromkeys((row["size"], row["case"], row["work"]) for row in rows):
+        found = {r["kind"]: r for r in rows if (r["size"], r["case"], r["work"]) == case}
+        ratios = [
+            f"{found[kind]['ratio']:.3f} ({found[kind]['ratio_iqr']:.3f})" if kind in found else ""
+            for kind in kinds
+        ]
+        table.add_row(*case, f"{found[clients.BASELINE]['median_ms']:.2f}", *ratios)
+    return table
+
+
+def _models(rows: list[dict[str, Any]]) -> Table:
+    kinds = _distinct(row["kind"] for row in rows if "ratio" in row)
+    others = [kind for kind in kinds if kind != variants.BASELINE]
+    reasons = _distinct(escape(row["skipped"]) for row in rows if "skipped" in row)
+    table = Table(
+        title="Whole networks (ratios to torch.autocast, and their spread)",
+        caption="\n".join(f"skipped: {reason}" for reason in reasons),
+    )
+    for heading in ("network", "work"):
+        table.add_column(heading, overflow="fold")
+    for heading in (f"{variants.BASELINE}, ms", *others):
+        table.add_column(heading, justify="right", overflow="fold")
+    for name, work in _distinct((models.title(row), row["work"]) for row in rows):
+        chosen = [row for row in rows if (models.title(row), row["work"]) == (name, work)]
+        found = {row["kind"]: row for row in chosen}
+        base = found.get(variants.BASELINE, {})
+        time = f"{base['median_ms']:.2f}" if "median_ms" in base else "skipped"
+        table.add_row(name, work, time, *(_ratio(found.get(k)) for k in others))
+    return table
+
+
+def _models_growth(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="How the cost of whole networks grows (ratio: to torch.autocast)")
+    for heading in ("with", "variant"):
+        table.add_column(heading)
+    for heading in ("us", "to the first", "ratio"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        if "skipped" not in row:
+            times = (f"{row['median_ms'] * 1e3:.1f}", f"{row['times_first']:.2f}")
+            table.add_row(f"{row['case']}: {row['size']}", row["kind"], *times, _ratio(row))
+    return table
+
+
+def _ratio(row: dict[str, Any] | None) -> str:
+    if row is None or "ratio" not in row:
+        return ""
+    return f"{row['ratio']:.3f} ({row['ratio_iqr']:.3f})"
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))

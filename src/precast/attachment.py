@@ -1,0 +1,291 @@
+"""attach: regions learn a model's names: its weights are cast once, and its modules have their own precision.
+
+Invariants:
+
+- the model itself is not changed but for hooks, which `detach` takes off; no copy is in its state;
+- a parameter that is added or replaced later is held from the next region on, one that is gone no longer;
+- what cannot be held is named with its reason, and runs as without an attachment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from precast import held
+from precast.errors import AttachError, PrecastWarning
+from precast.held import Holding
+from precast.module_rules import apply
+from precast.plan import Plan, plan
+from precast.policy import Policy
+
+__all__ = ["Attachment", "Memory", "attach"]
+
+
+class Memory(int):
+    """A number of bytes that says so."""
+
+    def __repr__(self) -> str:
+        return f"{int(self):,} bytes"
+
+    __str__ = __repr__
+
+
+def attach(
+    model: nn.Module,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    hold: bool = True,
+) -> Attachment:
+    """Casts a model's weights once, for all regions to come, and gives its modules precisions of their own.
+
+    Args:
+        model: the model, or a part of one. Several attachments of one model share the copies.
+        policy: what holds inside the model in any enabled region, PyTorch's own included, whatever the region's policy:
+            its tables, and its rules for modules by name. A `Policy`, the name of a preset, or the path of a policy
+            file. None leaves that to the region.
+        optimizer: one whose steps are to renew the copies at once. Without one, they are renewed when next used: on
+            the CPU each by itself, as it is then in the processor's cache; elsewhere all together.
+        hold: whether copies are held; False has the weights cast in each region.
+
+    Returns:
+        The attachment, which lives as long as the model, or until its `detach`.
+
+    Raises:
+        PolicyError: a policy that cannot be read or carried out: two patterns that disagree on a module, a rule for a
+            part of a scripted module.
+        AttachError: `model` is no module, `optimizer` is none, or has no parameter of the model.
+
+    Example:
+        >>> import precast
+        >>> model = torch.nn.Linear(256, 256)
+        >>> attachment = attach(model)
+        >>> with torch.no_grad(), precast.autocast("cpu", dtype=torch.bfloat16):
+        ...     model(torch.ones(1, 256)).dtype
+        torch.bfloat16
+        >>> attachment.memory()
+        131,584 bytes
+    """
+    _check(model, optimizer)
+    planned = None
+    if policy is not None:
+        planned = plan(model, policy if isinstance(policy, Policy) else Policy.load(policy))
+        for complaint in planned.complaints():
+            warnings.warn(complaint, PrecastWarning, stacklevel=2)
+    return Attachment(model, planned, optimizer, hold=hold)
+
+
+class Attachment:
+    """A model whose weights are held, and whose modules follow their rules; what `attach` returns.
+
+    Attributes:
+        plan: what the policy means for the model; None where no policy was given.
+        left_alone: name of each parameter that is not held -> the reason.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        hold: bool,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._name = type(model).__name__
+        self._hold = hold
+        self._holdings: dict[str, Holding] = {}
+        self._left_alone: dict[str, str] = {}
+        self._modules: frozenset[int] = frozenset()
+        self._hooks: list[Any] = []
+        self.plan = plan
+        if plan is not None:
+            self._hooks.append(apply(model, plan, tables=True))  # first: it may refuse
+        self._look()
+        if hold:
+            held.attached.append(self)
+            _watch()
+        if optimizer is not None and hold:
+            self._hooks.append(optimizer.register_step_post_hook(_Renewal(self)))
+        self._end = weakref.finalize(model, _end, self)
+        self._end.atexit = False
+
+    @property
+    def left_alone(self) -> Mapping[str, str]:
+        """Name of each parameter that is not held -> why."""
+        return MappingProxyType(self._left_alone)
+
+    def memory(self) -> Memory:
+        """Bytes of the copies that exist now: 2 for each number of each parameter that was used, and dtype."""
+        tensors = (copy.tensor for holding in self._each() for copy in holding.copies.values())
+        return Memory(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+    def refresh(self) -> None:
+        """Renews all copies, whatever version counters say: for after a write through `.data`."""
+        self._look()
+        for holding in self._each():
+            parameter = holding.parameter()
+            for dtype, copy in list(holding.copies.items()):
+                if parameter is None or not copy.fits(parameter):
+                    copy.withdraw()
+                    del holding.copies[dtype]
+        held.renew(copy for holding in self._each() for copy in holding.copies.values())
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A block that may write parameters through `.data`.
+
+        Regions inside cast weights anew, and all copies are renewed after it.
+        """
+        some = list(self._each())
+        held.suspend(some, 1)
+        try:
+            yield
+        finally:
+            held.suspend(some, -1)
+            self.refresh()
+
+    def detach(self) -> None:
+        """Ends the attachment: the model is as before it, in regions too. A second call does nothing."""
+        self._end()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        alone = f", {len(self._left_alone)} left alone" if self._left_alone else ""
+        return f"<Attachment of {self._name}: {len(self._holdings)} parameters held{alone}>"
+
+    def _each(self) -> Iterable[Holding]:
+        return self._holdings.values()
+
+    def _look(self) -> None:
+        """Finds the model's parameters as they are now."""
+        model = self._model()
+        if model is None or not self._hold:
+            return
+        self._modules = frozenset(map(id, model.modules()))
+        managed = _managed_by_fsdp(model)
+        before, self._holdings, self._left_alone = self._holdings, {}, {}
+        for name, parameter in model.named_parameters():
+            reason = managed.get(id(parameter)) or held.reason_not_held(parameter)
+            if reason is None:
+                self._holdings[name] = held.hold(name, parameter)
+            else:
+                self._left_alone[name] = reason
+        for holding in before.values():
+            held.release(holding)
+
+
+class _Renewal:
+    """What an optimizer calls after its step; it belongs to the optimizer, and copies of that to nobody."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = weakref.ref(attachment)
+
+    def __call__(self, *_: object) -> None:
+        attachment = self._attachment()
+        if attachment is not None:
+            held.renew(copy for h in attachment._each() for copy in h.copies.values())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _nobodys, ()
+
+
+def _nobodys() -> Any:
+    return _do_nothing
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+def _end(attachment: Attachment) -> None:
+    """Ends an attachment, whose model may be gone."""
+    for hook in attachment._hooks:
+        hook.remove()
+    attachment._hooks = []
+    for holding in attachment._holdings.values():
+        held.release(holding)
+    attachment._holdings, attachment._left_alone = {}, {}
+    if attachment in held.attached:
+        held.attached.remove(attachment)
+        _watch()
+
+
+# While there are attachments, modules tell of the parameters and modules that they get, and optimizers of their steps:
+# fused ones move no version counter (2.13).
+_registrations: Final[list[Any]] = []
+
+
+def _watch() -> None:
+    if held.attached and not _registrations:
+        _registrations.append(register_module_parameter_registration_hook(_registered))
+        _registrations.append(register_module_module_registration_hook(_registered))
+        _registrations.append(register_optimizer_step_post_hook(_stepped))
+    elif not held.attached:
+        while _registrations:
+            _registrations.pop().remove()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        held.distrust(group["params"])
+
+
+def _registered(module: nn.Module, _name: str, _value: object) -> None:
+    for attachment in held.attached:
+        if id(module) in attachment._modules:  # what it gets is not in it yet
+            held.before_next_region[id(attachment)] = attachment._look
+
+
+def _managed_by_fsdp(model: nn.Module) -> dict[int, str]:
+    """``id`` of each parameter whose memory FSDP comes and goes with -> why it is not held."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return {}
+    kinds = fsdp.FullyShardedDataParallel, fsdp.FSDPModule
+    return {
+        id(parameter): "FSDP manages its memory, and writes it unseen"
+        for module in model.modules()
+        if isinstance(module, kinds)
+        for parameter in module.parameters()
+    }
+
+
+def _check(model: object, optimizer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"attach(model) got {type(model).__name__}. It takes a torch.nn.Module: the model, or a part of it."
+        )
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise AttachError(
+            f"attach(optimizer=...) got {type(optimizer).__name__}. It takes a torch.optim.Optimizer; of a wrapper "
+            "give the optimizer inside, or none: then the first use of a changed parameter renews its copy."
+        )
+    written = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if written.isdisjoint(map(id, model.parameters())):
+        raise AttachError(
+            f"attach(optimizer=...) got a {type(optimizer).__name__} with no parameter of this {type(model).__name__}. "
+            "Give the one that trains this model, made after the model was moved or converted, or none."
+        )

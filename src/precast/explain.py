@@ -1,0 +1,281 @@
+"""`precast explain`: what a policy means for a model, as a tree, or for one operation.
+
+Invariants: nothing is printed here, the functions return what a console prints or plain values for JSON; siblings that
+are numbered and alike, with all that is in them, are one line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+from rich.tree import Tree
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from precast.errors import PrecastError
+from precast.plan import Plan, PlannedModule, modules_by_name, outwards, plan
+from precast.policy import ModuleRule, Policy, Precision, Resolution
+
+__all__ = ["ModelReport", "OperationReport", "explain_model", "explain_operation", "load_model"]
+
+_LOWER = "the region's dtype"
+
+
+def load_model(where: str) -> nn.Module:
+    """The model that `package.module:factory` makes; also a class, or a model itself, in place of the factory.
+
+    Raises:
+        ValueError: there is no such thing.
+        PrecastError: it is there, and fails.
+    """
+    module_name, colon, path = where.partition(":")
+    if not (module_name and colon and path):
+        raise ValueError(
+            f"the model is {where!r}; write MODULE:FACTORY, as in my_package.models:build"
+        )
+    with _importable_from_here():
+        made = _found(_import(module_name), path, where)
+        if not isinstance(made, nn.Module):
+            made = _call(made, where)
+    if not isinstance(made, nn.Module):
+        raise PrecastError(f"{where} made a {type(made).__name__}, which is no torch.nn.Module")
+    return made
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """A plan, with the number of parameters in each module."""
+
+    plan: Plan
+    parameters: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "policy": self.plan.policy.name,
+            "modules": [self._row(module) for module in self.plan.modules],
+            "unmatched": list(self.plan.unmatched),
+        }
+
+    def render(self) -> RenderableType:
+        """The plan as a tree, and what matches nothing."""
+        root = _tree_of(self)
+        parameters = f"{self.parameters['']:,} parameters, counted below at each module"
+        head = f"{root.module.kind} with the policy {self.plan.policy.name!r}; {parameters}"
+        complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
+        return Group(
+            Text(head), Text(), _branch(root), *([Text()] if complaints else []), *complaints
+        )
+
+    def _row(self, module: PlannedModule) -> dict[str, Any]:
+        return {
+            "name": module.name,
+            "type": module.kind,
+            "parameters": self.parameters[module.name],
+            "precision": module.inside.precision,
+            "ops": {key: str(entry.rule) for key, entry in module.inside.ops.items()},
+            "pattern": module.pattern,
+            "rule": None if module.rule is None else str(module.rule),
+            "reason": None if module.rule is None else module.rule.reason,
+        }
+
+
+def explain_model(model: nn.Module, policy: Policy) -> ModelReport:
+    """What the module rules of a policy mean for a model.
+
+    Raises:
+        PolicyError: they cannot be carried out.
+    """
+    counts = {name: _numbers_in(module) for name, module in modules_by_name(model).items()}
+    return ModelReport(plan(model, policy), counts)
+
+
+@dataclass(frozen=True)
+class OperationReport:
+    """What a policy says of one operation."""
+
+    policy: str
+    operation: str
+    module: str | None
+    devices: dict[str, Resolution]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        devices = {
+            device: {"rule": str(r.rule), "reason": r.reason} for device, r in self.devices.items()
+        }
+        return {
+            "policy": self.policy,
+            "operation": self.operation,
+            "module": self.module,
+            "devices": devices,
+        }
+
+    def render(self) -> RenderableType:
+        """A line with the rule and one with the reason, for each device type."""
+        inside = "" if self.module is None else f" in {self.module!r}"
+        lines: list[RenderableType] = []
+        for device, found in self.devices.items():
+            rule = Text(f"{self.operation} on {device}{inside}: ")
+            reason = Padding(Text(found.reason), (0, 0, 0, 2))
+            lines += [rule.append(str(found.rule), "bold"), reason]
+        return Group(*lines)
+
+
+def explain_operation(
+    operation: str, policy: Policy, devices: tuple[str, ...], module: str | None = None
+) -> OperationReport:
+    """What a policy says of one operation, and why.
+
+    Raises:
+        PolicyError: there is no such operation or device type.
+    """
+    found = {device: policy.resolve(operation, device, module) for device in devices}
+    return OperationReport(policy.name, operation, module, found)
+
+
+@contextmanager
+def _importable_from_here() -> Iterator[None]:
+    """Modules in the current folder can be imported, as with `python -m`; for an installed command they cannot."""
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(f"there is no module {error.name!r} to import") from error
+        raise PrecastError(f"importing {name} failed: {error}") from error
+    except Exception as error:
+        raise PrecastError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _found(module: Any, path: str, where: str) -> Any:
+    found = module
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise ValueError(
+                f"{where}: there is no {name!r} in {getattr(found, '__name__', found)}"
+            )
+        found = getattr(found, name)
+    return found
+
+
+def _call(factory: Any, where: str) -> Any:
+    if not callable(factory):
+        raise ValueError(
+            f"{where} is of type {type(factory).__name__}; name a function that makes a model"
+        )
+    try:
+        return factory()
+    except Exception as error:
+        raise PrecastError(f"{where}() failed: {type(error).__name__}: {error}") from error
+
+
+def _numbers_in(module: nn.Module) -> int:
+    return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters())
+
+
+# --- the tree ---
+
+
+@dataclass
+class _Node:
+    """A module, or several that are alike."""
+
+    label: str
+    module: PlannedModule
+    parameters: int
+    children: list[_Node] = field(default_factory=list)
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """What makes two nodes alike, whatever they are called."""
+        module = self.module
+        said = (module.kind, module.rule, module.pattern, module.inside.precision, self.parameters)
+        below = tuple((child.label, child.likeness) for child in self.children)
+        return *said, repr(module.inside.state), below
+
+
+def _tree_of(report: ModelReport) -> _Node:
+    nodes: dict[str, _Node] = {}
+    for module in report.plan.modules:
+        parent = next((outer for outer in outwards(module.name) if outer in nodes), "")
+        label = module.name.removeprefix(f"{parent}.") if parent else module.name
+        nodes[module.name] = _Node(label, module, report.parameters[module.name])
+        if module.name:
+            nodes[parent].children.append(nodes[module.name])
+    return _collapsed(nodes[""])
+
+
+def _collapsed(node: _Node) -> _Node:
+    node.children = list(_runs([_collapsed(child) for child in node.children]))
+    return node
+
+
+def _runs(nodes: list[_Node]) -> Iterator[_Node]:
+    """The nodes, with one for each run of numbered ones that are alike."""
+    start = 0
+    while start < len(nodes):
+        end = start + 1
+        while end < len(nodes) and _follows(nodes[end], nodes[end - 1]):
+            end += 1
+        first, last = nodes[start], nodes[end - 1]
+        if first is not last:
+            label = f"{first.label}-{last.label}"
+            first = _Node(label, first.module, first.parameters, first.children)
+        yield first
+        start = end
+
+
+def _follows(node: _Node, before: _Node) -> bool:
+    numbered = node.label.isdecimal() and before.label.isdecimal()
+    return (
+        numbered and int(node.label) == int(before.label) + 1 and node.likeness == before.likeness
+    )
+
+
+def _branch(node: _Node, tree: Tree | None = None) -> Tree:
+    line = _line(node)
+    branch = Tree(line) if tree is None else tree.add(line)
+    for child in node.children:
+        _branch(child, branch)
+    return branch
+
+
+def _line(node: _Node) -> Text:
+    module = node.module
+    line = Text(node.label or "model", "bold").append(f" {module.kind}", "not bold")
+    if node.parameters:
+        each = " each" if "-" in node.label and node.label[0].isdecimal() else ""
+        line.append(f" {_short(node.parameters)}{each}", "not bold dim")
+    if module.rule is None:
+        precision = module.inside.precision
+        return line if precision == "lower" else line.append(f" {precision}", "not bold dim")
+    line.append(f" {_said(module.rule)}", "not bold green")
+    reason = f": {module.rule.reason}" if module.rule.reason else ""
+    return line.append(f" by {module.pattern!r}{reason}", "not bold")
+
+
+def _said(rule: ModuleRule) -> str:
+    return str(rule).replace("lower", _LOWER, 1) if rule.dtype is Precision.LOWER else str(rule)
+
+
+def _short(count: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)

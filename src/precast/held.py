@@ -1,0 +1,303 @@
+"""Held weights: lower-precision copies of the parameters of attached models, which outlive regions.
+
+Invariants:
+
+- there is one copy of a parameter and dtype, whoever attached it and whichever thread uses it; it is made at the
+  first use in that dtype, and written in place from then on;
+- it is used only while the parameter has the version and the memory that were copied; one that is out of
+  date is renewed by itself on the CPU, elsewhere with all of the same device and dtype in one fused copy;
+- the copies carry no gradient: `held_gradients` makes one that does, for one region;
+- parameters are held weakly, and the copies are in no module: no state dict, pickle or deepcopy has them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from precast._torch import (
+    counts_versions,
+    fused_copy,
+    unheard,
+    version_of,
+)
+from precast.errors import StaleWeightError
+from precast.held_gradients import GradientMemory, forget_moments
+
+__all__ = [
+    "WORTH_A_NODE",
+    "Copy",
+    "Holding",
+    "attached",
+    "before_next_region",
+    "copy_of",
+    "distrust",
+    "guarded",
+    "hold",
+    "holdings",
+    "reason_not_held",
+    "release",
+    "renew",
+    "stale",
+    "suspend",
+]
+
+WORTH_A_NODE: Final = 16384
+"""From how many numbers on a cast is dearer than a node of its own in the graph: 128x128 (2-core CPU, torch 2.13)."""
+
+_lock: Final = threading.RLock()
+
+
+class Copy:
+    """A parameter in one lower precision.
+
+    Attributes:
+        tensor: the copy, without gradient; of the parameter's shape and layout.
+        version: the parameter's version counter when it was copied.
+        pointer: the parameter's address when it was copied.
+        gradient: memory for the parameter's gradient.
+        writes: how often it was written.
+    """
+
+    __slots__ = (
+        "_layout",
+        "_parameter",
+        "_users",
+        "gradient",
+        "pointer",
+        "tensor",
+        "version",
+        "writes",
+    )
+
+    def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._users: list[weakref.ref[Any]] = []
+        self.gradient = GradientMemory()
+        self.version = -1
+        self.writes = 0
+        self.pointer = parameter.data_ptr()
+        self._layout = parameter.stride()
+        with torch.inference_mode(False), unheard():
+            self.tensor = torch.empty_like(parameter.detach(), dtype=dtype)
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """What it is a copy of, while that is alive."""
+        return self._parameter()
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Whether the contents are still what was copied."""
+        return self.version == version_of(parameter) and self.pointer == parameter.data_ptr()
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether the parameter, as it is now, can be copied into it."""
+        return (
+            parameter.dtype is torch.float32
+            and parameter.shape == self.tensor.shape
+            and parameter.device == self.tensor.device
+            and parameter.stride() == self._layout
+        )
+
+    def used_by(self, entry: Any) -> None:
+        """Notes a cache's entry that stands for this copy between regions."""
+        self._users = [user for user in self._users if user() is not None]
+        self._users.append(weakref.ref(entry))
+
+    def withdraw(self) -> None:
+        """Takes the copy out of all caches."""
+        for user in self._users:
+            entry = user()
+            if entry is not None:
+                entry.withdraw()
+        self._users = []
+
+
+class Holding:
+    """What is held of one parameter: its name for messages, its copies by dtype, and how many attachments hold it."""
+
+    __slots__ = ("attachments", "copies", "name", "parameter", "spoiled", "suspended")
+
+    def __init__(self, name: str, parameter: Parameter) -> None:
+        key = id(parameter)
+        self.name = name
+        self.parameter = weakref.ref(parameter, lambda _: _forget(key))
+        self.copies: dict[torch.dtype, Copy] = {}
+        self.attachments = 0
+        self.spoiled = False
+        """Whether a write was found that no version counter saw, at the end of a region that could not raise."""
+        self.suspended = 0
+        """How many blocks of `Attachment.writing` are open."""
+
+    def drop(self) -> None:
+        """Forgets all copies."""
+        for copy in self.copies.values():
+            copy.withdraw()
+        self.copies = {}
+
+
+holdings: Final[dict[int, Holding]] = {}
+"""``id(parameter)`` -> what is held of it; the hot path of a kernel asks whether a key is here."""
+
+guarded: Final[list[Holding]] = []
+"""Those whose copies are compared in turns; empty where nothing is to be looked for."""
+
+
+attached: Final[list[Any]] = []
+"""The attachments that hold; while there are some, a region looks after them when it is entered."""
+
+before_next_region: Final[dict[int, Callable[[], None]]] = {}
+"""What has to be done before copies are used again, by whoever asked for it."""
+
+
+def reason_not_held(parameter: Tensor) -> str | None:
+    """Why a parameter cannot be held; None where it can."""
+    if type(parameter) is not Parameter and type(parameter).__torch_dispatch__ is not _NO_DISPATCH:
+        return f"it is a {type(parameter).__name__}, which casts itself"
+    if parameter.dtype is not torch.float32:
+        return f"it is {parameter.dtype}: only what is cast from torch.float32 is held"
+    if parameter.layout is not torch.strided:
+        return f"its layout is {parameter.layout}"
+    if not counts_versions(parameter):
+        return "it was made in inference mode, where no writes are counted"
+    if parameter.device.type == "meta":
+        return "it has no numbers yet (meta device)"
+    return None
+
+
+_NO_DISPATCH: Final = Tensor.__torch_dispatch__
+
+
+def hold(name: str, parameter: Parameter) -> Holding:
+    """Holds a parameter, once more if it is held already."""
+    with _lock:
+        holding = holdings.get(id(parameter))
+        if holding is None:
+            holding = holdings[id(parameter)] = Holding(name, parameter)
+        holding.attachments += 1
+        return holding
+
+
+def release(holding: Holding) -> None:
+    """Ends one hold; the last one ends the copies."""
+    with _lock:
+        holding.attachments -= 1
+        if holding.attachments:
+            return
+        parameter = holding.parameter()
+        if parameter is not None and holdings.get(id(parameter)) is holding:
+            del holdings[id(parameter)]
+        _end(holding)
+
+
+def copy_of(parameter: Tensor, dtype: torch.dtype) -> Copy | None:
+    """The copy of a parameter, up to date; None where it is not held."""
+    holding = holdings.get(id(parameter))
+    if holding is None or holding.suspended or holding.parameter() is not parameter:
+        return None
+    copy = holding.copies.get(dtype)
+    if copy is not None and copy.is_of(parameter):
+        if holding.spoiled:
+            raise StaleWeightError(stale(holding.name, dtype))
+        return copy
+    with _lock:
+        return _renewed(holding, parameter, dtype)
+
+
+def renew(copies: Iterable[Copy]) -> None:
+    """Writes all parameters into their copies, whatever their versions say; one fused copy for each dtype."""
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[tuple[Copy, Tensor]]] = {}
+    for copy in copies:
+        parameter = copy.parameter
+        if parameter is not None and copy.fits(parameter):
+            key = copy.tensor.dtype, copy.tensor.device
+            by_dtype.setdefault(key, []).append((copy, parameter))
+    for pairs in by_dtype.values():
+        _write(pairs)
+
+
+def distrust(parameters: Iterable[Tensor]) -> None:
+    """Has the copies of these parameters renewed at their next use, whatever version counters say."""
+    for parameter in parameters:
+        holding = holdings.get(id(parameter))
+        for copy in () if holding is None else holding.copies.values():
+            if copy.is_of(parameter):  # else it is known to be out of date
+                copy.version = -1
+                copy.withdraw()
+
+
+def suspend(some: Iterable[Holding], change: int) -> None:
+    """Opens (1) or closes (-1) a time in which parameters are written unseen, and no copy of them is used."""
+    with _lock:
+        for holding in some:
+            holding.suspended += change
+            for copy in holding.copies.values():
+                copy.withdraw()
+
+
+def stale(name: str, dtype: torch.dtype) -> str:
+    """What is said of a parameter that was written unseen."""
+    return (
+        f"The parameter {name!r} was written in a way that PyTorch does not count (through .data, or by "
+        f"a library that does), so its held copy in {dtype} is out of date. Write it under "
+        "torch.no_grad() instead, or inside `with attachment.writing():`, or call "
+        "attachment.refresh() after the write; or attach with hold=False."
+    )
+
+
+def _renewed(holding: Holding, parameter: Tensor, dtype: torch.dtype) -> Copy:
+    copy = holding.copies.get(dtype)
+    if copy is None or not copy.fits(parameter):
+        if copy is not None:
+            copy.withdraw()
+        copy = holding.copies[dtype] = Copy(parameter, dtype)
+        if holding not in guarded:
+            guarded.append(holding)
+        _write([(copy, parameter)])
+    elif not copy.is_of(parameter):
+        # On the CPU a copy is best made just before it is used: then it is still in the processor's cache.
+        one = parameter.device.type == "cpu"
+        _write([(copy, parameter)] if one else list(_out_of_date(dtype, parameter.device)))
+    return copy
+
+
+def _out_of_date(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Copy, Tensor]]:
+    for holding in list(holdings.values()):
+        copy, parameter = holding.copies.get(dtype), holding.parameter()
+        if copy is None or parameter is None or holding.suspended:
+            continue
+        if copy.tensor.device == device and copy.fits(parameter) and not copy.is_of(parameter):
+            yield copy, parameter
+
+
+def _write(pairs: list[tuple[Copy, Tensor]]) -> None:
+    # Versions first: what is written meanwhile by another thread is then found out of date at the next use.
+    seen = [(version_of(parameter), parameter.data_ptr()) for _, parameter in pairs]
+    with unheard(), torch.inference_mode(False), torch.no_grad():
+        fused_copy(
+            [copy.tensor for copy, _ in pairs], [parameter.detach() for _, parameter in pairs]
+        )
+    for (copy, parameter), (version, pointer) in zip(pairs, seen, strict=True):
+        copy.version, copy.pointer = version, pointer
+        copy.writes += 1
+        holdings[id(parameter)].spoiled = False
+
+
+def _end(holding: Holding) -> None:
+    holding.drop()
+    if holding in guarded:
+        guarded.remove(holding)
+    if not holdings:
+        forget_moments()
+
+
+def _forget(key: int) -> None:
+    holding = holdings.pop(key, None)
+    if holding is not None:
+        _end(holding)

@@ -1,0 +1,99 @@
+"""Gradients of held weights: in float32 and in the parameter's layout, in memory that is used again.
+
+Invariants:
+
+- each region has a node of its own in the graph, so gradients of several regions are added in float32, as PyTorch adds
+  them;
+- memory is used again only when no tensor shares it, so a gradient that a program keeps is never written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from precast._torch import dispatch_modes, is_shared, outside_inference_mode, unheard
+
+__all__ = ["GradientMemory", "forget_moments", "with_gradient"]
+
+
+def with_gradient(parameter: Tensor, copy: Tensor, memory: GradientMemory) -> Tensor:
+    """The copy as a cast of the parameter: its gradient is the parameter's, in float32 and in its layout."""
+    with outside_inference_mode(), unheard():
+        cast: Tensor = _Cast.apply(parameter, copy, memory)  # type: ignore[no-untyped-call]
+    return cast
+
+
+class _Cast(torch.autograd.Function):
+    """The cast of a parameter, whose result is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor, memory: GradientMemory) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.memory = parameter.stride(), memory
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return (
+            None if gradient is None else _in_float32(gradient, ctx.layout, ctx.memory),
+            None,
+            None,
+        )
+
+
+class GradientMemory:
+    """Memory of one parameter's gradient on the CPU, used again once the gradient of the last step is gone.
+
+    What a process gets back from the system page by page costs more than the arithmetic of a small batch. A gradient
+    that is added to what is there needs memory for that moment alone: parameters of one shape take it in turns.
+    """
+
+    __slots__ = ("_own",)
+
+    def __init__(self) -> None:
+        self._own: list[Tensor] = []
+
+    def like(self, gradient: Tensor, layout: tuple[int, ...]) -> Tensor:
+        """An uninitialised float32 tensor of that layout, for the shape of `gradient`."""
+        own = self._own.pop() if self._own else None  # taken out: two threads never get the same
+        if own is None or own.stride() != layout or own.shape != gradient.shape:
+            own = gradient.new_empty_strided(gradient.shape, layout, dtype=torch.float32)
+        if not is_shared(own):
+            given = own.detach()
+            self._own.append(own)
+            return given
+        self._own.append(own)
+        return _for_a_moment(gradient, layout)
+
+
+_moments: Final[defaultdict[tuple[torch.Size, tuple[int, ...]], list[Tensor]]] = defaultdict(list)
+
+
+def _for_a_moment(gradient: Tensor, layout: tuple[int, ...]) -> Tensor:
+    spare = _moments[gradient.shape, layout]
+    free = spare.pop() if spare else None
+    if free is None or is_shared(free):
+        free = gradient.new_empty_strided(gradient.shape, layout, dtype=torch.float32)
+    given = free.detach()
+    spare[:] = [free]
+    return given
+
+
+def forget_moments() -> None:
+    """Gives back what parameters take in turns."""
+    _moments.clear()
+
+
+def _in_float32(gradient: Tensor, layout: tuple[int, ...], memory: GradientMemory) -> Tensor:
+    if gradient.layout is not torch.strided or torch.is_grad_enabled() or dispatch_modes():
+        return gradient.to(torch.float32)
+    if gradient.stride() != layout:
+        # Two steps: to cast and move at once takes 0.66 ms for 512x512 transposed, this 0.37 (2.13, 2-core CPU).
+        gradient = gradient.new_empty_strided(gradient.shape, layout).copy_(gradient)
+    if not gradient.is_cpu:
+        return gradient.to(torch.float32)
+    return memory.like(gradient, layout).copy_(gradient)

@@ -1,0 +1,130 @@
+"""The search for writes to held weights that no version counter saw (`p.data.mul_(2)`).
+
+Invariants:
+
+- each entry of a region compares a part of one held weight with its parameter: the next weight at each entry, and
+  once all had their turn, the next part;
+- what is found stays found until the copies are renewed;
+- nothing is compared while operations are recorded or transformed;
+- on other devices than the CPU the answer is read at the next entry, when it has long been computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precast._torch import dispatch_modes, is_captured, is_functorch_active, unheard
+from precast.errors import StaleWeightError
+from precast.held import Copy, Holding, before_next_region, guarded, stale
+
+__all__ = ["enter_region", "leave_region_of_pytorchs"]
+
+_YES: Final = torch.tensor(True)
+_GUARD_ELEMENTS: Final = 16384
+"""How many numbers one check compares: 64 KiB of float32, some us."""
+
+
+def enter_region() -> None:
+    """What a region does when it is entered, while there are held weights.
+
+    Raises:
+        StaleWeightError: a parameter was written and its version is as before. Every entry raises it until the copies
+            are renewed.
+    """
+    found = _find_unseen_write()
+    if found is not None:
+        raise StaleWeightError(stale(found[0].name, found[1]))
+
+
+def leave_region_of_pytorchs() -> None:
+    """The same for a region that cannot raise an error: the next use of that weight does."""
+    found = _find_unseen_write()
+    if found is not None:
+        found[0].spoiled = True
+        found[0].copies[found[1]].withdraw()
+
+
+class _Answer(NamedTuple):
+    """Whether a copy agrees with its parameter, as a tensor that may not be computed yet."""
+
+    holding: Holding
+    dtype: torch.dtype
+    copy: Copy
+    writes: int
+    agrees: Tensor
+
+    def says_unseen(self) -> bool:
+        """Whether the parameter was written, and nothing has been seen of it since."""
+        copy = self.copy
+        still = self.holding.copies.get(self.dtype) is copy and copy.writes == self.writes
+        parameter = copy.parameter
+        return still and parameter is not None and copy.is_of(parameter) and not self.agrees
+
+
+class _Guard:
+    """Where the search for unseen writes stands: the parameter, and how many rounds are behind."""
+
+    turn = 0
+    rounds = 0
+    answers: ClassVar[list[_Answer]] = []
+
+
+def _find_unseen_write() -> tuple[Holding, torch.dtype] | None:
+    """Compares a part of one held weight with its parameter: another at each call, another part in each round."""
+    while before_next_region:
+        before_next_region.popitem()[1]()
+    if dispatch_modes() or is_functorch_active():
+        return None
+    waiting = tuple(guarded)
+    if _Guard.turn >= len(waiting):
+        _Guard.turn, _Guard.rounds = 0, _Guard.rounds + 1
+    if not waiting:
+        return None
+    with unheard():
+        asked, _Guard.answers = _Guard.answers, []
+        for answer in _compared(waiting[_Guard.turn], _Guard.rounds):
+            (asked if answer.agrees.is_cpu else _Guard.answers).append(answer)
+        for answer in asked:
+            if answer.says_unseen():
+                _Guard.answers.append(answer)  # until the copies are renewed
+                return answer.holding, answer.dtype
+    _Guard.turn += 1
+    return None
+
+
+def _compared(holding: Holding, part: int) -> Iterator[_Answer]:
+    parameter = holding.parameter()
+    if parameter is None or holding.suspended or is_captured(parameter):
+        return
+    for dtype, copy in list(holding.copies.items()):
+        if copy.is_of(parameter):
+            agrees = _agrees(copy, parameter, part)
+            yield _Answer(holding, dtype, copy, copy.writes, agrees)
+
+
+def _agrees(copy: Copy, parameter: Tensor, part: int) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        held, source = _part(copy.tensor, part), _part(parameter.detach(), part)
+        cast = source.to(held.dtype)
+        if cast.is_cpu and torch.equal(cast, held):
+            return _YES
+        return ((cast == held) | (cast.isnan() & held.isnan())).all()
+
+
+def _part(tensor: Tensor, part: int) -> Tensor:
+    """Some of a tensor's numbers, neighbours in memory; others in each part, until all had their turn."""
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
+    parts = max(1, -(-flat.numel() // _GUARD_ELEMENTS))
+    start = part % parts * _GUARD_ELEMENTS
+    return flat[start : start + _GUARD_ELEMENTS]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return (
+        tensor.is_contiguous()
+        or tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+    )

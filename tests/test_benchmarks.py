@@ -1,0 +1,496 @@
+"""`python -m benchmarks models`: that what is compared is comparable, and that what is counted is counted right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from benchmarks import by_hand, growth, models, networks, observe, page
+from benchmarks.__main__ import main
+from benchmarks.interleave import Variant, compare
+from benchmarks.networks import Network
+from benchmarks.targets import TARGETS, Result, results
+from benchmarks.variants import (
+    ACCUMULATION,
+    BASELINE,
+    BY_HAND,
+    INFERENCE,
+    TRAINING,
+    Prepared,
+    Setting,
+    kinds,
+    prepare,
+)
+
+CPU = torch.device("cpu")
+SETTING = Setting(CPU, torch.bfloat16)
+MIB = 2**20
+NETWORKS = {
+    "decoder": lambda: networks.decoder(64, 2, 8, layers=1),
+    "convolutional": lambda: networks.convolutional(8, 4, 16),
+    "mlp": lambda: networks.mlp(8, 4, layers=3),
+    "digits": lambda: networks.demo("digits", CPU),
+}
+
+
+@pytest.fixture(params=NETWORKS)
+def network(request: pytest.FixtureRequest) -> Network:
+    return NETWORKS[request.param]()
+
+
+def _ready(
+    network: Network, work: str, setting: Setting = SETTING
+) -> Iterator[tuple[str, Prepared]]:
+    """All variants, one after the other."""
+    for kind in kinds(work):
+        prepared = prepare(kind, network, work, setting)
+        yield kind, prepared
+        prepared.close()
+
+
+# --- networks ---
+
+
+def test_a_network_and_its_batches_come_from_the_seed_alone(network: Network) -> None:
+    torch.manual_seed(1)
+    model, batches = network.seeded(CPU, networks.MOST_BATCHES)
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    again, same = network.seeded(CPU, networks.MOST_BATCHES)
+    torch.manual_seed(1)
+    assert torch.equal(state, torch.get_rng_state()), "the caller's generator moved"
+    for (name, mine), other in zip(
+        model.state_dict().items(), again.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, other), name
+    for mine, other in zip(batches, same, strict=True):
+        assert torch.equal(mine[0], other[0])
+        assert torch.equal(mine[1], other[1])
+    assert not torch.equal(batches[0][0], batches[1][0]), "batches differ from each other"
+
+
+def test_no_network_draws_numbers_while_it_runs(network: Network) -> None:
+    model, [(inputs, _)] = network.seeded(CPU, 1)
+    before = torch.get_rng_state()
+    model.train()(inputs)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# --- variants ---
+
+
+@pytest.mark.parametrize("work", [INFERENCE, TRAINING, ACCUMULATION])
+def test_variants_compute_the_same_within_16_bits(network: Network, work: str) -> None:
+    found = {}
+    for kind, prepared in _ready(network, work):
+        outputs = [prepared.work().float() for _ in range(5)]
+        found[kind] = torch.stack(outputs)
+        assert found[kind].isfinite().all()
+    scale = found["float32"].abs().max()
+    for kind, value in found.items():
+        # bfloat16 has 8 bits: 2 ** -8 a rounding, and a few dozen of them follow each other.
+        assert (value - found["float32"]).abs().max() < 0.04 * scale, kind
+    for kind in ("precast", "attached"):
+        assert torch.equal(found[kind], found[BASELINE]), kind
+    if work != INFERENCE:
+        assert (found["float32"][0] != found["float32"][-1]).all(), "it trains"
+
+
+def test_inference_gives_what_no_grad_gives(network: Network) -> None:
+    for kind, prepared in _ready(network, INFERENCE):
+        output = prepared.work()
+        assert not output.requires_grad, kind
+        assert not output.is_inference(), kind
+        assert output.dtype == (torch.float32 if kind == "float32" else torch.bfloat16), kind
+
+
+def test_accumulation_is_one_step_on_the_mean_of_the_batches() -> None:
+    """By hand, in float64; BatchNorm and the like are not in this network, so the mean is exact."""
+    network = networks.mlp(8, 4, layers=2)
+    model, batches = network.seeded(CPU, 4)
+    model = model.double()
+    optimizer = SGD(model.parameters(), 1e-2)
+    losses = [network.loss(model(i.double()), t.double()) for i, t in batches]
+    sum(losses, torch.zeros(())).div(4).backward()
+    optimizer.step()
+    inputs, target = batches[-1]
+    expected = network.loss(model(inputs.double()), target.double())
+    prepared = prepare("float32", network, ACCUMULATION, SETTING)
+    first, second = prepared.work(), prepared.work()
+    torch.testing.assert_close(first.double(), losses[-1].detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(second.double(), expected.detach(), rtol=1e-5, atol=0)
+
+
+def test_float16_trains_with_a_scaler() -> None:
+    setting = Setting(CPU, torch.float16)
+    network = networks.mlp(8, 4, layers=2)
+    found = {}
+    for kind, prepared in _ready(network, TRAINING, setting):
+        found[kind] = torch.stack([prepared.work().float() for _ in range(5)])
+    for kind, losses in found.items():
+        # A scale of 65536 overflows float16 here at first: steps are skipped until the scaler has backed off.
+        assert losses.isfinite().all(), kind
+    for kind in ("precast", "attached"):
+        assert torch.equal(found[kind], found[BASELINE]), kind
+
+
+def test_compiled_variants_compute_what_eager_ones_do() -> None:
+    network = networks.mlp(8, 4, layers=2)
+    compiled = Setting(CPU, torch.bfloat16, compiled=True, backend="eager")
+    for kind in ("float32", BASELINE, "precast", "attached", BY_HAND):
+        pair = [prepare(kind, network, TRAINING, setting) for setting in (SETTING, compiled)]
+        for _ in range(2):
+            eager, other = (prepared.work() for prepared in pair)
+            assert torch.equal(eager, other), kind
+
+
+def test_what_cannot_be_compiled_is_told() -> None:
+    compiled = Setting(CPU, torch.bfloat16, compiled=True, backend="eager")
+    network = networks.demo("checkerboard", CPU)
+    rows = list(models.measure(network, INFERENCE, compiled, rounds=1))
+    assert [row["kind"] for row in rows] == list(kinds(INFERENCE))
+    for row in rows:
+        assert "scripted" in row["skipped"].lower()
+
+
+# --- by hand ---
+
+
+def _one_weight(*, summing: bool = False) -> tuple[nn.Linear, by_hand.Update]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    make = by_hand.summing_masters if summing else by_hand.masters
+    return model, make(model, torch.bfloat16, lambda params: SGD(params, 1e-3))
+
+
+def test_masters_keep_steps_that_16_bits_would_lose() -> None:
+    model, update = _one_weight()
+    for _ in range(10):
+        update.clear()
+        update.backward(model.weight.sum())
+        update.apply()
+    assert model.weight.dtype == torch.bfloat16
+    assert model.weight.item() == torch.tensor(0.99).bfloat16().item()
+
+
+@pytest.mark.parametrize(("summing", "lost"), [(False, True), (True, False)])
+def test_gradients_are_summed_in_16_bits_or_in_float32(summing: bool, lost: bool) -> None:
+    model, update = _one_weight(summing=summing)
+    update.clear()
+    for factor in (256.0, *8 * (1.0,)):  # bfloat16 has no 257
+        update.backward((model.weight * factor).sum())
+    update.apply()
+    gradient = 256.0 if lost else 264.0
+    expected = torch.tensor(1 - 1e-3 * gradient).bfloat16()
+    assert model.weight.item() == expected.item()
+    assert torch.tensor(1 - 0.256).bfloat16() != torch.tensor(1 - 0.264).bfloat16()
+
+
+# --- what is observed ---
+
+
+def _observed(make: Callable[[], Prepared]) -> observe.Observation:
+    return observe.observe(make, CPU)
+
+
+def test_peak_memory_is_what_is_held_and_the_most_on_top() -> None:
+    def make() -> Prepared:
+        held = torch.empty(MIB)  # float32: 4 MiB
+
+        def work() -> Tensor:
+            first = torch.empty(MIB)
+            del first
+            second = torch.empty(2 * MIB)
+            return held[:1] + second[:1]
+
+        return Prepared(work)
+
+    found = _observed(make)
+    assert 12 * MIB <= found.peak_bytes < 12 * MIB + 4096
+    assert (found.casts, found.cast_bytes) == (0, 0)
+
+
+def test_a_cast_is_a_copy_between_floating_dtypes_whoever_asks() -> None:
+    def make() -> Prepared:
+        single, half, whole = torch.ones(100), torch.ones(100).bfloat16(), torch.ones(100).long()
+
+        def work() -> Tensor:
+            half.copy_(single)  # 200 bytes
+            torch._foreach_copy_([single, single], [half, half])  # 2 of 400 bytes
+            half.half()  # 200 bytes
+            single.clone(), whole.float(), half.contiguous()
+            return half
+
+        return Prepared(work)
+
+    found = _observed(make)
+    assert (found.casts, found.cast_bytes) == (4, 1200)
+
+
+def test_autocast_casts_weights_and_inputs_of_each_layer() -> None:
+    network = Network(
+        "two layers",
+        lambda: nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)),
+        lambda _: (torch.randn(4, 16), torch.randn(4, 8)),
+        nn.functional.mse_loss,
+    )
+    cast = (16 * 32 + 32 + 32 * 8 + 8 + 4 * 16) * 2  # the second layer's input is bfloat16 already
+    for kind in (BASELINE, "precast"):
+        found = _observed(lambda kind=kind: prepare(kind, network, INFERENCE, SETTING))
+        assert (found.casts, found.cast_bytes) == (5, cast), kind
+    assert _observed(lambda: prepare(BY_HAND, network, INFERENCE, SETTING)).casts == 0
+    attached = _observed(lambda: prepare("attached", network, INFERENCE, SETTING))
+    assert attached.casts <= 2, "the input, and the part of a weight that the guard compares"
+    assert 4 * 16 * 2 <= attached.cast_bytes <= (4 * 16 + 16 * 32) * 2
+
+
+# --- turns ---
+
+
+def test_a_turn_has_untimed_calls_and_waits_before_the_clock_starts_and_stops() -> None:
+    log: list[str] = []
+    variant = Variant(
+        lambda: log.append("work"),
+        before=lambda: log.append("before"),
+        finish=lambda: log.append("finish"),
+        after=lambda: log.append("after"),
+    )
+    compare({"a": variant}, rounds=1, calls=2, untimed=1)
+    assert log == ["before", "work", "finish", "work", "work", "finish", "after"]
+    log.clear()
+    compare({"a": variant}, rounds=1, calls=2, untimed=0)
+    assert log.count("work") == 2
+
+
+# --- rows ---
+
+TINY: dict[str, models.Case] = {
+    "MLP": (lambda _: networks.mlp(8, 4, layers=1), (ACCUMULATION,)),
+    "transformers": (lambda _: networks.transformers_gpt2("tiny"), (INFERENCE,)),
+}
+FIGURES = {"median_ms", "iqr_ms", "ratio", "ratio_iqr", "by_hand", "by_hand_iqr"}
+COUNTS = {"peak_bytes", "casts", "cast_bytes", "rounds", "calls"}
+
+
+@pytest.fixture
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_TURN", 1e-4)
+    monkeypatch.setattr(models, "_COMPARISON", 0.1)
+
+
+@pytest.mark.usefixtures("no_transformers", "short_turns")
+def test_rows_have_figures_or_a_reason() -> None:
+    rows = list(models.run(rounds=2, cases=TINY))
+    assert {(r["case"], r["work"]) for r in rows} == {
+        ("MLP 1 x 8, 4", ACCUMULATION),
+        ("transformers", INFERENCE),
+    }
+    for row in rows:
+        if row["case"] == "transformers":
+            assert "pip install 'precast[test-clients]'" in row["skipped"]
+        else:
+            assert row["dtype"] == "bfloat16"
+            assert row.keys() >= FIGURES | COUNTS
+    measured = [r for r in rows if r["work"] == ACCUMULATION]
+    assert {r["kind"] for r in measured} == set(kinds(ACCUMULATION))
+    found = {r["kind"]: r for r in measured}
+    assert found[BASELINE]["ratio"] == found[BY_HAND]["by_hand"] == 1
+    assert found[BASELINE]["ratio_iqr"] == found[BY_HAND]["by_hand_iqr"] == 0
+    json.dumps(rows)
+
+
+@pytest.mark.usefixtures("short_turns")
+def test_growth_tells_how_often_the_first_sizes_time_a_size_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    axes = {name: (make, sizes[:2]) for name, (make, sizes) in growth.AXES.items()}
+    monkeypatch.setattr(growth, "AXES", axes)
+    rows = [row for row in growth.run(rounds=1) if "skipped" not in row]
+    assert {(r["case"], r["size"]) for r in rows} == {(a, s) for a in axes for s in axes[a][1]}
+    first = {(r["case"], r["kind"]): r["median_ms"] for r in reversed(rows)}
+    for row in rows:
+        assert row["times_first"] == row["median_ms"] / first[row["case"], row["kind"]]
+
+
+def test_regions_grow_by_calls_in_a_region_each() -> None:
+    make, _ = growth.AXES["regions"]
+    assert [make(count)[1] for count in (1, 4)] == [1, 4]
+    calls: list[Tensor] = []
+
+    def work() -> Tensor:
+        calls.append(torch.ones(()))
+        return calls[-1]
+
+    growth._repeat(work, 4)
+    assert len(calls) == 4
+
+
+def test_cuda_is_measured_in_both_types_eager_and_compiled() -> None:
+    found = {(s.dtype, s.compiled) for s in models.settings(torch.device("cuda"))}
+    assert found == {(d, c) for d in (torch.float16, torch.bfloat16) for c in (False, True)}
+    assert models.settings(CPU) == (Setting(CPU, torch.bfloat16),)
+
+
+# --- targets and the page ---
+
+
+def _row(kind: str, ratio: float, **others: Any) -> dict[str, Any]:
+    return {
+        "benchmark": "models",
+        "case": "decoder 512, 1x1",
+        "work": INFERENCE,
+        "kind": kind,
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "compiled": False,
+        "median_ms": 10 * ratio,
+        "iqr_ms": 0.1,
+        "ratio": ratio,
+        "ratio_iqr": 0.012,
+        "by_hand": ratio / 0.4,
+        "by_hand_iqr": 0.03,
+        "peak_bytes": 3 * MIB,
+        "casts": 7,
+        "cast_bytes": MIB // 2,
+        **others,
+    }
+
+
+def _result(*rows: dict[str, Any]) -> Result:
+    return next(results(rows))
+
+
+def test_a_target_is_met_when_the_median_is_within_it() -> None:
+    assert TARGETS[0].cases[0] == "decoder 512, 1x1"
+    assert _result(_row("attached", 0.45)).met("ratio") is True
+    assert _result(_row("attached", 0.45)).met("by_hand") is False
+    assert _result(_row("attached", 0.451)).met("ratio") is False
+    assert _result(_row("attached", float("nan"))).met("ratio") is False
+    assert _result(_row("precast", 0.1)).met("ratio") is None
+    assert _result(_row("attached", 0.1, device="cuda")).met("ratio") is None
+    for result in results([]):
+        assert result.met("ratio") is None
+
+
+def test_every_target_is_about_a_case_that_is_measured() -> None:
+    cases = {
+        make(CPU).case: works for name, (make, works) in models.CASES.items() if "GPT" not in name
+    }
+    for target in TARGETS:
+        for case in target.cases:
+            assert target.work in cases[case], target
+        assert target.kind in kinds(target.work)
+
+
+DATA = {
+    "machine": {
+        "date": "2026-01-02",
+        "python": "3.11.7",
+        "torch": "2.13.0",
+        "cpu": "A CPU",
+        "cores": 2,
+        "threads": 1,
+        "cpu_capability": "AVX512",
+        "load": 0.1,
+    },
+    "rows": [
+        _row(BASELINE, 1.0),
+        _row("attached", 0.44, by_hand=1.2),
+        _row("attached + lean", 0.4, casts=0),
+        {
+            "benchmark": "models",
+            "case": "GPT",
+            "work": INFERENCE,
+            "kind": "all",
+            "skipped": "no GPT",
+        },
+        _row(BASELINE, 1.0, device="cuda", compiled=True, dtype="float16"),
+        _row(BASELINE, 1.0, benchmark="models growth", case="layers", size=4, times_first=1.0),
+    ],
+}
+
+
+def test_the_page_says_what_the_rows_say() -> None:
+    text = page.render(DATA)
+    for line in (
+        "| inference, 1 token | attached | decoder 512, 1x1 | 0.440 (0.012) | 0.45 | met"
+        " | 1.200 (0.030) | 1.10 | **not met** |",
+        "| decoder 512, 1x1 | inference | 10.00 (0.10) |  |  | 0.440 (0.012) | 0.400 (0.012) |  |  |",
+        "| decoder 512, 1x1 | inference |  | 3.0; 7 / 0.5 |  | 3.0; 7 / 0.5 | 3.0; none |  |",
+        "| decoder 512, 1x1, float16, compiled | inference | 10.00 (0.10) |  |  |  |  |  |  |",
+        "| GPT | inference | skipped |  |  |  |  |  |  |",
+        "| layers: 4 | 10000.0, 1.00x, 1.000 (0.012) |",
+    ):
+        assert line in text.splitlines()
+    assert "Skipped: GPT: no GPT." in text
+    assert "load of the machine when it began: 0.1" in text
+
+
+def test_writing_leaves_the_rest_of_the_page_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(page, "PICTURE", tmp_path / "picture.png")
+    page.PAGE.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n", encoding="utf-8")
+    for _ in range(2):
+        assert list(page.write(DATA)) == [page.PAGE, page.PICTURE]
+        text = page.PAGE.read_text(encoding="utf-8")
+        assert text == f"before\n{page.BEGIN}\n{page.render(DATA)}{page.END}\nafter\n"
+    assert page.PICTURE.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_is_what_its_data_says() -> None:
+    """Nothing, as long as there are no data."""
+    _, _, rest = page.PAGE.read_text(encoding="utf-8").partition(page.BEGIN)
+    made, end, _ = rest.partition(page.END)
+    assert end, "the page has both comments"
+    data = json.loads(page.DATA.read_text(encoding="utf-8")) if page.DATA.exists() else None
+    expected = "" if data is None else page.render(data)
+    assert made == f"\n{expected}", "run: python -m benchmarks render docs/data/benchmarks.json"
+
+
+# --- the command ---
+
+
+@pytest.mark.usefixtures("no_transformers", "short_turns")
+def test_the_command_prints_and_writes_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "CASES", TINY)
+    path = tmp_path / "rows.json"
+    arguments = ["models", "--only", "MLP", "--only", "transformers", "--rounds", "1"]
+    result = CliRunner().invoke(main, [*arguments, "--json", str(path)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "precast[test-clients]" in result.stdout.replace("\n", "")
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert {row["case"] for row in written["rows"]} == {"MLP 1 x 8, 4", "transformers"}
+    assert written["machine"]["threads"] == torch.get_num_threads()
+    assert page.render(written)
+
+
+def test_a_device_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["models", "--device", "cuda"])
+    assert result.exit_code == 2
+    assert "PyTorch sees no CUDA device here" in result.output
+
+
+def test_only_chooses_cases_by_words() -> None:
+    assert models.comparisons(("1024, 8x128",), CPU) == 2
+    assert models.comparisons(("digits", "checkerboard"), CPU) == 6
+    assert models.comparisons(("digits",), torch.device("cuda")) == 12
+    assert models.comparisons(("no such",), CPU) == 0

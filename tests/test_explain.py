@@ -1,0 +1,242 @@
+"""precast explain: the tree of a plan, one operation, exit codes, and one message for each thing asked wrongly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+from precast import Policy
+from precast.cli import main
+from precast.errors import PrecastError
+from precast.explain import explain_model, load_model
+
+MODEL = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Linear(30, 40)
+        self.norm = nn.LayerNorm(30)
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1000, 30)
+        self.layers = nn.ModuleList(Block() for _ in range(12))
+        self.lm_head = nn.Linear(30, 1000)
+
+class Zoo:
+    @staticmethod
+    def build():
+        return Decoder()
+
+def fails():
+    raise RuntimeError("no weights here")
+
+def text():
+    return "a model"
+
+built = nn.Linear(2, 2)
+three = 3
+"""
+
+POLICY = """
+name = "careful"
+base = "torch"
+[modules]
+"**.lm_head" = { dtype = "fp32", reason = "the logits of a large vocabulary need float32's range" }
+"layers.*.attn" = "bfloat16"
+"layers.3.norm" = { dtype = "lower", ops = { layer_norm = "lower" } }
+"layers.0.attn" = "keep"
+"embd" = "fp32"
+"encoder.**" = "fp32"
+"""
+
+TREE = """\
+Decoder with the policy 'careful'; 76,600 parameters, counted below at each
+module
+
+model Decoder 76.6k
+├── embed Embedding 30k
+├── layers ModuleList 15.6k
+│   ├── 0 Block 1.3k
+│   │   ├── attn Linear 1.24k keep by 'layers.0.attn'
+│   │   └── norm LayerNorm 60
+│   ├── 1-2 Block 1.3k each
+│   │   ├── attn Linear 1.24k bfloat16 by 'layers.*.attn'
+│   │   └── norm LayerNorm 60
+│   ├── 3 Block 1.3k
+│   │   ├── attn Linear 1.24k bfloat16 by 'layers.*.attn'
+│   │   └── norm LayerNorm 60 the region's dtype with layer_norm = lower by
+│   │       'layers.3.norm'
+│   └── 4-11 Block 1.3k each
+│       ├── attn Linear 1.24k bfloat16 by 'layers.*.attn'
+│       └── norm LayerNorm 60
+└── lm_head Linear 31k fp32 by '**.lm_head': the logits of a large vocabulary
+    need float32's range
+
+Warning: [modules] 'embd' matches no module of the model; did you mean embed?
+Warning: [modules] 'encoder.**' matches no module of the model.
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zoo_of_models.py").write_text(MODEL)
+    (tmp_path / "careful.toml").write_text(POLICY)
+    (tmp_path / "broken_module.py").write_text("import no_such_package_of_mine\n")
+    (tmp_path / "wrong_module.py").write_text("1 / 0\n")
+    path = list(sys.path)
+    yield
+    assert sys.path == path
+    for name in ("zoo_of_models", "broken_module", "wrong_module"):
+        sys.modules.pop(name, None)
+
+
+def explain(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["explain", *arguments])
+
+
+def plain(text: str) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+def test_a_plan_is_a_tree() -> None:
+    result = explain("--model", "zoo_of_models:Decoder", "--policy", "careful.toml")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert plain(result.stdout) == TREE
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_a_plan_as_json_has_every_module() -> None:
+    result = explain("--model", "zoo_of_models:Decoder", "--policy", "careful.toml", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["policy"] == "careful"
+    assert found["unmatched"] == ["embd", "encoder.**"]
+    modules = {module["name"]: module for module in found["modules"]}
+    assert len(modules) == len(found["modules"]) == 40
+    assert modules["layers.11.attn"] == {
+        "name": "layers.11.attn",
+        "type": "Linear",
+        "parameters": 1240,
+        "precision": "bfloat16",
+        "ops": {},
+        "pattern": "layers.*.attn",
+        "rule": "bfloat16",
+        "reason": "",
+    }
+    assert modules["layers.3.norm"]["ops"] == {"aten::layer_norm": "lower"}
+    assert modules["lm_head"]["precision"] == "fp32"
+    assert modules[""]["pattern"] is None
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("zoo_of_models:Decoder", "Decoder"),
+        ("zoo_of_models:Zoo.build", "Decoder"),
+        ("zoo_of_models:built", "Linear"),
+        ("torch.nn:Identity", "Identity"),
+    ],
+)
+def test_a_model_is_made_by_a_function_a_class_or_is_there(model: str, kind: str) -> None:
+    assert type(load_model(model)).__name__ == kind
+    assert explain("--model", model).exit_code == 0
+
+
+WRONG = {
+    "no colon": ("zoo_of_models", 2, "write MODULE:FACTORY"),
+    "no factory": ("zoo_of_models:", 2, "write MODULE:FACTORY"),
+    "no such module": ("zoo_of_modls:x", 2, "there is no module 'zoo_of_modls' to import"),
+    "no such part of a package": ("torch.nn.modls:x", 2, "no module 'torch.nn.modls' to import"),
+    "no such name": ("zoo_of_models:Decodr", 2, "there is no 'Decodr' in zoo_of_models"),
+    "not callable": ("zoo_of_models:three", 2, "zoo_of_models:three is of type int"),
+    "a factory that raises": ("zoo_of_models:fails", 1, "failed: RuntimeError: no weights here"),
+    "not a model": ("zoo_of_models:text", 1, "made a str, which is no torch.nn.Module"),
+    "a module that needs another": ("broken_module:x", 1, "No module named 'no_such_package_of_"),
+    "a module that raises": ("wrong_module:x", 1, "importing wrong_module failed: ZeroDivision"),
+}
+
+
+@pytest.mark.parametrize(("model", "code", "message"), WRONG.values(), ids=WRONG.keys())
+def test_a_model_that_cannot_be_made_is_one_message(model: str, code: int, message: str) -> None:
+    result = explain("--model", model)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_plan_that_cannot_be_carried_out_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text('[modules]\n"*.attn" = "fp32"\n"**.attn" = "lower"\n')
+    (tmp_path / "q.toml").write_text('[modules]\n"layers.*.attn" = "fp32"\n"**.attn" = "lower"\n')
+    assert explain("--model", "zoo_of_models:Decoder", "--policy", "p.toml").exit_code == 0
+    result = explain("--model", "zoo_of_models:Decoder", "--policy", "q.toml")
+    assert result.exit_code == 1
+    assert "'layers.*.attn' says fp32, '**.attn' says lower" in result.stderr
+
+
+def test_parameters_that_are_not_there_yet_count_nothing() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2))
+    assert explain_model(lazy, Policy.load("torch")).parameters == {"": 6, "0": 0, "1": 6}
+    with torch.device("meta"):
+        assert explain_model(nn.Linear(2, 2), Policy.load("torch")).parameters == {"": 6}
+
+
+# --- operations ---
+
+
+def test_an_operation_has_a_rule_and_a_reason() -> None:
+    result = explain("softmax", "--policy", "torch")
+    assert result.exit_code == 0, result.output
+    lines = plain(result.stdout).splitlines()
+    assert lines[0] == "softmax on cpu: keep"
+    assert "softmax on cuda: fp32_set_dtype" in lines
+    assert all(line.startswith(("softmax on", "  ")) for line in lines)
+
+
+def test_an_operation_in_a_module() -> None:
+    asked = ("linear", "--device", "cpu", "--module", "lm_head", "--policy", "careful.toml")
+    assert explain(*asked).stdout.startswith("linear on cpu in 'lm_head': keep\n")
+    found = json.loads(explain(*asked, "--json").stdout)
+    assert found["policy"] == "careful"
+    assert found["module"] == "lm_head"
+    assert found["devices"]["cpu"]["rule"] == "keep"
+    assert "'**.lm_head' for 'lm_head'" in found["devices"]["cpu"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "message"),
+    [
+        ((), 2, "Name an operation"),
+        (("softmax", "--model", "zoo_of_models:Decoder"), 2, "Name an operation"),
+        (("--model", "zoo_of_models:Decoder", "--device", "cpu"), 2, "go with an operation"),
+        (("softmaxx",), 1, "no operation aten::softmaxx; did you mean softmax"),
+        (("softmax", "--device", "gpu"), 1, "'gpu' is not a device type"),
+        (("norm", "--device", "cuda"), 1, "the overloads of aten::norm differ; ask for one"),
+        (("softmax", "--policy", "no.toml"), 1, "no policy 'no.toml'"),
+    ],
+)
+def test_what_cannot_be_explained_is_one_message(
+    asked: tuple[str, ...], code: int, message: str
+) -> None:
+    result = explain(*asked)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert message in result.stderr
+
+
+def test_a_model_that_is_none_is_refused_in_python_too() -> None:
+    with pytest.raises(PrecastError, match=r"no torch\.nn\.Module"):
+        load_model("zoo_of_models:text")
