@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from precast import _torch
 from precast.frames import regions
 from precast.marks import NO_MARK
 
@@ -35,6 +36,7 @@ def _no_region_is_left_open() -> Iterator[None]:
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
     assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+    assert _torch.optimizes_torchscript()
 
 
 @pytest.fixture(autouse=True)
