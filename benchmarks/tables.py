@@ -70,9 +70,8 @@ def _overhead(rows: list[dict[str, Any]]) -> Table:
 
 
 def _growth(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="How the cost of a call grows (linear with a weight)")
-    for heading in ("with", "", "us", "ratio"):
-        table.add_column(heading, justify="left" if heading in ("with", "") else "right")
+    title = "How the cost of a call grows (linear with a weight)"
+    table = _table(title, ("with", ""), ("us", "ratio"))
     for row in rows:
         for name, ratio in row["ratio_to_first"].items():
             table.add_row(row["kind"], name, f"{row[name]['median_us']:.2f}", f"{ratio:.2f}")
@@ -80,11 +79,8 @@ def _growth(rows: list[dict[str, Any]]) -> Table:
 
 
 def _demos(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Training step of the demos (ratio: to torch.autocast + torch's scaler)")
-    for heading in ("demo", "variant"):
-        table.add_column(heading)
-    for heading in ("ms", "spread", "ratio"):
-        table.add_column(heading, justify="right")
+    title = "Training step of the demos (ratio: to torch.autocast + torch's scaler)"
+    table = _table(title, ("demo", "variant"), ("ms", "spread", "ratio"))
     for row in rows:
         step = (f"{row['median_ms']:.2f}", f"{row['iqr_ms']:.2f}")
         table.add_row(row["case"], row["kind"], *step, f"{row['ratio']:.3f}")
@@ -132,15 +128,22 @@ def _models(rows: list[dict[str, Any]]) -> Table:
 
 
 def _models_growth(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="How the cost of whole networks grows (ratio: to torch.autocast)")
-    for heading in ("with", "variant"):
-        table.add_column(heading)
-    for heading in ("us", "to the first", "ratio"):
-        table.add_column(heading, justify="right")
+    title = "How the cost of whole networks grows (ratio: to torch.autocast)"
+    table = _table(title, ("with", "variant"), ("us", "to the first", "ratio"))
     for row in rows:
         if "skipped" not in row:
             times = (f"{row['median_ms'] * 1e3:.1f}", f"{row['times_first']:.2f}")
             table.add_row(f"{row['case']}: {row['size']}", row["kind"], *times, _ratio(row))
+    return table
+
+
+def _table(title: str, texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
+    """An empty table; columns of numbers are on its right, and end at one place."""
+    table = Table(title=title)
+    for heading in texts:
+        table.add_column(heading)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
     return table
 
 
