@@ -351,12 +351,34 @@ def test_copies_are_in_no_copy_of_the_model() -> None:
                 assert torch.equal(other(x), expected)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_the_optimizer_renews_each_copy_once(fused: bool) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    with precast.attach(model, optimizer=optimizer):
+        for _ in range(3):
+            with region():
+                loss = model(x).float().sum()
+            loss.backward()
+            optimizer.step()
+            copy = held.holdings[id(model.weight)].copies[BF16]
+            written = copy.writes
+            assert torch.equal(copy.tensor, model.weight.to(BF16))
+            with torch.no_grad(), region():
+                model(x)
+            assert copy.writes == written
+
+
 def test_an_optimizer_that_is_copied_renews_nothing() -> None:
-    model = nn.Linear(4, 4)
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with precast.attach(model, optimizer=optimizer):
+        with torch.no_grad(), region():
+            model(x)
+        written = held.holdings[id(model.weight)].copies[BF16].writes
         for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             other.step()
+        assert held.holdings[id(model.weight)].copies[BF16].writes == written
 
 
 def test_an_optimizer_that_writes_unseen_is_followed() -> None:

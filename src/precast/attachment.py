@@ -113,6 +113,7 @@ class Attachment:
         self._left_alone: dict[str, str] = {}
         self._modules: frozenset[int] = frozenset()
         self._hooks: list[Any] = []
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.plan = plan
         if plan is not None:
             self._hooks.append(apply(model, plan, tables=True))  # first: it may refuse
@@ -120,8 +121,6 @@ class Attachment:
         if hold:
             held.attached.append(self)
             _watch()
-        if optimizer is not None and hold:
-            self._hooks.append(optimizer.register_step_post_hook(_Renewal(self)))
         self._end = weakref.finalize(model, _end, self)
         self._end.atexit = False
 
@@ -195,29 +194,6 @@ class Attachment:
             held.release(holding)
 
 
-class _Renewal:
-    """What an optimizer calls after its step; it belongs to the optimizer, and copies of that to nobody."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = weakref.ref(attachment)
-
-    def __call__(self, *_: object) -> None:
-        attachment = self._attachment()
-        if attachment is not None:
-            held.renew(copy for h in attachment._each() for copy in h.copies.values())
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _nobodys, ()
-
-
-def _nobodys() -> Any:
-    return _do_nothing
-
-
-def _do_nothing(*_: object) -> None:
-    pass
-
-
 def _end(attachment: Attachment) -> None:
     """Ends an attachment, whose model may be gone."""
     for hook in attachment._hooks:
@@ -249,6 +225,9 @@ def _watch() -> None:
 def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         held.distrust(group["params"])
+    for attachment in held.attached:
+        if attachment._optimizer is not None and attachment._optimizer() is optimizer:
+            held.renew(copy for h in attachment._each() for copy in h.copies.values())
 
 
 def _registered(module: nn.Module, _name: str, _value: object) -> None:
