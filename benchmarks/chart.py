@@ -9,7 +9,7 @@ import io
 from typing import Any
 
 from benchmarks.models import title
-from benchmarks.variants import ACCUMULATION, BASELINE, INFERENCE, TRAINING
+from benchmarks.variants import ACCUMULATION, BASELINE, INFERENCE, LOWER_GRADIENTS, TRAINING
 
 __all__ = ["png"]
 
@@ -18,9 +18,10 @@ _COLORS = {
     "precast": "#d1570a",
     "attached": "#1f6feb",
     "attached + lean": "#1a7f37",
+    LOWER_GRADIENTS: "#8250df",
     "by hand": "#1f2328",
 }
-_MARKS = {"float32": "s", "precast": "o", "attached": "o", "attached + lean": "o", "by hand": "|"}
+_MARKS = dict.fromkeys(_COLORS, "o") | {"float32": "s", "by hand": "|"}
 _INK, _GRID = "#1f2328", "#d0d7de"
 
 
@@ -39,7 +40,7 @@ def png(rows: list[dict[str, Any]]) -> bytes:
         _draw(axes, work, names[work], [row for row in rows if row["work"] == work])
     panels[-1, 0].set_xlabel(f"time, as a ratio to {BASELINE}", fontsize=9, color=_INK)
     handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=8)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()

@@ -26,11 +26,12 @@ from benchmarks.networks import MOST_BATCHES, Batch, Network
 from precast import engine
 
 __all__ = ["ACCUMULATION", "BASELINE", "BY_HAND", "INFERENCE", "TRAINING", "Prepared", "Setting"]
-__all__ += ["SkippedError", "kinds", "prepare"]
+__all__ += ["LOWER_GRADIENTS", "SkippedError", "kinds", "prepare"]
 
 BASELINE, BY_HAND = "torch.autocast", "by hand"
 INFERENCE, TRAINING, ACCUMULATION = "inference", "training step", "accumulation x4"
 _SUMMING = "by hand, float32 sums"
+LOWER_GRADIENTS = "attached, gradients in 16 bits"
 _BATCHES = {INFERENCE: 1, TRAINING: 1, ACCUMULATION: MOST_BATCHES}
 _LEARNING_RATE = 1e-2
 
@@ -74,7 +75,8 @@ class Prepared:
 
 def kinds(work: str) -> tuple[str, ...]:
     """The variants of a work."""
-    return (*_MIXED, BY_HAND, *([_SUMMING] if work == ACCUMULATION else []))
+    mixed = [kind for kind in _MIXED if kind != LOWER_GRADIENTS or work != INFERENCE]
+    return (*mixed, BY_HAND, *([_SUMMING] if work == ACCUMULATION else []))
 
 
 def prepare(kind: str, network: Network, work: str, setting: Setting) -> Prepared:
@@ -105,7 +107,9 @@ class _Mixed:
     region: Callable[[Setting], Region]
     before: Callable[[Region], object] = lambda _: None
     scaler: Callable[..., Any] = torch.amp.GradScaler
-    attach: Callable[[nn.Module], Callable[[], object]] = lambda _: lambda: None
+    attach: Callable[[nn.Module, Optimizer | None, Setting], Callable[[], object]] = lambda *_: (
+        lambda: None
+    )
 
 
 def _torch_region(setting: Setting) -> Region:
@@ -117,11 +121,21 @@ def _precast_region(setting: Setting, policy: str | None = None) -> Region:
     return region if policy is None else partial(region, policy=precast.Policy.load(policy))
 
 
-def _attach(model: nn.Module, policy: str | None = None) -> Callable[[], object]:
+def _attach(
+    model: nn.Module, _optimizer: object, _setting: Setting, policy: str | None = None
+) -> Callable[[], object]:
     try:
         return precast.attach(model, policy).detach
     except precast.PrecastError as error:
         raise SkippedError(str(error)) from error
+
+
+def _attach_both(
+    model: nn.Module, optimizer: Optimizer | None, setting: Setting
+) -> Callable[[], object]:
+    if setting.dtype == torch.float16:
+        raise SkippedError("gradients in float16 leave a scaler no range")
+    return precast.attach(model, optimizer=optimizer, grad_dtype=setting.dtype).detach
 
 
 def _register(region: Region) -> None:
@@ -138,6 +152,7 @@ _MIXED: Mapping[str, _Mixed] = {
     "attached + lean": _Mixed(
         _precast_region, _register, precast.GradScaler, partial(_attach, policy="lean")
     ),
+    LOWER_GRADIENTS: _Mixed(_precast_region, _register, precast.GradScaler, _attach_both),
 }
 
 
@@ -145,7 +160,7 @@ def _mixed(kind: str, job: _Job) -> Prepared:
     chosen = _MIXED[kind]
     optimizer = _sgd(list(job.model.parameters())) if job.trains else None
     region = chosen.region(job.setting)
-    detach = chosen.attach(job.model)
+    detach = chosen.attach(job.model, optimizer, job.setting)
     called, before = job.setting.compile(job.model), partial(chosen.before, region)
     if optimizer is None:
         return Prepared(_inference(called, job.batches, region), detach, before)

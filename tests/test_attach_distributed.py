@@ -32,8 +32,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(160, 160), nn.GELU(), nn.Linear(160, 160))
 
 
-def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def trained(
+    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None
+) -> list[Tensor]:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         with precast.autocast("cpu", dtype=torch.bfloat16):
             loss = model(x).float().square().mean()
@@ -59,6 +61,18 @@ def test_ddp_trains_as_without_it(hook: object, order: str) -> None:
             assert torch.equal(a, b)
         assert attachment.memory() == 2 * 2 * 160 * 160, "biases are smaller than a node"
         assert not attachment.left_alone
+
+
+def test_ddp_has_gradients_in_float32_even_where_they_were_asked_to_be_lower() -> None:
+    ours, theirs = (network_ := network()), copy.deepcopy(network_)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    x = torch.randn(4, 160)
+    with precast.attach(ours, optimizer=optimizer, grad_dtype=torch.bfloat16):
+        found = [trained(ours, x, optimizer)]
+        found.append(trained(DistributedDataParallel(ours), x, optimizer))
+    for expected in (trained(theirs, x), trained(DistributedDataParallel(theirs), x)):
+        for a, b in zip(found.pop(0), expected, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_parameters_of_fsdp_are_left_alone_and_named() -> None:

@@ -24,9 +24,11 @@ from benchmarks.variants import (
     BASELINE,
     BY_HAND,
     INFERENCE,
+    LOWER_GRADIENTS,
     TRAINING,
     Prepared,
     Setting,
+    SkippedError,
     kinds,
     prepare,
 )
@@ -134,8 +136,14 @@ def test_float16_trains_with_a_scaler() -> None:
     setting = Setting(CPU, torch.float16)
     network = networks.mlp(8, 4, layers=2)
     found = {}
-    for kind, prepared in _ready(network, TRAINING, setting):
+    for kind in kinds(TRAINING):
+        if kind == LOWER_GRADIENTS:
+            with pytest.raises(SkippedError, match="no range"):
+                prepare(kind, network, TRAINING, setting)
+            continue
+        prepared = prepare(kind, network, TRAINING, setting)
         found[kind] = torch.stack([prepared.work().float() for _ in range(5)])
+        prepared.close()
     for kind, losses in found.items():
         # A scale of 65536 overflows float16 here at first: steps are skipped until the scaler has backed off.
         assert losses.isfinite().all(), kind
@@ -429,10 +437,10 @@ def test_the_page_says_what_the_rows_say() -> None:
     for line in (
         "| inference, 1 token | attached | decoder 512, 1x1 | 0.440 (0.012) | 0.45 | met"
         " | 1.200 (0.030) | 1.10 | **not met** |",
-        "| decoder 512, 1x1 | inference | 10.00 (0.10) |  |  | 0.440 (0.012) | 0.400 (0.012) |  |  |",
-        "| decoder 512, 1x1 | inference |  | 3.0; 7 / 0.5 |  | 3.0; 7 / 0.5 | 3.0; none |  |",
-        "| decoder 512, 1x1, float16, compiled | inference | 10.00 (0.10) |  |  |  |  |  |  |",
-        "| GPT | inference | skipped |  |  |  |  |  |  |",
+        "| decoder 512, 1x1 | inference | 10.00 (0.10) |  |  | 0.440 (0.012) | 0.400 (0.012) |  |  |  |",
+        "| decoder 512, 1x1 | inference |  | 3.0; 7 / 0.5 |  | 3.0; 7 / 0.5 | 3.0; none |  |  |",
+        "| decoder 512, 1x1, float16, compiled | inference | 10.00 (0.10) |  |  |  |  |  |  |  |",
+        "| GPT | inference | skipped |  |  |  |  |  |  |  |",
         "| layers: 4 | 10000.0, 1.00x, 1.000 (0.012) |",
     ):
         assert line in text.splitlines()

@@ -48,6 +48,7 @@ __all__ = [
     "handles_scaling",
     "has_autocast_kernel",
     "has_device",
+    "in_ddp",
     "in_pool_thread",
     "innermost_dispatch_mode",
     "is_captured",
@@ -75,6 +76,7 @@ __all__ = [
     "runs_uncompiled",
     "schema_of",
     "sparse_values",
+    "step_without_hooks",
     "tag_of_compiled",
     "traced_as_constant",
     "unheard",
@@ -386,6 +388,22 @@ def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None
     The `_foreach` functions have no public list; optimizers are made of them (2.13).
     """
     torch._foreach_copy_(targets, sources)
+
+
+def in_ddp() -> bool:
+    """Whether a `DistributedDataParallel` runs its module: it takes gradients of the parameters' dtype alone (2.13)."""
+    ddp = sys.modules.get("torch.nn.parallel.distributed")
+    return ddp is not None and ddp.DistributedDataParallel._active_ddp_module is not None
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The optimizer's own step, for a part of its parameters.
+
+    What `Optimizer.step` wraps has no public name; around it are only hooks and a mark for the profiler (2.13).
+    """
+    step = type(optimizer).step
+    inside = getattr(step, "__wrapped__", step)
+    return lambda: inside(optimizer)
 
 
 def is_captured(tensor: torch.Tensor) -> bool:

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from precast import held
 from precast.errors import AttachError, PrecastWarning
 from precast.held import Holding
+from precast.lower_gradients import LowerGradients
 from precast.module_rules import apply
 from precast.plan import Plan, plan
 from precast.policy import Policy
@@ -51,6 +52,7 @@ def attach(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     hold: bool = True,
+    grad_dtype: torch.dtype | None = None,
 ) -> Attachment:
     """Casts a model's weights once, for all regions to come, and gives its modules precisions of their own.
 
@@ -62,6 +64,10 @@ def attach(
         optimizer: one whose steps are to renew the copies at once. Without one, they are renewed when next used: on
             the CPU each by itself, as it is then in the processor's cache; elsewhere all together.
         hold: whether copies are held; False has the weights cast in each region.
+        grad_dtype: torch.bfloat16 or torch.float16 has the gradients of held weights that `optimizer` trains stay in
+            that dtype until its step, which sees them in float32 and writes each weight and its copy in one go: 2 bytes
+            a number in place of 4, and a faster step. What is summed before the step is rounded each time. None has
+            them be float32, as without an attachment.
 
     Returns:
         The attachment, which lives as long as the model, or until its `detach`.
@@ -69,7 +75,8 @@ def attach(
     Raises:
         PolicyError: a policy that cannot be read or carried out: two patterns that disagree on a module, a rule for a
             part of a scripted module.
-        AttachError: `model` is no module, `optimizer` is none, or has no parameter of the model.
+        AttachError: `model` is no module, `optimizer` is none, or has no parameter of the model; `grad_dtype` is not
+            one of the two, or comes without an optimizer, or with one that takes many gradients in a step.
 
     Example:
         >>> import precast
@@ -82,12 +89,13 @@ def attach(
         131,584 bytes
     """
     _check(model, optimizer)
+    _check_gradients(grad_dtype, optimizer, hold=hold)
     planned = None
     if policy is not None:
         planned = plan(model, policy if isinstance(policy, Policy) else Policy.load(policy))
         for complaint in planned.complaints():
             warnings.warn(complaint, PrecastWarning, stacklevel=2)
-    return Attachment(model, planned, optimizer, hold=hold)
+    return Attachment(model, planned, optimizer, hold=hold, grad_dtype=grad_dtype)
 
 
 class Attachment:
@@ -105,6 +113,7 @@ class Attachment:
         optimizer: torch.optim.Optimizer | None,
         *,
         hold: bool,
+        grad_dtype: torch.dtype | None,
     ) -> None:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
@@ -114,6 +123,9 @@ class Attachment:
         self._modules: frozenset[int] = frozenset()
         self._hooks: list[Any] = []
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._gradients: LowerGradients | None = None
+        if optimizer is not None and grad_dtype is not None:
+            self._gradients = LowerGradients(optimizer, grad_dtype)
         self.plan = plan
         if plan is not None:
             self._hooks.append(apply(model, plan, tables=True))  # first: it may refuse
@@ -192,6 +204,8 @@ class Attachment:
                 self._left_alone[name] = reason
         for holding in before.values():
             held.release(holding)
+        if self._gradients is not None:
+            self._gradients.ask_for(self._each())
 
 
 def _end(attachment: Attachment) -> None:
@@ -199,6 +213,8 @@ def _end(attachment: Attachment) -> None:
     for hook in attachment._hooks:
         hook.remove()
     attachment._hooks = []
+    if attachment._gradients is not None:
+        attachment._gradients.end(attachment._each())
     for holding in attachment._holdings.values():
         held.release(holding)
     attachment._holdings, attachment._left_alone = {}, {}
@@ -223,11 +239,20 @@ def _watch() -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    its = [a for a in held.attached if a._optimizer is not None and a._optimizer() is optimizer]
+    renewed: set[int] = set()
+    for attachment in its:
+        if attachment._gradients is not None:
+            renewed |= attachment._gradients.after_step()
     for group in optimizer.param_groups:
-        held.distrust(group["params"])
-    for attachment in held.attached:
-        if attachment._optimizer is not None and attachment._optimizer() is optimizer:
-            held.renew(copy for h in attachment._each() for copy in h.copies.values())
+        held.distrust(p for p in group["params"] if id(p) not in renewed)
+    for attachment in its:
+        held.renew(
+            copy
+            for holding in attachment._each()
+            for copy in holding.copies.values()
+            if id(holding.parameter()) not in renewed
+        )
 
 
 def _registered(module: nn.Module, _name: str, _value: object) -> None:
@@ -267,4 +292,19 @@ def _check(model: object, optimizer: object) -> None:
         raise AttachError(
             f"attach(optimizer=...) got a {type(optimizer).__name__} with no parameter of this {type(model).__name__}. "
             "Give the one that trains this model, made after the model was moved or converted, or none."
+        )
+
+
+def _check_gradients(dtype: object, optimizer: object, *, hold: bool) -> None:
+    if dtype is None:
+        return
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise AttachError(
+            f"attach(grad_dtype={dtype!r}): gradients stay in torch.bfloat16 or torch.float16 until the step. Give one "
+            "of these, or None for gradients in float32."
+        )
+    if optimizer is None or not hold:
+        raise AttachError(
+            f"attach(grad_dtype={dtype}) needs the optimizer whose step reads these gradients, and weights that are "
+            "held: attach(model, optimizer=optimizer, grad_dtype=...)."
         )

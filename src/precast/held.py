@@ -122,7 +122,15 @@ class Copy:
 class Holding:
     """What is held of one parameter: its name for messages, its copies by dtype, and how many attachments hold it."""
 
-    __slots__ = ("attachments", "copies", "name", "parameter", "spoiled", "suspended")
+    __slots__ = (
+        "attachments",
+        "copies",
+        "grad_dtype",
+        "name",
+        "parameter",
+        "spoiled",
+        "suspended",
+    )
 
     def __init__(self, name: str, parameter: Parameter) -> None:
         key = id(parameter)
@@ -130,6 +138,8 @@ class Holding:
         self.parameter = weakref.ref(parameter, lambda _: _forget(key))
         self.copies: dict[torch.dtype, Copy] = {}
         self.attachments = 0
+        self.grad_dtype: torch.dtype | None = None
+        """The dtype in which gradients stay until the optimizer's step; None for float32."""
         self.spoiled = False
         """Whether a write was found that no version counter saw, at the end of a region that could not raise."""
         self.suspended = 0

@@ -38,6 +38,7 @@ from precast._torch import (
     base_of,
     counts_versions,
     dispatch_modes,
+    in_ddp,
     innermost_dispatch_mode,
     is_functorch_active,
     is_functorch_wrapper,
@@ -218,6 +219,8 @@ class WeightCache:
         entry = self.leaves[dtype].get(id(tensor))
         if entry is not None and entry.is_of(tensor) and entry.cast is not None:
             return entry.cast
+        if (low := held.holdings[id(tensor)].grad_dtype) is not None and tensor.grad is None:
+            tensor.grad_dtype = torch.float32 if in_ddp() else low
         cast = with_gradient(tensor, copy.tensor, copy.gradient)
         known = self._known[dtype].get(id(tensor))
         if known is None or known.pointer != tensor.data_ptr() or not known.requires_grad:
