@@ -15,6 +15,7 @@ NAMES = [
     "AttachError",
     "Attachment",
     "BannedOperationError",
+    "BrokenModelError",
     "GradScaler",
     "MissingExtraError",
     "Note",
@@ -29,6 +30,7 @@ NAMES = [
     "StaleWeightError",
     "StepEvent",
     "TorchVersionError",
+    "Verdict",
     "__version__",
     "attach",
     "autocast",
@@ -70,6 +72,17 @@ def test_other_names_are_an_attribute_error() -> None:
         _ = precast.nothing
 
 
+SCALER = {
+    "reduce_found_inf": None,
+    "min_scale": None,
+    "max_scale": None,
+    "max_consecutive_skips": 40,
+    "max_nonfinite_losses": 1,
+    "on_verdict": "raise",
+    "history": 100,
+}
+
+
 # --- drop-ins: what is written for PyTorch's binds to the same parameters here ---
 
 
@@ -77,7 +90,7 @@ def test_other_names_are_an_attribute_error() -> None:
     ("ours", "theirs", "added"),
     [
         (precast.autocast, torch.autocast, {"policy": None}),
-        (precast.GradScaler, torch.amp.GradScaler, {"reduce_found_inf": None}),
+        (precast.GradScaler, torch.amp.GradScaler, SCALER),
         (precast.custom_fwd, torch.amp.custom_fwd, {}),
         (precast.custom_bwd, torch.amp.custom_bwd, {}),
     ],

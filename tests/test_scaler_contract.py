@@ -88,26 +88,6 @@ def mistaken(kind: type[Any]) -> int:
 # --- closures ---
 
 
-def test_closures_are_refused_by_name_and_by_position() -> None:
-    def closure() -> float:
-        return 0.0
-
-    theirs = torch.amp.GradScaler("cpu")
-    parameter = make_parameter()
-    theirs.scale(parameter.sum()).backward()
-    with pytest.raises(RuntimeError, match="Closure"):
-        theirs.step(sgd(parameter), closure=closure)
-    assert theirs.step(sgd(parameter), closure) == 0.0  # let through by position
-
-    scaler, parameter, optimizer = started()
-    before = parameter.detach().clone()
-    with pytest.raises(ScalerError, match="got a closure"):
-        scaler.step(optimizer, closure=closure)
-    with pytest.raises(ScalerError, match="got a closure"):
-        scaler.step(optimizer, closure)
-    assert torch.equal(parameter, before)
-
-
 @pytest.mark.parametrize("how", [((None,), {}), ((), {"closure": None})])
 def test_no_closure_is_not_a_closure(how: Any) -> None:
     args, kwargs = how
@@ -296,14 +276,6 @@ def test_loading_keeps_the_scale_tensor_itself() -> None:
     assert tensor.item() == 5.0
 
 
-@pytest.mark.parametrize("state", [{}, {"scale": 2.0}])
-def test_an_incomplete_state_is_refused(state: dict[str, Any]) -> None:
-    scaler = GradScaler("cpu")
-    with pytest.raises(ScalerError, match=r"without .*growth_interval.*off"):
-        scaler.load_state_dict(state)
-    assert scaler.get_scale() == 2.0**16
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_a_copy_goes_on_where_the_scaler_was(duplicate: Any) -> None:
     scaler, parameter, optimizer = started(growth_interval=2, init_scale=8.0)
@@ -326,7 +298,8 @@ def test_a_copy_goes_on_where_the_scaler_was(duplicate: Any) -> None:
 def test_it_is_recognised_and_inherits_no_public_logic() -> None:
     assert isinstance(GradScaler("cpu"), torch.amp.GradScaler)
     public = [name for name in vars(torch.amp.GradScaler) if not name.startswith("_")]
-    assert set(public) <= set(vars(GradScaler))
+    for name in public:
+        assert getattr(GradScaler, name) is not getattr(torch.amp.GradScaler, name)
 
 
 @pytest.mark.parametrize("name", [n for n in vars(torch.amp.GradScaler) if not n.startswith("_")])
@@ -334,15 +307,6 @@ def test_signatures_are_torchs(name: str) -> None:
     ours, theirs = (inspect.signature(getattr(c, name)) for c in (GradScaler, torch.amp.GradScaler))
     assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
         (p.name, p.kind, p.default) for p in theirs.parameters.values()
-    ]
-
-
-def test_the_constructors_signature_is_torchs_and_one_keyword() -> None:
-    ours, theirs = (inspect.signature(c) for c in (GradScaler, torch.amp.GradScaler))
-    extra = set(ours.parameters) - set(theirs.parameters)
-    assert extra == {"reduce_found_inf"}
-    assert [(p.name, p.default) for p in ours.parameters.values() if p.name not in extra] == [
-        (p.name, p.default) for p in theirs.parameters.values()
     ]
 
 

@@ -40,6 +40,7 @@ def test_observers_hear_of_every_step() -> None:
         (0, 1, 8.0, True),
         (1, 1, 8.0, True),
     ]
+    assert all(e.seconds > 0 for e in events)
 
 
 class Calls(TorchDispatchMode):
@@ -83,7 +84,7 @@ def test_observing_waits_for_nothing(fused: bool) -> None:
     with observe(lambda event: None):
         observed = iterate(GradScaler("cpu"), fused)
     assert observed.waits == alone.waits
-    assert observed.counts.total() > alone.counts.total()  # the copy of the scale, only then
+    assert observed.counts == alone.counts  # events are made anyway
 
 
 def mark_bad(verdicts: list[Tensor]) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from precast.errors import (
         AttachError,
         BannedOperationError,
+        BrokenModelError,
         MissingExtraError,
         PolicyError,
         PrecastError,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         StaleWeightError,
         TorchVersionError,
     )
-    from precast.events import Note, StepEvent, observe
+    from precast.events import Note, StepEvent, Verdict, observe
     from precast.installation import install, uninstall
     from precast.policy import Policy, Rule
     from precast.region import autocast, current, disable
@@ -38,6 +39,7 @@ _HOME = {
     "precast.errors": (
         "AttachError",
         "BannedOperationError",
+        "BrokenModelError",
         "MissingExtraError",
         "PolicyError",
         "PrecastError",
@@ -48,7 +50,7 @@ _HOME = {
         "StaleWeightError",
         "TorchVersionError",
     ),
-    "precast.events": ("Note", "StepEvent", "observe"),
+    "precast.events": ("Note", "StepEvent", "Verdict", "observe"),
     "precast.installation": ("install", "uninstall"),
     "precast.policy": ("Policy", "Rule"),
     "precast.region": ("autocast", "current", "disable"),
@@ -61,6 +63,7 @@ __all__ = [
     "AttachError",
     "Attachment",
     "BannedOperationError",
+    "BrokenModelError",
     "GradScaler",
     "MissingExtraError",
     "Note",
@@ -75,6 +78,7 @@ __all__ = [
     "StaleWeightError",
     "StepEvent",
     "TorchVersionError",
+    "Verdict",
     "__version__",
     "attach",
     "autocast",

@@ -66,6 +66,7 @@ __all__ = [
     "on_checkpoint",
     "on_cleared_cache",
     "on_graph_region",
+    "on_its_way",
     "operator_names",
     "operator_overloads",
     "optimize_torchscript",
@@ -357,6 +358,23 @@ def update_scale_(
 ) -> None:
     """Adapts scale and tracker in place on their device, without waiting for the verdict; no public way (2.13)."""
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
+
+
+def on_its_way(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy of `number` in memory of the CPU, and the event after which it is there; None if it is there now.
+
+    Nothing private: it stands here as one of the few places that differ by device. The copy goes to pinned memory,
+    which PyTorch keeps and uses again, so that the host does not wait. Never run on CUDA yet.
+    """
+    if number.device.type == "cpu":
+        return number, None
+    if number.device.type != "cuda":
+        return number.cpu(), None
+    host = torch.empty((), dtype=number.dtype, pin_memory=True)
+    host.copy_(number, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(number.device))
+    return host, event
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,10 @@ from precast.module_rules import apply
 from precast.plan import Plan, plan
 from precast.policy import Policy
 
-__all__ = ["Attachment", "Memory", "attach"]
+__all__ = ["Attachment", "Memory", "attach", "names_of"]
+
+_living: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
+"""Attachments that have not ended."""
 
 
 class Memory(int):
@@ -98,6 +101,14 @@ def attach(
     return Attachment(model, planned, optimizer, hold=hold, grad_dtype=grad_dtype)
 
 
+def names_of(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
+    """``id`` of each of `parameters` that is in an attached model -> its name there; a copy is no parameter."""
+    wanted = set(map(id, parameters))
+    models = [model for attachment in list(_living) if (model := attachment._model()) is not None]
+    named = ((name, p) for model in models for name, p in model.named_parameters())
+    return {id(p): name for name, p in named if id(p) in wanted}
+
+
 class Attachment:
     """A model whose weights are held, and whose modules follow their rules; what `attach` returns.
 
@@ -130,6 +141,7 @@ class Attachment:
         if plan is not None:
             self._hooks.append(apply(model, plan, tables=True))  # first: it may refuse
         self._look()
+        _living.add(self)
         if hold:
             held.attached.append(self)
             _watch()
@@ -218,6 +230,7 @@ def _end(attachment: Attachment) -> None:
     for holding in attachment._holdings.values():
         held.release(holding)
     attachment._holdings, attachment._left_alone = {}, {}
+    _living.discard(attachment)
     if attachment in held.attached:
         held.attached.remove(attachment)
         _watch()

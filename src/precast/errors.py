@@ -8,6 +8,7 @@
     ├── AttachError (TypeError, ValueError)  `attach` was given what it cannot attach to
     ├── StaleWeightError (RuntimeError)   a held weight was written unseen, so its copy is out of date
     ├── ScalerError (RuntimeError, ValueError)  a gradient scaler used in the wrong order or on the wrong tensors
+    │   └── BrokenModelError              gradients that no lower scale mends; `verdict` says what was seen
     ├── MissingExtraError (ImportError)   an optional package is not installed; says what to install
     └── TorchVersionError (ImportError)   the installed PyTorch is older than precast can run on
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 __all__ = [
     "AttachError",
     "BannedOperationError",
+    "BrokenModelError",
     "MissingExtraError",
     "PolicyError",
     "PrecastError",
@@ -69,6 +71,21 @@ class ScalerError(PrecastError, RuntimeError, ValueError):
 
     Both a `RuntimeError` and a `ValueError`: PyTorch raises one or the other, and programs catch either.
     """
+
+
+class BrokenModelError(ScalerError):
+    """Gradients stay infinite or NaN for a reason that no lower scale mends; no parameter was written.
+
+    Attributes:
+        verdict: the `precast.events.Verdict`: reason, step, scale, names.
+    """
+
+    def __init__(self, message: str, verdict: object = None) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.args[0], self.verdict)
 
 
 class MissingExtraError(PrecastError, ImportError):

@@ -13,13 +13,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Note", "StepEvent", "emit", "observe", "observed"]
+__all__ = ["Note", "StepEvent", "Verdict", "emit", "observe", "observed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Note:
 class StepEvent:
     """A gradient scaler's `step` on one optimizer has ended.
 
-    Making it waits for no device; reading `scale`, and `skipped` where it is a tensor, does.
+    Making it waits for no device; reading `scale`, `loss_finite`, and anything where `skipped` is a
+    tensor, does.
     """
 
     optimizer: int
@@ -46,13 +47,54 @@ class StepEvent:
     step: int
     """How many iterations (calls of `update`) this scaler had completed before."""
     scale: Tensor
-    """The scale of the gradients, float32, shape (), a copy: ``float(event.scale)``."""
+    """The scale of the gradients, shape (), a copy: ``float(event.scale)``."""
     skipped: bool | Tensor
     """Whether a gradient was not finite, so that the parameters were left alone.
 
     A tensor (float32, shape ()) with a fused optimizer, which decides on the device;
     ``bool(event.skipped)`` reads either.
     """
+    seconds: float
+    """How long `step` took on the host, with the wait for the verdict and the optimizer's own step."""
+    findings: Any = field(repr=False)
+    """Where `names` and `loss_finite` are looked up."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters whose gradients were not finite; none where the step was not skipped.
+
+        By the name in an attached model, or the optimizer's own; else by group and place. With a
+        fused optimizer they are looked for when they are read: ask before `zero_grad`.
+        """
+        found: tuple[str, ...] = self.findings.names if self.skipped else ()
+        return found
+
+    @property
+    def nonfinite(self) -> int:
+        """How many parameters had a gradient that was not finite."""
+        return len(self.names)
+
+    @property
+    def loss_finite(self) -> bool:
+        """Whether the losses of the iteration were finite before they were scaled."""
+        finite: bool = self.findings.loss_finite
+        return finite
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A gradient scaler found that no lower scale mends what it sees."""
+
+    reason: Literal["loss", "floor", "skips"]
+    """The loss itself is not finite; the scale is at its floor; too many skipped iterations in a row."""
+    step: int
+    """How many iterations this scaler had completed before."""
+    scale: float
+    """The scale of the gradients."""
+    names: tuple[str, ...]
+    """The parameters whose gradients were not finite, the first offenders first."""
+    message: str
+    """What was seen, and what to look at."""
 
 
 class _Here(threading.local):

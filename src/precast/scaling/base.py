@@ -1,0 +1,206 @@
+"""The scale itself: its settings, the device that it lives on, how it is saved and copied.
+
+Invariants:
+- scale and growth tracker live on the device of the first scaled loss, and stay the same tensors: a
+  captured CUDA graph reads them;
+- what a method answers when the scaler is off stands above it (`off`), not inside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from precast.errors import ScalerError
+from precast.scaling import search, states
+from precast.scaling.ledger import Ledger
+from precast.scaling.settings import (
+    AUTO,
+    DEFAULT_LIMITS,
+    checked_limits,
+    checked_settings,
+    device_type_of,
+    is_usable,
+    require_count,
+    require_number,
+)
+from precast.scaling.turns import Record
+
+__all__ = ["Scale", "off"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def off(answer: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Gives a method its answer for a scaler that is off: called with the method's arguments."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def chosen(self: Scale, *args: Any, **kwargs: Any) -> Any:
+            return method(self, *args, **kwargs) if self._enabled else answer(*args, **kwargs)
+
+        return cast(Method, chosen)
+
+    return decorate
+
+
+class Scale(torch.amp.GradScaler):
+    """A scale with its settings; `GradScaler` says what it is used for.
+
+    It is a subclass of PyTorch's class because trainers ask ``isinstance(scaler,
+    torch.amp.GradScaler)`` before they call `unscale_`, and that class leaves no other way to be
+    recognised. None of its logic runs: all public methods, and the private ones that optimizers
+    with a scaling of their own are told to call, are defined here and in `GradScaler`.
+    """
+
+    def __init__(self, device: str, enabled: bool, settings: dict[str, Any]) -> None:
+        self._device = device_type_of(device)
+        self._enabled = enabled and is_usable(self._device)
+        self._init_scale = settings["init_scale"]
+        self._growth_factor = settings["growth_factor"]
+        self._backoff_factor = settings["backoff_factor"]
+        self._growth_interval = settings["growth_interval"]
+        self._init_growth_tracker = 0
+        self._limits = DEFAULT_LIMITS
+        self._searching = False
+        self._scale: Tensor | None = None
+        self._growth_tracker: Tensor | None = None
+        self._records: dict[int, Record] = {}
+        self._iterations = 0
+        self._check_settings(settings)
+        self._ledger = Ledger(settings["history"])
+
+    @off(lambda: 1.0)
+    def get_scale(self) -> float:
+        """The scale now (waits for the device); 1.0 if the scaler is off."""
+        return self._init_scale if self._scale is None else float(self._scale.item())
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the factor of growth, above 0; 1.0 keeps the scale from growing."""
+        self._growth_factor = require_number("growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by after a skipped step."""
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the factor of shrinking, above 0; 1.0 keeps the scale from shrinking."""
+        self._backoff_factor = require_number("backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Good iterations in a row until the scale grows."""
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the number of iterations until the scale grows, at least 1."""
+        self._growth_interval = require_count("growth_interval", new_interval)
+
+    def is_enabled(self) -> bool:
+        """Whether this scaler scales."""
+        return self._enabled
+
+    @off(dict)
+    def state_dict(self) -> dict[str, Any]:
+        """Five numbers, which `torch.amp.GradScaler` loads too; empty if the scaler is off.
+
+        Limits that are not the defaults, and a search that goes on, stand under ``"precast"``.
+        """
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._get_growth_tracker(),
+            **states.extras(self._limits, self._searching),
+        }
+
+    @off(lambda *_, **__: None)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state of this class, `torch.amp.GradScaler`, `ShardedGradScaler` or Apex.
+
+        The empty state of a scaler that was off changes nothing, and a scaler that is off loads
+        nothing. A scale outside the limits is moved to the nearest, with a warning.
+
+        Raises:
+            ScalerError: Entries are missing, or have impossible values; nothing has changed then.
+        """
+        state = states.read(state_dict, self._limits)
+        if state is None:
+            return
+        self._growth_factor = state.growth_factor or self._growth_factor
+        self._backoff_factor = state.backoff_factor or self._backoff_factor
+        self._growth_interval = state.growth_interval or self._growth_interval
+        self._limits = state.limits or self._limits
+        self._searching = bool(state.searching)
+        self._init_scale = state.scale
+        self._init_growth_tracker = self._ledger.good = state.growth_tracker
+        if self._scale is not None and self._growth_tracker is not None:
+            self._scale.fill_(self._init_scale)
+            self._growth_tracker.fill_(self._init_growth_tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._records:
+            raise ScalerError(
+                "a GradScaler was pickled or copied inside an iteration: do it after update()."
+            )
+        return {**self.__dict__, **self._resting_state()}
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
+
+    @off(lambda: 0)
+    def _get_growth_tracker(self) -> int:
+        tracker = self._growth_tracker
+        return self._init_growth_tracker if tracker is None else int(tracker.item())
+
+    # From here on the names are ours alone.
+
+    @off(lambda *_: None)  # settings that are never used may be what a configuration left there
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        first = settings["init_scale"]
+        self._searching = first == AUTO if isinstance(first, str) else False
+        if self._searching:
+            first = _within(search.FIRST, settings["min_scale"], settings["max_scale"])
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        vars(self).update(checked_settings(first, *(settings[name] for name in names)))
+        floor, ceiling = settings["min_scale"], settings["max_scale"]
+        self._limits = checked_limits(self._init_scale, floor, ceiling, settings)
+        require_count("history", settings["history"], least=0)
+
+    @off(dict)
+    def _resting_state(self) -> dict[str, Any]:
+        """Python's numbers for the device's: an unpickled scaler may start on another device."""
+        return {
+            "_init_scale": self.get_scale(),
+            "_init_growth_tracker": self._get_growth_tracker(),
+            "_scale": None,
+            "_growth_tracker": None,
+        }
+
+    def _start_on(self, device: torch.device) -> None:
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
+        tracker = self._init_growth_tracker
+        self._growth_tracker = torch.full((), tracker, dtype=torch.int32, device=device)
+
+    def _started(self, call: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None or self._growth_tracker is None:
+            raise ScalerError(
+                f"{call}() was called before any loss was scaled: there is nothing to divide by. "
+                "Write scaler.scale(loss).backward() instead of loss.backward()."
+            )
+        return self._scale, self._growth_tracker
+
+
+def _within(first: float, floor: Any, ceiling: Any) -> float:
+    """Where a search begins: its own first scale, moved into limits that are numbers."""
+    low = floor if isinstance(floor, int | float) else first
+    high = ceiling if isinstance(ceiling, int | float) else first
+    return min(max(first, low), high)

@@ -1,0 +1,72 @@
+"""What is found out about a step, when somebody wants to know: which gradients were bad, and whether the loss was.
+
+Invariants: making a `Findings` computes nothing; what is looked at is looked at once. Reading waits
+for the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from precast.attachment import names_of
+from precast.scaling.gradients import bad_gradients, local
+
+__all__ = ["Findings", "noted"]
+
+_SMALL = 64  # numbers of a loss that are kept as they are
+
+
+def noted(loss: Tensor) -> Tensor:
+    """As much of a loss as says whether it was finite, without its graph; shape () if it was large."""
+    loss = loss.detach()
+    if loss.numel() <= _SMALL:
+        return loss
+    return local(loss).abs().amax()
+
+
+class Findings:
+    """About one step; `StepEvent` has the same words for each."""
+
+    __slots__ = ("_bad", "_losses", "_optimizer")
+
+    def __init__(self, optimizer: Optimizer, losses: tuple[Tensor, ...]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._losses: tuple[Tensor, ...] | bool = losses
+        self._bad: tuple[str, ...] | None = None
+
+    def look(self) -> None:
+        """Finds the bad gradients now, while they are there."""
+        if self._bad is None:
+            optimizer = self._optimizer()
+            self._bad = tuple(_names(optimizer)) if optimizer is not None else ()
+
+    def replace(self, names: Iterable[str], loss_finite: bool) -> None:
+        """Puts what all processes found in place of what this one did."""
+        self._bad, self._losses = tuple(names), loss_finite
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters whose gradients were not finite."""
+        self.look()
+        return self._bad or ()
+
+    @property
+    def loss_finite(self) -> bool:
+        """Whether every number of the losses was finite before they were scaled."""
+        if not isinstance(self._losses, bool):
+            self._losses = all(bool(local(loss).isfinite().all()) for loss in self._losses)
+        return self._losses
+
+
+def _names(optimizer: Optimizer) -> Iterable[str]:
+    bad = list(bad_gradients(optimizer))
+    known = names_of([parameter for _, _, parameter in bad])
+    for number, place, parameter in bad:
+        group = optimizer.param_groups[number]
+        given = group.get("param_names")
+        place_in_optimizer = f"group {number}, parameter {place}"
+        yield known.get(id(parameter)) or (given[place] if given else place_in_optimizer)

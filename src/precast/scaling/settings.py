@@ -1,0 +1,168 @@
+"""Settings of a scaler, checked: each in its range, or one error that names it.
+
+Invariants: nothing here reads a tensor's value; a setting that was refused has changed nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import warnings
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from precast.errors import PrecastWarning, ScalerError
+
+__all__ = [
+    "AUTO",
+    "DEFAULT_LIMITS",
+    "LARGEST_SCALE",
+    "Limits",
+    "OnVerdict",
+    "checked_limits",
+    "checked_settings",
+    "device_type_of",
+    "is_usable",
+    "new_scale_from",
+    "require_count",
+    "require_number",
+]
+
+LARGEST_SCALE = torch.finfo(torch.float32).max  # the scale is a float32 tensor
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # 2**-126: its inverse is still finite
+AUTO = "auto"
+"""The `init_scale` that is found in the first steps."""
+
+OnVerdict = Literal["raise", "warn", "ignore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a scale has to stay, and how long it may be searched for.
+
+    The floor's default, 2**-14, is float16's smallest normal number: below it the scaled loss itself
+    loses bits, and gradients that overflow there are larger than 10**9, which no scale mends. The
+    ceiling's is float32's largest number, as in PyTorch. 40 skipped iterations in a row are more
+    than a search from 2**24 down to the floor takes.
+    """
+
+    min_scale: float = 2.0**-14
+    max_scale: float = LARGEST_SCALE
+    max_consecutive_skips: int = 40
+    max_nonfinite_losses: int = 1
+    on_verdict: OnVerdict = "raise"
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def require_number(
+    name: str,
+    value: Any,
+    above: float = 0.0,
+    below: float = math.inf,
+) -> float:
+    """`value` as a float strictly between two bounds; an error that names `name` otherwise."""
+    if isinstance(value, numbers.Real) and above < float(value) < below:
+        return float(value)
+    bounds = f"above {above}" + (f" and below {below:.4g}" if below < math.inf else " and finite")
+    raise ScalerError(f"{name} must be a number {bounds}; got {value!r}.")
+
+
+def require_count(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int of at least `least`; an error that names `name` otherwise."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise ScalerError(f"{name} must be a whole number, {least} or more; got {value!r}.")
+    return count
+
+
+def checked_settings(init_scale: Any, growth: Any, backoff: Any, interval: Any) -> dict[str, Any]:
+    """The settings that PyTorch's scaler has too, as attributes, each in its range."""
+    return {
+        "_init_scale": require_number("init_scale", init_scale, below=LARGEST_SCALE),
+        "_growth_factor": require_number("growth_factor", growth, above=1.0),
+        "_backoff_factor": require_number("backoff_factor", backoff, below=1.0),
+        "_growth_interval": require_count("growth_interval", interval),
+    }
+
+
+def checked_limits(init_scale: float, floor: Any, ceiling: Any, rest: dict[str, Any]) -> Limits:
+    """Limits around an `init_scale` that was checked; a limit of None makes room for it."""
+    if init_scale < _SMALLEST_SCALE:
+        raise ScalerError(f"init_scale must be at least 2**-126; got {init_scale!r}.")
+    low = min(DEFAULT_LIMITS.min_scale, init_scale)
+    if floor is not None:
+        low = require_number("min_scale", floor, below=LARGEST_SCALE)
+    if low < _SMALLEST_SCALE:
+        raise ScalerError(f"min_scale must be at least 2**-126; got {floor!r}.")
+    high = LARGEST_SCALE
+    if ceiling is not None:
+        high = require_number("max_scale", ceiling, below=math.inf)
+        high = min(high, LARGEST_SCALE)
+    if not low <= init_scale <= high:
+        raise ScalerError(
+            f"init_scale must be between min_scale and max_scale, {low:g} and {high:g}; got "
+            f"{init_scale:g}. Change one of the three."
+        )
+    action = rest["on_verdict"]
+    if action not in get_args(OnVerdict):
+        raise ScalerError(f"on_verdict must be 'raise', 'warn' or 'ignore'; got {action!r}.")
+    return Limits(
+        low,
+        high,
+        require_count("max_consecutive_skips", rest["max_consecutive_skips"]),
+        require_count("max_nonfinite_losses", rest["max_nonfinite_losses"], least=0),
+        action,
+    )
+
+
+def device_type_of(device: Any) -> str:
+    """The type of a device or of its name; an error for a name that PyTorch does not know."""
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ScalerError(
+            f"GradScaler's first argument is the device; {device!r} is none that PyTorch knows. "
+            "Write GradScaler('cuda'), GradScaler('cpu') or another device type."
+        ) from error
+
+
+def is_usable(device_type: str) -> bool:
+    """Whether to scale there at all: not for CUDA on a machine without it, which gets a warning."""
+    if device_type != "cuda" or torch.cuda.is_available() or find_spec("torch_xla"):
+        return True
+    warnings.warn(
+        "GradScaler('cuda') is off: there is no CUDA here. Write GradScaler('cpu') to scale on the "
+        "CPU, or enabled=False to silence this.",
+        PrecastWarning,
+        stacklevel=5,
+    )
+    return False
+
+
+def new_scale_from(value: Any, device_type: str, limits: Limits) -> float | Tensor:
+    """What `update` was given, as something that a tensor of shape () can be filled with."""
+    if not isinstance(value, Tensor):
+        scale = require_number("new_scale", value, below=LARGEST_SCALE)
+        if limits.min_scale <= scale <= limits.max_scale:
+            return scale
+        raise ScalerError(
+            f"new_scale must be between min_scale and max_scale, {limits.min_scale:g} and "
+            f"{limits.max_scale:g}; got {scale:g}."
+        )
+    if value.numel() == 1 and value.device.type == device_type and not value.requires_grad:
+        return value.reshape(())
+    raise ScalerError(
+        f"new_scale must be a number or a tensor of one element on {device_type!r} that does not "
+        f"require a gradient; got shape {tuple(value.shape)} on {value.device.type!r}, "
+        f"requires_grad={value.requires_grad}."
+    )

@@ -1,0 +1,125 @@
+"""States of scalers: ours, PyTorch's, FSDP's `ShardedGradScaler`'s, Apex's; and what is written into ours.
+
+A state is PyTorch's five numbers. What PyTorch has no word for, limits that are not the defaults and
+a search that goes on, stands under ``"precast"`` with a version, and only if there is any of it.
+
+Invariants: a state is read and checked whole before any of it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from precast.errors import PrecastWarning, ScalerError
+from precast.scaling.settings import DEFAULT_LIMITS, Limits, require_count, require_number
+
+__all__ = ["State", "extras", "read"]
+
+_VERSION = 1
+_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a state says; None where it says nothing."""
+
+    scale: float
+    growth_tracker: int
+    growth_factor: float | None = None
+    backoff_factor: float | None = None
+    growth_interval: int | None = None
+    limits: Limits | None = None
+    searching: bool | None = None
+
+
+def extras(limits: Limits, searching: bool) -> dict[str, Any]:
+    """What a state has beside the five numbers."""
+    unusual = {
+        name: value
+        for name, value in dataclasses.asdict(limits).items()
+        if value != getattr(DEFAULT_LIMITS, name)
+    }
+    if not unusual and not searching:
+        return {}
+    return {"precast": {"version": _VERSION, "limits": unusual, "searching": searching}}
+
+
+def read(state: Mapping[str, Any], limits: Limits) -> State | None:
+    """A state of any of these scalers; None for the empty one of a scaler that was off.
+
+    Raises:
+        ScalerError: entries are missing, or have impossible values.
+    """
+    if not state:
+        return None
+    is_apex = "loss_scaler0" in state or "loss_scale" in state
+    found = _of_apex(state) if is_apex else _of_torch(state)
+    return dataclasses.replace(found, scale=_within(found.scale, found.limits or limits))
+
+
+def _of_torch(state: Mapping[str, Any]) -> State:
+    missing = [key for key in _NUMBERS if key not in state]
+    if missing:
+        raise ScalerError(
+            f"load_state_dict() got a state without {', '.join(missing)}; it has "
+            f"{', '.join(map(str, state))}. Give what state_dict() of a GradScaler returned, "
+            "PyTorch's, Apex's or precast's; the empty one of a scaler that was off loads too."
+        )
+    ours = state.get("precast", {})
+    if ours and ours.get("version", 0) > _VERSION:
+        warnings.warn(
+            f"this scaler's state was saved by a newer precast (version {ours['version']} of its "
+            f"format, here {_VERSION}): only PyTorch's five numbers are loaded.",
+            PrecastWarning,
+            stacklevel=5,
+        )
+        ours = {}
+    return State(
+        _number(state, "scale"),
+        require_count("_growth_tracker", state["_growth_tracker"], least=0),
+        require_number("growth_factor", state["growth_factor"]),
+        require_number("backoff_factor", state["backoff_factor"]),
+        require_count("growth_interval", state["growth_interval"]),
+        Limits(**ours["limits"]) if ours else None,
+        bool(ours["searching"]) if ours else None,
+    )
+
+
+def _of_apex(state: Mapping[str, Any]) -> State:
+    """``amp.state_dict()``, or the part of one loss scaler in it; of several, the first."""
+    scaler = state.get("loss_scaler0", state)
+    missing = [key for key in ("loss_scale", "unskipped") if key not in scaler]
+    if missing:
+        raise ScalerError(f"load_state_dict() got a state of Apex without {', '.join(missing)}.")
+    return State(
+        _number(scaler, "loss_scale"), require_count("unskipped", scaler["unskipped"], least=0)
+    )
+
+
+def _number(state: Mapping[str, Any], key: str) -> float:
+    value = state[key]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number) or number < 0:
+        raise ScalerError(f"load_state_dict() got {key}={value!r}: it must be a positive number.")
+    return number
+
+
+def _within(scale: float, limits: Limits) -> float:
+    moved = min(max(scale, limits.min_scale), limits.max_scale)
+    if moved != scale:
+        warnings.warn(
+            f"the state's scale is {scale:g}, which is outside min_scale and max_scale: "
+            f"{moved:g} is taken. A scale of almost nothing is what many skipped steps leave: "
+            "the weights saved beside it may hold NaN.",
+            PrecastWarning,
+            stacklevel=4,
+        )
+    return moved

@@ -1,0 +1,160 @@
+"""How an optimizer is stepped under a scale: plain, on the device, or with a closure.
+
+Invariants:
+- gradients are checked before each step, and once more where `unscale_` let others at them;
+- a step that was skipped, or broken off by a closure, has changed no parameter and no state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from precast.distributed import Reduction, chosen_for
+from precast.errors import ScalerError
+from precast.scaling.base import Scale
+from precast.scaling.closures import closure_in, step_with
+from precast.scaling.findings import Findings
+from precast.scaling.gradients import Verdicts, largest, reciprocal, unscaled
+from precast.scaling.turns import Record, lent, step_given, verdict_on, verdict_so_far
+
+__all__ = ["Steps"]
+
+Result = tuple[float | None, bool | Tensor]
+"""What the optimizer's step returned, and whether it was skipped."""
+
+
+class Steps(Scale):
+    """A scale under which optimizers are stepped; `GradScaler` has the public methods."""
+
+    def __init__(self, device: str, enabled: bool, settings: dict[str, Any]) -> None:
+        super().__init__(device, enabled, settings)
+        self._reduce_found_inf: Callable[[list[Tensor]], None] | None = settings["reduce_found_inf"]
+        self._chosen: WeakKeyDictionary[Optimizer, Reduction | None] = WeakKeyDictionary()
+        self._losses: tuple[Tensor, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_chosen": None, "_losses": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "_chosen": WeakKeyDictionary()})
+
+    # These keep names of torch.amp.GradScaler that optimizers with a scaling of their own
+    # (`_get_scale_async`, `_check_inf_per_device`, `_found_inf_per_device`) and subclasses call.
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Verdicts:
+        return unscaled(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> Verdicts:  # type: ignore[override]
+        scale, _ = self._started("step")
+        record = self._record_of(optimizer)
+        record.scale = scale.clone()
+        verdicts = self._check_gradients(record, torch.ones_like(scale), allow_fp16=True)
+        if record.peak is not None:
+            record.peak /= scale
+        return verdicts
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> Verdicts:  # type: ignore[override]
+        record = self._records.get(id(optimizer))
+        return record.found_inf if record else {}
+
+    # From here on the names are ours alone.
+
+    def _record_of(self, optimizer: Optimizer) -> Record:
+        return self._records.setdefault(id(optimizer), Record(optimizer))
+
+    def _unscale(self, record: Record) -> None:
+        scale, _ = self._started("unscale_")
+        inverse, record.scale = reciprocal(scale)
+        self._check_gradients(record, inverse, allow_fp16=False)
+        record.stage = OptState.UNSCALED
+
+    def _check_gradients(self, record: Record, inverse: Tensor, allow_fp16: bool) -> Verdicts:
+        """Multiplies gradients by `inverse`; what was found before, if anything, stays found."""
+        found_before = verdict_so_far(inverse, record)
+        found = self._unscale_grads_(record.optimizer, inverse, found_before, allow_fp16)
+        if self._searching:
+            record.peak = largest(record.optimizer, inverse)
+        reduce = self._reduction_for(record.optimizer)
+        if reduce is not None:
+            found.setdefault(inverse.device, found_before)  # one without gradients takes part too
+            reduce(list(found.values()))
+            if record.peak is not None:
+                reduce([record.peak])
+        record.found_inf = found
+        return found
+
+    def _recheck(self, record: Record) -> None:
+        """Whoever called `unscale_` may have written to the gradients since."""
+        scale, _ = self._started("step")
+        self._check_gradients(record, torch.ones_like(scale), allow_fp16=True)
+
+    def _step_if_finite(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Result:
+        if record.stage is OptState.READY:
+            self.unscale_(record.optimizer)
+        else:
+            self._recheck(record)
+        if self._is_bad(record):
+            return None, True
+        return record.optimizer.step(*args, **kwargs), False
+
+    def _step_on_device(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Result:
+        """A fused optimizer gets scale and verdict as tensors: nothing waits for the device."""
+        optimizer = record.optimizer
+        scale, _ = self._started("step")
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            return step_given(self, optimizer, args, kwargs), verdict_so_far(scale, record)
+        grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own divisor
+        if record.stage is OptState.READY:
+            self._check_inf_per_device(optimizer)
+            grad_scale = scale if grad_scale is None else scale * grad_scale
+        else:
+            self._recheck(record)
+        verdict = verdict_so_far(scale, record)
+        with lent(optimizer, grad_scale=grad_scale, found_inf=verdict):
+            return optimizer.step(*args, **kwargs), verdict
+
+    def _step_with_closure(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Result:
+        closure = closure_in(args, kwargs)
+        assert closure is not None
+        if record.stage is not OptState.READY:
+            raise ScalerError(
+                "step() got a closure after unscale_(): the closure computes new gradients, which "
+                "step() unscales itself. Leave unscale_() out; clip inside the closure on scaled "
+                "gradients, with max_norm times scaler.get_scale()."
+            )
+
+        def good() -> bool:
+            record.found_inf, record.stage = {}, OptState.READY
+            self._unscale(record)
+            return not self._is_bad(record)
+
+        return step_with(record.optimizer, closure, good, args, kwargs)
+
+    def _is_bad(self, record: Record) -> bool:
+        """Whether the step is to be skipped; waits for the device. If so, what there is to know is noted."""
+        scale, _ = self._started("step")
+        if not verdict_on(scale.device, [record]):
+            return False
+        findings = record.findings = Findings(record.optimizer, self._losses)
+        findings.look()
+        gather = getattr(self._reduction_for(record.optimizer), "gather", None)
+        if gather is not None:
+            findings.replace(*gather(findings.names, findings.loss_finite))
+        return True
+
+    def _reduction_for(self, optimizer: Optimizer) -> Callable[[list[Tensor]], None] | None:
+        if self._reduce_found_inf is not None:
+            return self._reduce_found_inf
+        if optimizer not in self._chosen:
+            self._chosen[optimizer] = chosen_for(optimizer)
+        return self._chosen[optimizer]

@@ -1,0 +1,90 @@
+"""Tells 'the scale is too high' from 'the model is broken', and says so.
+
+A lower scale mends gradients that overflowed because they were multiplied by it. It mends nothing
+where the loss was infinite or NaN before it was scaled, nor where gradients overflow at the floor,
+nor where nothing has helped for long. Those are verdicts.
+
+Invariants: nothing is read here but for an iteration that was skipped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from precast.errors import BrokenModelError, PrecastWarning
+from precast.events import StepEvent, Verdict, emit
+from precast.scaling.ledger import Iteration, Ledger
+from precast.scaling.settings import Limits
+
+__all__ = ["judge"]
+
+_SHOWN = 5  # names, and scales, in a message
+
+_CAUSES = {
+    "loss": (
+        "The loss itself was infinite or NaN before it was scaled, so the scale is not the cause. "
+        "Look at this batch, at the learning rate, and at log, sqrt and division in the loss."
+    ),
+    "floor": (
+        "The scale is at its floor, {floor:g}: gradients overflow that hardly are scaled any more. "
+        "Look at these parameters' modules, at the learning rate, and at NaN in the weights; lower "
+        "min_scale only if gradients this large are meant."
+    ),
+    "skips": (
+        "That is {count} skipped iterations in a row, and lowering the scale did not help. "
+        "Look at NaN in these parameters or in the data; raise max_consecutive_skips, or begin with "
+        "a lower init_scale, if the search simply takes this long."
+    ),
+}
+
+
+def judge(iteration: Iteration, ledger: Ledger, limits: Limits) -> None:
+    """Acts on an iteration that was closed just now, as `limits.on_verdict` says.
+
+    Raises:
+        BrokenModelError: there is a verdict, and `on_verdict` is ``"raise"``.
+    """
+    if not ledger.counters.consecutive_skips:
+        return
+    scale = float(iteration.scale)
+    count = ledger.counters.consecutive_skips
+    if ledger.bad_losses > limits.max_nonfinite_losses:
+        verdict = _verdict("loss", iteration, scale, ledger, limits)
+    elif scale <= limits.min_scale:
+        verdict = _verdict("floor", iteration, scale, ledger, limits)
+    elif count >= limits.max_consecutive_skips:
+        verdict = _verdict("skips", iteration, scale, ledger, limits)
+    else:
+        return
+    emit(verdict)
+    if limits.on_verdict == "raise":
+        raise BrokenModelError(verdict.message, verdict)
+    if limits.on_verdict == "warn":
+        warnings.warn(verdict.message, PrecastWarning, stacklevel=4)
+
+
+def _verdict(
+    reason: str, iteration: Iteration, scale: float, ledger: Ledger, limits: Limits
+) -> Verdict:
+    names = tuple(name for event in iteration.events if event.skipped for name in event.names)
+    count = ledger.counters.consecutive_skips
+    scales = ", ".join(f"{value:g}" for value in _scales(ledger.history))
+    message = (
+        f"iteration {iteration.number} was skipped, like the {count - 1} before it: "
+        f"{_listed(names)} not finite at scale {scale:g} (scales of the latest steps: {scales}). "
+        f"No parameter was changed. {_CAUSES[reason].format(floor=limits.min_scale, count=count)} "
+        "on_verdict='warn' or 'ignore' goes on skipping."
+    )
+    return Verdict(reason, iteration.number, scale, names, message)  # type: ignore[arg-type]
+
+
+def _scales(history: Iterable[StepEvent]) -> list[float]:
+    return [float(event.scale) for event in list(history)[-_SHOWN:]]
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    if not names:
+        return "gradients were"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"the gradients of {', '.join(names[:_SHOWN])}{more} were"

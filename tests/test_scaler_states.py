@@ -1,0 +1,151 @@
+"""States: what is saved is loaded, whoever saved it, and what is wrong changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precast.errors import PrecastWarning, ScalerError
+from precast.scaler import GradScaler
+from tests.scaling import started
+
+FIVE = {
+    "scale": 3.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 7,
+    "_growth_tracker": 5,
+}
+
+setups = st.fixed_dictionaries(
+    {
+        "init_scale": st.sampled_from([1.0, 3.0, 2.0**16, "auto"]),
+        "growth_factor": st.floats(1.001, 1e6),
+        "backoff_factor": st.floats(1e-6, 0.999),
+        "growth_interval": st.integers(1, 10**6),
+        "min_scale": st.none() | st.floats(1e-30, 1.0),
+        "max_scale": st.none() | st.floats(2.0**16, 1e38),
+        "max_consecutive_skips": st.integers(1, 10**6),
+        "max_nonfinite_losses": st.integers(0, 10**6),
+        "on_verdict": st.sampled_from(["raise", "warn", "ignore"]),
+    }
+)
+
+
+@settings(max_examples=150)
+@given(setup=setups, begun=st.booleans())
+def test_every_setting_comes_back(setup: dict[str, Any], begun: bool) -> None:
+    scaler, fresh = GradScaler("cpu", **setup), GradScaler("cpu")
+    if begun:
+        fresh.scale(torch.ones(()))
+    fresh.load_state_dict(scaler.state_dict())
+    assert fresh.state_dict() == scaler.state_dict()
+    assert fresh._limits == scaler._limits
+    assert fresh._searching == scaler._searching == (setup["init_scale"] == "auto")
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(scaler.state_dict())
+    assert theirs.get_scale() == scaler.get_scale()
+    assert theirs.get_growth_interval() == setup["growth_interval"]
+
+
+def test_a_state_is_pytorchs_where_all_else_is_the_default() -> None:
+    assert GradScaler("cpu").state_dict() == torch.amp.GradScaler("cpu").state_dict()
+
+
+def test_an_old_state_leaves_the_limits_alone() -> None:
+    """Before there were limits, a state of ours was PyTorch's five numbers."""
+    scaler = GradScaler("cpu", init_scale="auto", max_scale=2.0**20, on_verdict="warn")
+    scaler.load_state_dict(dict(FIVE))
+    assert (scaler._limits.max_scale, scaler._limits.on_verdict) == (2.0**20, "warn")
+    assert not scaler._searching
+    assert {k: v for k, v in scaler.state_dict().items() if k != "precast"} == FIVE
+
+
+def test_the_empty_state_of_a_scaler_that_was_off_changes_nothing() -> None:
+    empty = torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    assert empty == {}
+    with pytest.raises(RuntimeError, match="empty"):
+        torch.amp.GradScaler("cpu").load_state_dict(empty)
+    scaler, _, optimizer = started(init_scale=8.0)
+    scaler.load_state_dict(empty)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 9}},
+        {
+            "loss_scaler0": {"loss_scale": 1024.0, "unskipped": 9},
+            "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0},
+        },
+        {"loss_scale": 1024.0, "unskipped": 9},
+    ],
+    ids=["amp", "amp, two losses", "one scaler"],
+)
+def test_apexs_states_load(state: dict[str, Any]) -> None:
+    scaler = GradScaler("cpu", growth_interval=100)
+    scaler.load_state_dict(state)
+    assert scaler.get_scale() == 1024.0
+    assert scaler._get_growth_tracker() == 9
+    assert scaler.get_growth_interval() == 100
+
+
+def test_the_state_of_a_sharded_scaler_loads() -> None:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    state = ShardedGradScaler("cpu", init_scale=64.0, growth_interval=3).state_dict()
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(state)
+    assert scaler.state_dict() == state
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": None}, "without scale; it has growth_factor"),
+        ({"scale": "much"}, "scale='much'"),
+        ({"scale": math.nan}, "scale=nan"),
+        ({"scale": -1.0}, "scale=-1.0"),
+        ({"growth_factor": 0}, "growth_factor must be"),
+        ({"backoff_factor": math.nan}, "backoff_factor must be"),
+        ({"growth_interval": 0}, "growth_interval must be"),
+        ({"_growth_tracker": -1}, "_growth_tracker must be"),
+    ],
+)
+def test_a_wrong_state_is_refused_whole(change: dict[str, Any], message: str) -> None:
+    state = {k: v for k, v in {**FIVE, **change}.items() if v is not None}
+    scaler, _, _ = started()
+    before = copy.deepcopy(scaler.state_dict())
+    with pytest.raises(ScalerError, match=message):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+    with pytest.raises(ScalerError, match="Apex without unskipped"):
+        scaler.load_state_dict({"loss_scaler0": {"loss_scale": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("saved", "taken"), [(0.0, 2.0**-14), (4.5e-44, 2.0**-14), (math.inf, 2.0**20)]
+)
+def test_a_scale_that_many_skipped_steps_left_is_moved_to_the_limit(
+    saved: float, taken: float
+) -> None:
+    scaler = GradScaler("cpu", max_scale=2.0**20)
+    with pytest.warns(PrecastWarning, match="outside min_scale and max_scale.*may hold NaN"):
+        scaler.load_state_dict({**FIVE, "scale": saved})
+    assert scaler.get_scale() == taken
+
+
+def test_a_state_of_a_newer_format_loads_what_is_known() -> None:
+    scaler = GradScaler("cpu")
+    with pytest.warns(PrecastWarning, match="newer precast .version 99"):
+        scaler.load_state_dict({**FIVE, "precast": {"version": 99, "moods": 3}})
+    assert scaler.state_dict() == FIVE
