@@ -200,3 +200,29 @@ def test_what_is_forked_runs_in_the_policy_of_the_thread_that_forks() -> None:
     with precast.autocast("cpu", policy=KEEP):
         assert torch.mm(x, x).dtype is torch.float32
         assert forked(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize("grad", ["grad", "no_grad", "inference_mode"])
+def test_a_trace_inside_a_region_has_casts_and_no_copies(
+    grad: str, used_before: bool, attached: bool
+) -> None:
+    model, x = torch.nn.Linear(160, 160), torch.randn(2, 160)
+    mode = {"grad": torch.enable_grad, "no_grad": torch.no_grad}.get(grad, torch.inference_mode)
+    with pytest.raises(RuntimeError, match="Tensor that requires grad as a constant"):
+        with torch.autocast("cpu"):
+            torch.jit.trace(model, (x,))
+    attachment = precast.attach(model) if attached else None
+    with mode(), precast.autocast("cpu"):
+        for _ in range(3 if used_before else 0):
+            model(x)
+        traced = torch.jit.trace(model, (x,))
+    assert "Constant[value=<Tensor>" not in str(traced.graph)
+    for _ in range(2):
+        with torch.no_grad():
+            model.weight.add_(1)
+        with torch.no_grad(), precast.autocast("cpu"):
+            assert torch.equal(traced(x), model(x))
+    if attachment is not None:
+        attachment.detach()

@@ -56,6 +56,7 @@ __all__ = [
     "is_functorch_wrapper",
     "is_on",
     "is_shared",
+    "is_tracing",
     "is_view",
     "keyset_of",
     "lend_to_pool_threads",
@@ -257,6 +258,9 @@ def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
 
 # How many `TorchDispatchMode`s are active in this thread; the kernel that `hotpath` writes asks it at each call.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+# What `torch.jit.is_tracing` asks, without a call in Python around it: the hot path asks for each operation (2.13).
+is_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
 def innermost_dispatch_mode() -> Any:

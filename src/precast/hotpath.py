@@ -83,7 +83,7 @@ _SWAP = """\
         cache = here.cache.in_inference_mode if first_is_pytorchs else here.cache
         used = cache.used
         leaves = cache.lasting if holdings and not grad_enabled() else cache.leaves
-        find = nothing if dispatch_modes() else leaves[dtype].get
+        find = nothing if dispatch_modes() or is_tracing() else leaves[dtype].get
 """
 
 # What the cache holds is float32, and most activations are not: their dtype is all that is looked at.
@@ -132,6 +132,7 @@ def entry_point(
         "grad_enabled": torch.is_grad_enabled,
         "holdings": held.holdings,
         "installed": installed(op.device_type),
+        "is_tracing": _torch.is_tracing,
         "inference_mode": torch.is_inference_mode_enabled,
         "kernel": kernel,
         "keyset": _torch.keyset_of(op.device_type),

@@ -16,6 +16,7 @@ Invariants:
   region on: a copy that is used once costs more to keep than to drop, for the next is then made in warm memory
   (512x256, one use, 2-core CPU: 64 us dropped, 104 us kept);
 - a weight that PyTorch would hold and this cache cannot is cast here all the same, so that PyTorch's never has it;
+- while `torch.jit.trace` records, each use is a cast of its own: a copy would be a constant of the graph;
 - under a dispatch mode (a checkpoint that selects what it saves, a tracer) only copies made under that very mode
   are used: what it records is then the same whenever it runs again;
 - sources are held weakly. (A copy that carries a gradient holds its source through its graph, as PyTorch's does.)
@@ -43,6 +44,7 @@ from precast._torch import (
     is_functorch_active,
     is_functorch_wrapper,
     is_on,
+    is_tracing,
     is_view,
     outside_inference_mode,
     quiet_cast,
@@ -180,6 +182,8 @@ class WeightCache:
             return None
         if is_inference_mode_enabled() and not self._inference:
             return self.in_inference_mode.cast(tensor, dtype, device_type)
+        if is_tracing():
+            return None if self._inference else _once(tensor, dtype)
         if held.holdings and (lent := self._held(tensor, dtype)) is not None:
             return lent
         known = self._known[dtype].get(id(tensor))
