@@ -8,7 +8,7 @@ CLIENTS_STAMP := $(CLIENTS)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-digits doctor test lint format types docs-examples ci bench \
+.PHONY: help demo demo-digits demo-distributed doctor test lint format types docs-examples ci bench \
 	test-clients test-versions conformance conformance-nightly bench-clients clean
 
 help:  ## list the targets
@@ -30,6 +30,10 @@ demo: $(STAMP)  ## train a network in float32 and in mixed precision, and show t
 
 demo-digits: $(STAMP)  ## the same on real handwritten digits, with held-out accuracy
 	$(BIN)/precast demo digits
+
+demo-distributed: $(STAMP)  ## two processes on gloo: one has a broken gradient, all skip that step and say whose it was
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/distributed.py
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/distributed.py --ddp
 
 doctor: $(STAMP)  ## what this machine can do in each dtype, measured
 	$(BIN)/precast doctor

@@ -252,10 +252,16 @@ def test_clipping_with_a_scaler_that_is_off_and_of_bad_gradients() -> None:
     assert torch.allclose(off.clip_grad_norm_(optimizer, 1e9), total)
     scaler, parameter, optimizer = started()
     before = bits(parameter)
+    other = make_parameter()
+    other.grad = torch.ones_like(other)
+    optimizer.add_param_group({"params": [other]})
     parameter.grad[0] = math.inf
     assert scaler.clip_grad_norm_(optimizer, 1.0).isinf()
     scaler.step(optimizer)
     assert bits(parameter) == before
+    event = scaler.last_step(optimizer)
+    assert event is not None
+    assert event.names == ("group 0, parameter 0",), "clipping has not spread it"
 
 
 def test_noting_a_step_runs_no_operation_that_a_plain_one_does_not() -> None:

@@ -19,11 +19,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from precast.errors import ScalerError
+from precast.policy import Policy
 
 __all__ = ["Reduction", "check_same", "chosen_for"]
 
@@ -133,5 +134,7 @@ def _groups_of(place: Any) -> list[Any]:
 
 
 def _said(value: Any) -> str:
-    contents = getattr(value, "tables", None)
-    return repr(contents) if contents is not None else repr(value)
+    if isinstance(value, Policy):
+        modules = f", modules {dict(value.modules)}" if value.modules else ""
+        return f"Policy {value.name} ({value.fingerprint}{modules})"
+    return repr(value)

@@ -32,7 +32,7 @@ from precast.events import StepEvent, emit
 from precast.scaling.base import off
 from precast.scaling.closures import closure_in
 from precast.scaling.findings import Findings, noted
-from precast.scaling.gradients import moved
+from precast.scaling.gradients import clipped, moved
 from precast.scaling.ledger import Counters
 from precast.scaling.search import next_scale
 from precast.scaling.settings import DEFAULT_LIMITS, LARGEST_SCALE, OnVerdict, new_scale_from
@@ -181,20 +181,18 @@ class GradScaler(Steps):
             norm_type: Which norm: 2.0, 1.0, ``math.inf`` ...
             error_if_nonfinite: Whether a norm that is not finite is an error; the step is skipped
                 in any case.
-            foreach: As for `torch.nn.utils.clip_grad_norm_`, which does the work.
+            foreach: As for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
             The norm of the unscaled gradients before clipping, shape (); over all processes where
-            the parameters are `DTensor`.
+            the parameters are `DTensor`. Where it is not finite the gradients are left as they are,
+            so that `last_step` names the ones that were bad; PyTorch's clipping makes all of them NaN.
         """
         record = self._records.get(id(optimizer))
         if self._enabled and (record is None or record.stage is not OptState.UNSCALED):
             self.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm: Any = torch.nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type, error_if_nonfinite, foreach
-        )
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+        return clipped(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     @off(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

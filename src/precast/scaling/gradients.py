@@ -23,7 +23,16 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast.errors import PrecastWarning
 
-__all__ = ["Verdicts", "bad_gradients", "largest", "local", "moved", "reciprocal", "unscaled"]
+__all__ = [
+    "Verdicts",
+    "bad_gradients",
+    "clipped",
+    "largest",
+    "local",
+    "moved",
+    "reciprocal",
+    "unscaled",
+]
 
 Verdicts = dict[torch.device, Tensor]
 """For each device with gradients a float32 tensor of shape (): nonzero if one was not finite."""
@@ -89,6 +98,24 @@ def largest(optimizer: Optimizer, like: Tensor) -> Tensor:
         for peak in torch.aminmax(memory)
     ]
     return torch.stack(peaks).abs().amax() if peaks else torch.zeros_like(like)
+
+
+@torch.no_grad()
+def clipped(
+    parameters: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """The norm of all gradients, which are clipped to `max_norm` where it is finite; waits for nothing."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    finite = torch.where(norm.isfinite(), norm, 0.0)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, finite, foreach)
+    total: Tensor = norm
+    return total
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class Steps(Scale):
         reduce = self._reduction_for(record.optimizer)
         if reduce is not None:
             found.setdefault(inverse.device, found_before)  # one without gradients takes part too
-            reduce(list(found.values()))
+            reduce(sorted(found.values(), key=lambda verdict: verdict.device != inverse.device))
             if record.peak is not None:
                 reduce([record.peak])
         record.found_inf = found
