@@ -873,3 +873,25 @@ def test_no_function_mode_hears_what_is_done_for_held_weights() -> None:
                     calls.append(list(heard))
     assert calls[:4] == calls[4:]
     assert "linear" in calls[0]
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["found by the first", "found by another"])
+def test_a_stale_weight_opens_no_region_of_those_entered_as_one(before: int) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    with precast.attach(model) as attachment:
+        with torch.no_grad(), precast.autocast("hpu", dtype=BF16), region():
+            model(x)
+            here = precast.current()
+        for _ in range(before):
+            with region():
+                pass
+        model.bias.data.mul_(2)
+        for _ in range(3):
+            with pytest.raises(precast.StaleWeightError), here, here:
+                pytest.fail("entered")
+            assert not precast.frames.regions.records
+            assert not torch.is_autocast_enabled("cpu")
+        attachment.refresh()
+        with here:
+            assert model(x).dtype is BF16
+    assert not torch.is_autocast_enabled("hpu")

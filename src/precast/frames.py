@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ class ThreadRegions(threading.local):
     def __init__(self) -> None:
         self.records = Records()
         _threads.append(weakref.ref(self.records, _threads.remove))
-        self.groups: list[tuple[AbstractContextManager[object], ...]] = []
+        self.groups: list[ExitStack] = []
         # A thread of PyTorch's own ends no region, so nothing would empty its cache.
         self.cache = WeightCache(holds=not in_pool_thread())
         self.mark = NO_MARK

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from typing import Any, Final, NoReturn
 
 import torch
@@ -99,6 +100,8 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         here = in_force(device).in_force
         outside = here.frame
         frame = self._frame(outside)
+        if frame is not None and frame is not outside and not frame.registration.holds:
+            frame = engine.bind(frame.policy, device)
         if _torch.function_modes():
             self._write_down(frame)
         record = Record(
@@ -114,8 +117,6 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         if frame is not None and not frame.is_pytorchs:
             _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
         if frame is not outside:
-            if frame is not None and not frame.registration.holds:
-                frame = engine.bind(frame.policy, device)
             put_in_force(here, device, frame)
         torch.set_autocast_enabled(device, self.enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
@@ -248,16 +249,15 @@ class Regions(DecoratorRegion):
 
     @_torch.never_compiled
     def __enter__(self) -> Regions:
-        group = self._members()
-        for region in group:
-            region.__enter__()
-        regions.groups.append(group)
+        with ExitStack() as group:  # where one can't be entered, those before it end
+            for region in self._members():
+                group.enter_context(region)
+            regions.groups.append(group.pop_all())
         return self
 
     @_torch.never_compiled
     def __exit__(self, *exc_info: object) -> None:
-        for region in reversed(regions.groups.pop()):
-            region.__exit__(None, None, None)
+        regions.groups.pop().close()
 
 
 @_torch.never_compiled
