@@ -34,7 +34,6 @@ from precast.scaling.closures import closure_in
 from precast.scaling.findings import Findings, noted
 from precast.scaling.gradients import clipped, moved
 from precast.scaling.ledger import Counters
-from precast.scaling.search import next_scale
 from precast.scaling.settings import DEFAULT_LIMITS, LARGEST_SCALE, OnVerdict, new_scale_from
 from precast.scaling.steps import Steps
 from precast.scaling.turns import Record, verdict_on
@@ -242,13 +241,15 @@ class GradScaler(Steps):
         if new_scale is not None:
             new_scale = new_scale_from(new_scale, self._device, self._limits)
         found = verdict_on(scale.device, records) if new_scale is None else None
-        known = self._end_iteration(records, found)
+        searching, measured = self._searching, self._measures()
+        known = self._end_iteration(records, found, wait=measured)
         if new_scale is not None:
             self._set(new_scale)
-        elif self._searching:
-            self._search(records)
-        else:
+            return
+        if not searching:
             self._adapt(found, known)
+        if measured:
+            self._set(self._found(records))
 
     def last_step(self, optimizer: Optimizer) -> StepEvent | None:
         """What the latest `step` of `optimizer` did; None before the first, and if the scaler is off."""
@@ -302,7 +303,9 @@ class GradScaler(Steps):
         self._ledger.write(record.optimizer, event)
         emit(event)
 
-    def _end_iteration(self, records: list[Record], found: Tensor | None) -> bool | None:
+    def _end_iteration(
+        self, records: list[Record], found: Tensor | None, wait: bool
+    ) -> bool | None:
         """Writes the iteration down and judges it: whether it was skipped, None if that is not known."""
         checked = [record for record in records if record.found_inf or record.skipped is not None]
         decided = [record.skipped for record in checked]
@@ -317,7 +320,7 @@ class GradScaler(Steps):
         self._iterations += 1
         for record in records:
             record.end()
-        self._judge(wait=self._searching)
+        self._judge(wait)
         return known
 
     def _judge(self, wait: bool) -> None:
@@ -331,12 +334,13 @@ class GradScaler(Steps):
         if isinstance(value, Tensor):
             scale.nan_to_num_(nan=limits.min_scale).clamp_(limits.min_scale, limits.max_scale)
 
-    def _search(self, records: list[Record]) -> None:
+    def _found(self, records: list[Record]) -> float:
+        """The scale after an iteration whose gradients were measured."""
         scale, _ = self._started("update")
-        skipped = self._ledger.counters.consecutive_skips > 0
+        assert self._search is not None
         peaks = [record.peak for record in records if record.peak is not None]
-        value, self._searching = next_scale(float(scale), skipped, peaks, self._limits)
-        self._set(value)
+        done = self._iterations - 1
+        return self._search.after(done, float(scale), peaks, self._ledger, self._limits)
 
     def _adapt(self, found: Tensor | None, known: bool | None) -> None:
         assert found is not None

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from precast.errors import ScalerError
-from precast.scaling import search, states
+from precast.scaling import states
 from precast.scaling.ledger import Ledger
+from precast.scaling.search import FIRST, Search
 from precast.scaling.settings import (
     AUTO,
     DEFAULT_LIMITS,
@@ -66,7 +67,7 @@ class Scale(torch.amp.GradScaler):
         self._growth_interval = settings["growth_interval"]
         self._init_growth_tracker = 0
         self._limits = DEFAULT_LIMITS
-        self._searching = False
+        self._search: Search | None = None
         self._scale: Tensor | None = None
         self._growth_tracker: Tensor | None = None
         self._records: dict[int, Record] = {}
@@ -139,7 +140,7 @@ class Scale(torch.amp.GradScaler):
         self._backoff_factor = state.backoff_factor or self._backoff_factor
         self._growth_interval = state.growth_interval or self._growth_interval
         self._limits = state.limits or self._limits
-        self._searching = bool(state.searching)
+        self._search = Search() if state.searching else None
         self._init_scale = state.scale
         self._init_growth_tracker = self._ledger.good = state.growth_tracker
         if self._scale is not None and self._growth_tracker is not None:
@@ -166,9 +167,9 @@ class Scale(torch.amp.GradScaler):
     @off(lambda *_: None)  # settings that are never used may be what a configuration left there
     def _check_settings(self, settings: dict[str, Any]) -> None:
         first = settings["init_scale"]
-        self._searching = first == AUTO if isinstance(first, str) else False
-        if self._searching:
-            first = _within(search.FIRST, settings["min_scale"], settings["max_scale"])
+        if isinstance(first, str) and first == AUTO:
+            self._search = Search()
+            first = _within(FIRST, settings["min_scale"], settings["max_scale"])
         names = ("growth_factor", "backoff_factor", "growth_interval")
         vars(self).update(checked_settings(first, *(settings[name] for name in names)))
         floor, ceiling = settings["min_scale"], settings["max_scale"]
@@ -184,6 +185,16 @@ class Scale(torch.amp.GradScaler):
             "_scale": None,
             "_growth_tracker": None,
         }
+
+    @property
+    def _searching(self) -> bool:
+        """Whether the first scale is still to be found."""
+        return self._search is not None and self._search.found_at is None
+
+    def _measures(self) -> bool:
+        """Whether the gradients of this iteration are measured."""
+        search = self._search
+        return search is not None and search.measures(self._iterations, self._growth_interval)
 
     def _start_on(self, device: torch.device) -> None:
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)

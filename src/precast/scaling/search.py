@@ -2,10 +2,11 @@
 
 The first iteration runs at `FIRST`. Where its gradients are finite, the largest of them says what
 scale brings it near float16's largest number: the next iteration has that scale. Where they are not,
-the scale falls by `FALL` and the next iteration tries again.
+the scale falls by `FALL` and the next iteration tries again. Gradients shrink in the first steps of
+training, so the 4th, 8th, 16th ... iteration after that measures again, and may raise the scale.
 
-Invariants: only the iterations of the search wait for the device; all processes that reduce their
-verdicts find the same scale, as the largest gradient is reduced the same way.
+Invariants: only the iterations that measure wait for the device; which ones these are depends on
+their number alone, so all processes that reduce their verdicts measure together and find one scale.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from precast.scaling.ledger import Ledger
 from precast.scaling.settings import Limits
 
-__all__ = ["FALL", "FIRST", "fitting", "next_scale"]
+__all__ = ["FALL", "FIRST", "Search", "fitting"]
 
 FIRST = 2.0**10
 """The scale of the first iteration: low enough for gradients up to 64, and losses of small ones keep their bits."""
@@ -26,22 +28,43 @@ FIRST = 2.0**10
 FALL = 2.0**-12
 """What the scale is multiplied by where that was too high: two skips reach 2**-14; the next good iteration goes up."""
 
-_ROOM = 2.0
-"""How far below float16's largest number the largest gradient is to be: batches differ."""
-
 
 def fitting(peak: float) -> float:
-    """The largest power of two that keeps gradients of absolute value `peak` below half of float16's range."""
-    return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / _ROOM / peak))
+    """The largest power of two that keeps gradients of absolute value `peak` in float16's range."""
+    return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / peak))
 
 
-def next_scale(
-    scale: float, skipped: bool, peaks: Iterable[Tensor], limits: Limits
-) -> tuple[float, bool]:
-    """The scale of the next iteration, and whether the search goes on: from the largest unscaled gradients."""
-    if skipped:
-        return max(scale * FALL, limits.min_scale), True
-    peak = max(map(float, peaks), default=0.0)
-    if peak == 0.0 or not math.isfinite(peak):
-        return scale, True
-    return min(max(fitting(peak), limits.min_scale), limits.max_scale), False
+class Search:
+    """Where a search is: `found_at` is the iteration that found the scale, None before."""
+
+    def __init__(self) -> None:
+        self.found_at: int | None = None
+        self._room = 1.0  # what lies between the largest gradient and what overflows first
+        self._backoffs = 0
+
+    def measures(self, iteration: int, growth_interval: int) -> bool:
+        """Whether this iteration's gradients are measured."""
+        if self.found_at is None:
+            return True
+        since = iteration - self.found_at
+        return 4 <= since < growth_interval and since & (since - 1) == 0
+
+    def after(
+        self, iteration: int, scale: float, peaks: Iterable[Tensor], ledger: Ledger, limits: Limits
+    ) -> float:
+        """The next iteration's scale, after one that was measured: `peaks` are the largest unscaled gradients.
+
+        What overflows first need not be a gradient of a parameter. Each time that the scale had to
+        back off, the room that is left doubles.
+        """
+        searching, counters = self.found_at is None, ledger.counters
+        self._room *= 2.0 ** (counters.backoffs - self._backoffs)
+        self._backoffs = counters.backoffs
+        if counters.consecutive_skips:
+            return max(scale * FALL, limits.min_scale) if searching else scale
+        peak = max(map(float, peaks), default=0.0)
+        if peak == 0.0 or not math.isfinite(peak):
+            return scale
+        self.found_at = iteration if searching else self.found_at
+        found = min(max(fitting(peak) / self._room, limits.min_scale), limits.max_scale)
+        return found if searching else max(found, scale)

@@ -59,7 +59,7 @@ class Steps(Scale):
         record = self._record_of(optimizer)
         record.scale = scale.clone()
         verdicts = self._check_gradients(record, torch.ones_like(scale), allow_fp16=True)
-        if record.peak is not None:
+        if record.peak is not None and record.stage is OptState.READY:
             record.peak /= scale
         return verdicts
 
@@ -82,13 +82,14 @@ class Steps(Scale):
         """Multiplies gradients by `inverse`; what was found before, if anything, stays found."""
         found_before = verdict_so_far(inverse, record)
         found = self._unscale_grads_(record.optimizer, inverse, found_before, allow_fp16)
-        if self._searching:
+        measured = record.peak is None and self._measures()  # not again when they were clipped
+        if measured:
             record.peak = largest(record.optimizer, inverse)
         reduce = self._reduction_for(record.optimizer)
         if reduce is not None:
             found.setdefault(inverse.device, found_before)  # one without gradients takes part too
             reduce(sorted(found.values(), key=lambda verdict: verdict.device != inverse.device))
-            if record.peak is not None:
+            if measured and record.peak is not None:
                 reduce([record.peak])
         record.found_inf = found
         return found
