@@ -17,6 +17,7 @@ NAMES = [
     "BannedOperationError",
     "BrokenModelError",
     "GradScaler",
+    "LossScalers",
     "MissingExtraError",
     "Note",
     "Policy",

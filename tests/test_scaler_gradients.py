@@ -357,3 +357,22 @@ def test_only_measuring_waits() -> None:
             scaler.update()
         waits.append(calls.waits > 0)
     assert [number for number, waited in enumerate(waits) if waited] == [0, 4, 8]
+
+
+def test_the_room_that_overflows_show_is_left() -> None:
+    """What overflows here is not the gradient that is measured, but something eight times as large."""
+    parameter = make_parameter()
+    optimizer = sgd(parameter)
+    scaler = GradScaler("cpu", init_scale="auto")
+    skipped = []
+    for _ in range(40):
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.full_like(parameter, scaler.get_scale())
+        if scaler.get_scale() * 8 > 65504:
+            parameter.grad[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        event = scaler.last_step(optimizer)
+        skipped.append(bool(event and event.skipped))
+    assert scaler.get_scale() == 2.0**12
+    assert [number for number, was in enumerate(skipped) if was] == [1, 2, 3]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from precast.events import Note, StepEvent, Verdict, observe
     from precast.installation import install, uninstall
+    from precast.losses import LossScalers
     from precast.policy import Policy, Rule
     from precast.region import autocast, current, disable
     from precast.scaler import GradScaler
@@ -52,6 +53,7 @@ _HOME = {
     ),
     "precast.events": ("Note", "StepEvent", "Verdict", "observe"),
     "precast.installation": ("install", "uninstall"),
+    "precast.losses": ("LossScalers",),
     "precast.policy": ("Policy", "Rule"),
     "precast.region": ("autocast", "current", "disable"),
     "precast.scaler": ("GradScaler",),
@@ -65,6 +67,7 @@ __all__ = [
     "BannedOperationError",
     "BrokenModelError",
     "GradScaler",
+    "LossScalers",
     "MissingExtraError",
     "Note",
     "Policy",

@@ -91,8 +91,8 @@ class Steps(Scale):
             reduce(sorted(found.values(), key=lambda verdict: verdict.device != inverse.device))
             if measured and record.peak is not None:
                 reduce([record.peak])
-        record.found_inf = found
-        return found
+        record.found_inf = record.found_inf | found
+        return record.found_inf
 
     def _recheck(self, record: Record) -> None:
         """Whoever called `unscale_` may have written to the gradients since."""

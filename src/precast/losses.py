@@ -1,0 +1,200 @@
+"""A scale for each of several losses whose gradients meet in the same parameters.
+
+One scale for all has to suit the loss with the largest gradients; those of the smallest then vanish.
+Here each loss has its backward pass under a scale of its own; its gradients are checked, unscaled and
+added to those of the others.
+
+Invariants: what is in `.grad` after `backward` is unscaled; a step is skipped if the gradients of any
+loss were not finite, and only the scales of those losses back off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from precast import _torch
+from precast.errors import ScalerError
+from precast.scaler import GradScaler
+from precast.scaling.findings import Findings
+from precast.scaling.turns import lent, verdict_on
+
+__all__ = ["LossScalers"]
+
+
+class LossScalers(Mapping[str, GradScaler]):
+    """Gradient scalers by the name of a loss, for losses that train the same parameters.
+
+    Args:
+        device: Device type of the gradients.
+        names: The losses.
+        settings: Further arguments of each `GradScaler`.
+
+    Raises:
+        ScalerError: No name, or one twice; a setting out of its range.
+
+    >>> parameter = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
+    >>> scalers = LossScalers("cpu", ["fit", "penalty"], init_scale=1024.0)
+    >>> scalers.backward("fit", parameter.sum() * 3, optimizer)
+    >>> scalers.backward("penalty", parameter.sum() * 1e-9, optimizer)
+    >>> scalers.step(optimizer)
+    >>> scalers.update()
+    >>> scalers["penalty"].last_step(optimizer).skipped
+    False
+    """
+
+    def __init__(self, device: str, names: Iterable[str], **settings: Any) -> None:
+        given = list(names)
+        if not given or len(set(given)) < len(given):
+            raise ScalerError(f"LossScalers needs a different name for each loss; got {given}.")
+        self._scalers = {name: _Scaler(device, **settings) for name in given}
+
+    def __getitem__(self, name: str) -> GradScaler:
+        return self._of(name)
+
+    def __iter__(self) -> Any:
+        return iter(self._scalers)
+
+    def __len__(self) -> int:
+        return len(self._scalers)
+
+    def backward(
+        self, name: str, loss: Tensor, *optimizers: Optimizer, retain_graph: bool = False
+    ) -> None:
+        """Runs backward of one loss under its scale, and adds its unscaled gradients to `.grad`.
+
+        Args:
+            name: Which loss.
+            loss: Of shape ().
+            optimizers: All whose parameters it has gradients for.
+            retain_graph: As for `torch.Tensor.backward`: for a graph that another loss shares.
+
+        Raises:
+            ScalerError: An unknown name, or no optimizer.
+        """
+        scaler = self._of(name)
+        if not optimizers:
+            raise ScalerError(
+                f"backward({name!r}, loss) needs the optimizers whose parameters the loss trains: "
+                "their gradients are unscaled at once."
+            )
+        parameters = _parameters(optimizers)
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            scaler.take(loss, optimizers, retain_graph)
+        finally:
+            _add(parameters, before)
+
+    def step(self, optimizer: Optimizer) -> float | None:
+        """Runs ``optimizer.step()`` if the gradients of all losses are finite; returns what it returns.
+
+        Raises:
+            ScalerError: No loss had its `backward` for `optimizer` in this iteration.
+        """
+        begun = time.perf_counter()
+        taking = [s for s in self._scalers.values() if s.is_enabled() and s.knows(optimizer)]
+        if not taking:
+            if any(scaler.is_enabled() for scaler in self._scalers.values()):
+                raise ScalerError(
+                    "step() was called for an optimizer that no backward(name, loss, optimizer) "
+                    "of this iteration had."
+                )
+            return optimizer.step()  # type: ignore[return-value, no-any-return, unused-ignore]
+        found = torch.stack([scaler.found(optimizer) for scaler in taking])
+        result: float | None = None
+        decided: list[bool | Tensor]
+        if _torch.handles_scaling(optimizer):
+            decided = list(found.unbind())
+            with lent(optimizer, grad_scale=None, found_inf=found.amax()):
+                result = optimizer.step()
+        else:
+            decided = [value != 0 for value in found.tolist()]
+            if not any(decided):
+                result = optimizer.step()
+        for scaler, skipped in zip(taking, decided, strict=True):
+            scaler.note(optimizer, skipped, time.perf_counter() - begun)
+        return result
+
+    def update(self) -> None:
+        """Ends the iteration: adapts the scale of each loss that had its `backward`."""
+        for scaler in self._scalers.values():
+            if scaler.is_used():
+                scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each scaler by the name of its loss."""
+        return {name: scaler.state_dict() for name, scaler in self._scalers.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned.
+
+        Raises:
+            ScalerError: It is of other losses; or as `GradScaler.load_state_dict`.
+        """
+        if set(state_dict) != set(self._scalers):
+            raise ScalerError(
+                f"load_state_dict() got the states of {', '.join(map(str, state_dict)) or 'nothing'}; "
+                f"the losses here are {', '.join(self._scalers)}."
+            )
+        for name, scaler in self._scalers.items():
+            scaler.load_state_dict(state_dict[name])
+
+    def _of(self, name: str) -> _Scaler:
+        if name not in self._scalers:
+            raise ScalerError(f"no loss is called {name!r}; there are {', '.join(self._scalers)}.")
+        return self._scalers[name]
+
+
+class _Scaler(GradScaler):
+    """The scaler of one loss."""
+
+    def take(self, loss: Tensor, optimizers: tuple[Optimizer, ...], retain_graph: bool) -> None:
+        torch.autograd.backward(self.scale(loss), retain_graph=retain_graph)
+        for optimizer in optimizers if self.is_enabled() else ():
+            record = self._record_of(optimizer)
+            record.allow("unscale_")
+            self._unscale(record)
+            record.stage = OptState.READY  # the same loss may come again, in accumulation
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        return id(optimizer) in self._records
+
+    def is_used(self) -> bool:
+        return bool(self._records)
+
+    def found(self, optimizer: Optimizer) -> Tensor:
+        scale, _ = self._started("step")
+        return verdict_on(scale.device, [self._record_of(optimizer)])
+
+    def note(self, optimizer: Optimizer, skipped: bool | Tensor, seconds: float) -> None:
+        record = self._record_of(optimizer)
+        record.allow("step")
+        record.stage, record.skipped = OptState.STEPPED, skipped
+        if skipped is True:
+            record.findings = Findings(optimizer, self._losses)
+            record.findings.look()
+        self._tell(record, seconds)
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return list({id(p): p for group in groups for p in group["params"]}.values())
+
+
+@torch.no_grad()
+def _add(parameters: list[Tensor], before: list[Tensor | None]) -> None:
+    """Adds gradients that were put aside to those that there are now."""
+    for parameter, gradient in zip(parameters, before, strict=True):
+        if gradient is None:
+            continue
+        new = parameter.grad
+        parameter.grad = gradient if new is None else gradient.add_(new)

@@ -1,0 +1,128 @@
+"""Several losses into the same parameters, each with its scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from precast.errors import ScalerError
+from precast.losses import LossScalers
+from tests.scaling import KINDS, bits
+
+Tensor = torch.Tensor
+
+
+def started(kind: str = "sgd") -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return model, KINDS[kind](list(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "foreach adam", "fused adam"])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_training_is_as_with_the_sum_of_the_losses(kind: str, micro: int) -> None:
+    found = []
+    for scaled in (False, True):
+        model, optimizer = started(kind)
+        scalers = LossScalers("cpu", ["first", "second"], growth_interval=2)
+        for turn in range(4):
+            optimizer.zero_grad()
+            for number in range(micro):
+                output = model(torch.full((2, 3), float(turn + number)).double())
+                losses = {"first": output[:, 0].sum(), "second": output[:, 1].square().sum() * 1e-6}
+                if scaled:
+                    for name, loss in losses.items():
+                        scalers.backward(name, loss, optimizer, retain_graph=name == "first")
+                else:
+                    for loss in losses.values():  # added in the same order
+                        loss.backward(retain_graph=True)
+            if scaled:
+                scalers.step(optimizer)
+                scalers.update()
+            else:
+                optimizer.step()
+        found.append([bits(p) for p in model.parameters()])
+    assert found[0] == found[1]
+    assert [scaler.get_scale() for scaler in scalers.values()] == [2.0**18] * 2
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adam"])
+def test_one_bad_loss_skips_the_step_and_lowers_its_own_scale_alone(kind: str) -> None:
+    model, optimizer = started(kind)
+    before = [bits(p) for p in model.parameters()]
+    scalers = LossScalers("cpu", ["good", "bad", "unused"])
+    output = model(torch.ones(2, 3).double())
+    scalers.backward("bad", output.sum() * math.inf, optimizer, retain_graph=True)
+    scalers.backward("good", output.sum(), optimizer)
+    scalers.step(optimizer)
+    assert [bits(p) for p in model.parameters()] == before
+    event = scalers["bad"].last_step(optimizer)
+    assert event is not None
+    assert event.skipped
+    assert not event.loss_finite
+    assert len(event.names) == 4
+    good = scalers["good"].last_step(optimizer)
+    assert good is not None
+    assert not good.skipped
+    scalers.update()
+    assert {name: scaler.get_scale() for name, scaler in scalers.items()} == {
+        "good": 2.0**16,
+        "bad": 2.0**15,
+        "unused": 2.0**16,
+    }
+
+
+def test_small_gradients_survive_beside_large_ones() -> None:
+    """In float16, one scale for both loses the small one; two do not."""
+    large, small = 2.0**14, 2.0**-26
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scalers = LossScalers("cpu", ["large", "small"], init_scale=2.0**14)
+    scalers["large"].scale(torch.ones(()))
+    scalers["large"].update(2.0)
+    for name, size, place in (("large", large, 0), ("small", small, 1)):
+        loss = parameter.half()[place] * size  # its gradient is float16
+        scalers.backward(name, loss, optimizer)
+    scalers.step(optimizer)
+    assert parameter.tolist() == [-large, -small]
+    plain = torch.nn.Parameter(torch.zeros(2))
+    (plain.half()[1] * small * 2.0).backward()  # under the scale that the large one bears
+    assert plain.grad is not None
+    assert plain.grad[1] == 0.0
+
+
+def test_states_and_being_off() -> None:
+    scalers = LossScalers("cpu", ["a", "b"], init_scale=8.0)
+    fresh = LossScalers("cpu", ["a", "b"])
+    fresh.load_state_dict(scalers.state_dict())
+    assert fresh["b"].get_scale() == 8.0
+    with pytest.raises(ScalerError, match="the states of a; the losses here are a, b"):
+        fresh.load_state_dict({"a": {}})
+    off = LossScalers("cpu", ["a"], enabled=False)
+    model, optimizer = started()
+    before = [bits(p) for p in model.parameters()]
+    off.backward("a", model(torch.ones(2, 3).double()).sum(), optimizer)
+    off.step(optimizer)
+    off.update()
+    assert [bits(p) for p in model.parameters()] != before
+    assert off.state_dict() == {"a": {}}
+
+
+def test_wrong_calls_say_what_to_do() -> None:
+    for names in ([], ["a", "a"]):
+        with pytest.raises(ScalerError, match="a different name for each loss"):
+            LossScalers("cpu", names)
+    scalers = LossScalers("cpu", ["a"])
+    model, optimizer = started()
+    loss = model(torch.ones(2, 3).double()).sum()
+    with pytest.raises(ScalerError, match="no loss is called 'b'; there are a"):
+        scalers.backward("b", loss, optimizer)
+    with pytest.raises(ScalerError, match="needs the optimizers"):
+        scalers.backward("a", loss)
+    with pytest.raises(ScalerError, match=r"no backward\(name, loss, optimizer\)"):
+        scalers.step(optimizer)
+    assert len(scalers) == 1
