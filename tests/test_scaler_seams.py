@@ -163,3 +163,61 @@ class TestOnCuda:
             results.append((scales, [bits(p.cpu()) for p in model.parameters()]))
         assert len(set(results[0][0])) > 2
         assert results[0] == results[1]
+
+    def test_a_verdict_that_the_device_decides_reaches_the_counters(self) -> None:
+        parameter = make_parameter(device="cuda")
+        optimizer = torch.optim.Adam([parameter], fused=True)
+        scaler = GradScaler("cuda", on_verdict="ignore")
+        before = bits(parameter.cpu())
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale((parameter * math.inf).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        counters = scaler.counters
+        assert (counters.skipped, counters.consecutive_skips, counters.backoffs) == (3, 3, 3)
+        assert bits(parameter.cpu()) == before
+
+    def test_an_iteration_in_a_cuda_graph(self) -> None:
+        """Scale, backward, a capturable and fused step, and update, captured once and played again."""
+        parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+        optimizer = torch.optim.Adam([parameter], fused=True, capturable=True)
+        scaler = GradScaler("cuda", init_scale=8.0, growth_interval=1)
+        factor = torch.ones((), device="cuda")
+
+        def iteration() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            scaler.scale((parameter * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                iteration()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            iteration()
+        scale = scaler.get_scale()
+        graph.replay()
+        assert scaler.get_scale() == 2 * scale
+        before = bits(parameter.cpu())
+        factor.fill_(math.inf)
+        graph.replay()
+        assert bits(parameter.cpu()) == before
+        assert scaler.get_scale() == scale
+
+    @pytest.mark.parametrize("arguments", [{"capturable": True}, {"foreach": True}])
+    def test_other_optimizers_on_the_device(self, arguments: dict[str, bool]) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+        optimizer = torch.optim.Adam([parameter], lr=0.5, **arguments)  # type: ignore[arg-type]
+        scaler = GradScaler("cuda", init_scale="auto")
+        for factor in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((parameter * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.counters.skipped == 1
+        assert parameter.isfinite().all()

@@ -307,12 +307,14 @@ class GradScaler(Steps):
         self, records: list[Record], found: Tensor | None, wait: bool
     ) -> bool | None:
         """Writes the iteration down and judges it: whether it was skipped, None if that is not known."""
-        checked = [record for record in records if record.found_inf or record.skipped is not None]
+        checked = [record for record in records if record.found_inf]
         decided = [record.skipped for record in checked]
         known = any(decided) if all(isinstance(d, bool) for d in decided) else None
-        if checked:
-            scale = checked[0].scale
-            assert scale is not None
+        now = self._started("update")[0]
+        if _torch.is_captured(now) or not checked:
+            self._ledger.drop_iteration()
+        else:
+            scale = checked[0].scale if checked[0].scale is not None else now.clone()
             interval = 0 if found is None or self._searching else self._growth_interval
             skipped = verdict_on(scale.device, checked) if known is None else known
             self._ledger.end_iteration(self._iterations, scale, skipped, interval)
@@ -320,7 +322,8 @@ class GradScaler(Steps):
         self._iterations += 1
         for record in records:
             record.end()
-        self._judge(wait)
+        if not _torch.is_captured(now):
+            self._judge(wait)
         return known
 
     def _judge(self, wait: bool) -> None:

@@ -191,3 +191,23 @@ def test_a_place_that_is_none_is_refused() -> None:
         assert verdicts == [torch.ones(()), torch.ones(())]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--ddp"]], ids=["FSDP2", "DDP"])
+def test_the_recipe_runs(arguments: list[str]) -> None:
+    command = ["--standalone", "--nproc-per-node", "2", "examples/distributed.py", *arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    skipped = [line for line in done.stdout.splitlines() if "skipped: " in line]
+    assert len(skipped) == 1, done.stdout
+    assert "rank 1: " in skipped[0]
+    assert "rank 0" not in skipped[0]
+    assert "Counters(steps=8, skipped=1" in done.stdout

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from precast import _torch
 from precast.errors import ScalerError
 from precast.scaling import states
 from precast.scaling.ledger import Ledger
@@ -73,7 +74,7 @@ class Scale(torch.amp.GradScaler):
         self._records: dict[int, Record] = {}
         self._iterations = 0
         self._check_settings(settings)
-        self._ledger = Ledger(settings["history"])
+        self._ledger = Ledger(settings["history"] if self._enabled else 0)
 
     @off(lambda: 1.0)
     def get_scale(self) -> float:
@@ -193,8 +194,10 @@ class Scale(torch.amp.GradScaler):
 
     def _measures(self) -> bool:
         """Whether the gradients of this iteration are measured."""
-        search = self._search
-        return search is not None and search.measures(self._iterations, self._growth_interval)
+        search, scale = self._search, self._scale
+        if search is None or (scale is not None and _torch.is_captured(scale)):
+            return False
+        return search.measures(self._iterations, self._growth_interval)
 
     def _start_on(self, device: torch.device) -> None:
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)

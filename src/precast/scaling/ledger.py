@@ -111,6 +111,10 @@ class Ledger:
         self._open.append(Iteration(number, scale, known, tuple(self._now), interval))
         self._now = []
 
+    def drop_iteration(self) -> None:
+        """The iteration says nothing: it checked no gradients, or was written into a CUDA graph."""
+        self._now = []
+
     def closed(self, wait: bool = False) -> Iterator[Iteration]:
         """Closes open iterations, the oldest first: those whose verdict is here, or all."""
         while self._open:
