@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import networks, scaler
-from benchmarks.scaler import Search
+from benchmarks import scaler
 
 
 def test_a_step_waits_no_more_than_under_torchs_scaler_and_never_with_a_fused_optimizer() -> None:
@@ -19,16 +18,6 @@ def test_a_row_of_costs_is_a_ratio_and_its_spread() -> None:
     rows = scaler.cost(rounds=3, calls=1, count=2, side=2)
     assert [row[0] for row in rows] == ["foreach Adam, 2 parameters", "fused Adam, 2 parameters"]
     assert all(float(ratio) > 0 and float(spread) >= 0 for _, ratio, spread in rows)
-
-
-def test_a_search_counts_its_skips_and_the_steps_until_a_plateau() -> None:
-    network = networks.mlp(8, 4, layers=2)
-    found = Search(network, 2.0**40, 20, 2000)
-    assert found.skipped > 5
-    assert len(found.scales) == 20
-    assert found.scales[found.skipped] == 2.0 ** (40 - found.skipped)
-    assert found.steps_until(2.0**38) == 1
-    assert found.steps_until(2.0**60) is None
 
 
 def test_the_page_has_a_place_for_the_figures() -> None:

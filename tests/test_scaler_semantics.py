@@ -1,6 +1,6 @@
-"""What PyTorch's own tests ask of its gradient scaler, asked of ours: scenes from its `test_torch.py` and `test_cuda.py`.
+"""What PyTorch's own tests ask of its gradient scaler, asked of ours: scenes from its test files.
 
-Each scene is run with both scalers. `DIFFERENT` lists those of PyTorch's tests that ours is not to pass, with the reason.
+Each scene is run with both scalers. `DIFFERENT` lists the tests that ours is not to pass, with the reason.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._tree import map_tensors
-from precast.errors import ScalerError
+from precast.errors import BrokenModelError, ScalerError
 from precast.events import StepEvent, emit
 from precast.scaling.base import off
 from precast.scaling.closures import closure_in
@@ -328,7 +328,11 @@ class GradScaler(Steps):
 
     def _judge(self, wait: bool) -> None:
         for iteration in self._ledger.closed(wait):
-            judge(iteration, self._ledger, self._limits)
+            try:
+                judge(iteration, self._ledger, self._limits)
+            except BrokenModelError:
+                self._started("update")[1].zero_()  # the iteration was no good one
+                raise
 
     def _set(self, value: float | Tensor) -> None:
         scale, _ = self._started("update")
