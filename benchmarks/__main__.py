@@ -128,8 +128,13 @@ def _models(
 
 
 def _measure(suites: Suites, path: Path | None) -> None:
-    machine = about()
-    rows = [row for name, suite in suites.items() for row in _with_progress(name, suite)]
+    machine, interrupted = about(), False
+    rows: list[dict[str, Any]] = []
+    try:
+        for name, suite in suites.items():
+            rows.extend(_with_progress(name, suite))
+    except KeyboardInterrupt:
+        interrupted = True
     machine = {
         **about(),
         "load": machine["load"],
@@ -138,6 +143,9 @@ def _measure(suites: Suites, path: Path | None) -> None:
     if path is not None:
         path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
         click.echo(f"wrote {path}")
+    if interrupted:
+        click.echo("interrupted: these are the rows measured before", err=True)
+        raise SystemExit(130)
 
 
 def _with_progress(name: str, suite: Suite) -> Rows:

@@ -1,10 +1,11 @@
-"""The tables and the chart of whole networks in docs/performance.md, made from the JSON of `python -m benchmarks`.
+"""The measured part of docs/performance.md, tables and a chart, made from the JSON of `python -m benchmarks`.
 
 The generated part of the page stands between two comments; what is around it is written by hand.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,33 +45,53 @@ def write(data: dict[str, Any]) -> Iterator[Path]:
 
 def render(data: dict[str, Any]) -> str:
     """The generated part of the page."""
-    rows = [row for row in data["rows"] if row["benchmark"] == "models"]
-    grown = [row for row in data["rows"] if row["benchmark"] == "models growth"]
+    by_name: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in data["rows"]:
+        by_name[row["benchmark"]].append(row)
+    rows, grown = by_name["models"], by_name["models growth"]
     return "\n".join(
         [
             "",
             _machine(data["machine"]),
             "",
+            "### A call",
+            "",
+            "Microseconds. PyTorch's side runs with all kernels of precast off the dispatcher.",
+            "",
+            *_calls(by_name["overhead"]),
+            "",
+            "`linear` with a cached weight, where there is more of something; the ratio is to the first.",
+            "",
+            *_calls_growth(by_name["growth"]),
+            "",
+            "### A training step of the demos",
+            "",
+            "With Adam, at the demos' sizes; the ratio is to `torch.autocast` and PyTorch's scaler.",
+            "",
+            *_demos(by_name["demos"]),
+            "",
+            "### Whole networks",
+            "",
             "![Time of each variant as a ratio to torch.autocast](images/models.png)",
             "",
-            "### Targets",
+            "#### Targets",
             "",
             *_targets(results(rows)),
             "",
-            "### Time",
+            "#### Time",
             "",
             f"Milliseconds of `{BASELINE}`, and ratios to it (interquartile range).",
             "",
             *_times(rows),
             *_left_out(rows),
             "",
-            "### Memory and casts of one step",
+            "#### Memory and casts of one step",
             "",
             "Peak of tensor memory, MiB; number of casts and the MiB they write.",
             "",
             *_needs(rows),
             "",
-            "### Growth",
+            "#### Growth",
             "",
             "Microseconds, how often the first size's, and the ratio to `torch.autocast`.",
             "",
@@ -88,6 +109,31 @@ def _machine(machine: Row) -> str:
         f"cores{gpu},\n{machine['threads']} thread(s), Python {machine['python']}, PyTorch {machine['torch']}; "
         f"load of the machine when it began: {machine['load']}."
     )
+
+
+def _calls(rows: Sequence[Row]) -> Iterator[str]:
+    yield _line(["kind", "call", "policy", BASELINE, "precast", "difference", "spread"])
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        medians = [f"{row[name]['median_us']:.2f}" for name in ("torch", "precast")]
+        difference = f"{row['difference_us']:+.2f}", f"{row['difference_iqr_us']:.2f}"
+        yield _line([row["kind"], row["case"], f"`{row['policy']}`", *medians, *difference])
+
+
+def _calls_growth(rows: Sequence[Row]) -> Iterator[str]:
+    yield _line(["with", "ratio"])
+    yield "|---|---|"
+    for row in rows:
+        ratios = ", ".join(f"{name}: {ratio:.2f}" for name, ratio in row["ratio_to_first"].items())
+        yield _line([row["kind"], ratios])
+
+
+def _demos(rows: Sequence[Row]) -> Iterator[str]:
+    yield _line(["demo", "variant", "ms", "spread", "ratio"])
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        figures = f"{row['median_ms']:.1f}", f"{row['iqr_ms']:.1f}", f"{row['ratio']:.3f}"
+        yield _line([row["case"], row["kind"], *figures])
 
 
 def _targets(found: Iterable[Result]) -> Iterator[str]:

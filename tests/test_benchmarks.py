@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from benchmarks import by_hand, growth, models, networks, observe, page
+from benchmarks import by_hand, demos, growth, models, networks, observe, page
 from benchmarks.__main__ import main
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
@@ -488,6 +488,21 @@ def test_the_command_prints_and_writes_rows(
     assert {row["case"] for row in written["rows"]} == {"MLP 1 x 8, 4", "transformers"}
     assert written["machine"]["threads"] == torch.get_num_threads()
     assert page.render(written)
+
+
+def test_an_interrupted_run_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> Iterator[dict[str, Any]]:
+        yield DATA["rows"][0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demos, "run", interrupted)
+    path = tmp_path / "rows.json"
+    result = CliRunner().invoke(main, ["demos", "--json", str(path)])
+    assert result.exit_code == 130
+    assert "measured before" in result.output
+    assert json.loads(path.read_text(encoding="utf-8"))["rows"] == [DATA["rows"][0]]
 
 
 def test_a_device_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
