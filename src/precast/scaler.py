@@ -68,7 +68,7 @@ class GradScaler(Steps):
         min_scale: The scale never falls below it; at least 2**-126. None is 2**-14, float16's
             smallest normal number, or `init_scale` where that is lower.
         max_scale: The scale never grows above it. None is float32's largest number.
-        max_consecutive_skips: With this many skipped iterations in a row, the next limit is you.
+        max_consecutive_skips: This many skipped iterations in a row are a verdict.
         max_nonfinite_losses: Skipped iterations in a row whose loss itself was not finite that are
             let pass; 0 lets none.
         on_verdict: What happens where no lower scale helps: a step is skipped with the scale at

@@ -27,7 +27,7 @@ _CAUSES = {
         "Look at this batch, at the learning rate, and at log, sqrt and division in the loss."
     ),
     "floor": (
-        "The scale is at its floor, {floor:g}: gradients overflow that hardly are scaled any more. "
+        "The scale is at its floor, {floor:g}: gradients overflow that are hardly scaled any more. "
         "Look at these parameters' modules, at the learning rate, and at NaN in the weights; lower "
         "min_scale only if gradients this large are meant."
     ),
