@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from benchmarks import scaler
+from benchmarks import networks, scaler
 
 
 def test_a_step_waits_no_more_than_under_torchs_scaler_and_never_with_a_fused_optimizer() -> None:
@@ -27,3 +29,29 @@ def test_the_page_has_a_place_for_the_figures() -> None:
     if not between:
         pytest.skip("not measured yet")
     assert "ratio to torch's scaler" in between
+
+
+def test_a_search_counts_skipped_steps_and_those_until_the_plateau(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = networks.mlp(8, 4, layers=2)
+    monkeypatch.setattr(scaler, "_networks", lambda: iter([("tiny", network)]))
+    too_high = scaler.Search(network, 2.0**40, 8, 2000)
+    skips = [after < before for before, after in itertools.pairwise(too_high.scales)]
+    assert skips[0], "2**40 times these gradients is beyond float16"
+    assert too_high.skipped in {
+        sum(skips),
+        sum(skips) + 1,
+    }  # what the last step did has no scale after it
+    assert too_high.steps_until(too_high.scales[3]) == 2, "within 2x: one backoff before"
+    assert too_high.steps_until(2.0**-60) is None
+    fine = scaler.Search(network, 1.0, 4, 2000)
+    assert (fine.skipped, fine.scales) == (0, [1.0] * 4)
+
+    [(name, plateau, skipped, until, auto_skipped, auto_until)] = scaler.searches(steps=8)
+    assert name == "tiny"
+    assert plateau.startswith("2^")
+    assert int(skipped) <= 8
+    assert int(auto_skipped) <= 8
+    assert int(auto_until) < 8, "the plateau is found from the gradients"
+    assert until.startswith("over") or int(until) < 8
