@@ -262,7 +262,7 @@ def test_closures_that_cannot_be_are_refused() -> None:
 @given(peak=st.floats(1e-30, 1e4))
 def test_the_fitting_scale_is_the_largest_with_room(peak: float) -> None:
     scale = fitting(peak)
-    assert scale * peak <= 65504 < 2 * scale * peak
+    assert 2 * scale * peak <= 65504 < 4 * scale * peak
     assert math.log2(scale).is_integer()
 
 
@@ -326,7 +326,7 @@ def test_gradients_that_shrink_raise_the_scale_at_the_iterations_that_measure(cl
         scaler.step(optimizer)
         scales.append(scaler.get_scale())
         scaler.update()
-    fits = 2.0**15
+    fits = 2.0**14
     assert scales == [FIRST, *[fits] * 4, *[fits * 2**4] * 4, *[fits * 2**8] * 3]
 
 
@@ -339,7 +339,7 @@ def test_gradients_that_grow_leave_the_scale_to_the_verdicts() -> None:
         parameter.grad = torch.full_like(parameter, 2.0**number * scaler.get_scale())
         scaler.step(optimizer)
         scaler.update()
-    assert scaler.get_scale() == 2.0**15
+    assert scaler.get_scale() == 2.0**14
 
 
 def test_only_measuring_waits() -> None:
@@ -375,4 +375,4 @@ def test_the_room_that_overflows_show_is_left() -> None:
         event = scaler.last_step(optimizer)
         skipped.append(bool(event and event.skipped))
     assert scaler.get_scale() == 2.0**12
-    assert [number for number, was in enumerate(skipped) if was] == [1, 2, 3]
+    assert [number for number, was in enumerate(skipped) if was] == [1, 2]

@@ -30,8 +30,11 @@ FALL = 2.0**-12
 
 
 def fitting(peak: float) -> float:
-    """The largest power of two that keeps gradients of absolute value `peak` in float16's range."""
-    return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / peak))
+    """Half the largest power of two that keeps gradients of absolute value `peak` in float16's range.
+
+    The next batch's may be larger.
+    """
+    return 2.0 ** (math.floor(math.log2(torch.finfo(torch.float16).max / peak)) - 1)
 
 
 class Search:
