@@ -50,8 +50,13 @@ def layers() -> list[str]:
     """The files of the package, the lowest first, as the architecture page lists them."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     [block] = re.findall(r"```text\nsrc/precast/\n(.*?)```", page, re.S)
-    files = re.findall(r"^  ([\w/]+\.py)\b", block, re.M)
-    return [_module(PACKAGE / file) for file in files]
+    files = re.findall(r"^  ([\w/*]+\.py)\b", block, re.M)
+    return [_module(path) for file in files for path in _matching(file)]
+
+
+def _matching(file: str) -> list[Path]:
+    """The files that a line of the page stands for: one, or those that fit a pattern."""
+    return sorted(PACKAGE.glob(file)) if "*" in file else [PACKAGE / file]
 
 
 def _imported(path: Path) -> Iterator[str]:

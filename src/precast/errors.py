@@ -9,6 +9,7 @@
     ├── StaleWeightError (RuntimeError)   a held weight was written unseen, so its copy is out of date
     ├── ScalerError (RuntimeError, ValueError)  a gradient scaler used in the wrong order or on the wrong tensors
     │   └── BrokenModelError              gradients that no lower scale mends; `verdict` says what was seen
+    ├── CheckError (RuntimeError)         a rule of `precast check` failed on a file, which is a defect of precast's
     ├── MissingExtraError (ImportError)   an optional package is not installed; says what to install
     └── TorchVersionError (ImportError)   the installed PyTorch is older than precast can run on
 
@@ -23,6 +24,7 @@ __all__ = [
     "AttachError",
     "BannedOperationError",
     "BrokenModelError",
+    "CheckError",
     "MissingExtraError",
     "PolicyError",
     "PrecastError",
@@ -64,6 +66,10 @@ class AttachError(PrecastError, TypeError, ValueError):
 
 class StaleWeightError(PrecastError, RuntimeError):
     """A held weight was written in a way that no version counter sees; the message names it and the remedy."""
+
+
+class CheckError(PrecastError, RuntimeError):
+    """A rule of `precast check` failed on a file: a defect of precast's, not of the file."""
 
 
 class ScalerError(PrecastError, RuntimeError, ValueError):

@@ -1,0 +1,152 @@
+"""Checks and fixes one text: a cheap look, then rules over the tree, then fixes, until nothing changes.
+
+Invariants:
+    - A text that mentions nothing of what the selected rules look for is never parsed.
+    - `fix` is idempotent: it stops when a pass finds nothing more to apply, and its result parses.
+    - A rule that fails is a defect of ours: its error is raised with the rule and the file in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from precast.errors import CheckError
+from precast.rewrite.edits import apply_parsing, compatible
+from precast.rewrite.model import Applicability, Edit, Finding, Fix, Rule, Severity, Span
+from precast.rewrite.registry import ENGINE, all_rules
+from precast.rewrite.settings import Settings
+from precast.rewrite.source import Source
+from precast.rewrite.suppress import Comment, Suppressions
+from precast.rewrite.syntax import cst
+from precast.rewrite.text import Text
+
+__all__ = ["Checked", "check", "fix", "interesting"]
+
+_PASSES = 20  # far more than nested fixes need; a rule that undoes another's fix would never end
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found in a text, in the order of the text, and how often something was fixed."""
+
+    text: Text
+    findings: tuple[Finding, ...]
+    fixed: tuple[str, ...] = ()
+
+
+def interesting(data: bytes, codes: Iterable[str]) -> bool:
+    """Whether one of the rules has to look at a text; asks for words only."""
+    return any(all(word in data for word in words) for words in _words(frozenset(codes)))
+
+
+@lru_cache(maxsize=64)
+def _words(codes: frozenset[str]) -> tuple[tuple[bytes, ...], ...]:
+    entries = {entry for code in codes if code in all_rules() for entry in all_rules()[code].words}
+    entries |= {"noqa: AMP", "precast: noqa"} if "AMP901" in codes else set()
+    split = {
+        tuple(
+            part.encode()
+            for part in ([entry] if entry.startswith(("noqa", "precast:")) else entry.split())
+        )
+        for entry in entries
+    }
+    return tuple(sorted(split))
+
+
+def check(text: Text, filename: str, settings: Settings) -> Checked:
+    """Finds what the selected rules have to say about a text."""
+    codes = settings.codes_for(filename)
+    if not interesting(text.data, codes):
+        return Checked(text, ())
+    try:
+        source = Source(text, filename, settings.min_torch, codes)
+    except (cst.ParserSyntaxError, RecursionError) as error:
+        return Checked(text, tuple(_syntax_error(text, error) if "AMP900" in codes else ()))
+    suppressions = Suppressions(text)
+    raw = list(_run(source, codes))
+    kept = [f for f in raw if not suppressions.silences(f.code, text.position(f.span.start)[0])]
+    shared = _withheld(raw, kept)
+    found = [_limited(finding, shared) for finding in kept]
+    if "AMP901" in codes:
+        found += _unused(text, suppressions, codes)
+    return Checked(text, tuple(sorted(found, key=lambda f: (f.span, f.code))))
+
+
+def fix(text: Text, filename: str, settings: Settings) -> Checked:
+    """Applies all fixes that the settings allow, again and again, and reports what is left."""
+    fixed: list[str] = []
+    checked = check(text, filename, settings)
+    for _ in range(_PASSES):
+        fixes = compatible(f.fix for f in checked.findings if f.fix and _allowed(f.fix, settings))
+        data, applied = apply_parsing(checked.text.data, fixes)
+        if data == checked.text.data:
+            break
+        fixed += [f.code for f in checked.findings if f.fix in applied]
+        checked = check(checked.text.replaced(data), filename, settings)
+    return Checked(checked.text, checked.findings, tuple(fixed))
+
+
+def _allowed(fix: Fix, settings: Settings) -> bool:
+    if fix.applicability is Applicability.UNSAFE:
+        return settings.unsafe_fixes
+    return fix.applicability is Applicability.SAFE
+
+
+def _run(source: Source, codes: frozenset[str]) -> Iterator[Finding]:
+    for rule in all_rules().values():
+        if rule.code in codes and _mentions(rule, source.text.data):
+            try:
+                yield from rule.check(source)
+            except Exception as error:
+                raise CheckError(f"{rule.code} failed on {source.filename}: {error!r}") from error
+
+
+def _mentions(rule: Rule, data: bytes) -> bool:
+    return any(all(word.encode() in data for word in entry.split()) for entry in rule.words)
+
+
+def _withheld(raw: list[Finding], kept: list[Finding]) -> frozenset[Fix]:
+    """Fixes that a suppressed finding carries: to apply them elsewhere would change that place too."""
+    return frozenset(f.fix for f in raw if f.fix) & frozenset(
+        f.fix for f in raw if f.fix and f not in kept
+    )
+
+
+def _limited(finding: Finding, withheld: frozenset[Fix]) -> Finding:
+    """A finding without its fix, if that fix would change what is not to be reported."""
+    if finding.fix not in withheld:
+        return finding
+    return Finding(finding.code, finding.name, finding.severity, finding.message, finding.span)
+
+
+def _syntax_error(text: Text, error: Exception) -> Iterator[Finding]:
+    row = getattr(error, "raw_line", 1)
+    start = text.starts[min(max(row, 1), len(text.starts)) - 1]
+    reason = str(getattr(error, "message", error)).partition("\n")[0]
+    message = f"this file is not Python that can be read: {reason}"
+    yield Finding("AMP900", ENGINE["AMP900"], Severity.ERROR, message, Span(start, start))
+
+
+def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[Finding]:
+    """Suppressions that silence nothing. One of a rule that is not selected may be needed."""
+    for comment, unused in suppressions.unused():
+        left = [code for code in unused if code in codes or code not in all_rules()]
+        if left:
+            rest = sorted((comment.codes or frozenset()) - set(left))
+            fix = Fix((_without(text, comment, rest),), "Remove it")
+            message = f"unused suppression: {', '.join(left)}"
+            yield Finding("AMP901", ENGINE["AMP901"], Severity.WARNING, message, comment.span, fix)
+
+
+def _without(text: Text, comment: Comment, rest: list[str]) -> Edit:
+    start, end = comment.span.start, comment.span.end
+    if rest:
+        kind = "# precast: noqa" if comment.whole_file else "# noqa"
+        return Edit(start, end, f"{kind}: {', '.join(rest)}")
+    before = text.data[text.line_start(start) : start]
+    after = text.data[end : end + 2]
+    if after[:1] in (b"\r", b"\n", b""):
+        start -= len(before) - len(before.rstrip(b" \t")) if before.strip() else 0
+    return Edit(start, end, "")

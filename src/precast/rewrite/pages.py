@@ -1,0 +1,65 @@
+"""A rule's page as Markdown: what, why, example, when not to worry. For `precast rule` and docs/rules/."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+
+from precast.rewrite.model import Applicability, Case, Rule
+from precast.rewrite.registry import all_rules
+
+__all__ = ["index", "page"]
+
+_FIX = {
+    Applicability.SAFE: "There is a safe fix: `precast fix` applies it.",
+    Applicability.UNSAFE: "There is a fix that may change what the program does: `precast fix --unsafe-fixes`.",
+    Applicability.NONE: "There is no fix.",
+}
+
+
+def page(rule: Rule) -> str:
+    """The page of a rule."""
+    state = "" if rule.default else " It is off unless it is selected."
+    parts = [
+        f"# {rule.code} {rule.name}",
+        f"Severity: {rule.severity.value}. {_FIX[rule.fix]}{state}",
+        f"## What it finds\n\n{_wrapped(rule.what)}",
+        f"## Why\n\n{_wrapped(rule.why)}",
+        f"## Example\n\n{_example(rule.invalid[0])}",
+        f"## When not to worry\n\n{_wrapped(rule.fine)}",
+        "## Cases\n\nIt finds something in these:",
+        *(_example(case) for case in rule.invalid[1:]),
+        "and nothing in these:",
+        *(_example(case) for case in rule.valid),
+    ]
+    if len(rule.invalid) == 1:
+        parts[-len(rule.valid) - 2 : -len(rule.valid)] = ["## Cases\n\nIt finds nothing in these:"]
+    return "\n\n".join(parts) + "\n"
+
+
+def index() -> str:
+    """The table of all rules."""
+    rows = [
+        f"| [{rule.code}]({rule.code}.md) | {rule.name} | {rule.severity.value} | {rule.fix.value} | "
+        f"{'on' if rule.default else 'off'} |"
+        for rule in all_rules().values()
+    ]
+    head = "| code | name | severity | fix | |\n|---|---|---|---|---|"
+    made = "Written by `python -m tools.rule_pages` from the rules themselves."
+    return "\n".join(["# Rules", "", made, "", head, *rows, ""])
+
+
+def _example(case: Case) -> str:
+    before = textwrap.dedent(case.code).strip("\n")
+    note = _wrapped(case.note) + "\n\n" if case.note else ""
+    note += f"With `min-torch` {case.min_torch}:\n\n" if case.min_torch else ""
+    if case.fixed is None:
+        return f"{note}```py\n{before}\n```"
+    after = textwrap.dedent(case.fixed).strip("\n")
+    lines = difflib.ndiff(before.splitlines(), after.splitlines())
+    changed = "\n".join(line.rstrip() for line in lines if not line.startswith("?"))
+    return f"{note}```diff\n{changed}\n```"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 116, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,85 @@
+"""AMP006: deprecated classes and functions that are named without being called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast.rewrite import old_names
+from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
+from precast.rewrite.source import Source
+
+__all__ = ["RULE"]
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each reference."""
+    yield from old_names.findings(source, RULE)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        def train(scaler: torch.amp.GradScaler) -> None:
+            assert isinstance(scaler, torch.amp.GradScaler)
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(scaler: torch.cuda.amp.GradScaler | None) -> None:
+            assert isinstance(scaler, torch.cuda.amp.GradScaler)
+        """,
+        """
+        import torch
+
+        def train(scaler: torch.amp.GradScaler | None) -> None:
+            assert isinstance(scaler, torch.amp.GradScaler)
+        """,
+        count=2,
+    ),
+    Case(
+        """
+        from functools import partial
+        from torch.cuda.amp import autocast
+
+        region = partial(autocast, enabled=False)
+        """,
+        """
+        from functools import partial
+        from torch.amp import autocast
+
+        region = partial(autocast, "cuda", enabled=False)
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        class Scaler(torch.cuda.amp.GradScaler):
+            pass
+        """,
+        note="The new class has another signature: what the subclass hands on has to be read by a person.",
+    ),
+)
+
+RULE = Rule(
+    code="AMP006",
+    name="class-reference",
+    severity=Severity.WARNING,
+    fix=Applicability.SAFE,
+    message="`{old}` is deprecated; use `{new}`",
+    what="Deprecated names that are not called: annotations, `isinstance`, `functools.partial`, subclasses.",
+    why=(
+        "They keep the deprecated name alive, and hand it to code that calls it. The class `torch.amp.GradScaler` is "
+        "the base of the deprecated ones, so annotations and `isinstance` fit both."
+    ),
+    fine="A subclass that has to run on PyTorch before 2.3.",
+    words=("cuda amp", "cpu amp"),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,115 @@
+"""LibCST, loaded when a file is first parsed; a fast walk over its nodes; parents and dotted names.
+
+Invariants: importing this module does not import LibCST (a quarter of a second); the walk leaves
+whitespace, punctuation and operators out, and visits every other node once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import libcst as cst
+    from libcst import CSTNode as Node
+else:
+
+    class _Lazy:
+        """Stands for the package `libcst` until one of its names is asked for."""
+
+        def __getattr__(self, name: str) -> Any:
+            value = getattr(import_module("libcst"), name)
+            setattr(self, name, value)
+            return value
+
+    cst = _Lazy()
+    Node = object
+
+__all__ = ["Node", "children", "cst", "dotted", "parents", "strings", "walk"]
+
+_TRIVIA = (
+    "whitespace",
+    "lpar",
+    "rpar",
+    "lbracket",
+    "rbracket",
+    "lbrace",
+    "rbrace",
+    "header",
+    "footer",
+    "leading_lines",
+    "lines_after",
+    "trailing_whitespace",
+    "semicolon",
+    "comma",
+    "equal",
+    "dot",
+    "operator",
+    "colon",
+    "asynchronous",
+    "newline",
+    "indent",
+    "first_colon",
+    "second_colon",
+    "separator",
+)
+
+
+@functools.cache
+def _child_fields(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind) if not f.name.startswith(_TRIVIA))
+
+
+def children(node: Node) -> Iterator[Node]:
+    """The nodes directly inside one, whitespace and punctuation left out."""
+    for name in _child_fields(type(node)):
+        value = getattr(node, name)
+        if isinstance(value, cst.CSTNode):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                if isinstance(item, cst.CSTNode):
+                    yield item
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """A node and all nodes inside it."""
+    stack = [node]
+    while stack:
+        inner = stack.pop()
+        yield inner
+        stack.extend(reversed(list(children(inner))))
+
+
+def parents(root: Node) -> dict[Node, Node]:
+    """The node around each node of a tree."""
+    found: dict[Node, Node] = {}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        for child in children(node):
+            found[child] = node
+            stack.append(child)
+    return found
+
+
+def dotted(node: Node | None) -> str | None:
+    """`a.b.c` as text; None for anything but names and attributes of names."""
+    parts: list[str] = []
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    if not isinstance(node, cst.Name):
+        return None
+    return ".".join([node.value, *reversed(parts)])
+
+
+def strings(node: Node) -> str | None:
+    """The value of a string literal; None for f-strings, bytes and anything else."""
+    if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
+        value = node.evaluated_value
+        return value if isinstance(value, str) else None
+    return None
