@@ -52,6 +52,7 @@ __all__ = [
     "in_pool_thread",
     "innermost_dispatch_mode",
     "is_captured",
+    "is_dtensor",
     "is_functorch_active",
     "is_functorch_wrapper",
     "is_on",
@@ -410,6 +411,15 @@ def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None
     The `_foreach` functions have no public list; optimizers are made of them (2.13).
     """
     torch._foreach_copy_(targets, sources)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a `DTensor`, whose module takes long to import: without it there is none.
+
+    Nothing private: the one answer for all who ask.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def in_ddp() -> bool:

@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from precast._torch import is_dtensor
 from precast.errors import ScalerError
 from precast.policy import Policy
 
@@ -79,13 +79,12 @@ class Reduction:
 
 def chosen_for(optimizer: Optimizer) -> Reduction | None:
     """The reduction that an optimizer's parameters ask for; None where they are in one process."""
-    distributed = sys.modules.get("torch.distributed.tensor")  # else there is no DTensor anywhere
-    if distributed is None or not dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
         return None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     meshes: list[Any] = []
     for parameter in parameters:
-        if isinstance(parameter, distributed.DTensor) and parameter.device_mesh not in meshes:
+        if is_dtensor(parameter) and parameter.device_mesh not in meshes:
             meshes.append(parameter.device_mesh)
     return Reduction(*meshes) if meshes else None
 

@@ -209,7 +209,8 @@ class WeightCache:
 
     def _held(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The copy that an attachment holds; for this region with a gradient where one is recorded."""
-        if id(tensor) not in held.holdings or dispatch_modes() or is_functorch_active():
+        holding = held.holdings.get(id(tensor))
+        if holding is None or dispatch_modes() or is_functorch_active():
             return None
         needs_grad = _needs_grad(tensor)
         if needs_grad and tensor.numel() < held.WORTH_A_NODE:
@@ -223,8 +224,8 @@ class WeightCache:
         entry = self.leaves[dtype].get(id(tensor))
         if entry is not None and entry.is_of(tensor) and entry.cast is not None:
             return entry.cast
-        if (low := held.holdings[id(tensor)].grad_dtype) is not None and tensor.grad is None:
-            tensor.grad_dtype = torch.float32 if in_ddp() else low
+        if holding.grad_dtype is not None and tensor.grad is None:
+            tensor.grad_dtype = torch.float32 if in_ddp() else holding.grad_dtype
         cast = with_gradient(tensor, copy.tensor, copy.gradient)
         known = self._known[dtype].get(id(tensor))
         if known is None or known.pointer != tensor.data_ptr() or not known.requires_grad:

@@ -10,7 +10,6 @@ Invariants: nothing waits for a device but for copies to the CPU, `bad_gradients
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -120,11 +119,10 @@ def clipped(
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a `DTensor`; any other tensor itself."""
-    distributed = sys.modules.get("torch.distributed.tensor")  # else there is no DTensor anywhere
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
-        part: Tensor = tensor.to_local()
-        return part
-    return tensor
+    if not _torch.is_dtensor(tensor):
+        return tensor
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
 
 
 def _gradients(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
