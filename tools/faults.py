@@ -72,6 +72,13 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def iterate_on(self, gradient: float) -> None:
+        """An iteration whose gradients are all this number."""
+        self.backward()
+        self.parameter.grad = torch.full((3,), gradient)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
     def values(self) -> list[float]:
         values: list[float] = self.parameter.tolist()
         return values
@@ -91,28 +98,33 @@ def _scale(training: Training) -> str:
     return f"2^{exponent:g}" if scale and exponent.is_integer() else f"{scale:g}"
 
 
-@fault("NaN in the loss, twice in a row")
-def _nan_loss(kind: type[Any]) -> Seen:
-    training = Training(kind)
-    for number in range(2):
+def _until_a_verdict(
+    training: Training, iterate: Callable[[], object], iterations: int, else_: str
+) -> Seen:
+    """What ends iterations that the scaler should not let go on, and the parameters then."""
+    seen = else_
+    for number in range(iterations):
         try:
-            training.iterate(math.nan)
+            iterate()
         except precast.BrokenModelError as error:
             reason = error.verdict.reason  # type: ignore[attr-defined]
             seen = f"iteration {number}: {_error(error)}, reason {reason}"
-            return Seen(f"{seen}; scale {_scale(training)}", training.good_steps(0))
-    return Seen(f"skipped in silence; scale {_scale(training)}", training.good_steps(0))
+            break
+    return Seen(f"{seen}; scale {_scale(training)}", training.good_steps(0))
+
+
+@fault("NaN in the loss, twice in a row")
+def _nan_loss(kind: type[Any]) -> Seen:
+    training = Training(kind)
+    return _until_a_verdict(training, lambda: training.iterate(math.nan), 2, "skipped in silence")
 
 
 @fault("gradients of NaN for 400 iterations, then a good one")
 def _nan_forever(kind: type[Any]) -> Seen:
     training, verdicts = Training(kind), 0
     for _ in range(400):
-        training.backward()
-        training.parameter.grad = torch.full((3,), math.nan)
         try:
-            training.scaler.step(training.optimizer)
-            training.scaler.update()
+            training.iterate_on(math.nan)
         except precast.BrokenModelError:
             verdicts += 1
     scale = _scale(training)
@@ -126,17 +138,7 @@ def _nan_forever(kind: type[Any]) -> Seen:
 @fault("overflow with the scale at its floor")
 def _floor(kind: type[Any]) -> Seen:
     training = Training(kind)
-    for number in range(200):
-        training.backward()
-        training.parameter.grad = torch.full((3,), math.inf)
-        try:
-            training.scaler.step(training.optimizer)
-            training.scaler.update()
-        except precast.BrokenModelError as error:
-            reason = error.verdict.reason  # type: ignore[attr-defined]
-            seen = f"iteration {number}: {_error(error)}, reason {reason}"
-            return Seen(f"{seen}; scale {_scale(training)}", training.good_steps(0))
-    return Seen(f"no floor; scale {_scale(training)}", training.good_steps(0))
+    return _until_a_verdict(training, lambda: training.iterate_on(math.inf), 200, "no floor")
 
 
 @fault("gradients broken between unscale_ and step")
