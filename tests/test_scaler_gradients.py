@@ -16,7 +16,7 @@ from torch import nn
 
 from precast.errors import PrecastWarning, ScalerError
 from precast.scaler import GradScaler
-from precast.scaling.search import FIRST, fitting
+from precast.scaling.search import FIRST, SMALLER_ROOM, fitting
 from tests.scaling import bits, make_parameter, sgd, started
 
 Tensor = torch.Tensor
@@ -260,9 +260,9 @@ def test_closures_that_cannot_be_are_refused() -> None:
 
 @settings(max_examples=100)
 @given(peak=st.floats(1e-30, 1e4))
-def test_the_fitting_scale_is_the_largest_with_room(peak: float) -> None:
+def test_the_fitting_scale_is_the_largest(peak: float) -> None:
     scale = fitting(peak)
-    assert 2 * scale * peak <= 65504 < 4 * scale * peak
+    assert scale * peak <= 65504 < 2 * scale * peak
     assert math.log2(scale).is_integer()
 
 
@@ -284,7 +284,7 @@ def test_the_scale_is_found_from_the_first_gradients(kind: str, size: float) -> 
         scaler.update()
         event = scaler.last_step(optimizer)
         skipped += bool(event and event.skipped)
-    assert scaler.get_scale() == fitting(float(torch.tensor(size)))
+    assert scaler.get_scale() == fitting(float(torch.tensor(size)) * SMALLER_ROOM)
     assert skipped == (size * FIRST > 65504)
     assert not scaler._searching
 
@@ -326,8 +326,15 @@ def test_gradients_that_shrink_raise_the_scale_at_the_iterations_that_measure(cl
         scaler.step(optimizer)
         scales.append(scaler.get_scale())
         scaler.update()
-    fits = 2.0**14
-    assert scales == [FIRST, *[fits] * 4, *[fits * 2**4] * 4, *[fits * 2**8] * 3]
+    half, fits = 2.0**14, 2.0**15
+    assert scales == [
+        FIRST,
+        half,
+        fits * 2,
+        *[fits * 2**2] * 2,
+        *[fits * 2**4] * 4,
+        *[fits * 2**8] * 3,
+    ]
 
 
 def test_gradients_that_grow_leave_the_scale_to_the_verdicts() -> None:
@@ -356,7 +363,7 @@ def test_only_measuring_waits() -> None:
             scaler.step(optimizer)
             scaler.update()
         waits.append(calls.waits > 0)
-    assert [number for number, waited in enumerate(waits) if waited] == [0, 4, 8]
+    assert [number for number, waited in enumerate(waits) if waited] == [0, 1, 2, 4, 8]
 
 
 def test_the_room_that_overflows_show_is_left() -> None:

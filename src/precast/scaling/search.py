@@ -1,9 +1,10 @@
 """``init_scale="auto"``: the scale from the size of the first gradients, in place of up to 16 skipped steps.
 
 The first iteration runs at `FIRST`. Where its gradients are finite, the largest of them says what
-scale brings it near float16's largest number: the next iteration has that scale. Where they are not,
-the scale falls by `FALL` and the next iteration tries again. Gradients shrink in the first steps of
-training, so the 4th, 8th, 16th ... iteration after that measures again, and may raise the scale.
+scale brings it near float16's largest number: the next iteration has half that scale, as the next
+batch's gradients may be larger. Where they are not, the scale falls by `FALL` and the next iteration
+tries again. Gradients shrink in the first steps of training, so the 1st, 2nd, 4th, 8th ... iteration
+after that measures again, and may raise the scale, with less room left.
 
 Invariants: only the iterations that measure wait for the device; which ones these are depends on
 their number alone, so all processes that reduce their verdicts measure together and find one scale.
@@ -29,12 +30,16 @@ FALL = 2.0**-12
 """What the scale is multiplied by where that was too high: two skips reach 2**-14; the next good iteration goes up."""
 
 
-def fitting(peak: float) -> float:
-    """Half the largest power of two that keeps gradients of absolute value `peak` in float16's range.
+ROOM = 2.0
+"""What is left between the largest gradient that was measured and what overflows, for the next batch's."""
 
-    The next batch's may be larger.
-    """
-    return 2.0 ** (math.floor(math.log2(torch.finfo(torch.float16).max / peak)) - 1)
+SMALLER_ROOM = 1.5
+"""The same from the second measurement on, as long as nothing has overflowed."""
+
+
+def fitting(peak: float) -> float:
+    """The largest power of two that keeps gradients of absolute value `peak` in float16's range."""
+    return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / peak))
 
 
 class Search:
@@ -42,7 +47,7 @@ class Search:
 
     def __init__(self) -> None:
         self.found_at: int | None = None
-        self._room = 1.0  # what lies between the largest gradient and what overflows first
+        self._room = ROOM
         self._backoffs = 0
 
     def measures(self, iteration: int, growth_interval: int) -> bool:
@@ -50,7 +55,7 @@ class Search:
         if self.found_at is None:
             return True
         since = iteration - self.found_at
-        return 4 <= since < growth_interval and since & (since - 1) == 0
+        return 1 <= since < growth_interval and since & (since - 1) == 0
 
     def after(
         self, iteration: int, scale: float, peaks: Iterable[Tensor], ledger: Ledger, limits: Limits
@@ -69,5 +74,6 @@ class Search:
         if peak == 0.0 or not math.isfinite(peak):
             return scale
         self.found_at = iteration if searching else self.found_at
-        found = min(max(fitting(peak) / self._room, limits.min_scale), limits.max_scale)
+        room = SMALLER_ROOM if self._room == ROOM and not searching else self._room
+        found = min(max(fitting(peak * room), limits.min_scale), limits.max_scale)
         return found if searching else max(found, scale)
