@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from precast import cli_check
 from precast._version import __version__
 from precast.errors import PrecastError
 
@@ -40,6 +41,10 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="precast")
 def main() -> None:
     """Automatic mixed precision for PyTorch that you can read, trust and steer."""
+
+
+for _command in (cli_check.check, cli_check.fix, cli_check.rule):
+    main.add_command(_command)
 
 
 @main.command(short_help="Train in float32 and in mixed precision; compare.")

@@ -25,7 +25,6 @@ _KEYS = {
     "per-file-ignores",
     "min-torch",
     "unsafe-fixes",
-    "to",
 }
 
 
@@ -45,7 +44,6 @@ class Settings:
         exclude: patterns of paths that are not looked at.
         per_file_ignores: pairs of a pattern and the codes that are not reported there.
         root: the folder that patterns are relative to.
-        target: "torch", or "precast" to move code to precast's names as well.
     """
 
     codes: frozenset[str] = field(default_factory=default_codes)
@@ -54,7 +52,6 @@ class Settings:
     exclude: tuple[str, ...] = ()
     per_file_ignores: tuple[tuple[str, frozenset[str]], ...] = ()
     root: str = "."
-    target: str = "torch"
 
     def codes_for(self, filename: str) -> frozenset[str]:
         """The rules for one file."""
@@ -87,7 +84,7 @@ def load(start: Path, asked: dict[str, Any]) -> Settings:
     Args:
         start: the first path that is looked at.
         asked: options that were given: select, extend_select, ignore (lists of codes, names or prefixes),
-            min_torch, unsafe_fixes, to; None or empty: not given.
+            min_torch, unsafe_fixes; None or empty: not given.
 
     Raises:
         ValueError: pyproject.toml or an option cannot be understood.
@@ -108,7 +105,6 @@ def load(start: Path, asked: dict[str, Any]) -> Settings:
             for pattern, codes in option.get("per_file_ignores", {}).items()
         ),
         root=str(path.parent if path else Path()),
-        target=option.get("to", "torch"),
     )
     selected = expand(option["select"]) if "select" in option else settings.codes
     selected |= expand(option.get("extend_select", ()))

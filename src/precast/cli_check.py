@@ -1,0 +1,242 @@
+"""The commands `precast check`, `precast fix` and `precast rule`.
+
+Invariants: torch is never imported, and LibCST only if a file has to be parsed; findings go to stdout, notes,
+progress and what is said about fixes to stderr where stdout is for a program.
+Exit codes: 0 clean or all fixed, 1 findings are left or `--diff` shows something, 2 asked for wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from precast.rewrite.report import FileReport
+    from precast.rewrite.settings import Settings
+
+__all__ = ["check", "fix", "rule"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_FORMATS = ("full", "concise", "json", "github", "sarif")
+
+
+def _codes(*names: str, help: str) -> Callable[[_Command], _Command]:
+    return click.option(*names, multiple=True, metavar="CODES", help=help)
+
+
+def _shared(command: _Command) -> _Command:
+    """The options that `check` and `fix` have in common."""
+    for option in reversed(
+        [
+            click.argument("paths", nargs=-1, type=click.Path(path_type=Path, allow_dash=True)),
+            click.option(
+                "--unsafe-fixes", is_flag=True, help="Also fixes that may change what it does."
+            ),
+            click.option(
+                "--diff", "as_diff", is_flag=True, help="Show what would be fixed; write nothing."
+            ),
+            _codes("--select", help="Only these rules: codes, beginnings of codes, names, ALL."),
+            _codes("--extend-select", help="These rules as well."),
+            _codes("--ignore", help="Not these rules."),
+            click.option(
+                "--min-torch", metavar="V", help="The oldest PyTorch that the code is for."
+            ),
+            click.option(
+                "--output-format", type=click.Choice(_FORMATS), default="full", show_default=True
+            ),
+            click.option("--exit-zero", is_flag=True, help="Exit with 0 whatever is found."),
+            click.option("--statistics", is_flag=True, help="Only count findings by rule."),
+            click.option(
+                "--stdin-filename", metavar="F", help="The name of what comes from stdin (-)."
+            ),
+            click.option("--no-cache", is_flag=True, help="Neither read nor write .precast_cache."),
+            click.option(
+                "--jobs", type=click.IntRange(min=1), help="Processes.  [default: one a core]"
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@click.command(short_help="Find deprecated and wrong mixed-precision code.")
+@click.option("--fix", "apply", is_flag=True, help="Apply safe fixes.")
+@_shared
+def check(apply: bool, **asked: Any) -> None:
+    """Find mixed-precision code that is deprecated or wrong, in files and folders (- for stdin).
+
+    `precast rule CODE` says more about a finding. Settings are in [tool.precast.check] of
+    pyproject.toml.
+    """
+    _main(apply, **asked)
+
+
+@click.command(short_help="Fix deprecated and wrong mixed-precision code.")
+@_shared
+def fix(**asked: Any) -> None:
+    """Apply the fixes of `precast check`, and report what is left."""
+    _main(True, **asked)
+
+
+@click.command(short_help="Say what a rule of `precast check` is about.")
+@click.argument("code", required=False)
+def rule(code: str | None) -> None:
+    """Say what a rule finds, why, and when not to worry; without CODE, list all rules."""
+    from precast.rewrite import pages
+    from precast.rewrite.registry import all_rules, find_rule
+
+    if code is None:
+        for known in all_rules().values():
+            state = "" if known.default else "  (off)"
+            click.echo(f"{known.code}  {known.severity.value:<11}  {known.name}{state}")
+        return
+    found = find_rule(code)
+    if found is None:
+        raise click.UsageError(f"There is no rule {code!r}. `precast rule` lists all.")
+    click.echo(pages.page(found), nl=False)
+
+
+def _main(
+    apply: bool,
+    *,
+    paths: tuple[Path, ...],
+    as_diff: bool,
+    output_format: str,
+    exit_zero: bool,
+    statistics: bool,
+    stdin_filename: str | None,
+    no_cache: bool,
+    jobs: int | None,
+    **asked: Any,
+) -> None:
+    """Runs, prints, and ends the process with the exit code."""
+    from precast.rewrite.runner import Mode
+
+    paths = paths or (Path(),)
+    is_stdin = str(paths[0]) == "-"
+    if is_stdin and len(paths) > 1:
+        raise click.UsageError("stdin (-) can't be checked together with files.")
+    settings = _settings(Path(stdin_filename or ".") if is_stdin else paths[0], asked)
+    mode = Mode(fix=apply or as_diff, write=apply and not as_diff and not is_stdin)
+    if is_stdin:
+        reports = _from_stdin(stdin_filename or "stdin.py", settings, mode, apply and not as_diff)
+    else:
+        reports = _from_files(
+            paths, settings, mode, None if no_cache else _cache_folder(settings), jobs
+        )
+    _note(reports)
+    if as_diff:
+        _print_diff(reports)
+    else:
+        _print(reports, output_format, statistics, err=is_stdin and apply)
+    sys.exit(_exit_code(reports, as_diff, exit_zero))
+
+
+def _settings(start: Path, asked: dict[str, Any]) -> Settings:
+    from precast.rewrite.settings import load
+
+    for name in ("select", "extend_select", "ignore"):
+        asked[name] = [code for given in asked[name] for code in given.split(",") if code.strip()]
+    asked["unsafe_fixes"] = asked["unsafe_fixes"] or None
+    try:
+        return load(start if start.is_dir() else start.parent, asked)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _cache_folder(settings: Settings) -> Path:
+    return Path(settings.root) / ".precast_cache"
+
+
+def _from_files(
+    paths: Sequence[Path], settings: Settings, mode: Any, folder: Path | None, jobs: int | None
+) -> list[FileReport]:
+    from precast.rewrite.cache import Cache
+    from precast.rewrite.files import find
+    from precast.rewrite.runner import run
+
+    missing = [path for path in paths if not path.exists() and not path.is_symlink()]
+    if missing:
+        raise click.UsageError(f"There is no file or folder {str(missing[0])!r}.")
+    with _progress() as advance:
+        return run(
+            find(paths, settings),
+            settings,
+            mode,
+            Cache(folder, settings),
+            advance=advance,
+            jobs=jobs,
+        )
+
+
+def _from_stdin(filename: str, settings: Settings, mode: Any, echo: bool) -> list[FileReport]:
+    from precast.rewrite.runner import run_text
+
+    data = sys.stdin.buffer.read()
+    report = run_text(filename, data, settings, mode)
+    if echo:
+        sys.stdout.buffer.write(data if report.after is None else report.after)
+        sys.stdout.buffer.flush()
+    return [report]
+
+
+def _note(reports: Sequence[FileReport]) -> None:
+    for report in reports:
+        if report.note is not None:
+            kind = "error" if report.failed else "note"
+            click.echo(f"{kind}: skipped {report.filename}: {report.note}", err=True)
+
+
+def _print_diff(reports: Sequence[FileReport]) -> None:
+    from precast.rewrite.formats import diff
+
+    for report in reports:
+        if report.after is not None:
+            click.echo(diff(report), nl=False)
+
+
+def _print(reports: Sequence[FileReport], output_format: str, statistics: bool, err: bool) -> None:
+    from precast.rewrite import formats
+
+    findings = [finding for report in reports for finding in report.findings]
+    if statistics:
+        click.echo(formats.statistics(reports), err=err, nl=bool(findings))
+    else:
+        text = formats.FORMATS[output_format](findings)
+        click.echo(text, err=err, nl=bool(text))
+    if output_format in ("full", "concise"):
+        click.echo(formats.summary(reports), err=err)
+
+
+def _exit_code(reports: Sequence[FileReport], as_diff: bool, exit_zero: bool) -> int:
+    if any(report.failed for report in reports):
+        return 2
+    if exit_zero:
+        return 0
+    if as_diff:
+        return int(any(report.after is not None for report in reports))
+    return int(any(report.findings for report in reports))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], object]]:
+    """A progress bar on stderr, if that is a terminal; yields what is told how many of how many are done."""
+    if not sys.stderr.isatty():
+        yield max  # any function of two numbers
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # No thread of its own: processes are made from this one while it is shown.
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("checking", total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, refresh=True)
+
+        yield advance

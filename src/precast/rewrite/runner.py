@@ -1,0 +1,162 @@
+"""Runs the engine over many files: on all cores, from the cache, and writes what was fixed.
+
+Invariants:
+    - This process reads each file and takes the cheap look; only files that mention something of interest,
+      and are not in the cache, are parsed, in other processes where there are several.
+    - A file is replaced in one step, through links, with its mode; a crash leaves it old or new.
+    - What goes wrong with one file is a note on it, and the others go on.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from precast.demo import files as whole
+from precast.errors import CheckError
+from precast.rewrite import engine
+from precast.rewrite.cache import Cache
+from precast.rewrite.files import read
+from precast.rewrite.notebook import Notebook, is_notebook
+from precast.rewrite.report import FileReport, Reported, reported
+from precast.rewrite.settings import Settings
+from precast.rewrite.text import Text, decode
+
+__all__ = ["Mode", "run", "run_text"]
+
+_FEW = 8  # files below which starting processes costs more than it saves
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What to do with fixes: apply them, and write the files.
+
+    `fix` without `write` only tells what would be written.
+    """
+
+    fix: bool = False
+    write: bool = False
+
+
+def run(
+    paths: Iterable[Path],
+    settings: Settings,
+    mode: Mode,
+    cache: Cache,
+    *,
+    advance: Callable[[int, int], object] = max,
+    jobs: int | None = None,
+) -> list[FileReport]:
+    """Checks or fixes files, and reports on all that were found or noted, in the order of the paths.
+
+    Args:
+        paths: the files.
+        settings: what to look for.
+        mode: what to do with fixes.
+        cache: what is known already.
+        advance: is told how many of how many files are done.
+        jobs: processes; None: one a core.
+    """
+    reports: dict[Path, FileReport] = {}
+    waiting: list[tuple[Path, bytes]] = []
+    for path in paths:
+        looked = _look(path, settings, mode, cache)
+        if isinstance(looked, bytes):
+            waiting.append((path, looked))
+        elif looked is not None:
+            reports[path] = looked
+        if looked is not None:
+            reports.setdefault(path, FileReport(str(path)))  # keeps the order
+    work = [(str(path), data, settings, mode) for path, data in waiting]
+    for done, (task, report) in enumerate(zip(work, _all(work, jobs), strict=True), 1):
+        reports[Path(task[0])] = report
+        if report.before is None and report.note is None:
+            cache.put(cache.key(task[0], task[1]), report.findings)
+        advance(done, len(work))
+    cache.save()
+    return list(reports.values())
+
+
+def _look(path: Path, settings: Settings, mode: Mode, cache: Cache) -> FileReport | bytes | None:
+    """A report where it is known without parsing, None where there is nothing, else the file's bytes."""
+    try:
+        data = read(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return FileReport(str(path), note=reason)
+    if not engine.interesting(data, settings.codes_for(str(path))):
+        return None
+    known = cache.get(cache.key(str(path), data))
+    if known is None or (mode.fix and any(_may_apply(f, settings) for f in known)):
+        return data
+    return FileReport(str(path), known)
+
+
+def _may_apply(finding: Reported, settings: Settings) -> bool:
+    allowed = ("safe", "unsafe") if settings.unsafe_fixes else ("safe",)
+    return finding.fix is not None and finding.fix["applicability"] in allowed
+
+
+def _all(work: list[tuple[str, bytes, Settings, Mode]], jobs: int | None) -> Iterator[FileReport]:
+    jobs = min(jobs or os.cpu_count() or 1, len(work))
+    if jobs < 2 or len(work) < _FEW:
+        yield from map(_one, work)
+        return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    import libcst  # noqa: F401  # once, before the processes are made from this one
+
+    kind = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context(kind)) as pool:
+        yield from pool.map(_one, work, chunksize=max(1, min(16, len(work) // (4 * jobs))))
+
+
+def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
+    filename, data, settings, mode = task
+    report = run_text(filename, data, settings, mode)
+    if mode.write and report.after is not None:
+        try:
+            path = Path(filename).resolve()
+            whole.replace(path, report.after, stat.S_IMODE(path.stat().st_mode))
+        except OSError as error:
+            return FileReport(filename, note=f"it can't be written: {error.strerror}")
+    return report
+
+
+def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> FileReport:
+    """Checks or fixes the bytes of one file; writes nothing."""
+    try:
+        notebook = Notebook(data) if is_notebook(filename) else None
+        text = Text(notebook.code.encode("utf-8")) if notebook else decode(data)
+    except ValueError as error:
+        return FileReport(filename, note=f"it can't be read: {error}")
+    do = engine.fix if mode.fix else engine.check
+    try:
+        checked = do(text, filename, settings)
+    except CheckError as error:
+        return FileReport(filename, note=str(error), failed=True)
+    return _report(filename, data, notebook, checked)
+
+
+def _report(
+    filename: str, data: bytes, notebook: Notebook | None, checked: engine.Checked
+) -> FileReport:
+    after = checked.text.encode()
+    place: Any = None
+    if notebook is not None:
+        after = notebook.with_code(checked.text.string)
+        place = Notebook(after).place
+    findings = [reported(finding, checked.text, filename, place) for finding in checked.findings]
+    changed = after != data and bool(checked.fixed)
+    return FileReport(
+        filename,
+        findings,
+        list(checked.fixed),
+        before=data if changed else None,
+        after=after if changed else None,
+    )
