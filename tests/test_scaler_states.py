@@ -119,6 +119,13 @@ def test_the_state_of_a_sharded_scaler_loads() -> None:
         ({"backoff_factor": math.nan}, "backoff_factor must be"),
         ({"growth_interval": 0}, "growth_interval must be"),
         ({"_growth_tracker": -1}, "_growth_tracker must be"),
+        ({"precast": {"version": 1, "limits": {"moods": 3}}}, "limits that no scaler has: moods"),
+        ({"precast": {"version": 1, "limits": {"min_scale": 0.0}}}, "min_scale must be"),
+        ({"precast": {"version": 1, "limits": {"on_verdict": "cry"}}}, "on_verdict must be"),
+        (
+            {"precast": {"version": 1, "limits": {"min_scale": 4.0, "max_scale": 2.0}}},
+            "between min_scale and max_scale",
+        ),
     ],
 )
 def test_a_wrong_state_is_refused_whole(change: dict[str, Any], message: str) -> None:

@@ -23,6 +23,7 @@ from precast import _torch
 from precast.errors import ScalerError
 from precast.scaler import GradScaler
 from precast.scaling.findings import Findings
+from precast.scaling.states import by_loss
 from precast.scaling.turns import lent, verdict_on
 
 __all__ = ["LossScalers"]
@@ -135,18 +136,27 @@ class LossScalers(Mapping[str, GradScaler]):
         return {name: scaler.state_dict() for name, scaler in self._scalers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned.
+        """Takes over what `state_dict` returned, or Apex's state of as many losses, in their order.
 
         Raises:
-            ScalerError: It is of other losses; or as `GradScaler.load_state_dict`.
+            ScalerError: It is of other losses; or as `GradScaler.load_state_dict`. Nothing has changed then.
         """
+        state_dict = by_loss(state_dict, self._scalers)
         if set(state_dict) != set(self._scalers):
             raise ScalerError(
                 f"load_state_dict() got the states of {', '.join(map(str, state_dict)) or 'nothing'}; "
                 f"the losses here are {', '.join(self._scalers)}."
             )
+        before = self.state_dict()
+        try:
+            self._load(state_dict)
+        except ScalerError:
+            self._load(before)
+            raise
+
+    def _load(self, states: Mapping[str, Any]) -> None:
         for name, scaler in self._scalers.items():
-            scaler.load_state_dict(state_dict[name])
+            scaler.load_state_dict(states[name])
 
     def _of(self, name: str) -> _Scaler:
         if name not in self._scalers:

@@ -11,14 +11,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from precast.errors import PrecastWarning, ScalerError
-from precast.scaling.settings import DEFAULT_LIMITS, Limits, require_count, require_number
+from precast.scaling.settings import (
+    DEFAULT_LIMITS,
+    LARGEST_SCALE,
+    Limits,
+    checked_limits,
+    require_count,
+    require_number,
+)
 
-__all__ = ["State", "extras", "read"]
+__all__ = ["State", "by_loss", "extras", "read"]
 
 _VERSION = 1
 _NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -62,6 +69,14 @@ def read(state: Mapping[str, Any], limits: Limits) -> State | None:
     return dataclasses.replace(found, scale=_within(found.scale, found.limits or limits))
 
 
+def by_loss(state: Mapping[str, Any], losses: Iterable[str]) -> Mapping[str, Any]:
+    """`state` by the names of losses: Apex numbers its scalers, in the order of the losses."""
+    numbered = {name: f"loss_scaler{number}" for number, name in enumerate(losses)}
+    if set(state) != set(numbered.values()):
+        return state
+    return {name: state[key] for name, key in numbered.items()}
+
+
 def _of_torch(state: Mapping[str, Any]) -> State:
     missing = [key for key in _NUMBERS if key not in state]
     if missing:
@@ -85,9 +100,19 @@ def _of_torch(state: Mapping[str, Any]) -> State:
         require_number("growth_factor", state["growth_factor"]),
         require_number("backoff_factor", state["backoff_factor"]),
         require_count("growth_interval", state["growth_interval"]),
-        Limits(**ours["limits"]) if ours else None,
-        bool(ours["searching"]) if ours else None,
+        _limits(ours.get("limits", {})) if ours else None,
+        bool(ours.get("searching")) if ours else None,
     )
+
+
+def _limits(state: Mapping[str, Any]) -> Limits:
+    """Limits that are not the defaults, and possible ones."""
+    unknown = sorted(state.keys() - {field.name for field in dataclasses.fields(Limits)})
+    if unknown:
+        raise ScalerError(f"load_state_dict() got limits that no scaler has: {', '.join(unknown)}.")
+    given = {**dataclasses.asdict(DEFAULT_LIMITS), **state}
+    floor = require_number("min_scale", given.pop("min_scale"), below=LARGEST_SCALE)
+    return checked_limits(floor, floor, given.pop("max_scale"), given)
 
 
 def _of_apex(state: Mapping[str, Any]) -> State:
