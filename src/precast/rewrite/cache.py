@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from precast._version import __version__
-from precast.demo import files
 from precast.rewrite.report import Reported
 from precast.rewrite.settings import Settings
 
@@ -67,6 +66,8 @@ class Cache:
             ignore = self.path.parent / ".gitignore"
             if not ignore.exists():
                 ignore.write_text("*\n", encoding="utf-8")
+            from precast.demo import files
+
             files.replace(self.path, json.dumps(rows).encode())
 
 

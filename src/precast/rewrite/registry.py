@@ -55,5 +55,5 @@ def expand(selectors: Iterable[str]) -> frozenset[str]:
 
 
 def url(code: str) -> str:
-    """Where a rule's page is."""
-    return f"{_PAGES}/{code}.md"
+    """Where a rule's page is; what the engine itself reports is on the page of all rules."""
+    return f"{_PAGES}/{'README' if code in ENGINE else code}.md"

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from precast.demo import files as whole
 from precast.errors import CheckError
 from precast.rewrite import engine
 from precast.rewrite.cache import Cache
@@ -120,6 +119,8 @@ def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
     filename, data, settings, mode = task
     report = run_text(filename, data, settings, mode)
     if mode.write and report.after is not None:
+        from precast.demo import files as whole
+
         try:
             path = Path(filename).resolve()
             whole.replace(path, report.after, stat.S_IMODE(path.stat().st_mode))

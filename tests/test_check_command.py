@@ -1,0 +1,312 @@
+"""`precast check`, `precast fix` and `precast rule` as programs: exit codes, formats, files of every kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from precast.cli import main
+from precast.rewrite import runner
+
+OLD = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"
+NEW = 'import torch\n\nwith torch.amp.autocast("cuda"):\n    pass\n'
+UNFIXABLE = "import torch\n\nwith torch.cuda.amp.autocast(*args):\n    pass\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[tool.precast.check]\n")
+    return tmp_path
+
+
+def precast_(*arguments: str, stdin: bytes | None = None) -> Result:
+    return CliRunner().invoke(main, arguments, input=stdin)
+
+
+def test_findings_exit_with_one_and_a_clean_tree_with_zero(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    found = precast_("check", "a.py")
+    assert found.exit_code == 1
+    assert "a.py:3:6: AMP001 [*]" in found.stdout
+    assert "^^^^^" in found.stdout
+    assert precast_("check", "a.py", "--exit-zero").exit_code == 0
+    (here / "a.py").write_text(NEW)
+    clean = precast_("check")
+    assert clean.exit_code == 0
+    assert clean.stdout == "All checks passed.\n"
+
+
+def test_fix_writes_what_diff_shows_and_keeps_the_mode(here: Path) -> None:
+    path = here / "a.py"
+    path.write_bytes(OLD.replace("\n", "\r\n").encode())
+    path.chmod(0o750)
+    shown = precast_("fix", "--diff", "a.py")
+    assert shown.exit_code == 1
+    assert path.read_bytes() == OLD.replace("\n", "\r\n").encode()
+    fixed = precast_("fix", "a.py")
+    assert fixed.exit_code == 0
+    assert "1 fixed, 0 left" in fixed.stdout
+    assert path.read_bytes() == NEW.replace("\n", "\r\n").encode()
+    assert path.stat().st_mode & 0o777 == 0o750
+    removed = [line[1:] for line in shown.stdout.split("\n") if line.startswith("-with")]
+    added = [line[1:] for line in shown.stdout.split("\n") if line.startswith("+with")]
+    assert removed[0].rstrip("\r") == OLD.split("\n")[2]
+    assert added[0].rstrip("\r") == NEW.split("\n")[2]
+    assert precast_("fix", "--diff", "a.py").exit_code == 0
+
+
+def test_check_with_fix_reports_what_is_left(here: Path) -> None:
+    (here / "a.py").write_text(UNFIXABLE)
+    left = precast_("check", "--fix", "a.py")
+    assert left.exit_code == 1
+    assert "AMP001" in left.stdout
+    assert (here / "a.py").read_text() == UNFIXABLE
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "--select", "AMP999", "a.py"),
+        ("check", "--min-torch", "new", "a.py"),
+        ("check", "missing.py"),
+        ("check", "-", "a.py"),
+        ("rule", "AMP999"),
+    ],
+)
+def test_what_is_asked_wrongly_exits_with_two(here: Path, arguments: tuple[str, ...]) -> None:
+    (here / "a.py").write_text(OLD)
+    result = precast_(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("Error: ") == 1
+
+
+def test_settings_come_from_pyproject(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    (here / "old").mkdir()
+    (here / "old" / "b.py").write_text(OLD)
+    table = '[tool.precast.check]\nexclude = ["old"]\n'
+    (here / "pyproject.toml").write_text(table)
+    assert "b.py" not in precast_("check").stdout
+    (here / "pyproject.toml").write_text(
+        table + '[tool.precast.check.per-file-ignores]\n"a.py" = ["AMP0"]\n'
+    )
+    assert precast_("check").exit_code == 0
+    (here / "pyproject.toml").write_text(table + 'ignore = ["cuda-autocast"]\n')
+    assert precast_("check").exit_code == 0
+    (here / "pyproject.toml").write_text('[project]\ndependencies = ["torch>=1.10,<3"]\n')
+    assert precast_("check").exit_code == 0
+    assert precast_("check", "--min-torch", "2.4").exit_code == 1
+    (here / "pyproject.toml").write_text("[tool.precast.check]\nselct = []\n")
+    wrong = precast_("check")
+    assert wrong.exit_code == 2
+    assert "selct" in wrong.stderr
+
+
+def test_json_has_the_keys_that_readers_of_ruff_expect(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    [finding] = json.loads(precast_("check", "a.py", "--output-format", "json").stdout)
+    assert finding["code"] == "AMP001"
+    assert finding["location"] == {"row": 3, "column": 6}
+    assert finding["end_location"] == {"row": 3, "column": 31}
+    assert finding["fix"]["applicability"] == "safe"
+    assert finding["noqa_row"] == 3
+    edits = finding["fix"]["edits"]
+    assert [edit["content"] for edit in edits] == ["torch.amp", '"cuda"']
+
+
+def test_sarif_and_github(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    log = json.loads(precast_("check", "a.py", "--output-format", "sarif").stdout)
+    assert log["version"] == "2.1.0"
+    [result] = log["runs"][0]["results"]
+    assert result["ruleId"] == log["runs"][0]["tool"]["driver"]["rules"][0]["id"] == "AMP001"
+    line = precast_("check", "a.py", "--output-format", "github").stdout
+    assert line.startswith("::warning title=precast (AMP001),file=a.py,line=3,col=6,")
+
+
+def test_statistics_counts_by_rule(here: Path) -> None:
+    (here / "a.py").write_text(OLD + OLD)
+    assert "     2  AMP001  cuda-autocast" in precast_("check", "--statistics").stdout
+
+
+def test_stdin_comes_out_fixed(here: Path) -> None:
+    result = precast_("fix", "-", "--stdin-filename", "src/x.py", stdin=OLD.encode())
+    assert result.stdout == NEW
+    assert result.exit_code == 0
+    found = precast_("check", "-", "--stdin-filename", "src/x.py", stdin=OLD.encode())
+    assert "src/x.py:3:6" in found.stdout
+    assert found.exit_code == 1
+
+
+# --- comments that silence ---
+
+
+def test_comments_silence_findings_and_unused_ones_are_found(here: Path) -> None:
+    line = "with torch.cuda.amp.autocast():"
+    (here / "a.py").write_text(OLD.replace(line, line + "  # noqa: AMP001"))
+    assert precast_("check").exit_code == 0
+    (here / "a.py").write_text("# precast: noqa\n" + OLD)
+    assert precast_("check").exit_code == 0
+    (here / "a.py").write_text(NEW.replace("pass", "pass  # noqa: E501, AMP001"))
+    unused = precast_("check")
+    assert "AMP901" in unused.stdout
+    precast_("fix")
+    assert (here / "a.py").read_text() == NEW.replace("pass", "pass  # noqa: E501")
+
+
+def test_a_silenced_use_keeps_the_fix_it_shares_from_the_others(here: Path) -> None:
+    text = "from torch.cuda.amp import autocast\n\na = autocast()\nb = autocast()  # noqa: AMP001\n"
+    (here / "a.py").write_text(text)
+    assert precast_("fix").exit_code == 1
+    assert (here / "a.py").read_text() == text
+
+
+# --- files of every kind ---
+
+
+def test_odd_files_are_noted_and_the_others_checked(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    (here / "broken.py").write_text("import torch\ntorch.cuda.amp.autocast(\n")
+    (here / "latin.py").write_bytes(b"# caf\xe9\nfrom torch.cuda.amp import autocast\n")
+    (here / "large.py").write_bytes(b"#" * (11 * 2**20))
+    (here / "loop.py").symlink_to(here / "loop.py")
+    (here / "folder").mkdir()
+    (here / "folder" / "up").symlink_to(here, target_is_directory=True)
+    os.mkfifo(here / "pipe.py")
+    (here / "null.py").write_bytes(b"autocast cuda\0torch")
+    (here / "empty.ipynb").write_bytes(b"autocast cuda {")
+    result = precast_("check", "--output-format", "concise")
+    assert result.exit_code == 1
+    assert "a.py:3:6: AMP001" in result.stdout
+    assert "broken.py:" in result.stdout
+    assert "AMP900" in result.stdout
+    for name in ("latin.py", "large.py", "loop.py", "pipe.py", "empty.ipynb"):
+        assert f"skipped {name}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_encoding_is_kept(here: Path) -> None:
+    old = ("# -*- coding: latin-1 -*-\n# café\n" + OLD).encode("latin-1")
+    (here / "a.py").write_bytes(old)
+    assert precast_("fix").exit_code == 0
+    assert (here / "a.py").read_bytes() == ("# -*- coding: latin-1 -*-\n# café\n" + NEW).encode(
+        "latin-1"
+    )
+
+
+def test_a_link_stays_a_link(here: Path) -> None:
+    (here / "real.txt").write_text(OLD)
+    (here / "a.py").symlink_to(here / "real.txt")
+    assert precast_("fix", "a.py").exit_code == 0
+    assert (here / "a.py").is_symlink()
+    assert (here / "real.txt").read_text() == NEW
+
+
+def test_many_files_in_processes_give_what_one_process_gives(here: Path) -> None:
+    for number in range(2 * runner._FEW):
+        (here / f"f{number:02}.py").write_text(OLD)
+    outputs = [precast_("check", "--no-cache", "--jobs", jobs).stdout for jobs in ("1", "2")]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count("AMP001") == 2 * runner._FEW
+
+
+def test_the_cache_is_used_and_never_stale(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "a.py").write_text(OLD)
+    first = precast_("check").stdout
+    monkeypatch.setattr(runner, "run_text", None)
+    assert precast_("check").stdout == first
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    (here / "a.py").write_text(NEW)
+    assert precast_("check").exit_code == 0
+    (here / "a.py").write_text(OLD)
+    assert precast_("check", "--min-torch", "1.9").exit_code == 0
+    assert precast_("fix").exit_code == 0
+    assert (here / "a.py").read_text() == NEW
+    (here / ".precast_cache" / "check.json").write_text("{")
+    assert precast_("check").exit_code == 0
+
+
+# --- notebooks ---
+
+
+def test_a_notebook_changes_only_where_it_is_fixed(here: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": ["torch.cuda.amp.autocast()\n", "é"]},
+        {
+            "cell_type": "code",
+            "source": ["%matplotlib inline\n", "!pip install x\n", "import torch"],
+        },
+        {"cell_type": "code", "source": ["%%bash\n", "ls"]},
+        {
+            "cell_type": "code",
+            "source": ["with torch.cuda.amp.autocast():\n", "    ?x\n", "    pass"],
+        },
+    ]
+    path = here / "a.ipynb"
+    before = json.dumps({"nbformat": 4, "cells": cells}, indent=1, ensure_ascii=False) + "\n"
+    path.write_text(before, encoding="utf-8")
+    found = precast_("check", "--output-format", "concise")
+    assert "a.ipynb:cell 4:1:6: AMP001" in found.stdout
+    assert precast_("fix").exit_code == 0
+    old, new = "torch.cuda.amp.autocast():", 'torch.amp.autocast(\\"cuda\\"):'
+    assert path.read_text(encoding="utf-8") == before.replace(f"with {old}", f"with {new}")
+
+
+# --- rule, and the start ---
+
+
+def test_rule_prints_the_page_and_lists_all() -> None:
+    page = precast_("rule", "amp001")
+    assert page.exit_code == 0
+    assert page.stdout.startswith("# AMP001 cuda-autocast")
+    assert precast_("rule", "cuda-autocast").stdout == page.stdout
+    assert "AMP203  error" in precast_("rule").stdout
+
+
+_START = "import sys; from precast.cli import main; main(['check', {!r}], standalone_mode=False)"
+
+
+def test_check_loads_neither_torch_nor_libcst_where_nothing_is_to_be_parsed(here: Path) -> None:
+    (here / "a.py").write_text("import torch\n")
+    loaded = "sorted({'torch', 'libcst', 'rich'} & set(sys.modules))"
+    code = f"import sys, atexit\natexit.register(lambda: print({loaded}))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + _START.format(str(here))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_check_works_where_torch_cannot_be_imported(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    code = "import sys; sys.modules['torch'] = None\n" + _START.format(str(here))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "AMP001" in done.stdout
+
+
+def test_check_starts_at_once(here: Path) -> None:
+    """0.15 s is the aim on a quiet machine; what is held here is what no busy one can break."""
+    command = [sys.executable, "-c", _START.format(str(here))]
+    environment = os.environ | {
+        "PYTHONPYCACHEPREFIX": str(here / "compiled"),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        subprocess.run(command, capture_output=True, check=True, env=environment)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
