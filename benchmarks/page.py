@@ -14,7 +14,7 @@ from benchmarks import chart
 from benchmarks.models import title
 from benchmarks.targets import Result, results
 from benchmarks.variants import ACCUMULATION, BASELINE, TRAINING, kinds
-from precast.demo.files import replace
+from precast.files import replace
 
 __all__ = ["BEGIN", "DATA", "END", "PAGE", "render", "write"]
 

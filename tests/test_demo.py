@@ -23,7 +23,8 @@ from rich.console import Console
 from torch import nn
 from torch.autograd.profiler_util import FunctionEventAvg
 
-from precast.demo import files, findings, page, picture, settings, table
+from precast import files
+from precast.demo import findings, page, picture, settings, table
 from precast.demo.checkerboard import Checkerboard, checkerboard, coordinates
 from precast.demo.compare import Comparison, compare, seeded_model, trainers
 from precast.demo.digits import IMAGES, Digits

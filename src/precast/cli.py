@@ -167,7 +167,8 @@ def _make(folder: Path) -> None:
 
 
 def _write(comparison: Comparison, folder: Path) -> dict[str, str]:
-    from precast.demo import files, page, picture
+    from precast import files
+    from precast.demo import page, picture
 
     name = folder / comparison.settings.task
     paths = {"picture": name.with_suffix(".png"), "page": name.with_suffix(".html")}

@@ -10,6 +10,8 @@
     ├── ScalerError (RuntimeError, ValueError)  a gradient scaler used in the wrong order or on the wrong tensors
     │   └── BrokenModelError              gradients that no lower scale mends; `verdict` says what was seen
     ├── CheckError (RuntimeError)         a rule of `precast check` failed on a file, which is a defect of precast's
+    ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
+    ├── OutputError (OSError)             a result that could not be written; what was there before still is
     ├── MissingExtraError (ImportError)   an optional package is not installed; says what to install
     └── TorchVersionError (ImportError)   the installed PyTorch is older than precast can run on
 
@@ -26,11 +28,13 @@ __all__ = [
     "BrokenModelError",
     "CheckError",
     "MissingExtraError",
+    "OutputError",
     "PolicyError",
     "PrecastError",
     "PrecastWarning",
     "RegionError",
     "RegionTypeError",
+    "ReportError",
     "ScalerError",
     "StaleWeightError",
     "TorchVersionError",
@@ -92,6 +96,17 @@ class BrokenModelError(ScalerError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.args[0], self.verdict)
+
+
+class ReportError(PrecastError, ValueError):
+    """A document that is not as the schema says, or documents that are not of one run."""
+
+
+class OutputError(PrecastError, OSError):
+    """A result could not be written; the message names the file, the reason, and what is there now."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])  # `OSError` would put its number before it
 
 
 class MissingExtraError(PrecastError, ImportError):

@@ -1,0 +1,8 @@
+"""What a run leaves behind: a JSON document, and one HTML page made of it. Start with `document.py`.
+
+Nothing in this folder loads torch: a document can be read where there is none.
+"""
+
+from precast.report.document import load, merge, save, validate
+
+__all__ = ["load", "merge", "save", "validate"]

@@ -1,0 +1,257 @@
+"""The schema of a document, version 1, as typed dictionaries: `document.py` checks against these very classes.
+
+Invariants: a key may be added without a new version, so readers pass over keys they do not know; a key is
+never removed, and never gets another meaning, without one. Times are seconds, sizes bytes, shares between 0 and 1.
+Numbers are finite: what is not is null. Dtypes are PyTorch's names without `torch.`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+__all__ = ["VERSION", "Document", "Health", "HealthModule", "Merged", "Row", "Step", "Trace"]
+
+VERSION = 1
+
+
+class Cost(TypedDict):
+    seconds: float | None
+    bytes: float | None
+    share: float | None
+
+
+class Where(TypedDict):
+    module: str | None
+    op: str | None
+    source: str | None
+
+
+Flow = TypedDict("Flow", {"from": str, "to": str, "casts": int, "bytes": float, "seconds": float})
+
+
+class PolicyName(TypedDict):
+    """Which policy a run was under."""
+
+    name: str
+    fingerprint: NotRequired[str]
+
+
+class Run(TypedDict):
+    """One process: what was run, where, and how it ended."""
+
+    command: list[str]
+    ended: Literal["ended", "exit", "exception", "interrupted"]
+    code: int | None
+    message: str | None
+    seconds: float
+    rank: int | None
+    world_size: int
+    torch: str
+    python: str
+    machine: str
+    devices: list[str]
+    policy: PolicyName
+    steps: int
+    traced: list[int] | None
+
+
+class Range(TypedDict):
+    """The numbers of one tensor that went into the first module to fail."""
+
+    dtype: str
+    maximum: float | None
+    minimum: float | None
+    rms: float | None
+    nonfinite: int
+
+
+class First(TypedDict):
+    """The first module, or the first gradient, that was not finite in a step."""
+
+    step: int
+    kind: Literal["output", "gradient"]
+    name: str
+    what: Literal["inf", "nan"]
+    inputs: list[Range]
+    message: str
+
+
+class Step(TypedDict):
+    """One training step; `names` are the parameters whose gradients were not finite."""
+
+    step: int
+    loss: float | None
+    scale: float | None
+    skipped: bool
+    names: list[str]
+    seconds: float | None
+    first: First | None
+
+
+class Count(TypedDict):
+    """Calls of one operation in the whole run, traced or not."""
+
+    op: str
+    device: str
+    rule: str | None
+    calls: int
+    casts: int
+
+
+class Finding(TypedDict):
+    """Something that could be better: what it costs and what to do; `policy` is a line of TOML."""
+
+    kind: str
+    title: str
+    cost: Cost
+    suggestion: str
+    policy: str | None
+    where: Where
+
+
+class Row(TypedDict):
+    """One operation at one place: same module, source line and dtypes."""
+
+    module: str
+    op: str
+    phase: Literal["forward", "backward", "optimizer", "other"]
+    source: str | None
+    inputs: list[str]
+    output: list[str]
+    rule: str | None
+    reason: str | None
+    region: str | None
+    module_rule: str | None
+    calls: int
+    casts: int
+    cast_bytes: float
+    cached: int
+    seconds: float
+    cast_seconds: float
+
+
+class Totals(TypedDict):
+    """Sums over the steps that were traced."""
+
+    seconds: float
+    cast_seconds: float
+    casts: int
+    cast_bytes: float
+    cached: int
+    calls: int
+    steps: int
+
+
+class ModuleName(TypedDict):
+    """A module of the model, and its class."""
+
+    name: str
+    type: str
+
+
+class Trace(TypedDict):
+    """What ran in which dtype, in the steps that were traced."""
+
+    rows: list[Row]
+    totals: Totals
+    flow: list[Flow]
+    saved: dict[str, float]
+    modules: list[ModuleName]
+    dropped: int
+    findings: list[Finding]
+
+
+class Histogram(TypedDict):
+    """Counts of binary exponents: `counts[step][k]` numbers had the exponent `low + k`."""
+
+    low: int
+    counts: list[list[int]]
+
+
+class Shares(TypedDict):
+    """Which shares of the numbers a format would lose."""
+
+    underflow: float
+    overflow: float
+
+
+class WhatIf(TypedDict):
+    """What another format would make of a tensor, as it is and with the best power of two as scale."""
+
+    underflow: float
+    overflow: float
+    subnormal: float
+    best_scale: float | None
+    with_best: Shares | None
+
+
+class HealthModule(TypedDict):
+    """One tensor that was watched; every list has an entry a step of `steps`."""
+
+    name: str
+    kind: Literal["output", "gradient", "parameter"]
+    steps: list[int]
+    histogram: Histogram
+    zeros: list[int]
+    underflow_zeros: list[int]
+    subnormal: list[int]
+    overflow: list[int]
+    saturated: list[int]
+    nan: list[int]
+    maximum: list[float | None]
+    rms: list[float | None]
+    elements: list[int]
+    what_if: dict[str, WhatIf]
+
+
+class Health(TypedDict):
+    """Numeric health: `format` is the dtype that the run computed in."""
+
+    format: str
+    modules: list[HealthModule]
+    first: First | None
+    ring: list[dict[str, Any]]
+
+
+class Advice(TypedDict):
+    """What to do first, and what it is expected to gain."""
+
+    text: str
+    gain: str
+    policy: str | None
+
+
+class Verdict(TypedDict):
+    """The run in sentences; text between backticks is a name."""
+
+    level: Literal["good", "warning", "bad"]
+    headline: str
+    precision: list[str]
+    problems: list[str]
+    first: Advice | None
+    notes: list[str]
+
+
+class Document(TypedDict):
+    """What one process leaves behind."""
+
+    schema: int
+    precast: str
+    made: str
+    run: Run
+    steps: list[Step]
+    counts: list[Count]
+    trace: Trace | None
+    health: Health | None
+    findings: list[Finding]
+    verdict: NotRequired[Verdict]
+
+
+class Merged(TypedDict):
+    """The documents of all processes of one run, by rank."""
+
+    schema: int
+    precast: str
+    made: str
+    ranks: list[Document]
+    verdict: NotRequired[Verdict]
