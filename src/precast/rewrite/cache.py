@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from precast import files
 from precast._version import __version__
 from precast.rewrite.report import Reported
 from precast.rewrite.settings import Settings

@@ -119,7 +119,7 @@ def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
     filename, data, settings, mode = task
     report = run_text(filename, data, settings, mode)
     if mode.write and report.after is not None:
-        from precast.demo import files as whole
+        from precast import files as whole
 
         try:
             path = Path(filename).resolve()
