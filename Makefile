@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-digits demo-distributed doctor test lint format types docs-examples ci bench \
-	test-clients test-versions conformance conformance-nightly bench-clients clean
+	test-clients test-versions conformance conformance-nightly bench-clients gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,9 @@ ci: lint types test test-clients  ## everything CI runs (the layer test and the 
 bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast; writes docs/performance.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
+
+gpu: $(STAMP)  ## everything that needs a GPU, in about nine minutes; writes docs/gpu.md
+	$(BIN)/python -m tools.gpu
 
 bench-clients: $(CLIENTS_STAMP)  ## a training step and inference of other people's models, beside torch.autocast
 	$(CLIENTS)/bin/python -m benchmarks clients
