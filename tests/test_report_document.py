@@ -172,9 +172,7 @@ def test_a_full_disk_leaves_the_old_file_and_one_message(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        OutputError, match="no space left on device; the file that was there is unch"
-    ):
+    with pytest.raises(OutputError, match="No space left on device; what was there before is unch"):
         files.replace(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["run.json"]
@@ -194,7 +192,7 @@ def test_a_disk_that_is_really_full_is_one_message(
         return os.open("/dev/full", os.O_WRONLY), name
 
     monkeypatch.setattr(files.tempfile, "mkstemp", on_a_full_disk)
-    with pytest.raises(OutputError, match=r"cannot write .*run\.json: no space left on device"):
+    with pytest.raises(OutputError, match=r"cannot write .*run\.json: No space left on device"):
         files.replace(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["run.json"]
@@ -205,7 +203,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(under: str, tmp_path: Pa
     file = tmp_path / "file"
     file.write_text("no folder")
     with pytest.raises(
-        PrecastError, match=r"cannot write .*; nothing is there\. Free some space or"
+        PrecastError, match=r"cannot write .*; what was there before is unchanged\. Free"
     ):
         files.replace(Path(under.format(file=file)), b"new")
     assert file.read_text() == "no folder"

@@ -103,10 +103,16 @@ class ReportError(PrecastError, ValueError):
 
 
 class OutputError(PrecastError, OSError):
-    """A result could not be written; the message names the file, the reason, and what is there now."""
+    """A result could not be written; made as an `OSError` is: its number, the reason, the file.
+
+    What was at the file's path before is unchanged.
+    """
 
     def __str__(self) -> str:
-        return str(self.args[-1])  # `OSError` would put its number before it
+        return (
+            f"cannot write {self.filename}: {self.strerror}; what was there before is unchanged. "
+            "Free some space, or name a file in a folder that you may write to"
+        )
 
 
 class MissingExtraError(PrecastError, ImportError):

@@ -27,13 +27,7 @@ def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, content, mode)
     except OSError as error:
-        kept = "the file that was there is unchanged" if target.is_file() else "nothing is there"
-        reason = error.strerror or str(error)
-        raise OutputError(
-            error.errno,
-            f"cannot write {path}: {reason[:1].lower()}{reason[1:]}; {kept}. "
-            "Free some space or name a file in a folder that you may write to",
-        ) from error
+        raise OutputError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:

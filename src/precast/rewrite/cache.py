@@ -66,7 +66,7 @@ class Cache:
             ignore = self.path.parent / ".gitignore"
             if not ignore.exists():
                 ignore.write_text("*\n", encoding="utf-8")
-            from precast.demo import files
+            from precast import files
 
             files.replace(self.path, json.dumps(rows).encode())
 
