@@ -121,11 +121,9 @@ class Source:
 
     @cached_property
     def _spans(self) -> dict[Node, Span]:
-        from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
+        from precast.rewrite.spans import spans
 
-        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
-        found = wrapper.resolve(ByteSpanPositionProvider)
-        return {node: Span(s.start, s.start + s.length) for node, s in found.items()}
+        return spans(self.module)
 
     def span(self, node: Node) -> Span:
         """Where a node stands, without the parentheses, whitespace and comments around it."""

@@ -78,7 +78,7 @@ RULE = Rule(
         "the base of the deprecated ones, so annotations and `isinstance` fit both."
     ),
     fine="A subclass that has to run on PyTorch before 2.3.",
-    words=("cuda amp", "cpu amp"),
+    words=("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd"),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -120,7 +120,7 @@ RULE = Rule(
         "norm 1 makes the step that much too small, and it changes whenever the scale does."
     ),
     fine="The gradients are unscaled in code that the rule can't see.",
-    words=("clip_grad scale(", ".grad scale("),
+    words=("GradScaler clip_grad", "GradScaler .grad"),
     check=check,
     valid=VALID,
     invalid=INVALID,
