@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from precast.errors import PrecastError
-from precast.trace.rows import Cost, Count, Finding, Flow, Module, Row, Totals, Traced, Where
+from precast.tracing.rows import Cost, Count, Finding, Flow, Module, Row, Totals, Traced, Where
 
 
 def traced() -> Traced:
@@ -67,5 +67,5 @@ def test_a_phase_that_there_is_not_is_refused() -> None:
 
 
 def test_rows_need_no_pytorch() -> None:
-    code = "import sys, precast.trace.rows; sys.exit('torch' in sys.modules)"
+    code = "import sys, precast.tracing.rows; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
