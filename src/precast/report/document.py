@@ -1,6 +1,6 @@
 """What a run leaves behind, as JSON: checked, loaded, saved whole or not at all, the ranks of one run merged.
 
-Invariants: what `save` writes `load` reads, and both refuse what is not as `schema.py` says, with the place.
+Invariants: what `save` writes `load` reads, with a verdict made anew; both refuse what is not as `schema.py` says, with the place.
 A merged document holds those of the ranks as they were, the lowest rank first.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from precast import _version, files
 from precast.errors import ReportError
+from precast.report.ranks import common_verdict
 from precast.report.schema import VERSION, Document, HealthModule, Merged
 from precast.report.shapes import mismatch
 
@@ -54,14 +55,15 @@ def documents(document: Document | Merged) -> list[Document]:
 
 
 def save(document: Document | Merged | dict[str, Any], path: str | Path) -> None:
-    """Writes a document as JSON, in one step.
+    """Writes a document as JSON, with the verdict on it, in one step.
 
     Raises:
         ReportError: it is not as the schema says.
         OutputError: the file could not be written; what was there still is.
     """
     checked = validate(document)
-    text = json.dumps(checked, allow_nan=False, separators=(",", ":"))
+    told = {**checked, "verdict": common_verdict(documents(checked))}
+    text = json.dumps(told, allow_nan=False, separators=(",", ":"))
     files.replace(Path(path), text.encode() + b"\n")
 
 

@@ -37,7 +37,10 @@ class PolicyName(TypedDict):
 
 
 class Run(TypedDict):
-    """One process: what was run, where, and how it ended."""
+    """One process: what was run, where, and how it ended; `traced` is the first step traced and the one after the last.
+
+    `skipped` counts all skipped steps of the run, also those that `steps` has no room for.
+    """
 
     command: list[str]
     ended: Literal["ended", "exit", "exception", "interrupted"]
@@ -52,6 +55,7 @@ class Run(TypedDict):
     devices: list[str]
     policy: PolicyName
     steps: int
+    skipped: NotRequired[int]
     traced: list[int] | None
 
 
@@ -110,9 +114,12 @@ class Finding(TypedDict):
 
 
 class Row(TypedDict):
-    """One operation at one place: same module, source line and dtypes."""
+    """One operation at one place; `module` is "" for the model itself, null outside of all modules.
 
-    module: str
+    `seconds` has the casts in it.
+    """
+
+    module: str | None
     op: str
     phase: Literal["forward", "backward", "optimizer", "other"]
     source: str | None
@@ -122,6 +129,7 @@ class Row(TypedDict):
     reason: str | None
     region: str | None
     module_rule: str | None
+    device: NotRequired[str]
     calls: int
     casts: int
     cast_bytes: float
@@ -159,6 +167,7 @@ class Trace(TypedDict):
     modules: list[ModuleName]
     dropped: int
     findings: list[Finding]
+    notes: NotRequired[list[str]]
 
 
 class Histogram(TypedDict):

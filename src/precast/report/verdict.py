@@ -1,0 +1,292 @@
+"""The verdict on a process: what precision does for it, what is wrong, and what to do first, in sentences.
+
+Invariants: every number in a sentence is of the document; what was not watched is said, never taken for healthy; wrong
+numbers come before slow operations. Names stand between backticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from precast.report.schema import Advice, Document, Finding, First, HealthModule, Verdict
+from precast.report.tree import seconds_by_dtype
+from precast.report.words import count, duration, joined, plural, share, size
+
+__all__ = ["all_findings", "cost_words", "lost", "offender", "verdict"]
+
+_NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation")
+_TELLING = 0.01  # a part below this is not worth a sentence among the problems
+_MOST = 3  # sentences of one kind; the page lists the rest
+
+
+def verdict(document: Document) -> Verdict:
+    """The verdict on the document of one process."""
+    numeric = [*_lost_steps(document), *_underflow(document)]
+    costs = _costly(document)
+    problems = [
+        *_ending(document),
+        *numeric,
+        *_told(document),
+        *(_cost(each) for each in costs[:_MOST]),
+    ]
+    if len(costs) > _MOST:
+        problems.append(f"{plural(len(costs) - _MOST, 'more finding')} with a cost: see below.")
+    first = _advice(document, costs)
+    level = _level(document, problems)
+    return {
+        "level": level,
+        "headline": _headline(document, numeric, costs),
+        "precision": list(_precision(document)),
+        "problems": problems,
+        "first": first,
+        "notes": list(_notes(document)),
+    }
+
+
+def lost(document: Document) -> int:
+    """How many steps were skipped."""
+    return document["run"].get("skipped", sum(step["skipped"] for step in document["steps"]))
+
+
+def offender(document: Document) -> First | None:
+    """What went non-finite first in the whole run."""
+    found = [step["first"] for step in document["steps"] if step["first"]]
+    if document["health"] and document["health"]["first"]:
+        found.append(document["health"]["first"])
+    return min(found, key=lambda first: first["step"], default=None)
+
+
+def all_findings(document: Document) -> list[Finding]:
+    """The document's findings and the trace's, each once, the costliest first."""
+    every = [*document["findings"], *(document["trace"]["findings"] if document["trace"] else [])]
+    once = [each for i, each in enumerate(every) if each not in every[:i]]
+    return sorted(once, key=lambda each: -_weight(each))
+
+
+def _weight(finding: Finding) -> float:
+    if _is_numeric(finding):
+        return 1e9  # wrong numbers first
+    return finding["cost"]["seconds"] or finding["cost"]["share"] or 0.0
+
+
+def _is_numeric(finding: Finding) -> bool:
+    return finding["kind"].startswith(_NUMERIC)
+
+
+def _failed(document: Document) -> bool:
+    run = document["run"]
+    return run["ended"] == "exception" or (run["ended"] == "exit" and run["code"] not in (0, None))
+
+
+def _level(document: Document, problems: list[str]) -> Literal["good", "warning", "bad"]:
+    steps = document["run"]["steps"]
+    if _failed(document) or (steps and lost(document) > 0.1 * steps):
+        return "bad"
+    return "warning" if problems else "good"
+
+
+# --- what precision does ---
+
+
+def _headline(document: Document, numeric: list[str], costs: list[Finding]) -> str:
+    run = document["run"]
+    if _failed(document):
+        return "The run ended with an error" + (f": {run['message']}" if run["message"] else ".")
+    first, skipped = offender(document), lost(document)
+    if skipped:
+        by = f": `{first['name']}` was the first that was not finite" if first else ""
+        return f"{count(skipped)} of {plural(run['steps'], 'step')} were lost{by}."
+    if first:
+        return f"`{first['name']}` was not finite at step {first['step']}, and no step was skipped."
+    if numeric:
+        return "Small gradients are lost: they are too small for the format they are in."
+    part = sum(each["cost"]["share"] or 0 for each in costs)
+    if part >= _TELLING:
+        return (
+            f"Mixed precision works for this run; {share(min(part, 1))} of its time could be saved."
+        )
+    if not document["counts"]:
+        return "No operation with a rule ran in a region: this run has no mixed precision."
+    return "Mixed precision works for this run; nothing wrong was found."
+
+
+def _precision(document: Document) -> Iterator[str]:
+    trace = document["trace"]
+    if trace and trace["rows"]:
+        dtypes, totals = seconds_by_dtype(trace["rows"]), trace["totals"]
+        total = sum(dtypes.values()) or 1.0
+        parts = [f"{share(s / total)} in {d}" for d, s in dtypes.items() if s / total >= 0.005]
+        yield (
+            f"In {plural(totals['steps'], 'step')} that {'was' if totals['steps'] == 1 else 'were'} "
+            f"traced, operations spent their time like this: {joined(parts)}."
+            if parts
+            else "No operation that was traced took any time."
+        )
+        part = totals["cast_seconds"] / totals["seconds"] if totals["seconds"] else 0.0
+        yield (
+            f"Casts took {share(part)} of the time ({duration(totals['cast_seconds'])}): "
+            f"{count(totals['casts'])} casts wrote {size(totals['cast_bytes'])}, and "
+            f"{count(totals['cached'])} were saved by the cache."
+        )
+        if trace["saved"]:
+            saved = sorted(trace["saved"].items(), key=lambda item: -item[1])
+            parts = [f"{size(number)} in {dtype}" for dtype, number in saved]
+            yield f"Kept for backward: {joined(parts)}."
+        return
+    calls = sum(each["calls"] for each in document["counts"])
+    if calls:
+        lower = sum(each["calls"] for each in document["counts"] if each["rule"] == "lower")
+        casts = sum(each["casts"] for each in document["counts"])
+        yield (
+            f"Of {plural(calls, 'call')} of operations with a rule, {share(lower / calls)} ran in "
+            f"16 bits; {plural(casts, 'cast')} were made for them."
+        )
+
+
+# --- what is wrong ---
+
+
+def _ending(document: Document) -> Iterator[str]:
+    run = document["run"]
+    after = f"after {plural(run['steps'], 'step')} and {duration(run['seconds'])}"
+    if run["ended"] == "exception":
+        yield f"The run ended with {run['message'] or 'an exception'}, {after}."
+    elif run["ended"] == "interrupted":
+        yield f"The run was interrupted {after}: what follows is about a part of it."
+    elif _failed(document):
+        yield f"The run ended with exit code {run['code']}, {after}."
+
+
+def _lost_steps(document: Document) -> Iterator[str]:
+    skipped, first = lost(document), offender(document)
+    steps = [step["step"] for step in document["steps"] if step["skipped"]]
+    if skipped:
+        yield (
+            f"{count(skipped)} of {plural(document['run']['steps'], 'step')} "
+            f"({share(skipped / max(document['run']['steps'], 1))}) were skipped, as gradients were "
+            f"not finite" + (f"; the first at step {steps[0]}." if steps else ".")
+        )
+    if first:
+        message = _sentence(first["message"])
+        yield f"At step {first['step']} `{first['name']}` was the first: {message}"
+
+
+def _underflow(document: Document) -> Iterator[str]:
+    """Gradients that are zero because the format ends before them, the worst first."""
+    health = document["health"]
+    for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
+        modules = [m for m in health["modules"] if m["kind"] == kind] if health else []
+        elements = sum(sum(module["elements"]) for module in modules)
+        gone = sum(sum(module["underflow_zeros"]) for module in modules)
+        if health and elements and gone / elements >= _TELLING:
+            worst = max(modules, key=_underflow_share)
+            yield (
+                f"{share(gone / elements)} of the gradients of {what} became zero as {health['format']} "
+                f"ends before them; most in `{worst['name']}` ({share(_underflow_share(worst))})."
+            )
+
+
+def _underflow_share(module: HealthModule) -> float:
+    return sum(module["underflow_zeros"]) / max(sum(module["elements"]), 1)
+
+
+def _told(document: Document) -> Iterator[str]:
+    """Findings about numbers that no other sentence here tells."""
+    first = offender(document)
+    untold = [
+        each
+        for each in all_findings(document)
+        if (_is_numeric(each) and not (first and each["where"]["module"] == first["name"]))
+        or _weight(each) == 0
+    ]
+    yield from (_sentence(each["title"]) for each in untold[:_MOST])
+
+
+def _costly(document: Document) -> list[Finding]:
+    """Findings that cost a part of the time worth a sentence."""
+    return [
+        each
+        for each in all_findings(document)
+        if not _is_numeric(each) and _weight(each) > 0
+        if each["cost"]["share"] is None or each["cost"]["share"] >= _TELLING
+    ]
+
+
+def _cost(finding: Finding) -> str:
+    return f"{_sentence(finding['title'])[:-1]} ({cost_words(finding)})."
+
+
+def cost_words(finding: Finding) -> str:
+    """What a finding costs: "3.4% of the time, 20 ms, 1.0 MiB"; empty where nothing is known."""
+    cost, parts = finding["cost"], []
+    if cost["share"] is not None:
+        parts.append(f"{share(cost['share'])} of the time")
+    if cost["seconds"] is not None:
+        parts.append(duration(cost["seconds"]))
+    if cost["bytes"]:
+        parts.append(size(cost["bytes"]))
+    return ", ".join(parts)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+# --- what to do ---
+
+
+def _advice(document: Document, costs: list[Finding]) -> Advice | None:
+    numeric = [each for each in all_findings(document) if _is_numeric(each)]
+    first, skipped = offender(document), lost(document)
+    if numeric:
+        return _from_finding(numeric[0], _steps_back(document) or cost_words(numeric[0]))
+    if first:
+        return {
+            "text": f"Run `{first['name']}` in float32, or the whole run in bfloat16, which has "
+            "float32's range.",
+            "gain": _steps_back(document) or "numbers that stay finite",
+            "policy": f'[modules]\n{_quoted(first["name"])} = "fp32"',
+        }
+    if skipped and document["health"] is None:
+        return {
+            "text": "Run it once more with `--health`: the report then names what overflows first.",
+            "gain": _steps_back(document),
+            "policy": None,
+        }
+    if costs:
+        return _from_finding(costs[0], cost_words(costs[0]))
+    return None
+
+
+def _from_finding(finding: Finding, gain: str) -> Advice:
+    return {"text": _sentence(finding["suggestion"]), "gain": gain, "policy": finding["policy"]}
+
+
+def _steps_back(document: Document) -> str:
+    skipped, steps = lost(document), document["run"]["steps"]
+    return f"{plural(skipped, 'step')} of {count(steps)} that would not be lost" if skipped else ""
+
+
+def _quoted(name: str) -> str:
+    """A name as a key of TOML."""
+    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# --- what was not seen ---
+
+
+def _notes(document: Document) -> Iterator[str]:
+    trace, steps = document["trace"], document["steps"]
+    if trace is None or not trace["rows"]:
+        yield "No operation was traced: `--steps 2:5` shows which ran in which dtype, and what casts cost."
+    else:
+        if trace["dropped"]:
+            yield f"{plural(trace['dropped'], 'call')} have no row of their own; the totals have them."
+        yield from (_sentence(note) for note in trace.get("notes", []))
+    if document["health"] is None:
+        yield "Numbers were not watched: `--health` shows ranges, underflow and overflow."
+    if steps and len(steps) < document["run"]["steps"]:
+        yield (
+            f"{count(len(steps))} of {plural(document['run']['steps'], 'step')} are shown, spread evenly."
+        )

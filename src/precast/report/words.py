@@ -1,0 +1,79 @@
+"""Quantities in words, as the report's sentences and tables have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["count", "duration", "joined", "plural", "share", "size"]
+
+
+def share(part: float) -> str:
+    """A part of one as per cent.
+
+    >>> share(0.4), share(0.034), share(0.0002), share(0), share(0.9999)
+    ('40%', '3.4%', 'under 0.1%', '0%', 'over 99.9%')
+    """
+    if 0 < part < 0.001:
+        return "under 0.1%"
+    if 0.999 < part < 1:
+        return "over 99.9%"
+    digits = 1 if part < 0.1 and part * 100 % 1 else 0
+    return f"{100 * part:.{digits}f}%"
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that fits.
+
+    >>> duration(0.00002), duration(0.0123), duration(4.25), duration(90), duration(7300)
+    ('20 µs', '12.3 ms', '4.2 s', '1 min 30 s', '2 h 1 min')
+    """
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1 or unit == "µs":
+            value = seconds * factor
+            break
+    return f"{value:.{0 if value >= 99.95 or value == int(value) else 1}f} {unit}"
+
+
+def size(number: float) -> str:
+    """Bytes in the unit that fits.
+
+    >>> size(512), size(2048), size(5.5 * 2**20), size(300 * 2**30)
+    ('512 B', '2.0 KiB', '5.5 MiB', '300 GiB')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and len(units) > 1:
+        number /= 1024
+        units.pop(0)
+    return f"{number:.{0 if number >= 99.95 or units[0] == 'B' else 1}f} {units[0]}"
+
+
+def count(number: float) -> str:
+    """A whole number with its thousands apart.
+
+    >>> count(1234567)
+    '1,234,567'
+    """
+    return f"{number:,.0f}"
+
+
+def plural(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> plural(1, "step"), plural(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{count(number)} {noun}" + ("" if number == 1 else "s")
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Parts of a sentence, the last two joined by "and".
+
+    >>> joined("a"), joined("abc")
+    ('a', 'a, b and c')
+    """
+    *most, last = parts
+    return f"{', '.join(most)} and {last}" if most else last
