@@ -87,10 +87,11 @@ class Values:
             return [_of_binding(binding) for binding in self.names.bindings(node)]
         if isinstance(node, cst.Attribute) and _is_self(node.value):
             home = self.enclosing_class(node)
-            return self._of_class(home).get(node.attr.value, []) if home else []
+            return self.attributes(home).get(node.attr.value, []) if home else []
         return []
 
-    def _of_class(self, home: Node) -> dict[str, list[tuple[Node | None, Node | None]]]:
+    def attributes(self, home: Node) -> dict[str, list[tuple[Node | None, Node | None]]]:
+        """The attributes that a class gives itself, each with the values and annotations they get."""
         if home not in self._attributes:
             table: dict[str, list[tuple[Node | None, Node | None]]] = {}
             for name, source in _stores(home):

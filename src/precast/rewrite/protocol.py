@@ -1,0 +1,113 @@
+"""What the rules about the scaler's protocol (AMP2xx) ask of a function: which scalers can be followed.
+
+Invariants: a scaler that is handed to code that is not seen here is never followed, nor is one that is
+made with `enabled=False`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from precast.rewrite.arguments import Arguments
+from precast.rewrite.flow import Flow, flows
+from precast.rewrite.flow_events import Event, key
+from precast.rewrite.source import Source
+from precast.rewrite.syntax import Node, cst, walk
+
+__all__ = [
+    "asks_scale",
+    "followed",
+    "hides",
+    "is_plain",
+    "loop_around",
+    "loops_around",
+    "mentions",
+    "only_here",
+]
+
+_PLAIN = re.compile(r"[\w.]+(\[[\w'\"]+\])?$")
+
+
+def followed(source: Source) -> Iterator[tuple[Flow, str]]:
+    """Each function with each scaler in it that can be followed there."""
+    for flow in flows(source):
+        for scaler in flow.scalers:
+            if not flow.leaks(scaler) and not _is_off(source, flow, scaler):
+                yield flow, scaler
+
+
+def only_here(flow: Flow, scaler: str, *methods: str) -> bool:
+    """Whether no other function of the file calls these methods of a scaler."""
+    return flow.is_owned(scaler) or not flow.called_elsewhere(scaler, *methods)
+
+
+def hides(source: Source, event: Event, scaler: str) -> bool:
+    """Whether a call may use a scaler out of sight: it hands on the object that holds it."""
+    call = event.node
+    if event.kind != "call" or not isinstance(call, cst.Call) or not scaler.startswith("self."):
+        return False
+    if any(isinstance(arg.value, cst.Name) and arg.value.value == "self" for arg in call.args):
+        return True
+    func = call.func
+    if not isinstance(func, cst.Attribute):
+        return False
+    owner = func.value
+    if isinstance(owner, cst.Call):
+        return source.names.builtin(owner.func) == "super"
+    if not isinstance(owner, cst.Name) or owner.value not in ("self", "cls"):
+        return False
+    home = source.values.enclosing_class(call)
+    return home is None or func.attr.value not in source.values.attributes(home)
+
+
+def asks_scale(flow: Flow, scaler: str) -> bool:
+    """Whether a function reads a scaler's scale: it may then scale or unscale by hand."""
+    return any(
+        isinstance(node, cst.Attribute)
+        and node.attr.value in ("get_scale", "_scale", "_get_scale_async", "scale_value")
+        and key(flow.source, node.value) == scaler
+        for node in flow.nodes
+    )
+
+
+def loops_around(source: Source, node: Node) -> list[Node]:
+    """The loops of its function that a node runs in, the innermost first."""
+    found: list[Node] = []
+    inner = node
+    for outer in source.around(node):
+        if isinstance(outer, (cst.FunctionDef, cst.Lambda)):
+            break
+        if isinstance(outer, (cst.For, cst.While)) and inner is outer.body:
+            found.append(outer)
+        inner = outer
+    return found
+
+
+def loop_around(source: Source, node: Node) -> Node | None:
+    """The innermost loop that a node runs in."""
+    return next(iter(loops_around(source, node)), None)
+
+
+def mentions(source: Source, node: Node, *names: str) -> bool:
+    """Whether one of some names or attributes occurs in an expression, by its text."""
+    return any(
+        isinstance(inner, (cst.Name, cst.Attribute)) and key(source, inner) in names
+        for inner in walk(node)
+    )
+
+
+def is_plain(text: str | None) -> bool:
+    """Whether a key can be written into a fix: a dotted name, or an item of one."""
+    return bool(text and _PLAIN.match(text))
+
+
+def _is_off(source: Source, flow: Flow, scaler: str) -> bool:
+    """Whether a scaler is made with `enabled=False`."""
+    for node in flow.nodes:
+        if isinstance(node, (cst.Name, cst.Attribute)) and key(source, node) == scaler:
+            call = source.values.constructed(node)
+            if isinstance(call, cst.Call):
+                enabled = Arguments.of(call).get("enabled")
+                return isinstance(enabled, cst.Name) and enabled.value == "False"
+    return False

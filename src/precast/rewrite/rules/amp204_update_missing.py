@@ -1,0 +1,253 @@
+"""AMP204: steps of a scaler without `update`, or with `update` before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from precast.rewrite.flow import Flow, Say
+from precast.rewrite.flow_events import Event
+from precast.rewrite.lines import block_of, exchange, insert_after, line_of
+from precast.rewrite.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast.rewrite.protocol import followed, hides, is_plain, loop_around, only_here
+from precast.rewrite.source import Source
+from precast.rewrite.syntax import Node
+
+__all__ = ["RULE"]
+
+_MISSING = "no `{}.update()` follows this step: the next one raises, and the scale never changes"
+_FIRST = (
+    "`update` belongs after `step`: before it, PyTorch raises, or the gradients are divided twice"
+)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Steps without an update so far; the update that came before its step."""
+
+    steps: frozenset[Node] = frozenset()
+    scaled: bool = False
+    early: Node | None = None
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each step that no update follows, and each update before its step."""
+    for flow, scaler in followed(source):
+        owned = flow.is_owned(scaler)
+
+        def on(
+            state: _State, event: Event, say: Say, scaler: str = scaler, owned: bool = owned
+        ) -> _State:
+            if hides(source, event, scaler):
+                return _State()
+            if event.kind == "return":
+                for step in state.steps if owned else ():
+                    if loop_around(source, step) is not None:
+                        say.bad(step, _MISSING.format(scaler))
+                return state
+            return _on(state, event, say, scaler)
+
+        for node, message in flow.run(_State(), on):
+            is_early = message == _FIRST
+            if is_early and not only_here(flow, scaler, "step"):
+                continue
+            fix = (_swap if is_early else _insert)(source, flow, scaler, node)
+            yield source.find(RULE, node, message, fix)
+
+
+def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+    if event.kind == "backward":
+        return replace(state, scaled=event.scaler == scaler, early=None)
+    if event.scaler != scaler:
+        return state
+    if event.kind == "scaler_step":
+        if state.early is not None:
+            say.bad(state.early, _FIRST)
+        return _State(state.steps | {event.node})
+    if event.kind == "update":
+        for step in state.steps:
+            say.good(step)
+        if state.steps:
+            say.good(event.node)
+        early = event.node if state.scaled and not state.steps else None
+        return _State(early=early)
+    return state
+
+
+def _insert(source: Source, flow: Flow, scaler: str, step: Node) -> Fix | None:
+    """`update` after the step, if there is only one."""
+    steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+    line = line_of(source, step)
+    if len(steps) != 1 or line is None or not is_plain(scaler):
+        return None
+    return source.fix(
+        "Update the scale after the step",
+        insert_after(source, line, f"{scaler}.update()"),
+        unsafe=True,
+    )
+
+
+def _swap(source: Source, flow: Flow, scaler: str, update: Node) -> Fix | None:
+    """The update after the step, if they stand one after the other."""
+    line = line_of(source, update)
+    block = block_of(source, line) if line is not None else []
+    place = block.index(line) + 1 if line in block else len(block)
+    if line is None or place >= len(block):
+        return None
+    steps = [e.node for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+    following = next((s for s in steps if line_of(source, s) is block[place]), None)
+    if following is None:
+        return None
+    return source.fix("Step before the update", exchange(source, line, block[place]), unsafe=True)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """),
+    Case(
+        """
+        import torch
+
+        def train(batches, generator, critic, first, second):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(critic(batch)).backward()
+                scaler.step(second)
+                scaler.scale(generator(batch)).backward()
+                scaler.step(first)
+                scaler.update()
+        """,
+        note="One update for several optimizers.",
+    ),
+    Case("""
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, loss):
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+
+            def after_step(self):
+                self.scaler.update()
+    """),
+    Case("""
+        import torch
+
+        def train(batches, model, optimizer, every):
+            scaler = torch.amp.GradScaler("cuda")
+            for i, batch in enumerate(batches):
+                scaler.scale(model(batch) / every).backward()
+                if (i + 1) % every == 0:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+    """),
+    Case(
+        """
+        import torch
+
+        def train(batches, model, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                step(scaler, optimizer)
+        """,
+        note="The scaler is handed to a function that is not seen.",
+    ),
+    Case("""
+        import torch
+
+        def test_one_step():
+            scaler = torch.amp.GradScaler("cuda")
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self):
+                for batch in self.batches:
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.scaler.unscale_(self.optimizer)
+                    self.scaler.update()  # the scale
+                    self.scaler.step(self.optimizer)  # the weights
+        """,
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self):
+                for batch in self.batches:
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.scaler.unscale_(self.optimizer)
+                    self.scaler.step(self.optimizer)  # the scale
+                    self.scaler.update()  # the weights
+        """,
+        unsafe=True,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP204",
+    name="scaler-update-missing",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="`update` has to follow `step`",
+    what="In a loop, `scaler.step(optimizer)` without `scaler.update()`, or `update` before `step`.",
+    why=(
+        "A second `step` without `update` raises a RuntimeError. `update` before `step` raises as well; after "
+        "`unscale_` it forgets that the gradients are unscaled already, and `step` divides them once more."
+    ),
+    fine="The scale is updated in code that the rule can't see.",
+    words=("GradScaler .step(",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)
