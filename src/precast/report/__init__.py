@@ -4,5 +4,6 @@ Nothing in this folder loads torch: a document can be read where there is none.
 """
 
 from precast.report.document import load, merge, save, validate
+from precast.report.page import html, write
 
-__all__ = ["load", "merge", "save", "validate"]
+__all__ = ["html", "load", "merge", "save", "validate", "write"]

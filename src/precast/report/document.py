@@ -1,7 +1,7 @@
 """What a run leaves behind, as JSON: checked, loaded, saved whole or not at all, the ranks of one run merged.
 
-Invariants: what `save` writes `load` reads, with a verdict made anew; both refuse what is not as `schema.py` says, with the place.
-A merged document holds those of the ranks as they were, the lowest rank first.
+Invariants: what `save` writes `load` reads, with a verdict made anew; both refuse what is not as `schema.py` says, and
+say where. A merged document holds those of the ranks as they were, the lowest rank first.
 """
 
 from __future__ import annotations

@@ -1,0 +1,168 @@
+// The charts, drawn by Plotly. It reads text as a little HTML, so names are escaped before it gets them.
+
+const FORMATS = { // binary exponents: smallest subnormal, smallest normal, largest
+  float16: [-24, -14, 15], bfloat16: [-133, -126, 127], float8_e4m3fn: [-9, -6, 8], float8_e5m2: [-16, -14, 15],
+};
+const MOST = 60; // modules in the heat map at once
+
+function plain(text) {
+  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}
+
+function css(name) {
+  const probe = document.body.appendChild(element("i"));
+  probe.style.color = `var(--${name})`;
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
+
+function narrow() {
+  return document.documentElement.clientWidth < 700;
+}
+
+function short(name) {
+  const most = narrow() ? 16 : 36;
+  return name.length > most ? `\u2026${name.slice(1 - most)}` : name;
+}
+
+function axis(more) {
+  return { gridcolor: css("line"), zerolinecolor: css("line"), linecolor: css("line"), automargin: true, ...more };
+}
+
+function draw(host, traces, layout) {
+  const touch = matchMedia("(pointer: coarse)").matches; // where a drag is how one scrolls
+  Plotly.react(host, traces, {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("ink"), size: 12 },
+    margin: { l: 50, r: 15, t: 25, b: 40 }, showlegend: false, dragmode: touch ? false : "zoom",
+    hoverlabel: { bgcolor: css("card"), bordercolor: css("line"), font: { color: css("ink") } }, ...layout,
+  }, { displayModeBar: false, responsive: true });
+}
+
+function drawSteps(host, steps) {
+  const panels = [["loss", "Loss", "#3b82c4", "linear"], ["scale", "Scale", "#e69f00", "log"]].filter(
+    ([key]) => steps.some((step) => step[key] !== null));
+  host.hidden = !panels.length;
+  if (!panels.length) return;
+  const skipped = steps.filter((step) => step.skipped);
+  const layout = { height: 90 + 190 * panels.length, xaxis: axis({ title: { text: "Step" }, tickformat: ",d",
+    anchor: panels.length > 1 ? "y2" : "y" }), annotations: [] };
+  const traces = panels.flatMap(([key, title, line, type], place) => {
+    const y = place ? "y2" : "y";
+    const domain = panels.length === 1 ? [0, 1] : place ? [0, 0.42] : [0.54, 1];
+    layout[place ? "yaxis2" : "yaxis"] = axis({ title: { text: title }, type, domain });
+    return [
+      { type: "scatter", mode: "lines", name: title, yaxis: y, x: steps.map((step) => step.step),
+        y: steps.map((step) => step[key]), line: { color: line, width: 2, shape: place ? "hv" : "linear" },
+        hovertemplate: `step %{x}: ${title.toLowerCase()} %{y}<extra></extra>` },
+      { type: "scatter", mode: "markers", name: "skipped", yaxis: y, x: skipped.map((step) => step.step),
+        y: skipped.map((step) => lastKnown(steps, step, key)), marker: { symbol: "x", size: 9, color: css("bad") },
+        customdata: skipped.map((step) => plain(blame(step))),
+        hovertemplate: "step %{x} was skipped<br>%{customdata}<extra></extra>" },
+    ];
+  });
+  if (skipped.length) layout.annotations.push(firstSkip(steps, skipped[0], panels[0]));
+  draw(host, traces, layout);
+}
+
+function firstSkip(steps, step, [key, , , type]) {
+  const y = lastKnown(steps, step, key);
+  const left = step.step > steps[steps.length - 1].step / 2;
+  return { x: step.step, y: type === "log" && y ? Math.log10(y) : y, text: plain(short(blame(step))), showarrow: true,
+    arrowcolor: css("bad"), ax: left ? -25 : 25, ay: -28, xanchor: left ? "right" : "left", font: { color: css("bad") } };
+}
+
+function lastKnown(steps, step, key) {
+  const before = steps.filter((each) => each.step <= step.step && each[key] !== null);
+  const after = steps.find((each) => each[key] !== null);
+  return (before.length ? before[before.length - 1] : after)[key];
+}
+
+function blame(step) {
+  if (step.first) return `${step.first.name}: ${step.first.what}`;
+  return step.names.length ? step.names.join(", ") : "not finite";
+}
+
+function drawFlow(host, flow, by) {
+  host.hidden = !flow.length;
+  if (!flow.length) return;
+  const shown = { casts: number, bytes: size, seconds: duration }[by];
+  const ends = ["from", "to"].flatMap((end) => [...new Set(flow.map((link) => link[end]))].map((dtype) => [end, dtype]));
+  const place = (end, dtype) => ends.findIndex(([a, b]) => a === end && b === dtype);
+  draw(host, [{
+    type: "sankey", arrangement: "fixed",
+    node: { label: ends.map(([, dtype]) => plain(dtype)), color: ends.map(([, dtype]) => colour(dtype)), pad: 18, thickness: 18,
+      line: { width: 0 }, hovertemplate: "%{label}<extra></extra>" },
+    link: { source: flow.map((link) => place("from", link.from)), target: flow.map((link) => place("to", link.to)),
+      value: flow.map((link) => link[by]), color: flow.map((link) => `${colour(link.from)}66`),
+      customdata: flow.map((link) => plain(`${link.from} to ${link.to}: ${shown(link[by])}`)),
+      hovertemplate: "%{customdata}<extra></extra>" },
+  }], { height: 110 + 45 * ends.length, margin: { l: 10, r: 10, t: 15, b: 15 } });
+}
+
+// watched: {name, counts, low} of one kind at one step
+function drawExponents(host, watched, format) {
+  host.hidden = !watched.length;
+  if (!watched.length) return 0;
+  const shown = worstFirst(watched, format).slice(0, MOST).sort((a, b) => a.place - b.place);
+  const [low, high] = exponents(shown, format);
+  const x = Array.from({ length: high - low + 1 }, (_, k) => low + k);
+  const part = shown.map(({ counts, low: begin }) => {
+    const total = counts.reduce((a, b) => a + b, 0) || 1;
+    return x.map((exponent) => (counts[exponent - begin] ?? 0) / total);
+  });
+  const lines = FORMATS[format].flatMap((exponent, place) => windowLine(place === 2 ? exponent + 0.5 : exponent - 0.5, place));
+  const names = shown.map(({ name }) => plain(short(name)));
+  const height = 15 * shown.length + 200;
+  const split = 1 - 90 / (height - 70);
+  draw(host, [
+    { type: "heatmap", x, y: shown.map((_, place) => place), z: part.map((row) => row.map((p) => (p ? Math.log10(p) : null))),
+      zmin: -5, zmax: 0, colorscale: "Viridis", customdata: part.map((row, place) => row.map((p) => (
+        `${plain(shown[place].name)}: ${share(p)}`))), hovertemplate: "2^%{x}, %{customdata}<extra></extra>", hoverongaps: false,
+      colorbar: { title: { text: "share" }, thickness: 12, len: split, y: 0, yanchor: "bottom", tickvals: [-4, -2, 0],
+        ticktext: ["0.01%", "1%", "100%"], outlinewidth: 0 } },
+    ...windows(format),
+  ], { height, xaxis: axis({ title: { text: "Binary exponent" }, range: [low - 0.5, high + 0.5], anchor: "y" }),
+    yaxis: axis({ domain: [0, split], autorange: "reversed", tickvals: shown.map((_, place) => place), ticktext: names,
+      showgrid: false, zeroline: false, tickfont: { size: 10 } }),
+    yaxis2: axis({ domain: [split + 0.02, 1], type: "category", showgrid: false, fixedrange: true, tickfont: { size: 10 } }),
+    shapes: lines });
+  return shown.length;
+}
+
+function windowLine(at, place) {
+  return [{ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1,
+    line: { color: css("bad"), width: 1.5, dash: place ? "solid" : "dot" } }];
+}
+
+function windows(chosen) {
+  return Object.entries(FORMATS).flatMap(([name, [subnormal, normal, largest]]) => {
+    const common = { type: "scatter", mode: "lines", yaxis: "y2", opacity: name === chosen ? 1 : 0.55,
+      hovertemplate: `${name}: %{text}<extra></extra>` };
+    return [
+      { ...common, x: [subnormal - 0.5, normal - 0.5], y: [name, name], text: ["subnormal", "subnormal"],
+        line: { color: colour(name), width: 3 } },
+      { ...common, x: [normal - 0.5, largest + 0.5], y: [name, name], text: ["normal", "normal"],
+        line: { color: colour(name), width: 10 } },
+    ];
+  });
+}
+
+function worstFirst(watched, format) {
+  const [least, , most] = FORMATS[format];
+  const outside = ({ counts, low }) => counts.reduce((sum, count, k) => (
+    sum + (low + k < least || low + k > most ? count : 0)), 0);
+  return watched.map((each, place) => ({ ...each, place, lost: outside(each) })).sort((a, b) => b.lost - a.lost || a.place - b.place);
+}
+
+function exponents(shown, format) {
+  let [low, , high] = format === "bfloat16" ? FORMATS.float16 : FORMATS[format];
+  for (const { counts, low: begin } of shown) {
+    const first = counts.findIndex(Boolean);
+    if (first >= 0) {
+      low = Math.min(low, begin + first);
+      high = Math.max(high, begin + counts.findLastIndex(Boolean));
+    }
+  }
+  return [low - 2, high + 2];
+}

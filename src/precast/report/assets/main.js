@@ -1,0 +1,204 @@
+// Puts the parts together: which rank is shown, in which theme, at which step.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const documents = data.document.ranks ?? [data.document];
+const find = (selector) => document.querySelector(selector);
+const host = (name) => find(`[data-table="${name}"], [data-chart="${name}"]`);
+const unique = (values) => [...new Set(values)];
+const KINDS = { output: "module outputs", gradient: "gradients of outputs", parameter: "gradients of parameters" };
+let chosen = data.chosen;
+let health = null; // the table of numeric health, while there is one
+
+const here = () => documents[chosen];
+
+function show() {
+  document.querySelectorAll(".part").forEach((part) => { part.hidden = Number(part.dataset.part) !== chosen; });
+  const { trace, steps, counts } = here();
+  section("time", steps.some((step) => step.loss !== null || step.scale !== null));
+  section("modules", trace);
+  section("exponents", here().health?.modules.length);
+  section("casts", trace?.flow.length);
+  skippedTable(steps.filter((step) => step.skipped));
+  rowsTable(trace?.rows ?? []);
+  countsTable(counts);
+  flowTable(trace?.flow ?? []);
+  drawTree(find(".tree"), data.parts[chosen].tree);
+  drawLegend(find(".legend"), data.parts[chosen].tree);
+  health = null;
+  chooseHealth();
+  charts();
+}
+
+function charts() {
+  drawSteps(host("steps"), here().steps);
+  drawFlow(host("flow"), here().trace?.flow ?? [], find("#flow-by").value);
+  showHealth();
+}
+
+function section(id, filled) {
+  for (const child of find(`#${id}`).children) {
+    if (child.matches(".empty")) child.hidden = Boolean(filled);
+    else if (child.matches(".controls, .legend, .tree, .chart, .heat-note, [data-table=health], [data-table=flow]")) child.hidden = !filled;
+  }
+}
+
+const text = (title, key, more = {}) => ({ title, value: (row) => row[key], show: (row) => row[key] ?? "-", ...more });
+const amount = (title, key, show, more = {}) => ({ title, number: true, value: (row) => row[key], show: (row) => show(row[key]), ...more });
+
+function rowsTable(rows) {
+  new Table(host("rows"), {
+    caption: "Operations that were traced: one row for each place, operation and dtypes", rows, sort: 8,
+    columns: [text("Operation", "op"), { ...text("Module", "module"), show: (row) => row.module || (row.module === null ? "-" : "the model") },
+      text("Phase", "phase", { wide: true }), dtypes("Inputs", "inputs"), dtypes("Output", "output"),
+      text("Rule", "rule", { wide: true }), amount("Calls", "calls", number, { wide: true }), amount("Casts", "casts", number, { wide: true }),
+      amount("Time", "seconds", duration), amount("Time of casts", "cast_seconds", duration, { wide: true }),
+      text("Source", "source", { wide: true })],
+    search: (row) => [row.op, row.module, row.phase, ...row.inputs, ...row.output, row.rule, row.reason, row.source, row.region, row.module_rule],
+    detail: (row) => [["Reason", row.reason], ["Source", row.source], ["Region opened at", row.region], ["Rule for modules", row.module_rule],
+      ["Phase", row.phase], ["Inputs", row.inputs.join(", ")], ["Output", row.output.join(", ")], ["Device", row.device ?? null],
+      ["Calls", number(row.calls)], ["Casts", `${number(row.casts)} (${size(row.cast_bytes)}, ${duration(row.cast_seconds)})`],
+      ["Casts that the cache saved", number(row.cached)]],
+  });
+}
+
+function dtypes(title, key) {
+  return { title, wide: true, value: (row) => row[key].join(" "), show: (row) => chips(unique(row[key])) };
+}
+
+function countsTable(rows) {
+  new Table(host("counts"), {
+    caption: "Calls of operations with a rule, and casts made for them, in the whole run", rows, sort: 3,
+    columns: [text("Operation", "op"), text("Device", "device"), text("Rule", "rule"), amount("Calls", "calls", number),
+      amount("Casts", "casts", number)],
+    search: (row) => [row.op, row.device, row.rule],
+  });
+}
+
+function skippedTable(rows) {
+  new Table(host("skipped"), {
+    caption: "Steps that were skipped, as gradients were not finite", rows,
+    columns: [amount("Step", "step", number), amount("Scale", "scale", scientific),
+      { title: "First that was not finite", value: (row) => row.first?.name, show: (row) => row.first?.name ?? "-" },
+      { title: "Parameters", wide: true, value: (row) => row.names.length, show: (row) => row.names.join(", ") || "-" }],
+    search: (row) => [row.step, row.first?.name, ...row.names],
+    detail: (row) => row.first && [["What", row.first.message], ...row.first.inputs.map((input, place) => [
+      `Input ${place + 1}`, `${input.dtype}, from ${scientific(input.minimum)} to ${scientific(input.maximum)}, root mean square `
+      + `${scientific(input.rms)}, ${number(input.nonfinite)} not finite`]), ["Parameters", row.names.join(", ")]],
+  });
+}
+
+function flowTable(rows) {
+  new Table(host("flow"), {
+    caption: "Casts between dtypes in the steps that were traced", rows, sort: 2,
+    columns: [{ ...text("From", "from"), show: (row) => chip(row.from) }, { ...text("To", "to"), show: (row) => chip(row.to) },
+      amount("Casts", "casts", number), amount("Bytes", "bytes", size), amount("Time", "seconds", duration)],
+  });
+}
+
+function ranksTable() {
+  new Table(host("ranks"), {
+    caption: "The processes of this run", rows: data.parts.map((part) => part.numbers), sort: 0, descending: false,
+    columns: [amount("Rank", "rank", number), text("Ended", "ended", { wide: true }), amount("Steps", "steps", number, { wide: true }),
+      amount("Skipped", "skipped", number), amount("Time", "seconds", duration), amount("In 16 bits", "lower", share, { wide: true }),
+      amount("On casts", "casting", share, { wide: true }), text("First that was not finite", "first")],
+    search: (row) => [row.rank, row.ended, row.first],
+  });
+}
+
+// --- numeric health ---
+
+function chooseHealth() {
+  const modules = here().health?.modules ?? [];
+  options(find("#kind"), unique(modules.map((module) => module.kind)).map((kind) => [kind, KINDS[kind]]));
+  options(find("#format"), Object.keys(FORMATS).map((format) => [format, format]));
+  if (here().health && here().health.format in FORMATS) find("#format").value = here().health.format;
+  const steps = watchedSteps();
+  find("#step").max = Math.max(0, steps.length - 1);
+  find("#step").value = Math.max(0, steps.length - 1);
+}
+
+function options(select, entries) {
+  select.replaceChildren(...entries.map(([value, name]) => element("option", { value }, name)));
+}
+
+function watchedSteps() {
+  return unique((here().health?.modules ?? []).flatMap((module) => module.steps)).sort((a, b) => a - b);
+}
+
+function showHealth() {
+  if (!here().health?.modules.length) return;
+  const step = watchedSteps()[find("#step").value];
+  const format = find("#format").value;
+  find("#step-shown").textContent = number(step);
+  find("#step").setAttribute("aria-valuetext", `step ${step}`);
+  const words = find("#modules-shown").value.toLowerCase();
+  const rows = here().health.modules.filter((module) => module.kind === find("#kind").value && module.steps.includes(step)
+    && module.name.toLowerCase().includes(words)).map((module) => atStep(module, module.steps.indexOf(step), format));
+  const shown = drawExponents(host("exponents"), rows, format);
+  find(".heat-note").textContent = `Lines: what ${format} can hold; left of the dotted one numbers become zero, between it and the `
+    + "next they lose digits, right of the last they overflow." + (shown < rows.length
+    ? ` ${shown} of ${rows.length} modules are drawn, those that ${format} would lose most of: narrow the names down.` : "");
+  if (health) health.show(rows);
+  else health = healthTable(rows);
+}
+
+function atStep(module, place, format) {
+  const elements = module.elements[place] || 1;
+  const part = (key) => module[key][place] / elements;
+  return { name: module.name, module, counts: module.histogram.counts[place], low: module.histogram.low,
+    maximum: module.maximum[place], rms: module.rms[place], underflow: part("underflow_zeros"), subnormal: part("subnormal"),
+    overflow: part("overflow"), saturated: part("saturated"), nan: part("nan"), zeros: part("zeros"), what: module.what_if[format] };
+}
+
+function healthTable(rows) {
+  const what = (title, pick, show) => ({ title, number: true, wide: true, value: (row) => row.what && pick(row.what),
+    show: (row) => show(row.what ? pick(row.what) : null) });
+  return new Table(host("health"), {
+    caption: "What was watched at this step; the last four columns say what the chosen format would make of it", rows, sort: null,
+    columns: [text("Module", "name"), amount("Largest", "maximum", scientific), amount("Root mean square", "rms", scientific, { wide: true }),
+      amount("Underflow", "underflow", share), amount("Subnormal", "subnormal", share, { wide: true }), amount("Overflow", "overflow", share),
+      amount("NaN", "nan", share, { wide: true }), what("If: underflow", (each) => each.underflow, share),
+      what("If: overflow", (each) => each.overflow, share), what("Best scale", (each) => each.best_scale, power),
+      what("Underflow with it", (each) => each.with_best?.underflow, share)],
+    search: (row) => [row.name],
+    detail: (row) => [["Zeros", share(row.zeros)], ["Subnormal", share(row.subnormal)], ["Saturated", share(row.saturated)],
+      ["NaN", share(row.nan)], ["Root mean square", scientific(row.rms)],
+      ...Object.entries(row.module.what_if).map(([format, each]) => [`In ${format}`, `underflow ${share(each.underflow)}, subnormal `
+        + `${share(each.subnormal)}, overflow ${share(each.overflow)}; best scale ${power(each.best_scale)}, with it underflow `
+        + `${share(each.with_best?.underflow)}, overflow ${share(each.with_best?.overflow)}`])],
+  });
+}
+
+// --- the page ---
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  charts();
+}
+
+function download() {
+  const link = element("a", { download: "precast-report.json",
+    href: URL.createObjectURL(new Blob([JSON.stringify(data.document)], { type: "application/json" })) });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+function onPaper(printed) { // in light, and as wide as paper
+  document.documentElement.dataset.theme = printed ? "light" : find("#theme").value;
+  document.querySelectorAll(".chart").forEach((chart) => { chart.style.width = printed ? "640px" : ""; });
+  charts();
+  if (printed) document.querySelectorAll(".js-plotly-plot").forEach((chart) => Plotly.relayout(chart, { width: 640 }));
+  else document.querySelectorAll(".js-plotly-plot").forEach((chart) => Plotly.relayout(chart, { width: null, autosize: true }));
+}
+
+find("#theme").addEventListener("change", (event) => theme(event.target.value));
+find("#save").addEventListener("click", download);
+find("#rank")?.addEventListener("change", (event) => { chosen = Number(event.target.value); show(); });
+for (const id of ["kind", "format", "step", "modules-shown"]) find(`#${id}`).addEventListener("input", showHealth);
+find("#flow-by").addEventListener("change", charts);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
+addEventListener("beforeprint", () => onPaper(true));
+addEventListener("afterprint", () => onPaper(false));
+if (documents.length > 1) ranksTable();
+show();
+document.documentElement.dataset.ready = "true";

@@ -1,0 +1,59 @@
+"""A headless Chromium for tests, without network; each page gets a window of its own size and the console's messages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precast import report
+
+_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--disable-dev-shm-usage", "--hide-scrollbars", "--force-device-scale-factor=1"),
+)
+_HOW = "install it: apt-get install chromium chromium-driver; pip install 'precast[test-browser]'"
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One browser for all tests; skipped, with what to install, where there is none."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip(f"needs Chromium and its driver, and this machine has none; {_HOW}")
+    webdriver = pytest.importorskip("selenium.webdriver", reason=f"needs selenium; {_HOW}")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    os.environ.setdefault("SE_OFFLINE", "true")  # Selenium looks for no driver of its own
+    started = webdriver.Chrome(options, webdriver.ChromeService(executable_path=driver))
+    try:
+        yield started
+    finally:
+        started.quit()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Callable[..., Any]:
+    """`opened(document, width=1280, height=900)`: the page of a document, drawn."""
+
+    def open_(document: dict[str, Any], width: int = 1280, height: int = 900) -> Any:
+        path = tmp_path / "report.html"
+        report.write(document, path)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        for kind in ("browser", "performance"):
+            browser.get_log(kind)  # what earlier tests left
+        browser.get(path.as_uri())
+        assert browser.execute_script("return document.documentElement.dataset.ready") == "true"
+        return browser
+
+    return open_
