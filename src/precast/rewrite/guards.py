@@ -1,4 +1,4 @@
-"""Code that runs only on some versions, or where an import failed: old names in it are there on purpose."""
+"""Code that is there on purpose: for some versions, for failed imports, or to see something fail."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import re
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, dotted, walk
 
-__all__ = ["is_guarded", "is_version_test"]
+__all__ = ["is_guarded", "is_tried", "is_version_test"]
 
 _CAUGHT = {"ImportError", "ModuleNotFoundError", "AttributeError"}
+_FAILURES = {
+    "TypeError",
+    "ValueError",
+    "RuntimeError",
+    "AssertionError",
+    "Exception",
+    "BaseException",
+}
 _VERSION = re.compile(
     r"__version__|torch_?version|pt_?version|torch_\d|torch_g[et]|_at_least|_greater|greater_equal|is_torch|"
     r"(has|have|supports?|new)_(native_|torch_|cuda_|new_)*(amp|autocast|grad_?scaler)|"
@@ -26,6 +34,34 @@ def is_guarded(source: Source, node: Node) -> bool:
     return any(_is_guard(source, outer) for outer in [node, *source.around(node)])
 
 
+def is_tried(source: Source, node: Node) -> bool:
+    """Whether a node is expected to fail: in a `try` that catches it, or under `pytest.raises`.
+
+    As far as its own function shows.
+    """
+    inner = node
+    for outer in source.around(node):
+        if isinstance(outer, cst.Try) and inner is outer.body:
+            if any(
+                handler.type is None or _names(handler) & _FAILURES for handler in outer.handlers
+            ):
+                return True
+        elif isinstance(outer, cst.With):
+            if any(_asks_for_failure(item.item) for item in outer.items):
+                return True
+        elif isinstance(outer, cst.FunctionDef) and inner is outer.body:
+            return False
+        inner = outer
+    return False
+
+
+def _asks_for_failure(item: Node) -> bool:
+    """`pytest.raises(...)`, `self.assertRaisesRegex(...)`, `self.assertWarns(...)`, `suppress(...)`."""
+    name = (dotted(item.func) or "") if isinstance(item, cst.Call) else ""
+    last = name.rpartition(".")[2].lower()
+    return "raises" in last or "warns" in last or last == "suppress"
+
+
 def _is_guard(source: Source, node: Node) -> bool:
     if isinstance(node, cst.Try):
         return any(_catches(handler) for handler in node.handlers)
@@ -36,12 +72,15 @@ def _is_guard(source: Source, node: Node) -> bool:
 
 def _catches(handler: cst.ExceptHandler) -> bool:
     """Whether a handler is for names that are missing."""
-    if handler.type is None:
-        return False
-    kinds = [handler.type]
+    return bool(_names(handler) & _CAUGHT)
+
+
+def _names(handler: cst.ExceptHandler) -> set[str]:
+    """The last names of the exceptions that a handler is for; empty for a bare `except`."""
+    kinds = [handler.type] if handler.type is not None else []
     if isinstance(handler.type, cst.Tuple):
         kinds = [element.value for element in handler.type.elements]
-    return any((dotted(kind) or "").rpartition(".")[2] in _CAUGHT for kind in kinds)
+    return {(dotted(kind) or "").rpartition(".")[2] for kind in kinds}
 
 
 def is_version_test(source: Source, test: Node) -> bool:

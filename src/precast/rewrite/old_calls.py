@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from precast.rewrite.arguments import Arguments
 from precast.rewrite.imports import name_for
+from precast.rewrite.kinds import is_text
 from precast.rewrite.model import Edit
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 
-__all__ = ["call_edits", "device_edits"]
+__all__ = ["call_edits", "device_edits", "has_new_arguments"]
 
 _OLD_PARAMETERS = ("enabled", "dtype", "cache_enabled")
 _REGIONS = (
@@ -41,6 +43,15 @@ def call_edits(
         return (Edit(end, end, text + more), *(edit for edit in pinned if edit.start != end))
     edits = device_edits(source, None, args, kind, device)
     return None if edits is None else (*edits, *pinned)
+
+
+def has_new_arguments(source: Source, call: cst.Call, kind: str) -> bool:
+    """Whether a call of an old name gives the device, which only the new name takes."""
+    arguments = Arguments.of(call)
+    if kind == "custom" or arguments.starred:
+        return "device_type" in arguments.keywords
+    keyword = "device_type" if kind == "autocast" else "device"
+    return keyword in arguments.keywords or is_text(source, arguments.get(keyword, 0))
 
 
 def device_edits(

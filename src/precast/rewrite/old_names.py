@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from precast.rewrite.guards import is_guarded
 from precast.rewrite.imports import move_names, name_for
 from precast.rewrite.model import Edit, Finding, Fix, Rule
-from precast.rewrite.old_calls import call_edits, device_edits
+from precast.rewrite.old_calls import call_edits, device_edits, has_new_arguments
 from precast.rewrite.scopes import Binding, Scope
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
@@ -140,6 +140,9 @@ def _classified(source: Source, node: Node, origin: str) -> Use:
     parent = source.parents[node]
     old = OLD[origin]
     if isinstance(parent, cst.Call) and parent.func is node:
+        if has_new_arguments(source, parent, old.kind):
+            guess = parent.args[0].keyword is None  # what it did before is not what it says
+            return Use(node, parent, origin, "call", "AMP106", (), unsafe=guess)
         return Use(
             node,
             parent,
@@ -153,7 +156,8 @@ def _classified(source: Source, node: Node, origin: str) -> Use:
             quote = source.quote
             edits = (source.after(node, f"(device_type={quote}{old.device}{quote})"),)
             return Use(node, node, origin, "decorator", old.code, edits)
-        return Use(node, node, origin, "bare decorator", "AMP103", None)
+        edits = (source.after(node, f"({source.quote}{old.device}{source.quote})"),)
+        return Use(node, node, origin, "bare decorator", "AMP103", edits, unsafe=True)
     return _reference(source, node, origin)
 
 

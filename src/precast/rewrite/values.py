@@ -43,7 +43,7 @@ class Values:
         """The one call that made an expression's value, if there is just one."""
         if isinstance(node, cst.Call):
             return node
-        sources = [value for value, _ in self._sources(node) if not is_none(value)]
+        sources = [value for value, _ in self.sources(node) if not is_none(value)]
         if len(sources) != 1 or sources[0] is None:
             return None
         value = sources[0]
@@ -73,7 +73,7 @@ class Values:
         if isinstance(node, cst.IfExp):
             return _agreed([self._instance(node.body), self._instance(node.orelse)])
         if isinstance(node, (cst.Name, cst.Attribute)):
-            return _agreed([self._source(*source) for source in self._sources(node)])
+            return _agreed([self._source(*source) for source in self.sources(node)])
         return None
 
     def _source(self, value: Node | None, annotation: Node | None) -> str | None:
@@ -81,8 +81,11 @@ class Values:
             return self._annotated(annotation)
         return self._instance(value)
 
-    def _sources(self, node: Node | None) -> list[tuple[Node | None, Node | None]]:
-        """The values and annotations that a name or an attribute of self gets, wherever."""
+    def sources(self, node: Node | None) -> list[tuple[Node | None, Node | None]]:
+        """The values and annotations that a name or an attribute of self gets, wherever.
+
+        A value is None where it is not known, and so is an annotation that is not there.
+        """
         if isinstance(node, cst.Name):
             return [_of_binding(binding) for binding in self.names.bindings(node)]
         if isinstance(node, cst.Attribute) and _is_self(node.value):

@@ -1,0 +1,191 @@
+"""AMP101: a region that is not told its device type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast.rewrite.arguments import Arguments
+from precast.rewrite.guards import is_tried
+from precast.rewrite.kinds import is_dtype, is_flag, the_device
+from precast.rewrite.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast.rewrite.source import Source
+from precast.rewrite.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_REGIONS = ("torch.amp.autocast", "precast.autocast")
+_QUERIES = ("torch.get_autocast_dtype", "torch.amp.is_autocast_available")
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each call without a device type."""
+    for call, arguments in source.calls(*_REGIONS, *_QUERIES):
+        if arguments.starred or "device_type" in arguments.keywords or is_tried(source, call):
+            continue
+        first = arguments.get("device_type", 0)
+        if first is not None and _slot(source, first) is None:
+            continue
+        yield source.find(RULE, call, fix=_fix(source, call, arguments, first))
+
+
+def _slot(source: Source, node: Node) -> str | None:
+    """The parameter that an argument in the device's place is meant for."""
+    if is_dtype(source, node):
+        return "dtype"
+    return "enabled" if is_flag(source, node) else None
+
+
+def _fix(source: Source, call: cst.Call, arguments: Arguments, first: Node | None) -> Fix | None:
+    device = the_device(source)
+    if device is None or len(arguments.positional) > 1:
+        return None
+    text = f"{source.quote}{device}{source.quote}"
+    message = "Give the only device type that the file names"
+    if first is not None:
+        name = _slot(source, first)
+        if name in arguments.keywords or source.origin(call.func) in _QUERIES:
+            return None
+        return source.fix(message, source.before(call.args[0], f"{text}, {name}="), unsafe=True)
+    if call.args:
+        return source.fix(message, source.before(call.args[0], f"{text}, "), unsafe=True)
+    end = source.span(call).end - 1
+    return source.fix(message, Edit(end, end, text), unsafe=True)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        def run(device_type, **options):
+            with torch.autocast(device_type), torch.autocast(device_type="cpu", enabled=False):
+                return torch.autocast(**options)
+    """),
+    Case(
+        """
+        from torch.cuda.amp import autocast
+
+        with autocast(), autocast(enabled=True):
+            pass
+        """,
+        note="The old names know their device.",
+    ),
+    Case(
+        """
+        import pytest
+        import torch
+
+        def test_device_type_is_needed():
+            with pytest.raises(TypeError):
+                torch.autocast()
+        """,
+        note="It is expected to fail.",
+    ),
+    Case("""
+        from accelerate import Accelerator
+
+        with Accelerator().autocast():
+            pass
+    """),
+    Case("""
+        try:
+            from torch.amp import autocast
+        except ImportError:
+            from torch.cuda.amp import autocast
+
+        with autocast():
+            pass
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        model = Net().cuda()
+        with torch.autocast(dtype=torch.bfloat16):
+            model(x)
+        """,
+        """
+        import torch
+
+        model = Net().cuda()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            model(x)
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        from torch import autocast
+
+        model.to('cuda:0')
+        with autocast():
+            pass
+        """,
+        """
+        from torch import autocast
+
+        model.to('cuda:0')
+        with autocast('cuda'):
+            pass
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with torch.amp.autocast(enabled=True):
+            pass
+        """,
+        note="The file is for two device types: there is no fix.",
+    ),
+    Case(
+        """
+        import torch
+
+        x = x.cuda()
+        with torch.autocast(torch.bfloat16):
+            pass
+        with torch.autocast(scaler is not None, dtype=torch.bfloat16):
+            pass
+        """,
+        """
+        import torch
+
+        x = x.cuda()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            pass
+        with torch.autocast("cuda", enabled=scaler is not None, dtype=torch.bfloat16):
+            pass
+        """,
+        unsafe=True,
+        count=2,
+    ),
+    Case("""
+        import torch
+
+        dtype = torch.get_autocast_dtype()
+    """),
+)
+
+RULE = Rule(
+    code="AMP101",
+    name="missing-device-type",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="the device type is missing: this raises when it runs",
+    what="`torch.autocast`, `torch.get_autocast_dtype` and `torch.amp.is_autocast_available` without a device type.",
+    why=(
+        "The device type is the first parameter and has no default value. Code that was moved from "
+        "`torch.cuda.amp.autocast` by changing the import alone raises TypeError, or ValueError if it gives a dtype "
+        "or a flag by position."
+    ),
+    fine="Never: it raises on each PyTorch that has the name.",
+    words=("autocast",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,196 @@
+"""AMP112: one region object that is entered while it is active."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast.rewrite.flow_events import key
+from precast.rewrite.guards import is_tried
+from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
+from precast.rewrite.regions import AUTOCASTS, regions
+from precast.rewrite.source import Source
+from precast.rewrite.syntax import Node, cst, walk
+
+__all__ = ["RULE"]
+
+_PYTORCHS = frozenset(name for name in AUTOCASTS if name.startswith("torch."))
+_RECURSIVE = "this calls the function again inside its own region, whose one object is active: autocast stays on"
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each second entry and each recursive call."""
+    for region in regions(source):
+        if source.origin(region.call.func) not in _PYTORCHS:
+            continue
+        if isinstance(region.node, cst.FunctionDef):
+            for call in _own_calls(source, region.node):
+                yield source.find(RULE, call, _RECURSIVE)
+    for statement in source.all(cst.With):
+        for item in statement.items:
+            if _is_active(source, statement, item) and not is_tried(source, statement):
+                yield source.find(RULE, item.item)
+
+
+def _own_calls(source: Source, function: cst.FunctionDef) -> Iterator[cst.Call]:
+    """The calls of a function in itself: by its name, or through `self`."""
+    for node in walk(function.body):
+        is_own = isinstance(node, cst.Call) and source.function(node) is function
+        if is_own and _is_itself(source, node.func, function):
+            yield node
+
+
+def _is_itself(source: Source, func: Node, function: cst.FunctionDef) -> bool:
+    if isinstance(func, cst.Name):
+        binding = source.names.only_binding(func)
+        return binding is not None and binding.node is function
+    home = source.parents.get(source.parents.get(function))  # type: ignore[arg-type]
+    return (
+        isinstance(home, cst.ClassDef)
+        and isinstance(func, cst.Attribute)
+        and isinstance(func.value, cst.Name)
+        and func.value.value in ("self", "cls")
+        and func.attr.value == function.name.value
+        and sum(_defines(node, function.name.value) for node in home.body.body) == 1
+    )
+
+
+def _defines(node: Node, name: str) -> bool:
+    return isinstance(node, cst.FunctionDef) and node.name.value == name
+
+
+def _is_active(source: Source, statement: cst.With, item: cst.WithItem) -> bool:
+    """Whether the object of a `with` item has been entered by a `with` around it, or before it."""
+    if not isinstance(item.item, (cst.Name, cst.Attribute)) or not _is_region(source, item.item):
+        return False
+    text = key(source, item.item)
+    before = [other for other in statement.items if other is not item]
+    before = before[: list(statement.items).index(item)]
+    inner: Node = statement
+    for outer in source.around(statement):
+        if isinstance(outer, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
+            break
+        if isinstance(outer, cst.With) and inner is outer.body:
+            before += outer.items
+        inner = outer
+    return any(key(source, other.item) == text for other in before)
+
+
+def _is_region(source: Source, node: Node) -> bool:
+    made = source.values.constructed(node)
+    return isinstance(made, cst.Call) and source.origin(made.func) in _PYTORCHS
+
+
+VALID = (
+    Case(
+        """
+        import torch
+
+        region = torch.autocast("cuda")
+        for batch in batches:
+            with region:
+                model(batch)
+        with region:
+            pass
+        """,
+        note="One after the other is fine.",
+    ),
+    Case("""
+        import torch
+
+        region = torch.autocast("cuda")
+        island = torch.autocast("cuda", enabled=False)
+        with region:
+            with island, torch.autocast("cuda"):
+                pass
+    """),
+    Case(
+        """
+        import torch
+
+        class Net(torch.nn.Module):
+            @torch.autocast("cuda")
+            def forward(self, x):
+                return super().forward(self.child.forward(x))
+
+            @torch.autocast("cuda")
+            def predict(self, x):
+                return self(x)
+        """,
+        note="Another object's method, or another method.",
+    ),
+    Case(
+        """
+        import precast
+
+        region = precast.autocast("cuda")
+        with region, region:
+            pass
+        """,
+        note="A region of precast can be entered as often as one likes.",
+    ),
+    Case("""
+        import torch
+
+        region = torch.autocast("cuda")
+        with region:
+            def inner():
+                with region:
+                    pass
+    """),
+)
+
+INVALID = (
+    Case("""
+        import torch
+
+        region = torch.autocast("cuda")
+        with region:
+            for x in xs:
+                with region:
+                    model(x)
+    """),
+    Case("""
+        import torch
+
+        @torch.autocast("cuda", enabled=False)
+        def depth(node):
+            return 1 + max(depth(child) for child in node.children)
+    """),
+    Case("""
+        from torch.cuda.amp import autocast
+
+        class Tree:
+            @autocast()
+            def forward(self, x):
+                return self.forward(x[0]) if len(x) else x
+
+            def __init__(self):
+                self.region = autocast()
+
+            def run(self):
+                with self.region, self.region:
+                    pass
+    """),
+)
+
+RULE = Rule(
+    code="AMP112",
+    name="region-entered-twice",
+    severity=Severity.ERROR,
+    fix=Applicability.NONE,
+    message="this region is active already; entered again it forgets what to restore, and autocast stays on",
+    what=(
+        "A `with` on a region object that a `with` around it has entered, and a function with a region as its "
+        "decorator that calls itself."
+    ),
+    why=(
+        "PyTorch's region keeps what was there before it in itself. The second entry overwrites that with its own "
+        "state, so after the last exit autocast is what the region made it, for all code that comes after. A "
+        "decorator is one object for all calls of its function."
+    ),
+    fine="The recursive call can't happen. Regions of precast can be entered again.",
+    words=("autocast",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,150 @@
+"""AMP113: a region that is made and never entered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast.rewrite.guards import is_guarded, is_tried
+from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
+from precast.rewrite.regions import AUTOCASTS
+from precast.rewrite.source import Source
+from precast.rewrite.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_ONE_OF_TWO = "`{}` enters one of the two only; separate them by a comma"
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each region that nothing enters."""
+    for call, _ in source.calls(*AUTOCASTS):
+        if is_tried(source, call) or is_guarded(source, call):
+            continue
+        parent = source.parents[call]
+        if isinstance(parent, cst.Expr) or (
+            isinstance(parent, cst.Assign) and _is_unused(source, parent)
+        ):
+            yield source.find(RULE, call)
+        elif isinstance(parent, cst.BooleanOperation) and _is_entered(source, parent):
+            # `a and b` gives b, for both are true; `a or b` gives a
+            is_and = isinstance(parent.operator, cst.And)
+            if call is (parent.left if is_and else parent.right):
+                word = "and" if is_and else "or"
+                yield source.find(RULE, call, _ONE_OF_TWO.format(word))
+
+
+def _is_unused(source: Source, statement: cst.Assign) -> bool:
+    """Whether a function's own name gets the region, and nothing reads that name."""
+    if len(statement.targets) != 1 or source.function(statement) is None:
+        return False
+    target = statement.targets[0].target
+    if not isinstance(target, cst.Name):
+        return False
+    scope = source.scopes.scope_of[target].home(target.value)
+    if scope is None or scope is source.scopes.module or scope.is_class:
+        return False
+    return all(
+        any(binding.node is node for binding in scope.bindings[target.value])
+        for node in source.scopes.references(scope, target.value)
+    )
+
+
+def _is_entered(source: Source, node: Node) -> bool:
+    return isinstance(source.parents[node], cst.WithItem)
+
+
+VALID = (
+    Case("""
+        import contextlib
+        import torch
+
+        def run(amp):
+            region = torch.autocast("cuda") if amp else contextlib.nullcontext()
+            with region:
+                pass
+            other = torch.autocast("cuda")
+            other.__enter__()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.autocast("cpu"))
+            return torch.autocast("cuda")
+    """),
+    Case("""
+        import torch
+
+        region = torch.autocast("cuda")
+
+        class Trainer:
+            region = torch.autocast("cuda")
+
+            def __init__(self):
+                self.region = torch.autocast("cuda")
+    """),
+    Case(
+        """
+        import torch
+
+        def is_supported():
+            try:
+                torch.autocast("cuda", dtype=torch.bfloat16)
+            except RuntimeError:
+                return False
+            return True
+        """,
+        note="It is there to see whether it can be made.",
+    ),
+    Case("""
+        import pytest
+        import torch
+
+        def test_it():
+            with pytest.raises(RuntimeError):
+                torch.autocast("nothing")
+    """),
+    Case("""
+        import torch
+
+        with torch.no_grad() and torch.autocast("cuda"), amp and torch.autocast("cuda"):
+            pass
+    """),
+)
+
+INVALID = (
+    Case("""
+        import torch
+
+        def train(model, x):
+            torch.autocast("cuda")
+            return model(x)
+    """),
+    Case("""
+        from torch.cuda.amp import autocast
+
+        def train(model, x):
+            region = autocast()
+            return model(x)
+    """),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda") and torch.no_grad():
+            pass
+    """),
+)
+
+RULE = Rule(
+    code="AMP113",
+    name="region-never-entered",
+    severity=Severity.ERROR,
+    fix=Applicability.NONE,
+    message="this makes a region and does not enter it: nothing runs in lower precision",
+    what=(
+        "A region that is a statement of its own, that is assigned to a name of a function which nothing reads, or "
+        "that `and` leaves out of a `with`."
+    ),
+    why="Making a region changes nothing. Only entering it does: by `with`, as a decorator, or in an `ExitStack`.",
+    fine="It is made only to see whether it can be.",
+    words=("autocast",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)
