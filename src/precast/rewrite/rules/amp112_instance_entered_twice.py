@@ -34,8 +34,9 @@ def check(source: Source) -> Iterator[Finding]:
 def _own_calls(source: Source, function: cst.FunctionDef) -> Iterator[cst.Call]:
     """The calls of a function in itself: by its name, or through `self`."""
     for node in walk(function.body):
-        is_own = isinstance(node, cst.Call) and source.function(node) is function
-        if is_own and _is_itself(source, node.func, function):
+        if not isinstance(node, cst.Call) or not _is_itself(source, node.func, function):
+            continue
+        if source.function(node) is function:
             yield node
 
 
