@@ -6,8 +6,8 @@ and right on none. So a path on which a rule knows nothing does not hide a mista
 does the right thing excuses the others.
 
 Branches whose tests have the same text go together (`if amp:` here, `if amp:` there) until a name in
-the test is assigned. Loops run until no new state appears, three times at most. What an `except` block
-does is not followed. Nested functions have flows of their own.
+the test is assigned. Loops run until no new state appears, three times at most. An `except` block runs as
+if nothing of what was tried had happened. Nested functions have flows of their own.
 
 Invariants: states are hashable and never changed; a function with too many paths reports nothing.
 """

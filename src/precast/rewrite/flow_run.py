@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ _LIMIT = 128
 _ROUNDS = 3
 
 
-class TooManyPaths(Exception):  # noqa: N818  # noqa: N818
+class TooManyPaths(Exception):  # noqa: N818
     """A function is too branched to be followed."""
 
 
@@ -39,6 +40,13 @@ class Say:
     def good(self, node: Node) -> None:
         """The node is right on this path, which excuses it on others."""
         self._good.add(node)
+
+    @contextmanager
+    def only_good(self) -> Iterator[None]:
+        """What is called bad meanwhile does not count."""
+        bad, self._bad = self._bad, dict[Node, str | None]()
+        yield
+        self._bad = bad
 
     def reported(self) -> Iterator[tuple[Node, str | None]]:
         """The nodes that are bad on some path and good on none."""
@@ -191,15 +199,30 @@ class Run:
         return paths
 
     def _Try(self, statement: cst.Try | cst.TryStar, paths: _Paths) -> _Paths:
-        before = paths
-        paths = self._suite(statement.body, paths)
+        before, during = paths, set(paths)
+        for line in statement.body.body:
+            paths = self.block([line], paths)
+            during |= paths
         if statement.orelse is not None:
             paths = self._suite(statement.orelse.body, paths)
-        if any(not _leaves(handler.body) for handler in statement.handlers):
-            paths |= before
+        for handler in statement.handlers:
+            paths |= self._handler(handler, before, frozenset(during))
         if statement.finalbody is not None:
             paths = self._suite(statement.finalbody.body, paths)
         return paths
+
+    def _handler(self, handler: Node, before: _Paths, during: _Paths) -> _Paths:
+        """Runs an `except` block as if nothing of what was tried had happened.
+
+        Some of it may have happened: that only excuses what the block does, for the rest would be a guess.
+        """
+        assert isinstance(handler, (cst.ExceptHandler, cst.ExceptStarHandler))
+        loops, returned, self.loops = self.loops, self.returned, [_Loop() for _ in self.loops]
+        self.returned = set()
+        with self.say.only_good():
+            self._suite(handler.body, _bounded(during))
+        self.loops, self.returned = loops, returned
+        return self._suite(handler.body, before)
 
     _TryStar = _Try
 
@@ -327,15 +350,6 @@ def _is_loss(value: Node | None) -> bool:
     if isinstance(value, cst.Call):
         return isinstance(value.func, cst.Attribute) and value.func.attr.value == "scale"
     return isinstance(value, (cst.Name, cst.Attribute))
-
-
-def _leaves(body: Node) -> bool:
-    """Whether a block ends by leaving what is around it."""
-    statements = getattr(body, "body", ())
-    last = statements[-1] if statements else None
-    if isinstance(last, cst.SimpleStatementLine):
-        last = last.body[-1]
-    return isinstance(last, (cst.Raise, cst.Return, cst.Continue, cst.Break))
 
 
 def _bounded(paths: Iterable[Path]) -> _Paths:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from precast.rewrite.model import Edit
 from precast.rewrite.source import Source
@@ -72,33 +72,45 @@ def move_names(
     source: Source,
     statement: cst.ImportFrom,
     moved: Collection[cst.ImportAlias],
-    modules: dict[Node, str],
+    new: Mapping[Node, str],
 ) -> tuple[Edit, ...] | None:
-    """Edits that import some names of a `from` import from other modules instead.
+    """Edits that import some names of a `from` import from somewhere else; each stays bound as it was.
 
     Args:
         source: the file.
         statement: the import.
         moved: its names that move.
-        modules: the new module of each of them.
+        new: what each of them is then: a dotted name, or a module of its own.
 
     None where it cannot be done without touching anything else.
     """
     assert not isinstance(statement.names, cst.ImportStar)
-    targets = {modules[alias] for alias in moved}
-    if len(moved) == len(statement.names) and len(targets) == 1 and statement.module is not None:
-        return (source.replace(statement.module, targets.pop()),)
-    if not is_alone(source, statement) or len(moved) == len(statement.names):
+    homes = {new[alias].rpartition(".")[0] for alias in moved}
+    everything = len(moved) == len(statement.names)
+    same = all(new[a].rpartition(".")[2] == dotted(a.name) for a in moved)
+    if everything and same and len(homes) == 1 and statement.module is not None:
+        return (source.replace(statement.module, homes.pop()),)
+    if everything and len(homes) == 1 and statement.rpar is None:
+        return (source.replace(statement, _line("", list(moved), new)),)
+    if not is_alone(source, statement) or everything:
         return None
     start = source.text.line_start(source.span(statement).start)
     indent = source.text.data[start : source.span(statement).start].decode("utf-8")
     lines = []
-    for module in sorted(targets):
-        names = ", ".join(
-            source.code(a) for a in statement.names if a in moved and modules[a] == module
-        )
-        lines.append(f"{indent}from {module} import {names}{source.text.newline}")
+    for home in sorted(homes):
+        names = [a for a in statement.names if a in moved and new[a].rpartition(".")[0] == home]
+        lines.append(f"{indent}{_line(home, names, new)}{source.text.newline}")
     return (Edit(start, start, "".join(lines)), *_without(source, statement.names, moved))
+
+
+def _line(home: str, aliases: Sequence[cst.ImportAlias], new: Mapping[Node, str]) -> str:
+    """The statement that imports names of one module, or modules of their own."""
+    names = []
+    for alias in aliases:
+        bound = dotted(alias.asname.name if alias.asname else alias.name) or ""
+        name = new[alias].rpartition(".")[2]
+        names.append(name if name == bound else f"{name} as {bound}")
+    return f"from {home} import {', '.join(names)}" if home else f"import {', '.join(names)}"
 
 
 def _without(

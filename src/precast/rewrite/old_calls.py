@@ -36,6 +36,11 @@ def call_edits(
     if pinned is None:
         return None
     quoted = f"{source.quote}{device}{source.quote}"
+    if kind == "same":
+        return ()
+    if kind == "cast":  # the device came between the value and the dtype
+        plain = len(args) == 2 and not args[0].star and not args[0].keyword and not args[1].star
+        return (source.after(args[0], f", {quoted}"),) if plain else None
     if not args:
         end = source.span(call).end - 1
         text = f"device_type={quoted}" if kind == "custom" else quoted
@@ -59,6 +64,8 @@ def device_edits(
 ) -> tuple[Edit, ...] | None:
     """The edits of a list of arguments, which may begin after another one (that of a partial)."""
     quoted = f"{source.quote}{device}{source.quote}"
+    if kind in ("cast", "same"):
+        return () if kind == "same" else None
     if kind == "custom":
         last = args[-1] if args else after
         assert last is not None

@@ -76,6 +76,7 @@ class Scopes:
         self.module = Scope(module, None)
         self.scope_of: dict[Node, Scope] = {}
         self.quoted: dict[Node, Node] = {}
+        self.quoted_trees: dict[Node, Node] = {}  # string -> the expression in it
         self.names: list[Node] = []
         self.owned: dict[Node, Scope] = {module: self.module}
         self._late: list[tuple[Node, Scope]] = []
@@ -321,6 +322,7 @@ class Scopes:
         except (cst.ParserSyntaxError, ValueError, RecursionError):
             return
         before = len(self.names)
+        self.quoted_trees[node] = inner
         self._annotation(inner, scope)
         for name in self.names[before:]:
             self.quoted.setdefault(name, node)

@@ -23,6 +23,16 @@ VALID = (
         def train(scaler: torch.amp.GradScaler) -> None:
             assert isinstance(scaler, torch.amp.GradScaler)
     """),
+    Case(
+        """
+        import torch
+
+        KNOWN = [torch.cuda.amp.GradScaler, torch.amp.GradScaler]
+        NAMES = {torch.cuda.amp.autocast: "autocast"}
+        old = kind is torch.cuda.amp.autocast
+        """,
+        note="Code about the old name: what is listed, a key, or compared is meant.",
+    ),
 )
 
 INVALID = (
@@ -59,6 +69,56 @@ INVALID = (
         """
         import torch
 
+        region = torch.cuda.amp.autocast
+
+        def f(x):
+            with region(False):
+                return x
+        """,
+        """
+        import torch
+
+        region = torch.amp.autocast
+
+        def f(x):
+            with region("cuda", enabled=False):
+                return x
+        """,
+        also=("AMP001",),
+        unsafe=True,
+        count=1,
+        note="Other files may call an alias of a module in the old way, so the fix is unsafe.",
+    ),
+    Case(
+        """
+        from torch.cuda import amp
+
+        old = amp
+        KINDS = {"scaler": amp.GradScaler, "region": old.autocast}
+        """,
+        """
+        import functools
+        from torch import amp
+
+        old = amp
+        KINDS = {"scaler": functools.partial(amp.GradScaler, "cuda"), "region": functools.partial(old.autocast, "cuda")}
+        """,
+        unsafe=True,
+        count=2,
+        note="Who calls what the table holds goes on calling it as before, if by keywords.",
+    ),
+    Case("""
+        from torch.cuda.amp import GradScaler
+
+        Scaler = GradScaler
+
+        class Mine(Scaler):
+            pass
+    """),
+    Case(
+        """
+        import torch
+
         class Scaler(torch.cuda.amp.GradScaler):
             pass
         """,
@@ -72,7 +132,7 @@ RULE = Rule(
     severity=Severity.WARNING,
     fix=Applicability.SAFE,
     message="`{old}` is deprecated; use `{new}`",
-    what="Deprecated names that are not called: annotations, `isinstance`, `functools.partial`, subclasses.",
+    what="Deprecated names not called: annotations, `isinstance`, `functools.partial`, aliases, tables, subclasses.",
     why=(
         "They keep the deprecated name alive, and hand it to code that calls it. The class `torch.amp.GradScaler` is "
         "the base of the deprecated ones, so annotations and `isinstance` fit both."
