@@ -26,6 +26,26 @@ __all__ = [
     "only_here",
 ]
 
+_QUIET = {
+    "add_scalar",
+    "append",
+    "cpu",
+    "debug",
+    "detach",
+    "get_last_lr",
+    "get_scale",
+    "info",
+    "item",
+    "items",
+    "log",
+    "named_parameters",
+    "parameters",
+    "set_description",
+    "set_postfix",
+    "size",
+    "values",
+    "write",
+}
 _PLAIN = re.compile(r"[\w.]+(\[[\w'\"]+\])?$")
 
 
@@ -71,6 +91,17 @@ def asks_scale(flow: Flow, scaler: str) -> bool:
     )
 
 
+def may_backward(source: Source, event: Event) -> bool:
+    """Whether a call may run a backward that is not seen: anything but PyTorch's own and what only logs."""
+    call = event.node
+    if event.kind != "call" or not isinstance(call, cst.Call):
+        return False
+    origin = source.origin(call.func) or ""
+    if origin.startswith("torch.") or source.names.builtin(call.func) is not None:
+        return False
+    return not (isinstance(call.func, cst.Attribute) and call.func.attr.value in _QUIET)
+
+
 def loops_around(source: Source, node: Node) -> list[Node]:
     """The loops of its function that a node runs in, the innermost first."""
     found: list[Node] = []
@@ -87,6 +118,19 @@ def loops_around(source: Source, node: Node) -> list[Node]:
 def loop_around(source: Source, node: Node) -> Node | None:
     """The innermost loop that a node runs in."""
     return next(iter(loops_around(source, node)), None)
+
+
+def assigned_in(source: Source, loop: Node) -> set[str | None]:
+    """The keys that get new values somewhere in a loop, those of its target among them."""
+    found: set[str | None] = set()
+    for node in walk(loop):
+        if isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.For, cst.CompFor, cst.NamedExpr)):
+            found |= {
+                key(source, n)
+                for n in walk(node.target)
+                if isinstance(n, (cst.Name, cst.Attribute))
+            }
+    return found
 
 
 def mentions(source: Source, node: Node, *names: str) -> bool:

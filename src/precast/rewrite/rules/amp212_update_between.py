@@ -1,0 +1,160 @@
+"""AMP212: an update between the steps of two optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from precast.rewrite.flow import Say
+from precast.rewrite.flow_events import Event
+from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
+from precast.rewrite.protocol import followed, hides, may_backward, only_here
+from precast.rewrite.source import Source
+from precast.rewrite.syntax import Node
+
+__all__ = ["RULE"]
+
+
+@dataclass(frozen=True)
+class _State:
+    """The optimizers stepped since the last backward, and the update after them."""
+
+    scaled: bool = False
+    stepped: frozenset[str] = frozenset()
+    update: Node | None = None
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each update after which gradients of the old scale are used."""
+    for flow, scaler in followed(source):
+        if not only_here(flow, scaler, "scale"):
+            continue
+
+        def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:
+            if hides(source, event, scaler) or may_backward(source, event):
+                return _State()
+            return _on(state, event, say, scaler)
+
+        for node, message in flow.run(_State(), on):
+            yield source.find(RULE, node, message)
+
+
+def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+    if event.kind == "backward":
+        return _State(scaled=event.scaler == scaler)
+    if event.kind == "autograd_grad" or (event.kind == "scale" and event.scaler == scaler):
+        return _State()
+    if event.kind == "assign":  # the name of a loop over optimizers: the next one is another
+        renamed = frozenset("" if name == event.receiver else name for name in state.stepped)
+        return _State(state.scaled, renamed, state.update)
+    if event.scaler != scaler or not state.scaled:
+        return state
+    if event.kind == "scaler_step":
+        if state.update is not None and event.optimizer not in state.stepped:
+            say.bad(state.update)
+        return _State(True, state.stepped | {event.optimizer or ""}, state.update)
+    if event.kind == "update" and state.stepped:
+        return _State(True, state.stepped, event.node)
+    return state
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(losses(batch)).backward()
+            scaler.step(first)
+            scaler.step(second)
+            scaler.update()
+    """),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(critic(batch)).backward()
+            scaler.step(first)
+            scaler.update()
+            scaler.scale(generator(batch)).backward()
+            scaler.step(second)
+            scaler.update()
+        """,
+        note="Each optimizer's gradients are computed after the update.",
+    ),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    """),
+    Case("""
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self):
+                self.scaler.scale(self.first()).backward()
+                self.scaler.step(self.one)
+                self.scaler.update()
+                self.backward_of_the_other()
+                self.scaler.step(self.other)
+                self.scaler.update()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(generator(batch) + critic(batch)).backward()
+            scaler.step(first)
+            scaler.update()
+            scaler.step(second)
+            scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP212",
+    name="update-between-optimizers",
+    severity=Severity.WARNING,
+    fix=Applicability.NONE,
+    message="the next step divides gradients of the old scale by the new one: update once, after all steps",
+    what="`scaler.update()` between the steps of two optimizers whose gradients come from before it.",
+    why=(
+        "`update` may change the scale. The second optimizer's gradients are then divided by another scale than they "
+        "were multiplied with, and gradients that were unscaled before are unscaled again."
+    ),
+    fine="The second optimizer's gradients are computed after the update, in code that the rule can't see.",
+    words=("GradScaler .step(",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

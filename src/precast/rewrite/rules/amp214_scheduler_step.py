@@ -1,0 +1,133 @@
+"""AMP214: a scheduler that goes on although the scaler may have skipped the step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from precast.rewrite.flow import Flow, Say
+from precast.rewrite.flow_events import Event
+from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
+from precast.rewrite.protocol import asks_scale, followed, hides, loop_around
+from precast.rewrite.source import Source
+
+__all__ = ["RULE"]
+
+_SKIPS = re.compile(rb"found_inf|skip|get_scale|overflow", re.IGNORECASE)
+_BY_RESULT = ("ReduceLROnPlateau",)
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each scheduler's step beside a scaler's, if nobody asks for skipped ones."""
+    if _SKIPS.search(source.text.data):
+        return
+    for flow, scaler in followed(source):
+        if asks_scale(flow, scaler):
+            continue
+        steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+
+        def on(state: bool, event: Event, say: Say, scaler: str = scaler) -> bool:
+            if event.kind == "scheduler_step" and state:
+                say.bad(event.node)
+            if event.kind in ("backward", "optimizer_step") or hides(source, event, scaler):
+                return False
+            return state or (event.kind == "scaler_step" and event.scaler == scaler)
+
+        for node, message in flow.run(False, on):
+            if _is_beside(source, flow, node, steps):
+                yield source.find(RULE, node, message)
+
+
+def _is_beside(source: Source, flow: Flow, node: object, steps: list[Event]) -> bool:
+    """Whether the scheduler goes on with the batches, not with the epochs."""
+    event = next(e for e in flow.events() if e.node is node)
+    loop = loop_around(source, event.node)
+    same = any(loop_around(source, step.node) is loop for step in steps)
+    return same and loop is not None and not (event.instance or "").endswith(_BY_RESULT)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scale = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.get_scale() >= scale:
+                    scheduler.step()
+    """),
+    Case(
+        """
+        import torch
+
+        def train(model, epochs, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+            scaler = torch.amp.GradScaler("cuda")
+            for epoch in range(epochs):
+                for batch in batches:
+                    scaler.scale(model(batch)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                scheduler.step()
+        """,
+        note="Once an epoch.",
+    ),
+    Case("""
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
+            scaler = torch.amp.GradScaler("cuda", enabled=False)
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scheduler.step()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+        from torch.optim.lr_scheduler import OneCycleLR
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = OneCycleLR(optimizer, 0.1, len(batches))
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+        """,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP214",
+    name="scheduler-after-skipped-step",
+    severity=Severity.INFORMATION,
+    fix=Applicability.NONE,
+    message="the scheduler goes on even if the scaler has skipped the optimizer's step",
+    what="`scheduler.step()` for each batch after `scaler.step(optimizer)`, without a look at whether it stepped.",
+    why=(
+        "The first steps are often skipped, while the scale is too large. The learning rate then runs ahead, and "
+        "PyTorch warns that `lr_scheduler.step()` was called before `optimizer.step()`. A scale that went down tells."
+    ),
+    fine="A few steps more or less do not matter to the schedule.",
+    words=("GradScaler lr_scheduler .step(",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)
