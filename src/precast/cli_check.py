@@ -77,6 +77,7 @@ def check(apply: bool, **asked: Any) -> None:
 
 
 @click.command(short_help="Fix deprecated and wrong mixed-precision code.")
+@click.option("--to", type=click.Choice(["precast"]), help="Move PyTorch's names to precast's.")
 @_shared
 def fix(**asked: Any) -> None:
     """Apply the fixes of `precast check`, and report what is left."""
@@ -112,6 +113,7 @@ def _main(
     stdin_filename: str | None,
     no_cache: bool,
     jobs: int | None,
+    to: str | None = None,
     **asked: Any,
 ) -> None:
     """Runs, prints, and ends the process with the exit code."""
@@ -122,6 +124,7 @@ def _main(
     if is_stdin and len(paths) > 1:
         raise click.UsageError("stdin (-) can't be checked together with files.")
     settings = _settings(Path(stdin_filename or ".") if is_stdin else paths[0], asked)
+    settings = settings if to is None else settings.toward_precast()
     mode = Mode(fix=apply or as_diff, write=apply and not as_diff and not is_stdin)
     if is_stdin:
         reports = _from_stdin(stdin_filename or "stdin.py", settings, mode, apply and not as_diff)

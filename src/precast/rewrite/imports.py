@@ -9,7 +9,7 @@ from precast.rewrite.model import Edit
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, dotted
 
-__all__ = ["is_alone", "move_names", "name_for"]
+__all__ = ["is_alone", "move_names", "name_for", "without_import"]
 
 
 def name_for(source: Source, module: str, at: Node) -> tuple[str, tuple[Edit, ...]] | None:
@@ -66,6 +66,18 @@ def is_alone(source: Source, statement: Node) -> bool:
         return False
     start = source.span(statement).start
     return not source.text.data[source.text.line_start(start) : start].strip()
+
+
+def without_import(source: Source, statement: cst.Import, alias: cst.ImportAlias) -> Edit | None:
+    """Takes a module out of an import, and its line if nothing else is there; None where it can't be."""
+    if len(statement.names) > 1:
+        return next(iter(_without(source, statement.names, [alias])))
+    line = source.parents.get(statement)
+    if not is_alone(source, statement) or source.parents.get(line) is not source.module:  # type: ignore[arg-type]
+        return None
+    start = source.text.line_start(source.span(statement).start)
+    end = source.text.data.find(b"\n", start) + 1
+    return Edit(start, end or len(source.text.data), "")
 
 
 def move_names(

@@ -1,6 +1,6 @@
 """Names that move to another module: every use in a file, and one fix for each set that has to change together.
 
-`old_names.py` moves deprecated names to `torch.amp`, `to_precast.py` moves those of `torch.amp` to precast.
+`old_names.py` moves deprecated names to `torch.amp`; AMP601 moves those of `torch.amp` to precast.
 What has to change at a use besides its name, they say; what an import or an alias binds, this file does.
 
 Invariants:
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from precast.rewrite.imports import move_names, name_for
 from precast.rewrite.model import Edit, Fix
+from precast.rewrite.names import canonical
 from precast.rewrite.scopes import Binding, Scope
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, strings, walk
@@ -27,10 +28,13 @@ __all__ = [
     "Group",
     "Move",
     "Use",
+    "exported",
     "expressions",
+    "group_key",
     "groups_of",
     "in_string",
     "reference_kind",
+    "root",
     "share",
 ]
 
@@ -58,6 +62,12 @@ class Move:
         old = self._old(path)
         assert old is not None
         return self.modules[old] + path[len(old) :]
+
+    def knows(self, path: str | None) -> bool:
+        """Whether a dotted name is one of the names, or a module that they are in."""
+        return path is not None and (
+            canonical(path) in self.names or canonical(path) in self.modules
+        )
 
     def _old(self, path: str) -> str | None:
         fits = [m for m in self.modules if path == m or path.startswith(m + ".")]
@@ -104,7 +114,7 @@ class Group:
 _Groups = dict[tuple[Scope, str], Group]
 
 
-def _root(node: Node) -> Node:
+def root(node: Node) -> Node:
     """The first name of a dotted name."""
     while isinstance(node, cst.Attribute):
         node = node.value
@@ -145,7 +155,7 @@ def _is_bound_here(source: Source, node: Node) -> bool:
 def in_string(source: Source, string: Node, node: Node, move: Move) -> tuple[Edit, ...] | None:
     """Edits that rename a dotted name in a quoted annotation; None where the text is not that plain."""
     text, value = source.code(string), strings(string)
-    base = source.names.path(_root(node))
+    base = source.names.path(root(node))
     if value is None or text[1:-1] != value or base is None:
         return None
     if move.covers(base):
@@ -155,18 +165,20 @@ def in_string(source: Source, string: Node, node: Node, move: Move) -> tuple[Edi
         if not isinstance(tree, cst.Attribute):
             return None
         tree = tree.value
-    new, top = move.modules[path], base.partition(".")[0]
-    if base != top or new.partition(".")[0] != top:
+    top, dot, rest = move.modules[path].partition(".")
+    first = root(node)
+    available = name_for(source, top, first)
+    if available is None or not isinstance(first, cst.Name):
         return None
-    named = _root(node)
-    assert isinstance(named, cst.Name)
-    spelled = named.value + path[len(base) :]
-    wanted = named.value + new[len(top) :]
+    spelled = first.value + path[len(base) :]
+    wanted = available[0] + dot + rest
     start = source.span(string).start + 1
-    return tuple(
+    found = re.finditer(rf"(?<![\w.]){re.escape(spelled)}(?!\w)", value)
+    edits = (
         Edit(start + _bytes(value[: m.start()]), start + _bytes(value[: m.end()]), wanted)
-        for m in re.finditer(rf"(?<![\w.]){re.escape(spelled)}(?!\w)", value)
+        for m in found
     )
+    return (*edits, *available[1])
 
 
 def _bytes(text: str) -> int:
@@ -210,9 +222,9 @@ def _argument_kind(source: Source, node: Node, arg: cst.Arg) -> str:
 # --- groups ---
 
 
-def _group_key(source: Source, node: Node, move: Move) -> tuple[Scope, str] | None:
+def group_key(source: Source, node: Node, move: Move) -> tuple[Scope, str] | None:
     """The name through which something that moves was bound; None for `torch.` itself."""
-    name = _root(node)
+    name = root(node)
     if not isinstance(name, cst.Name) or not move.covers(source.names.path(name)):
         return None
     home = source.scopes.scope_of[name].home(name.value)
@@ -222,23 +234,24 @@ def _group_key(source: Source, node: Node, move: Move) -> tuple[Scope, str] | No
 
 def groups_of(source: Source, move: Move, uses: list[Use]) -> _Groups:
     """The groups of a file, imports and aliases without uses among them."""
-    groups: _Groups = {}
+    groups: dict[tuple[Scope, str], Group] = {}
     for use in uses:
-        key = _group_key(source, use.node, move)
+        key = group_key(source, use.node, move)
         if key is not None:
             scope, name = key
             groups.setdefault(key, Group(scope.bindings[name])).uses.append(use)
     for scope in {source.scopes.module: 0, **dict.fromkeys(source.scopes.owned.values())}:
         for name, bindings in scope.bindings.items():
-            if bindings and all(move.covers(_path(source, b)) for b in bindings):
+            if bindings and all(move.knows(_path(source, b)) for b in bindings):
                 groups.setdefault((scope, name), Group(bindings))
     for (scope, name), group in groups.items():
-        known = {_root(use.node) for use in group.uses}
-        group.foreign = any(
+        group.foreign = not all(move.knows(_path(source, b)) for b in group.bindings)
+        known = {root(use.node) for use in group.uses}
+        group.foreign |= any(
             node not in known and not _is_bound_here(source, node)
             for node in source.scopes.references(scope, name)
         )
-        group.foreign |= name in _exported(source) or source.filename.endswith("__init__.py")
+        group.foreign |= name in exported(source) or source.filename.endswith("__init__.py")
         group.foreign |= scope.is_class or len(group.bindings) > 1
     return groups
 
@@ -249,7 +262,7 @@ def _path(source: Source, binding: Binding) -> str | None:
     return binding.path
 
 
-def _exported(source: Source) -> set[str]:
+def exported(source: Source) -> set[str]:
     """The names in `__all__`."""
     names = set()
     for binding in source.scopes.module.bindings.get("__all__", ()):
@@ -267,7 +280,7 @@ def share(source: Source, move: Move, uses: list[Use], groups: _Groups) -> None:
         if [b.kind for b in group.bindings] == ["assign"]:
             _follow(group, [u for u in uses if _binds(source, u, scope, name)])
     for use in uses:
-        if _group_key(source, use.node, move) is None:
+        if group_key(source, use.node, move) is None:
             _give([use], _own_fix(source, move, use))
     by_statement: dict[Node, list[Group]] = {}
     for group in groups.values():
@@ -348,7 +361,7 @@ def _renamed(source: Source, move: Move, node: Node) -> tuple[Edit, ...] | None:
         inner = inner.value
     new = move.modules[source.names.path(inner) or ""]
     top, dot, rest = new.partition(".")
-    named = name_for(source, top, _root(node))
+    named = name_for(source, top, root(node))
     if named is None:
         return None
     name, added = named

@@ -10,10 +10,12 @@ from importlib import import_module
 from precast.rewrite import rules as package
 from precast.rewrite.model import Rule
 
-__all__ = ["all_rules", "expand", "find_rule", "url"]
+__all__ = ["ENGINE", "TO_PRECAST", "all_rules", "expand", "find_rule", "url"]
 
 # What the engine itself reports: code -> name.
 ENGINE = {"AMP900": "syntax-error", "AMP901": "unused-suppression"}
+# What `precast fix --to precast` selects. The first is a choice, not a fault: only its own code or name selects it.
+TO_PRECAST = ("AMP601", "AMP001", "AMP002", "AMP003", "AMP004", "AMP005", "AMP006", "AMP007")
 _PAGES = "docs/rules"  # in the repository, which has no address yet
 
 
@@ -44,7 +46,9 @@ def expand(selectors: Iterable[str]) -> frozenset[str]:
         fits = {
             code
             for code, name in known.items()
-            if wanted == "ALL" or (code.startswith(wanted) and wanted) or name.upper() == wanted
+            if (wanted == "ALL" and code != TO_PRECAST[0])
+            or (code.startswith(wanted) and wanted)
+            or name.upper() == wanted
         }
         if not fits:
             raise ValueError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from precast.rewrite.model import version
-from precast.rewrite.registry import ENGINE, all_rules, expand
+from precast.rewrite.registry import ENGINE, TO_PRECAST, all_rules, expand
 
 __all__ = ["Settings", "load"]
 
@@ -52,6 +52,10 @@ class Settings:
     exclude: tuple[str, ...] = ()
     per_file_ignores: tuple[tuple[str, frozenset[str]], ...] = ()
     root: str = "."
+
+    def toward_precast(self) -> Settings:
+        """The same with the rules that move PyTorch's names to precast, whose oldest PyTorch has them all."""
+        return replace(self, codes=self.codes | set(TO_PRECAST), min_torch=None)
 
     def codes_for(self, filename: str) -> frozenset[str]:
         """The rules for one file."""
