@@ -65,10 +65,12 @@ __all__ = [
     "lower_dtypes",
     "nesting",
     "never_compiled",
+    "on_backward",
     "on_checkpoint",
     "on_cleared_cache",
     "on_graph_region",
     "on_its_way",
+    "on_module_call",
     "operator_names",
     "operator_overloads",
     "optimize_torchscript",
@@ -83,6 +85,7 @@ __all__ = [
     "tag_of_compiled",
     "traced_as_constant",
     "unheard",
+    "unseen",
     "update_scale_",
     "version_of",
 ]
@@ -597,6 +600,70 @@ def on_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
 
     setattr(module, name, not_reentrant)
     module.CheckpointFunction.forward = staticmethod(reentrant)
+
+
+def unseen() -> Any:
+    """A context whose operations no `TorchDispatchMode` and no tensor subclass sees.
+
+    Reading a number that a program computed is no operation of the program's. Nothing public excludes the dispatcher's
+    keys of Python in a thread (2.13).
+    """
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    keys = keys.add(torch._C.DispatchKey.PythonTLSSnapshot)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+def on_backward(tell: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Has ``tell(roots, gradients)`` called before each backward pass; calling what it returns ends that.
+
+    `torch.autograd.backward` is public; that `Tensor.backward` looks it up there whenever it is called is not written
+    down. Hooks of autograd see nodes and gradients, and never which tensor a pass began at (2.13).
+    """
+    backward = torch.autograd.backward
+
+    @never_compiled
+    @wraps(backward)
+    def told(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        tell(tensors, grad_tensors)
+        backward(tensors, grad_tensors, *args, **kwargs)
+
+    def stop() -> None:
+        if torch.autograd.backward is told:  # else somebody replaced it after us, and calls us
+            torch.autograd.backward = backward
+
+    torch.autograd.backward = told
+    return stop
+
+
+def on_module_call(
+    outermost: Callable[[torch.nn.Module, Callable[[], Any]], Any],
+) -> Callable[[], None]:
+    """Has ``outermost(module, run)`` make each call of a module from outside of all modules, in any thread.
+
+    Calling what it returns ends that. Public hooks for all modules take every call off its short path, and a model from
+    `torch.compile` warns of them (2.13).
+    """
+    kind: Any = torch.nn.Module
+    call = kind.__call__
+    here = threading.local()
+
+    @wraps(call)
+    def __call__(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        # The first is a constant where the compiler traces: nothing of this is in a graph.
+        if torch.compiler.is_compiling() or getattr(here, "inside", False):
+            return call(module, *args, **kwargs)
+        here.inside = True
+        try:
+            return outermost(module, lambda: call(module, *args, **kwargs))
+        finally:
+            here.inside = False
+
+    def stop() -> None:
+        if kind.__call__ is __call__:  # else somebody replaced it after us, and calls us
+            kind.__call__ = call
+
+    kind.__call__ = __call__
+    return stop
 
 
 _clear_autocast_cache = torch.clear_autocast_cache

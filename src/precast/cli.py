@@ -8,6 +8,7 @@ Exit codes: 0 it is done, 1 the job failed, 2 it was asked for wrongly.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from precast import cli_check
+from precast import cli_check, cli_run
 from precast._version import __version__
 from precast.errors import PrecastError
+from precast.running.endings import Interrupted
 
 if TYPE_CHECKING:
     from precast.demo.compare import Comparison
@@ -36,6 +38,14 @@ class _Commands(click.Group):
         except PrecastError as error:
             raise click.ClickException(str(error)) from error
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except Interrupted:
+            # Click would make exit code 1 of it. Python ends by the signal; what it would print was printed.
+            sys.excepthook = lambda *_: None
+            raise KeyboardInterrupt from None
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="precast")
@@ -43,7 +53,7 @@ def main() -> None:
     """Automatic mixed precision for PyTorch that you can read, trust and steer."""
 
 
-for _command in (cli_check.check, cli_check.fix, cli_check.rule):
+for _command in (cli_check.check, cli_check.fix, cli_check.rule, cli_run.run, cli_run.report):
     main.add_command(_command)
 
 

@@ -4,6 +4,6 @@ Nothing in this folder loads torch: a document can be read where there is none.
 """
 
 from precast.report.document import load, merge, save, validate
-from precast.report.page import html, write
+from precast.report.page import html, needed, write
 
-__all__ = ["html", "load", "merge", "save", "validate", "write"]
+__all__ = ["html", "load", "merge", "needed", "save", "validate", "write"]

@@ -22,7 +22,7 @@ from precast.report.tree import tree
 from precast.report.verdict import all_findings, cost_words, lost, offender, verdict
 from precast.report.words import count, duration, share
 
-__all__ = ["html", "write"]
+__all__ = ["html", "needed", "write"]
 
 _SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js", "main.js")
 _SECTIONS = {
@@ -50,7 +50,7 @@ def write(document: Document | Merged | dict[str, Any], path: str | Path) -> Non
 
 def html(document: Document | Merged | dict[str, Any]) -> str:
     """The page."""
-    jinja2, plotly = _needed()
+    jinja2, plotly = needed()
     checked = validate(document)
     every = documents(checked)
     chosen, overall = worst(every), common_verdict(every)
@@ -80,8 +80,12 @@ def html(document: Document | Merged | dict[str, Any]) -> str:
     )
 
 
-def _needed() -> tuple[Any, str]:
-    """The template engine, and the chart library's script."""
+def needed() -> tuple[Any, str]:
+    """The template engine, and the chart library's script.
+
+    Raises:
+        MissingExtraError: one of them is not installed; who is about to compute for hours asks before.
+    """
     package = "jinja2"
     try:
         import jinja2

@@ -1,0 +1,125 @@
+"""The commands `precast run` and `precast report`.
+
+Invariants: torch is imported when the program that is run imports it, and never for `report`.
+Exit codes of `run`: the program's own; 2 where nothing was run, as it was asked for wrongly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["report", "run"]
+
+_DEFAULT = Path("precast-report.html")
+
+
+class _Steps(click.ParamType[tuple[int, int]]):
+    """A:B, with A below B."""
+
+    name = "A:B"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        begin, colon, end = str(value).partition(":")
+        if not (colon and begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
+            self.fail(
+                f"{value!r} are no steps; write the first and the one after the last, counted from 0, as in 2:5",
+                param,
+                ctx,
+            )
+        return int(begin), int(end)
+
+
+@click.command(
+    short_help="Run a program under precast; report what it saw.",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.argument("program", metavar="SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.option("--policy", default="torch", show_default=True, help="A preset or a policy file.")
+@click.option(
+    "--report",
+    "page",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help=f"The page.  [default: {_DEFAULT}]",
+)
+@click.option(
+    "--json", "as_json", type=click.Path(path_type=Path), metavar="FILE", help="The same, as data."
+)
+@click.option(
+    "--steps",
+    type=_Steps(),
+    default=(2, 5),
+    help="Which steps to trace in full, from 0, without the last.  [default: 2:5]",
+)
+@click.option("--health", is_flag=True, help="Look at the numbers, too: overflow, underflow.")
+def run(
+    program: str,
+    arguments: tuple[str, ...],
+    *,
+    is_module: bool,
+    policy: str,
+    page: Path | None,
+    as_json: Path | None,
+    steps: tuple[int, int],
+    health: bool,
+) -> None:
+    """Run a training or inference program, as it is, under precast, and report what it did.
+
+    Its regions run on precast's engine with the policy, `torch` unless another is named: then
+    results are those of `python SCRIPT`. All that follows SCRIPT is the program's. Exit code and
+    output are the program's, too; at its end a summary goes to stderr.
+    """
+    from precast import report as report_
+    from precast.running import runner
+    from precast.running.places import Places, rank_from_environment
+    from precast.running.target import Target
+
+    page, as_json = (path and path.absolute() for path in (page or _DEFAULT, as_json))
+    places = Places(page, as_json, rank_from_environment())
+    target = Target(program, is_module, arguments)
+    try:
+        target.check()
+        places.check()
+        report_.needed()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    runner.run(runner.Request(target, places, policy, steps, health))
+
+
+@click.command(short_help="Make the page of a run from its data; merge ranks.")
+@click.argument(
+    "documents",
+    metavar="FILE...",
+    nargs=-1,
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=_DEFAULT,
+    show_default=True,
+    help="The page.",
+)
+@click.option(
+    "--json", "as_json", type=click.Path(path_type=Path), metavar="FILE", help="Merged data, too."
+)
+def report(documents: tuple[Path, ...], output: Path, as_json: Path | None) -> None:
+    """Make the page of a run from what `precast run --json` wrote; several ranks become one page."""
+    from precast import report as report_
+
+    merged = report_.merge([report_.load(path) for path in documents])
+    if as_json is not None:
+        report_.save(merged, as_json)
+    report_.write(merged, output)
+    click.echo(str(output))

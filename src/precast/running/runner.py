@@ -1,0 +1,158 @@
+"""Runs a program under precast, and leaves a report whatever happens.
+
+Invariants: nothing that is done here changes how the program ends; what precast has to say comes on stderr, after all
+that the program says.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from precast.errors import OutputError, PrecastError
+from precast.running.arrival import when_torch_is_loaded
+from precast.running.document import document_of
+from precast.running.endings import Ending, Endings
+from precast.running.places import Places
+from precast.running.summary import said, summary
+from precast.running.target import Target
+
+if TYPE_CHECKING:
+    from precast.report.schema import Document
+    from precast.running.watch import Watch
+
+__all__ = ["Request", "run"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `precast run` was asked for.
+
+    Attributes:
+        target: the program.
+        places: where the report goes.
+        policy: the name of a preset, or the path of a policy file.
+        traced: the first step that is traced in full, and the first that no longer is.
+        health: whether numbers are looked at, too.
+    """
+
+    target: Target
+    places: Places
+    policy: str = "torch"
+    traced: tuple[int, int] = (2, 5)
+    health: bool = False
+
+
+def run(request: Request) -> None:
+    """Runs the program; returns where it ended by itself. Target and places have been checked.
+
+    Raises:
+        SystemExit, Interrupted: as `Endings.run`.
+    """
+    _Session(request).run()
+
+
+class _Session:
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._watch: Watch | None = None
+        self._refused = False
+        self._began = time.perf_counter()
+        # Now, as the program may change the folder: paths in messages are as they were asked for.
+        self._here = Path.cwd()
+
+    def run(self) -> None:
+        when_torch_is_loaded(self._look_on)
+        Endings(self._finish).run(self._request.target.run)
+
+    def _look_on(self) -> None:
+        """PyTorch is there; a program that cannot run as asked ends here."""
+        try:
+            from precast.running.watch import Watch
+
+            watch = Watch(self._request.policy)
+            watch.start()
+        except PrecastError as error:
+            self._refused = True
+            _say(f"Error: {error}\n")
+            sys.exit(1)
+        self._watch = watch
+
+    def _finish(self, ending: Ending) -> None:
+        if self._refused:
+            return
+        try:
+            document = self._document(ending)
+            where = _write(document, self._request.places, self._here)
+            _say(summary(document, where))
+        except BaseException as error:  # nothing that fails here is the program's failure
+            _say(said(f"there is no report: {type(error).__name__}: {error}"))
+
+    def _document(self, ending: Ending) -> Document:
+        seconds = time.perf_counter() - self._began
+        if self._watch is not None:
+            self._watch.stop()
+        request = self._request
+        rank, watch = request.places.rank, self._watch
+        return document_of(
+            request.target, rank, request.policy, ending=ending, seconds=seconds, watch=watch
+        )
+
+
+def _write(document: Document, places: Places, here: Path) -> list[str]:
+    """Writes what was asked for, or the same elsewhere; says where it is."""
+    try:
+        return _write_to(document, places, here)
+    except OutputError as error:
+        problem = str(error)
+    try:
+        return [problem, *_write_to(document, places.elsewhere(), here)]
+    except OSError as error:
+        return [problem, f"no other place was found for it either: {error}"]
+
+
+def _write_to(document: Document, places: Places, here: Path) -> list[str]:
+    from precast import report
+
+    written = []
+    if places.own_json is not None:
+        report.save(document, places.own_json)
+        written.append(places.own_json)
+    if places.own_report is not None:
+        report.write(document, places.own_report)
+        written.append(places.own_report)
+    if places.rank.of > 1:
+        written += _merge(places)
+    return ["written: " + ", ".join(_shown(path, here) for path in written)]
+
+
+def _merge(places: Places) -> list[Path]:
+    """Merges what is there of all ranks: the last to end has all. One that ends meanwhile is seen, and merged too."""
+    from precast import report
+
+    merged: list[Path] = []
+    while (found := places.documents_of_ranks()) != merged:
+        merged = found
+        document = report.merge([report.load(path) for path in found])
+        if places.json is not None:
+            report.save(document, places.json)
+        if places.report is not None:
+            report.write(document, places.report)
+    return [path for path in (places.json, places.report) if path is not None]
+
+
+def _shown(path: Path, here: Path) -> str:
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _say(text: str) -> None:
+    """On the process's own stderr; a program that closed it hears nothing, and ends as it would."""
+    try:
+        if sys.__stderr__ is not None:
+            sys.__stderr__.write(text)
+            sys.__stderr__.flush()
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,358 @@
+"""precast run: a program runs, prints, fails and ends as it does under python; its ending is in the document."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUN = [str(Path(sys.executable).with_name("precast")), "run"]
+
+
+@dataclass
+class Done:
+    """How a program ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    document: dict[str, Any]
+
+    @property
+    def ours(self) -> list[str]:
+        """What precast said: lines that begin with its name, and those that they go on in."""
+        lines = self.stderr.splitlines()
+        begins = [i for i, line in enumerate(lines) if line.startswith("precast: ")]
+        return lines[begins[0] :] if begins else []
+
+    @property
+    def theirs(self) -> list[str]:
+        lines = self.stderr.splitlines()
+        return lines[: len(lines) - len(self.ours)]
+
+
+def start(command: list[str], folder: Path, **extra: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONWARNINGS": "", **extra}
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], folder: Path) -> Done:
+    stdout, stderr = process.communicate(timeout=120)
+    path = folder / "out.json"
+    document = json.loads(path.read_text()) if path.exists() else {}
+    return Done(process.returncode, stdout, stderr, document)
+
+
+def write(folder: Path, text: str, name: str = "program.py") -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(textwrap.dedent(text))
+
+
+def both(folder: Path, *arguments: str) -> tuple[Done, Done]:
+    """The program under python, and under precast run."""
+    plain = ended(start([sys.executable, *arguments], folder), folder)
+    return plain, ended(start([*RUN, "--json", "out.json", *arguments], folder), folder)
+
+
+def assert_alike(plain: Done, run: Done) -> None:
+    assert run.stdout == plain.stdout
+    assert run.code == plain.code
+    assert run.theirs == plain.stderr.splitlines()
+    assert run.ours
+    assert all(len(line) <= 80 for line in run.ours)
+
+
+SURROUNDINGS = '''
+"""A docstring."""
+import inspect, os, pickle, sys
+
+class Thing:
+    def __eq__(self, other):
+        return type(self) is type(other)
+
+def source():
+    return inspect.getsource(Thing)
+
+if __name__ == "__main__":
+    known = ["__annotations__", "__cached__", "__doc__", "__file__", "__name__", "__package__"]
+    print(sys.argv, sys.path[0], [globals()[name] for name in known], sorted(globals()))
+    print(type(__builtins__), type(__loader__).__name__, __spec__ and __spec__.name)
+    main = sys.modules["__main__"]
+    print(main.__dict__ is globals(), pickle.loads(pickle.dumps(Thing())) == Thing(), source())
+    import beside
+    print(os.path.basename(beside.__file__), beside.name, os.getcwd(), __debug__, sys.flags.optimize)
+    import atexit
+    atexit.register(lambda: print("at exit", pickle.loads(pickle.dumps(Thing())) == Thing()))
+    print("on stderr", file=sys.stderr)
+    print(os.path.exists("__pycache__/program.cpython.pyc"), sorted(os.listdir()))
+'''
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("program.py", "--lr", "1", "-m", "--json", "x"),
+        ("inner/program.py",),
+        ("link.py", "--help"),
+        ("-m", "inner.program", "--", "a"),
+        ("-m", "inner"),
+        ("folder",),
+        ("archive.zip", "b"),
+    ],
+    ids=" ".join,
+)
+def test_a_program_finds_what_python_gives_it(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    write(tmp_path, SURROUNDINGS)
+    for folder in ("inner", "folder"):
+        write(tmp_path, SURROUNDINGS, f"{folder}/program.py")
+        write(tmp_path, SURROUNDINGS, f"{folder}/__main__.py")
+        write(tmp_path, "name = __name__", f"{folder}/beside.py")
+    write(tmp_path, "import sys; print('packages see', sys.argv)", "inner/__init__.py")
+    write(tmp_path, "name = 'outside'", "beside.py")
+    (tmp_path / "link.py").symlink_to("inner/program.py")
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        for name in ("__main__.py", "beside.py"):
+            archive.write(tmp_path / "folder" / name, name)
+    plain, run = both(tmp_path, *arguments)
+    assert plain.code == 0, plain.stderr
+    assert_alike(plain, run)
+    assert run.document["run"]["command"] == list(arguments)
+
+
+# --- how it ends ---
+
+ENDINGS = {
+    "by itself": ("print('done')", "ended", 0, None),
+    "exit": ("import sys; sys.exit(7)", "exit", 7, None),
+    "exit without a code": ("raise SystemExit", "exit", 0, None),
+    "exit by words": ("import sys; sys.exit('no data')", "exit", 1, "no data"),
+    "exit below zero": ("import sys; sys.exit(-1)", "exit", 255, None),
+    "exit at once": ("import os; print('lost'); os._exit(9)", "exit", 9, "os._exit(9)"),
+    "exit in a thread": (
+        "import sys, threading, time\n"
+        "def late(): time.sleep(0.2); print('late'); sys.exit(3)\n"
+        "threading.Thread(target=late).start()",
+        "ended",
+        0,
+        None,
+    ),
+    "an exception": (
+        "def inner(): raise ValueError('two\\nlines')\ndef outer(): inner()\nouter()",
+        "exception",
+        1,
+        "ValueError: two\nlines",
+    ),
+    "an exception while another is handled": (
+        "try:\n    {}['key']\nexcept KeyError as error:\n    raise RuntimeError('no') from error",
+        "exception",
+        1,
+        "RuntimeError: no",
+    ),
+    "an exception that click knows": (
+        "import click; raise click.UsageError('theirs')",
+        "exception",
+        1,
+        "UsageError: theirs",
+    ),
+    "one that the shell knows": ("raise BrokenPipeError(32, 'x')", "exception", 1, None),
+    "no program": ("def f(:", "exception", 1, None),
+    "a hook for exceptions": (
+        "import sys\nsys.excepthook = lambda *a: print('hook', a[0], a[2].tb_frame.f_code.co_name)\n1/0",
+        "exception",
+        1,
+        "ZeroDivisionError: division by zero",
+    ),
+    "a base exception": ("raise GeneratorExit", "exception", 1, "GeneratorExit"),
+    "an interrupt": ("raise KeyboardInterrupt('x')", "interrupted", 130, "KeyboardInterrupt: x"),
+    "an interrupt in an exit function": (
+        "import atexit\natexit.register(lambda: print('bye'))\nraise KeyboardInterrupt",
+        "interrupted",
+        130,
+        "KeyboardInterrupt",
+    ),
+    "a signal": (
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "interrupted",
+        143,
+        "SIGTERM",
+    ),
+    "a signal that the program handles": (
+        "import os, signal, sys\n"
+        "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+        "assert signal.signal(signal.SIGTERM, lambda *_: sys.exit(4)) is signal.SIG_DFL\n"
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        "exit",
+        4,
+        None,
+    ),
+    "a child": (
+        "import os, sys\nif os.fork(): os.wait(); print('parent')\nelse: print('child'); sys.exit(5)",
+        "ended",
+        0,
+        None,
+    ),
+    "children that are ended": (
+        "import multiprocessing as m, time\n"
+        "c = m.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "c.start(); time.sleep(0.2); c.terminate(); c.join(); print(c.exitcode)",
+        "ended",
+        0,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "how", "code", "message"), ENDINGS.values(), ids=ENDINGS.keys()
+)
+def test_a_program_ends_as_under_python(
+    tmp_path: Path, program: str, how: str, code: int, message: str | None
+) -> None:
+    write(tmp_path, program)
+    plain, run = both(tmp_path, "program.py")
+    assert_alike(plain, run)
+    assert "precast" not in plain.stderr
+    said = run.document["run"]
+    assert (said["ended"], said["code"]) == (how, code)
+    if message is not None or how in {"ended", "exit"}:
+        assert said["message"] == message
+    assert (tmp_path / "precast-report.html").stat().st_size > 0
+
+
+def test_the_traceback_of_a_module_begins_in_it(tmp_path: Path) -> None:
+    write(tmp_path, "def f():\n    raise ValueError('x')\nf()")
+    plain, run = both(tmp_path, "-m", "program")
+    lines = plain.stderr.splitlines()
+    assert run.theirs == [lines[0], *(line for line in lines[1:] if "<frozen runpy>" not in line)]
+    assert run.code == plain.code
+
+
+def test_ctrl_c_and_a_signal_from_outside(tmp_path: Path) -> None:
+    write(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        results = []
+        for command in ([sys.executable], [*RUN, "--json", "out.json"]):
+            process = start([*command, "program.py"], tmp_path)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            results.append(ended(process, tmp_path))
+        assert_alike(*results)
+        assert results[1].code == -number
+        assert results[1].document["run"]["code"] == 128 + number
+
+
+def test_processes_that_are_spawned_find_what_is_defined_in_main(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        import multiprocessing, sys
+
+        class Job:
+            def __call__(self, x):
+                return x * x
+
+        print("import", __name__)
+        if __name__ == "__main__":
+            for method in ("spawn", "fork", "forkserver"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    print(method, pool.map(Job(), range(3)), flush=True)
+        """,
+    )
+    assert_alike(*both(tmp_path, "program.py"))
+    assert_alike(*both(tmp_path, "-m", "program"))
+
+
+# --- what is asked for wrongly, and output that cannot be written ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("none.py",), "there is no script 'none.py'"),
+        ((), "Missing argument 'SCRIPT'"),
+        (("--steps", "5:2", "program.py"), "'5:2' are no steps"),
+        (("--steps", "five", "program.py"), "'five' are no steps"),
+        (("--report", "x", "--json", "x", "program.py"), "give each its own name"),
+        (("--report", "program.py/x.html", "program.py"), "Nothing was run"),
+        (("--json", "folder", "program.py"), "it is a folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_runs(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    write(tmp_path, "print('it ran')")
+    (tmp_path / "folder").mkdir()
+    done = ended(start([*RUN, *arguments], tmp_path), tmp_path)
+    assert done.code == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_policy_that_cannot_be_read_ends_the_program_where_it_loads_torch(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "try:\n    import torch\nexcept Exception: pass\nprint('it ran')")
+    done = ended(start([*RUN, "--policy", "no.toml", "program.py"], tmp_path), tmp_path)
+    assert done.code == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("Error: no policy 'no.toml'")
+    assert not (tmp_path / "precast-report.html").exists()
+
+
+def test_a_folder_that_went_away_is_made_again(tmp_path: Path) -> None:
+    write(tmp_path, "import shutil, os; shutil.rmtree('out'); os.chdir('/'); print('done')")
+    done = ended(start([*RUN, "--report", "out/r.html", "program.py"], tmp_path), tmp_path)
+    assert done.code == 0
+    assert (tmp_path / "out" / "r.html").exists()
+
+
+def test_a_report_that_cannot_be_written_goes_elsewhere(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "import shutil, sys; shutil.rmtree('out'); open('out', 'w').close(); sys.exit(3)",
+    )
+    (tmp_path / "temporary").mkdir()
+    command = [*RUN, "--report", "out/r.html", "program.py"]
+    done = ended(start(command, tmp_path, TMPDIR=str(tmp_path / "temporary")), tmp_path)
+    assert done.code == 3
+    [page] = (tmp_path / "temporary").glob("precast-*/r.html")
+    said = "".join(done.ours)
+    assert "cannot write" in said
+    assert page.parent.name in said
+    assert page.with_name("precast.json").exists()
+
+
+def test_where_nothing_can_be_written_the_summary_is_printed(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "import resource, signal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\nraise SystemExit(6)",
+    )
+    (tmp_path / "precast-report.html").write_text("the old one")
+    done = ended(start([*RUN, "program.py"], tmp_path), tmp_path)
+    assert done.code == 6
+    said = " ".join(line.strip() for line in done.ours)
+    assert "cannot write" in said
+    assert "File too large" in said
+    assert "no other place" in said
+    assert "exited after 0 steps" in said
+    assert (tmp_path / "precast-report.html").read_text() == "the old one"
