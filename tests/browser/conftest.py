@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, without network; each page gets a window of its own size and the console's messages."""
+"""A headless Chromium for tests, without network; each page in a window of the size that is asked for."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def opened(browser: Any, tmp_path: Path) -> Callable[..., Any]:
     def open_(document: dict[str, Any], width: int = 1280, height: int = 900) -> Any:
         path = tmp_path / "report.html"
         report.write(document, path)
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resize(browser, width, height)
         for kind in ("browser", "performance"):
             browser.get_log(kind)  # what earlier tests left
         browser.get(path.as_uri())
@@ -57,3 +56,10 @@ def opened(browser: Any, tmp_path: Path) -> Callable[..., Any]:
         return browser
 
     return open_
+
+
+def resize(browser: Any, width: int, height: int = 900) -> None:
+    """Gives the page so many CSS pixels, and the time to draw itself anew."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_async_script("setTimeout(arguments[0], 200)")

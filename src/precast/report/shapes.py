@@ -38,10 +38,10 @@ def mismatch(value: object, wanted: Any, path: str = "") -> str | None:
     'a[1]: a whole number is wanted, and 2.5 is there'
     >>> mismatch([1, None], list[int | None])
     """
-    if is_typeddict(wanted):
+    kind, inner = _taken_apart(wanted)
+    if kind is dict and not inner:
         return _keys(value, wanted, path)
-    kind, inner = get_origin(wanted), get_args(wanted)
-    if kind in (Union, UnionType):
+    if kind is Union:
         return _union(value, inner, path)
     if kind is Literal:
         return None if value in inner and isinstance(value, str) else _says(path, wanted, value)
@@ -54,6 +54,15 @@ def mismatch(value: object, wanted: Any, path: str = "") -> str | None:
             return _says(path, wanted, value)
         return _first((each, inner[1], _joined(path, key)) for key, each in value.items())
     return None if _is(value, wanted) else _says(path, wanted, value)
+
+
+@cache
+def _taken_apart(wanted: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What kind of type it is, and of what; a typed dictionary is a `dict` of nothing."""
+    if is_typeddict(wanted):
+        return dict, ()
+    kind = get_origin(wanted)
+    return Union if kind is UnionType else kind, get_args(wanted)
 
 
 def _keys(value: object, wanted: Any, path: str) -> str | None:
@@ -84,7 +93,7 @@ def _union(value: object, kinds: tuple[Any, ...], path: str) -> str | None:
     if value is None and NoneType in kinds:
         return None
     others = [kind for kind in kinds if kind is not NoneType]
-    if len(others) == 1 and (is_typeddict(others[0]) or get_origin(others[0])):
+    if len(others) == 1 and _taken_apart(others[0])[0] is not None:
         return mismatch(value, others[0], path)  # says what is wrong inside
     if any(mismatch(value, kind, path) is None for kind in others):
         return None

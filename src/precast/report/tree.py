@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from precast.report.schema import Row, Trace
@@ -39,7 +39,7 @@ class Node:
 
     def as_dict(self) -> dict[str, Any]:
         """As the page has it."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def ran_in(row: Row) -> str:

@@ -50,7 +50,8 @@ function drawSteps(host, steps) {
   const traces = panels.flatMap(([key, title, line, type], place) => {
     const y = place ? "y2" : "y";
     const domain = panels.length === 1 ? [0, 1] : place ? [0, 0.42] : [0.54, 1];
-    layout[place ? "yaxis2" : "yaxis"] = axis({ title: { text: title }, type, domain });
+    const ticks = type === "log" ? powers(steps.map((step) => step[key])) : {};
+    layout[place ? "yaxis2" : "yaxis"] = axis({ title: { text: title }, type, domain, ...ticks });
     return [
       { type: "scatter", mode: "lines", name: title, yaxis: y, x: steps.map((step) => step.step),
         y: steps.map((step) => step[key]), line: { color: line, width: 2, shape: place ? "hv" : "linear" },
@@ -63,6 +64,14 @@ function drawSteps(host, steps) {
   });
   if (skipped.length) layout.annotations.push(firstSkip(steps, skipped[0], panels[0]));
   draw(host, traces, layout);
+}
+
+function powers(values) { // ticks at powers of two, at most six
+  const logs = values.filter((value) => value > 0).map(Math.log2);
+  const [low, high] = [Math.floor(Math.min(...logs)), Math.ceil(Math.max(...logs))];
+  const step = Math.max(1, Math.ceil((high - low) / 5));
+  const at = Array.from({ length: Math.floor((high - low) / step) + 1 }, (_, k) => low + k * step);
+  return { tickvals: at.map((exponent) => 2 ** exponent), ticktext: at.map((exponent) => `2<sup>${exponent}</sup>`) };
 }
 
 function firstSkip(steps, step, [key, , , type]) {
@@ -119,7 +128,7 @@ function drawExponents(host, watched, format) {
     { type: "heatmap", x, y: shown.map((_, place) => place), z: part.map((row) => row.map((p) => (p ? Math.log10(p) : null))),
       zmin: -5, zmax: 0, colorscale: "Viridis", customdata: part.map((row, place) => row.map((p) => (
         `${plain(shown[place].name)}: ${share(p)}`))), hovertemplate: "2^%{x}, %{customdata}<extra></extra>", hoverongaps: false,
-      colorbar: { title: { text: "share" }, thickness: 12, len: split, y: 0, yanchor: "bottom", tickvals: [-4, -2, 0],
+      colorbar: { title: { text: "share of numbers", side: "right" }, thickness: 12, len: split, y: 0, yanchor: "bottom", tickvals: [-4, -2, 0],
         ticktext: ["0.01%", "1%", "100%"], outlinewidth: 0 } },
     ...windows(format),
   ], { height, xaxis: axis({ title: { text: "Binary exponent" }, range: [low - 0.5, high + 0.5], anchor: "y" }),

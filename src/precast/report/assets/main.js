@@ -48,7 +48,7 @@ const amount = (title, key, show, more = {}) => ({ title, number: true, value: (
 function rowsTable(rows) {
   new Table(host("rows"), {
     caption: "Operations that were traced: one row for each place, operation and dtypes", rows, sort: 8,
-    columns: [text("Operation", "op"), { ...text("Module", "module"), show: (row) => row.module || (row.module === null ? "-" : "the model") },
+    columns: [text("Operation", "op"), { ...text("Module", "module", { name: true }), show: (row) => row.module || (row.module === null ? "-" : "the model") },
       text("Phase", "phase", { wide: true }), dtypes("Inputs", "inputs"), dtypes("Output", "output"),
       text("Rule", "rule", { wide: true }), amount("Calls", "calls", number, { wide: true }), amount("Casts", "casts", number, { wide: true }),
       amount("Time", "seconds", duration), amount("Time of casts", "cast_seconds", duration, { wide: true }),
@@ -78,7 +78,7 @@ function skippedTable(rows) {
   new Table(host("skipped"), {
     caption: "Steps that were skipped, as gradients were not finite", rows,
     columns: [amount("Step", "step", number), amount("Scale", "scale", scientific),
-      { title: "First that was not finite", value: (row) => row.first?.name, show: (row) => row.first?.name ?? "-" },
+      { title: "First that was not finite", name: true, value: (row) => row.first?.name, show: (row) => row.first?.name ?? "-" },
       { title: "Parameters", wide: true, value: (row) => row.names.length, show: (row) => row.names.join(", ") || "-" }],
     search: (row) => [row.step, row.first?.name, ...row.names],
     detail: (row) => row.first && [["What", row.first.message], ...row.first.inputs.map((input, place) => [
@@ -155,7 +155,7 @@ function healthTable(rows) {
     show: (row) => show(row.what ? pick(row.what) : null) });
   return new Table(host("health"), {
     caption: "What was watched at this step; the last four columns say what the chosen format would make of it", rows, sort: null,
-    columns: [text("Module", "name"), amount("Largest", "maximum", scientific), amount("Root mean square", "rms", scientific, { wide: true }),
+    columns: [text("Module", "name", { name: true }), amount("Largest", "maximum", scientific), amount("Root mean square", "rms", scientific, { wide: true }),
       amount("Underflow", "underflow", share), amount("Subnormal", "subnormal", share, { wide: true }), amount("Overflow", "overflow", share),
       amount("NaN", "nan", share, { wide: true }), what("If: underflow", (each) => each.underflow, share),
       what("If: overflow", (each) => each.overflow, share), what("Best scale", (each) => each.best_scale, power),

@@ -1,6 +1,6 @@
 // A table of any length: one page of rows is in the document at a time. Text is only ever set as text.
 
-const PAGE = 50;
+const PAGE = 25;
 
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -12,7 +12,11 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
-// columns: {title, value(row), show(row) -> text or node, number, wide}; detail(row) -> [[name, text]] or null
+function classes(column) {
+  return ["number", "wide", "name"].filter((name) => column[name]).join(" ") || null;
+}
+
+// columns: {title, value(row), show(row) -> text or node; number, wide (not on phones), name (long)}; detail(row) -> [[name, text]] or null
 class Table {
   constructor(host, { caption, columns, rows, sort = null, descending = true, detail = null, search = null }) {
     Object.assign(this, { host, caption, columns, rows, sort, descending, detail, search });
@@ -36,8 +40,7 @@ class Table {
     this.heads = this.columns.map((column, place) => {
       const button = element("button", { type: "button" }, column.title);
       button.addEventListener("click", () => this.sortBy(place));
-      const classes = [column.number && "number", column.wide && "wide"].filter(Boolean).join(" ");
-      return element("th", { scope: "col", class: classes || null }, button);
+      return element("th", { scope: "col", class: classes(column) }, button);
     });
     this.body = element("tbody");
     const table = element("table", {}, element("caption", {}, this.caption),
@@ -109,8 +112,7 @@ class Table {
 
   line(row) {
     const cells = this.columns.map((column) => {
-      const classes = [column.number && "number", column.wide && "wide"].filter(Boolean).join(" ");
-      return element("td", { class: classes || null }, column.show(row));
+      return element("td", { class: classes(column) }, column.show(row));
     });
     const line = element("tr", {}, ...cells);
     const detail = this.detail && this.detail(row);

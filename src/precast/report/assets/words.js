@@ -15,6 +15,7 @@ function number(value) {
 
 function scientific(value) {
   if (value == null) return "not finite";
+  if (Number.isInteger(value) && Math.abs(value) < 1e7) return number(value);
   if (value === 0 || (Math.abs(value) >= 0.001 && Math.abs(value) < 100000)) return String(+value.toPrecision(4));
   return value.toExponential(2);
 }
