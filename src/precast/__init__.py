@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         BannedOperationError,
         BrokenModelError,
         MissingExtraError,
+        MonitorError,
         PolicyError,
         PrecastError,
         PrecastWarning,
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
         StaleWeightError,
         TorchVersionError,
     )
-    from precast.events import Note, StepEvent, Verdict, observe
+    from precast.events import First, HealthEvent, Note, StepEvent, Verdict, observe
+    from precast.health.monitor import Monitor, monitor
     from precast.installation import install, uninstall
     from precast.losses import LossScalers
     from precast.policy import Policy, Rule
@@ -42,6 +44,7 @@ _HOME = {
         "BannedOperationError",
         "BrokenModelError",
         "MissingExtraError",
+        "MonitorError",
         "PolicyError",
         "PrecastError",
         "PrecastWarning",
@@ -51,7 +54,8 @@ _HOME = {
         "StaleWeightError",
         "TorchVersionError",
     ),
-    "precast.events": ("Note", "StepEvent", "Verdict", "observe"),
+    "precast.events": ("First", "HealthEvent", "Note", "StepEvent", "Verdict", "observe"),
+    "precast.health.monitor": ("Monitor", "monitor"),
     "precast.installation": ("install", "uninstall"),
     "precast.losses": ("LossScalers",),
     "precast.policy": ("Policy", "Rule"),
@@ -66,9 +70,13 @@ __all__ = [
     "Attachment",
     "BannedOperationError",
     "BrokenModelError",
+    "First",
     "GradScaler",
+    "HealthEvent",
     "LossScalers",
     "MissingExtraError",
+    "Monitor",
+    "MonitorError",
     "Note",
     "Policy",
     "PolicyError",
@@ -90,6 +98,7 @@ __all__ = [
     "custom_fwd",
     "disable",
     "install",
+    "monitor",
     "observe",
     "uninstall",
 ]

@@ -48,6 +48,7 @@ __all__ = [
     "handles_scaling",
     "has_autocast_kernel",
     "has_device",
+    "in_backward",
     "in_ddp",
     "in_pool_thread",
     "innermost_dispatch_mode",
@@ -79,11 +80,13 @@ __all__ = [
     "quiet_cast",
     "quiet_override",
     "runs_uncompiled",
+    "scale_of",
     "schema_of",
     "sparse_values",
     "step_without_hooks",
     "tag_of_compiled",
     "traced_as_constant",
+    "undispatched",
     "unheard",
     "unseen",
     "update_scale_",
@@ -395,6 +398,12 @@ def handles_scaling(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """A copy of a scaler's scale, without waiting for the device; None before its first loss (2.13)."""
+    scale = scaler._get_scale_async()
+    return None if scale is None else scale.clone()
+
+
 def quiet_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`tensor` in `dtype`, unheard by subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
     with _DisableTorchFunction():
@@ -406,6 +415,15 @@ _DisableTorchFunction = torch._C.DisableTorchFunction
 unheard: Callable[[], Any] = _DisableTorchFunction
 """A context whose operations no subclass and no function mode hears: they are no calls of the program's (2.13)."""
 _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}
+
+
+# A context whose operations no `TorchDispatchMode` sees: what measures a program is no part of it (2.13).
+undispatched: Callable[[], Any] = torch._C._DisableTorchDispatch
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, as what a checkpoint runs again does; it asks the same (2.13)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@
     ├── StaleWeightError (RuntimeError)   a held weight was written unseen, so its copy is out of date
     ├── ScalerError (RuntimeError, ValueError)  a gradient scaler used in the wrong order or on the wrong tensors
     │   └── BrokenModelError              gradients that no lower scale mends; `verdict` says what was seen
+    ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
     ├── CheckError (RuntimeError)         a rule of `precast check` failed on a file, which is a defect of precast's
     ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
     ├── OutputError (OSError)             a result that could not be written; what was there before still is
@@ -28,6 +29,7 @@ __all__ = [
     "BrokenModelError",
     "CheckError",
     "MissingExtraError",
+    "MonitorError",
     "OutputError",
     "PolicyError",
     "PrecastError",
@@ -70,6 +72,10 @@ class AttachError(PrecastError, TypeError, ValueError):
 
 class StaleWeightError(PrecastError, RuntimeError):
     """A held weight was written in a way that no version counter sees; the message names it and the remedy."""
+
+
+class MonitorError(PrecastError, TypeError, ValueError):
+    """`monitor` was given something that it cannot watch, or a setting that is impossible."""
 
 
 class CheckError(PrecastError, RuntimeError):

@@ -14,12 +14,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
-__all__ = ["Note", "StepEvent", "Verdict", "emit", "observe", "observed"]
+__all__ = ["First", "HealthEvent", "Note", "StepEvent", "Verdict", "Witness"]
+__all__ += ["emit", "observe", "observed", "witnesses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,34 @@ class Note:
     """The device type of the region."""
     message: str
     """What was done instead, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """Where numbers first became infinite or NaN in a training step, as `precast.monitor` saw it."""
+
+    step: int
+    """The monitor's number of the step, from 0."""
+    kind: Literal["output", "input", "gradient", "parameter"]
+    """A module's output, its input (made between modules), its output's gradient, or a parameter's gradient."""
+    name: str
+    """Of the module or parameter, as the model names it."""
+    what: Literal["inf", "nan"]
+    inputs: tuple[dict[str, Any], ...]
+    """What it was made from: of each tensor where it is from ("of"), its "dtype", its "maximum" and "minimum" (None
+    where they were not finite), and "nonfinite": 0, or None where there were some, not counted."""
+    message: str
+    """All this in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthEvent:
+    """A monitor has read what it counted in a step."""
+
+    step: int
+    """The monitor's number of the step, from 0."""
+    tensors: tuple[dict[str, Any], ...]
+    """Of each tensor its "kind", "name" and figures, as `Monitor.as_dict` has them for one step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +105,12 @@ class StepEvent:
         return len(self.names)
 
     @property
+    def first(self) -> First | None:
+        """Where numbers first became infinite or NaN, if the step was skipped and a `precast.monitor` watched it."""
+        found: First | None = self.findings.first if self.skipped else None
+        return found
+
+    @property
     def loss_finite(self) -> bool:
         """Whether the losses of the iteration were finite before they were scaled."""
         finite: bool = self.findings.loss_finite
@@ -95,6 +131,22 @@ class Verdict:
     """The parameters whose gradients were not finite, the first offenders first."""
     message: str
     """What was seen, and what to look at."""
+    first: First | None = None
+    """Where it began, if a `precast.monitor` watched."""
+
+
+class Witness(Protocol):
+    """What a gradient scaler tells of its steps and asks about bad ones, whatever the thread: a monitor."""
+
+    def first_of_step(self, optimizer: Optimizer) -> First | None:
+        """Where the step that is being taken went wrong; None where it was not seen."""
+
+    def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
+        """A step has ended, skipped or not."""
+
+
+witnesses: Final[list[Witness]] = []
+"""Those that there are now."""
 
 
 class _Here(threading.local):

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._tree import map_tensors
 from precast.errors import BrokenModelError, ScalerError
-from precast.events import StepEvent, emit
+from precast.events import StepEvent, emit, witnesses
 from precast.scaling.base import off
 from precast.scaling.closures import closure_in
 from precast.scaling.findings import Findings, noted
@@ -301,6 +301,8 @@ class GradScaler(Steps):
         findings = record.findings or Findings(record.optimizer, self._losses)
         event = StepEvent(number, self._iterations, scale, skipped, seconds, findings)
         self._ledger.write(record.optimizer, event)
+        for witness in tuple(witnesses):
+            witness.stepped(record.optimizer, event)
         emit(event)
 
     def _end_iteration(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from precast.attachment import names_of
+from precast.events import First, witnesses
 from precast.scaling.gradients import bad_gradients, local
 
 __all__ = ["Findings", "noted"]
@@ -31,18 +32,22 @@ def noted(loss: Tensor) -> Tensor:
 class Findings:
     """About one step; `StepEvent` has the same words for each."""
 
-    __slots__ = ("_bad", "_losses", "_optimizer")
+    __slots__ = ("_bad", "_first", "_losses", "_optimizer")
 
     def __init__(self, optimizer: Optimizer, losses: tuple[Tensor, ...]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._losses: tuple[Tensor, ...] | bool = losses
         self._bad: tuple[str, ...] | None = None
+        self._first: First | None = None
 
     def look(self) -> None:
         """Finds the bad gradients now, while they are there."""
         if self._bad is None:
             optimizer = self._optimizer()
             self._bad = tuple(_names(optimizer)) if optimizer is not None else ()
+            if optimizer is not None:
+                seen = (witness.first_of_step(optimizer) for witness in tuple(witnesses))
+                self._first = next(filter(None, seen), None)
 
     def replace(self, names: Iterable[str], loss_finite: bool) -> None:
         """Puts what all processes found in place of what this one did."""
@@ -53,6 +58,12 @@ class Findings:
         """The parameters whose gradients were not finite."""
         self.look()
         return self._bad or ()
+
+    @property
+    def first(self) -> First | None:
+        """Where the step went wrong, if somebody watched it."""
+        self.look()
+        return self._first
 
     @property
     def loss_finite(self) -> bool:

@@ -68,15 +68,18 @@ def _verdict(
     reason: str, iteration: Iteration, scale: float, ledger: Ledger, limits: Limits
 ) -> Verdict:
     names = tuple(name for event in iteration.events if event.skipped for name in event.names)
+    firsts = (event.first for event in iteration.events if event.skipped)
+    first = next(filter(None, firsts), None)
+    began = f"{first.message} " if first else ""
     count = ledger.counters.consecutive_skips
     scales = ", ".join(f"{value:g}" for value in _scales(ledger.history))
     message = (
         f"iteration {iteration.number} was skipped, like the {count - 1} before it: "
         f"{_listed(names)} not finite at scale {scale:g} (scales of the latest steps: {scales}). "
-        f"No parameter was changed. {_CAUSES[reason].format(floor=limits.min_scale, count=count)} "
+        f"No parameter was changed. {began}{_CAUSES[reason].format(floor=limits.min_scale, count=count)} "
         "on_verdict='warn' or 'ignore' goes on skipping."
     )
-    return Verdict(reason, iteration.number, scale, names, message)  # type: ignore[arg-type]
+    return Verdict(reason, iteration.number, scale, names, message, first)  # type: ignore[arg-type]
 
 
 def _scales(history: Iterable[StepEvent]) -> list[float]:

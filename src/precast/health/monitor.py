@@ -1,0 +1,339 @@
+"""monitor: the health of a model's numbers, step by step: what under- and overflows, and where it began.
+
+Invariants:
+- results keep their bits: what is watched is read, never written, and draws no random numbers;
+- nothing waits for the device but in steps that are counted (every `every`-th), in steps that the scaler skips, where
+  somebody asks, and after each `_UNREAD` steps;
+- what is kept is bounded: the counts of `keep` steps, the extremes of the latest `_RING`;
+- after `detach`, or when the model is gone, nothing is left of it.
+
+A step ends where a forward begins after an optimizer with parameters of the model has stepped, or a scaler has skipped
+its step: so an iteration with several optimizers is one, and so is one that accumulates gradients. As long as no
+gradients were asked for and no optimizer has stepped, each call of the model is a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from precast import _torch, files
+from precast.errors import MonitorError
+from precast.events import First, HealthEvent, StepEvent, emit, observed, witnesses
+from precast.health.first import plain
+from precast.health.history import History
+from precast.health.record import Record
+from precast.health.running import Running
+from precast.health.samples import Samples, figures
+from precast.health.watching import Installed, install
+from precast.scaling.base import Scale
+
+__all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
+
+DEFAULT_EVERY: Final = 100
+"""A counted step costs about three; the others, a hundredth more than without a monitor (docs/performance.md)."""
+_UNREAD: Final = 256
+
+
+def monitor(
+    model: nn.Module,
+    every: int = DEFAULT_EVERY,
+    *,
+    scaler: Any = None,
+    ring: str | os.PathLike[str] | None = None,
+    keep: int = 50,
+) -> Monitor:
+    """Watches the numbers of a model: outputs of modules, their gradients, gradients of parameters.
+
+    Args:
+        model: any module; wrappers as `DistributedDataParallel` too.
+        every: in steps 0, `every`, 2 * `every` ... the numbers are counted by exponent. In the others only the extremes
+            of each tensor are taken, on the device, so that what first became infinite or NaN is known in any step.
+        scaler: a `torch.amp.GradScaler`, so that steps that it skips are known. `precast.GradScaler` need not be given.
+        ring: a file that has the latest steps after each step that is counted or skipped: for a process that is killed.
+        keep: how many counted steps are kept; more are thinned out.
+
+    Returns:
+        The monitor, which watches as long as the model lives, or until its `detach`.
+
+    Raises:
+        MonitorError: `model` is no module, `every` or `keep` no number above 0, `scaler` no gradient scaler.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> with monitor(model) as watched:
+        ...     model(torch.ones(3, 4)).sum().backward()
+        ...     watched.end_step()
+        >>> [entry["kind"] for entry in watched.as_dict()["modules"]]
+        ['output', 'gradient', 'parameter', 'parameter']
+        >>> watched.first is None
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise MonitorError(
+            f"monitor(model) got {type(model).__name__}. It takes a torch.nn.Module: the model, or a part of it."
+        )
+    for name, value, least in (("every", every, 1), ("keep", keep, 2)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise MonitorError(
+                f"monitor({name}={value!r}): give a whole number of steps, at least {least}."
+            )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise MonitorError(
+            f"monitor(scaler=...) got {type(scaler).__name__}. It takes a torch.amp.GradScaler; a precast.GradScaler "
+            "need not be given."
+        )
+    return Monitor(model, every, scaler, None if ring is None else Path(ring), keep)
+
+
+class Monitor:
+    """What a model's numbers did; made by `monitor`."""
+
+    def __init__(
+        self, model: nn.Module, every: int, scaler: Any, ring: Path | None, keep: int
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._every = every
+        self._path = ring
+        self._samples = Samples(keep)
+        self._history = History(self._model)
+        self._running: Running | None = None
+        self._number = 0
+        self._over = False
+        """Whether the step that runs ends where the next forward begins."""
+        self._stepped = False
+        self._trains = False
+        self._mine: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._installed = install(model, self)
+        self._leave_scaler = _follow(scaler, self)
+        witnesses.append(self)
+        self._end = weakref.finalize(model, _end, weakref.ref(self), self._installed)
+        self._end.atexit = False
+
+    @property
+    def first(self) -> First | None:
+        """Where numbers first became infinite or NaN, of all steps so far; waits for the device."""
+        running = self._running
+        if running is not None and running.record.first is not None:
+            return self._history.first_or(running.record.first)
+        return self._history.first_or(None)
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended."""
+        return self._number
+
+    @property
+    def ring(self) -> list[dict[str, Any]]:
+        """The latest steps, the one that runs among them, as plain data; waits for the device."""
+        return self._history.entries(None if self._running is None else self._running.so_far())
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that was seen, as plain data for JSON: docs/health.md has the shape; waits for the device."""
+        if self._over:
+            self._finish()
+        ring = self.ring
+        return {
+            "format": self._history.format(),
+            "every": self._every,
+            "steps": self._number,
+            "modules": self._samples.as_list(self._history.tensors),
+            "first": plain(self.first),
+            "ring": ring,
+        }
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Writes `as_dict()` as a JSON file, whole or not at all.
+
+        Raises:
+            OutputError: it could not be written.
+        """
+        _write(Path(path), self.as_dict())
+
+    def end_step(self) -> None:
+        """Ends the step now, for loops without an optimizer of `torch.optim`."""
+        model = self._model()
+        if self._running is not None and model is not None:
+            self._running.count_parameters(model, None, scaled=False)
+        self._finish()
+
+    def detach(self) -> None:
+        """Stops watching; what was seen stays. A second call does nothing."""
+        if self._over:
+            self._finish()
+        self._installed.remove()
+        self._leave_scaler()
+        if self in witnesses:
+            witnesses.remove(self)
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        return f"<Monitor: {self._number} steps, {len(self._samples)} of them counted>"
+
+    # What hooks on modules and optimizers tell (`watching.Watcher`).
+
+    def saw_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A module has ended."""
+        model, learns = self._model(), torch.is_grad_enabled()
+        if model is None or (self._trains and not learns and not model.training):
+            return
+        if _torch.in_backward():
+            if self._running is not None:
+                self._running.called_again(name, output)
+            return
+        if learns and not self._trains:
+            self._begin_training()
+        self._current().called(name, module, args, kwargs, output)
+        if not self._trains and module is model:
+            self._finish()
+
+    def steps_now(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: its gradients are there."""
+        if self._is_mine(optimizer):
+            self._count_parameters(
+                optimizer, scaled=getattr(optimizer, "grad_scale", None) is not None
+            )
+
+    def has_stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: the step is over when the next forward begins."""
+        if self._is_mine(optimizer):
+            self._over = self._stepped = self._trains = True
+
+    # What a gradient scaler asks and tells (`events.Witness`).
+
+    def first_of_step(self, optimizer: Optimizer) -> First | None:
+        """Where the step of `optimizer`, which is skipped, went wrong; waits for the device."""
+        running = self._running
+        if running is None or not self._is_mine(optimizer):
+            return None
+        self._count_parameters(optimizer, scaled=False)
+        record = running.record
+        if record.first is None:
+            self._history.read()  # what is usual in good steps
+            record.first = self._history.first_in(running.so_far(), optimizer)
+        return record.first
+
+    def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
+        """A scaler's step has ended, skipped or not."""
+        if self._running is None or not self._is_mine(optimizer):
+            return
+        record = self._running.record
+        record.scale = event.scale
+        if record.skipped is not True:
+            record.skipped = event.skipped
+        self._over = True
+        if event.skipped is True:
+            record.names = event.names
+            self._keep_ring()
+
+    def updated(self, scale: Any) -> None:
+        """A scaler of PyTorch's ends its iteration: where no optimizer has stepped, the step was skipped."""
+        if self._running is not None:
+            self._running.record.scale = scale
+            self._running.record.skipped = not self._stepped
+            self._over = True
+
+    # From here on the names are ours alone.
+
+    def _current(self) -> Running:
+        if self._over:
+            self._finish()
+        if self._running is None:
+            counted = self._number % self._every == 0
+            record = Record(self._number, time.perf_counter(), {} if counted else None)
+            self._running = Running(record)
+        return self._running
+
+    def _begin_training(self) -> None:
+        """What a trial before training did is dropped, and steps are counted from 0."""
+        self._trains = True
+        self._running, self._number, self._over = None, 0, False
+        self._samples.clear()
+        self._history = History(self._model)
+
+    def _finish(self) -> None:
+        running, self._running = self._running, None
+        self._over = self._stepped = False
+        if running is None:
+            return
+        self._history.add(running.end())
+        self._number += 1
+        if running.record.tallies is not None:
+            self._count(running.record)
+            self._history.read()
+            self._keep_ring()
+        elif self._history.unread >= _UNREAD:
+            self._history.read()
+
+    def _count(self, record: Record) -> None:
+        """Reads the counts of a step that is over."""
+        counts = record.counts()
+        self._samples.add(record.number, counts)
+        if observed():
+            rows = ({"kind": k, "name": n, **figures(c)} for (k, n), c in counts.items())
+            emit(HealthEvent(record.number, tuple(rows)))
+
+    def _count_parameters(self, optimizer: Optimizer, *, scaled: bool) -> None:
+        model = self._model()
+        if self._running is not None and model is not None:
+            self._running.count_parameters(model, optimizer, scaled=scaled)
+
+    def _keep_ring(self) -> None:
+        if self._path is not None:
+            _write(self._path, {"first": plain(self.first), "ring": self.ring})
+
+    def _is_mine(self, optimizer: Optimizer) -> bool:
+        model = self._model()
+        if optimizer in self._mine or model is None:
+            return model is not None
+        of_model = set(map(id, model.parameters()))
+        if any(id(p) in of_model for group in optimizer.param_groups for p in group["params"]):
+            self._mine.add(optimizer)
+            return True
+        return False
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    files.replace(path, json.dumps(value, allow_nan=False).encode())
+
+
+def _end(monitor: weakref.ref[Monitor], installed: Installed) -> None:
+    """The model is gone."""
+    installed.remove()
+    there = monitor()
+    if there is not None:
+        there.detach()
+
+
+def _follow(scaler: Any, monitor: Monitor) -> Callable[[], None]:
+    """Hears of the updates of a scaler of PyTorch's, which tells nobody; what undoes that is returned."""
+    if scaler is None or isinstance(scaler, Scale):
+        return lambda: None
+    plain_update, known = scaler.update, weakref.ref(monitor)
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        there = known()
+        if there is not None:
+            there.updated(_torch.scale_of(scaler))
+        return plain_update(*args, **kwargs)
+
+    def leave() -> None:
+        if vars(scaler).get("update") is update:
+            del scaler.update
+
+    scaler.update = update
+    return leave

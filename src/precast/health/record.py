@@ -1,0 +1,203 @@
+"""What is noted of one training step: the extremes of each tensor in the order of time, and, if asked for, its counts.
+
+Invariants:
+- noting waits for no device, and holds no tensor of the program's but weakly: of each there are two numbers;
+- a tensor that several modules hand on, or take, is noted once;
+- a step's notes are bounded: what comes after `MOST` is counted, and not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precast import _torch
+from precast._tree import map_tensors
+from precast.events import First
+from precast.health.tally import Counts, Tally, memory_of
+
+__all__ = ["MOST", "Extremes", "Record", "Slot", "Step", "read", "tensors_in"]
+
+MOST: Final = 20_000
+
+Extremes = tuple[float, float]
+"""The smallest and the largest number of a tensor; both NaN where one is."""
+
+
+class Slot(NamedTuple):
+    """A tensor that was noted."""
+
+    kind: str
+    """ "output", "input" or "gradient"."""
+    name: str
+    """Of the module whose it is."""
+    dtype: str
+    inputs: tuple[int, ...]
+    """Of an output: the places of the slots that it was made from."""
+
+
+class _Known(NamedTuple):
+    tensor: weakref.ref[Tensor]
+    version: int
+    slot: int
+
+
+@dataclass(eq=False)
+class Step:
+    """A step that is over; its extremes may still be on the device."""
+
+    number: int
+    slots: tuple[Slot, ...]
+    parts: list[tuple[list[int], Tensor]]
+    """Places of slots, and the extremes of these, low and high in turns."""
+    scale: Tensor | float | None
+    skipped: bool | Tensor | None
+    first: First | None
+    names: tuple[str, ...]
+    """Parameters whose gradients were not finite, where a scaler has skipped the step."""
+    seconds: float
+    dropped: int
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The scale as a number; waits for the device."""
+        return None if self.scale is None else float(self.scale)
+
+
+@dataclass(eq=False)
+class Record:
+    """The step that runs."""
+
+    number: int
+    begun: float
+    tallies: dict[tuple[str, str], Tally] | None
+    """Kind and name of each tensor -> its counts, in a step in which they are asked for."""
+    slots: list[Slot] = field(default_factory=list)
+    scale: Tensor | float | None = None
+    skipped: bool | Tensor | None = None
+    first: First | None = None
+    names: tuple[str, ...] = ()
+    dropped: int = 0
+    scaled: set[tuple[str, str]] = field(default_factory=set)
+    """Parameters whose gradients were counted with the loss's scale on them."""
+    without_gradient: Counter[str] = field(default_factory=Counter)
+    """Modules that ran in a checkpoint without a graph: their gradients come when it runs again."""
+    _parts: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = field(
+        default_factory=lambda: defaultdict(lambda: ([], []))
+    )
+    _known: dict[int, _Known] = field(default_factory=dict)
+
+    def note(
+        self, kind: str, name: str, tensor: Tensor, inputs: tuple[int, ...] = ()
+    ) -> Tensor | None:
+        """Notes a tensor; what was looked at of it, None where nothing was."""
+        memory = memory_of(tensor)
+        if memory is None or not memory.numel() or _torch.is_captured(memory):
+            return None
+        if len(self.slots) >= MOST:
+            self.dropped += 1
+            return None
+        memory = memory.detach()
+        wide = memory if memory.dtype.itemsize > 1 else memory.float()
+        places, numbers = self._parts[memory.device, wide.dtype]
+        places.append(len(self.slots))
+        numbers.extend(torch.aminmax(wide))
+        dtype = str(memory.dtype).removeprefix("torch.")
+        self.slots.append(Slot(kind, name, dtype, inputs))
+        if kind != "gradient":
+            known = _Known(weakref.ref(tensor), _version(tensor), len(self.slots) - 1)
+            self._known[id(tensor)] = known
+        return memory
+
+    def place_of(self, tensor: Tensor, *, unchanged: bool = True) -> int | None:
+        """The place of a tensor that was noted; where `unchanged`, only if it was not written since."""
+        known = self._known.get(id(tensor))
+        if known is None or known.tensor() is not tensor:
+            return None
+        if unchanged and known.version != _version(tensor):
+            return None
+        return known.slot
+
+    def tally(self, kind: str, name: str) -> Tally:
+        """The counts of a tensor."""
+        assert self.tallies is not None
+        return self.tallies.setdefault((kind, name), Tally())
+
+    def counts(self) -> dict[tuple[str, str], Counts]:
+        """What the tallies say, gradients without the loss's scale; waits for the device."""
+        scale = 1.0 if self.scale is None else float(self.scale)
+        power = -round(math.log2(scale)) if scale > 0 else 0
+        found = {}
+        for key, tally in (self.tallies or {}).items():
+            tally.power = power if key[0] == "gradient" or key in self.scaled else 0
+            found[key] = tally.read()
+        return found
+
+    def close(self, seconds: float) -> Step:
+        """What stays of the step."""
+        parts = [(places[:], torch.stack(numbers)) for places, numbers in self._parts.values()]
+        return Step(
+            self.number,
+            tuple(self.slots),
+            parts,
+            self.scale,
+            self.skipped,
+            self.first,
+            self.names,
+            seconds,
+            self.dropped,
+        )
+
+
+def read(steps: Iterable[Step]) -> list[list[Extremes]]:
+    """The extremes of each slot of each step; waits for the device, once for each device and dtype."""
+    steps = list(steps)
+    groups: dict[Any, list[tuple[int, list[int], Tensor]]] = defaultdict(list)
+    for number, step in enumerate(steps):
+        for places, numbers in step.parts:
+            groups[numbers.device, numbers.dtype].append((number, places, numbers))
+    found: list[list[Extremes]] = [[(0.0, 0.0)] * len(step.slots) for step in steps]
+    for group in groups.values():
+        values = iter(torch.cat([numbers for _, _, numbers in group]).tolist())
+        for number, places, _ in group:
+            for place in places:
+                found[number][place] = (next(values), next(values))
+    return found
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's arguments or output, in any nesting."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif not isinstance(value, _PLAIN):
+        found: list[Tensor] = []
+        map_tensors(value, _collector(found))
+        yield from found
+
+
+_PLAIN: Final = (int, float, str, type(None))
+
+
+def _collector(found: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    return collect
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else _torch.version_of(tensor)

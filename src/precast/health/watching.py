@@ -1,0 +1,130 @@
+"""The hooks of a monitor: on each module of a model, on its outputs' graph, and on all optimizers.
+
+Invariants:
+- a copy of a model, by `deepcopy` or pickle, is not watched: its hooks do nothing;
+- what `torch.compile` or `torch.export` traces has none of this in it: of a compiled part, outputs and gradients are
+  seen where it ends;
+- after `remove` nothing is left on the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from precast import _torch
+
+__all__ = ["Installed", "Watcher", "gradient_hook", "install", "plain_name"]
+
+
+class Watcher(Protocol):
+    """Who is told."""
+
+    def saw_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A module has ended."""
+
+    def steps_now(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def has_stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+
+
+class _Watched:
+    """The forward hook of one module."""
+
+    def __init__(self, watcher: Watcher | None = None, name: str = "") -> None:
+        self._watcher = watcher
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Watched, ()
+
+    @_torch.runs_uncompiled
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if self._watcher is None or _torch.is_tracing() or _torch.is_functorch_active():
+            return
+        if _torch.dispatch_modes():
+            with _torch.undispatched():
+                self._watcher.saw_call(self._name, module, args, kwargs, output)
+        else:
+            self._watcher.saw_call(self._name, module, args, kwargs, output)
+
+
+class Installed:
+    """Hooks that are there until `remove`."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Takes them off. Does nothing the second time."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def install(model: nn.Module, watcher: Watcher) -> Installed:
+    """Puts hooks on each module of `model`, once, and on all optimizers."""
+    handles = []
+    for name, module in model.named_modules():
+        hook = _Watched(watcher, plain_name(name))
+        # Not `module.register...`: that of a scripted module refuses, though its hooks are called.
+        handles.append(nn.Module.register_forward_hook(module, hook.leave, with_kwargs=True))
+    handles.append(register_optimizer_step_pre_hook(_telling(watcher, "steps_now")))
+    handles.append(register_optimizer_step_post_hook(_telling(watcher, "has_stepped")))
+    return Installed(handles)
+
+
+def _telling(watcher: Watcher, method: str) -> Any:
+    known = weakref.ref(watcher)  # hooks on optimizers are the process's, and must not keep a model
+
+    def tell(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        there = known()
+        if there is not None:
+            getattr(there, method)(optimizer)
+
+    return tell
+
+
+def plain_name(name: str) -> str:
+    """A module's or parameter's name without what DistributedDataParallel and `torch.compile` put into it."""
+    parts = _parts(name)
+    return ".".join(parts)
+
+
+def _parts(name: str) -> Iterator[str]:
+    return (part for place, part in enumerate(name.split(".")) if not _is_wrapper(place, part))
+
+
+def _is_wrapper(place: int, part: str) -> bool:
+    return part in {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"} or (
+        part == "module" and place == 0
+    )
+
+
+def gradient_hook(tensor: Tensor, tell: Any) -> None:
+    """Has `tell(gradient)` called when backward reaches a tensor; leaves are left alone: their hooks would stay."""
+    if not tensor.requires_grad or tensor.grad_fn is None:
+        return
+
+    def reached(gradient: Tensor) -> None:
+        if _torch.is_functorch_active() or gradient is None:
+            return
+        if _torch.dispatch_modes():
+            with _torch.undispatched():
+                tell(gradient)
+        else:
+            tell(gradient)
+
+    tensor.register_hook(reached)
