@@ -13,7 +13,14 @@ from precast.rewrite.arguments import Arguments
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, strings
 
-__all__ = ["AUTOCASTS", "Region", "region_of_call", "regions", "regions_around"]
+__all__ = [
+    "AUTOCASTS",
+    "Region",
+    "region_in_force",
+    "region_of_call",
+    "regions",
+    "regions_around",
+]
 
 AUTOCASTS = (
     "torch.amp.autocast",
@@ -69,6 +76,12 @@ def regions_around(source: Source, node: Node) -> Iterator[Region]:
         parent = source.parents.get(outer)
         if isinstance(parent, (cst.FunctionDef, cst.Lambda)) and outer is parent.body:
             return
+
+
+def region_in_force(source: Source, node: Node) -> Region | None:
+    """The innermost region around a node, unless the text says that it is disabled."""
+    region = next(regions_around(source, node), None)
+    return region if region is not None and region.enabled is not False else None
 
 
 def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:

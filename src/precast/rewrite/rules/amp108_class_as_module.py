@@ -128,7 +128,7 @@ RULE = Rule(
         "which reads as if PyTorch were too old or broken. Installing it again changes nothing."
     ),
     fine="Never.",
-    words=("import torch autocast", "import torch GradScaler", "import torch custom_"),
+    words=("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
     check=check,
     valid=VALID,
     invalid=INVALID,
