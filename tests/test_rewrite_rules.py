@@ -6,12 +6,13 @@ import textwrap
 
 import pytest
 
-from precast.rewrite.engine import Checked, check, fix, interesting
+from precast.rewrite.engine import Checked, check, fix
+from precast.rewrite.look import interesting
 from precast.rewrite.model import Applicability, Case, Rule
 from precast.rewrite.registry import all_rules
 from precast.rewrite.settings import Settings
 from precast.rewrite.text import decode
-from tools.rule_pages import FOLDER, pages
+from tools.rule_pages import FOLDER, INDEX, index_file, pages
 
 RULES = list(all_rules().values())
 
@@ -84,3 +85,7 @@ def test_a_rule_says_what_it_is(rule: Rule) -> None:
 def test_the_pages_are_what_the_tool_writes() -> None:
     committed = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
     assert committed == pages(), "run: python -m tools.rule_pages"
+
+
+def test_the_index_is_what_the_tool_writes() -> None:
+    assert INDEX.read_text(encoding="utf-8") == index_file(), "run: python -m tools.rule_pages"

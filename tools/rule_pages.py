@@ -1,25 +1,43 @@
-"""The pages of `precast check`'s rules, from the rules: `python -m tools.rule_pages` writes docs/rules/."""
+"""What is written from the rules of `precast check`: `python -m tools.rule_pages` writes docs/rules/ and the index.
+
+The index is what `precast check` asks before it loads a rule: see `src/precast/rewrite/registry.py`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from precast.rewrite.pages import index, page
-from precast.rewrite.registry import all_rules
+from precast.rewrite.pages import overview, page
+from precast.rewrite.registry import all_rules, modules
 
-__all__ = ["main", "pages"]
+__all__ = ["index_file", "main", "pages"]
 
-FOLDER = Path(__file__).parent.parent / "docs" / "rules"
+_ROOT = Path(__file__).parent.parent
+FOLDER = _ROOT / "docs" / "rules"
+INDEX = _ROOT / "src" / "precast" / "rewrite" / "index.py"
 
 
 def pages() -> dict[str, str]:
     """The text of every page by its file name."""
     texts = {f"{rule.code}.md": page(rule) for rule in all_rules().values()}
-    return texts | {"README.md": index()}
+    return texts | {"README.md": overview()}
+
+
+def index_file() -> str:
+    """The text of the index: a line for each rule."""
+    rows = []
+    for module, rule in modules().items():
+        fields = (rule.code, module, rule.name, rule.severity.value, rule.default, rule.words)
+        rows.append(f"    {fields!r},\n".replace("'", '"'))
+    says = "All rules in short, written by `python -m tools.rule_pages`: what is asked before a rule is loaded."
+    head = f'"""{says}"""\n\n# fmt: off\n# ruff: noqa: E501'
+    kind = "tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...]"
+    return f"{head}\nRULES: {kind} = (\n{''.join(rows)})\n"
 
 
 def main() -> None:
-    """Writes the pages, and deletes those of rules that are no more."""
+    """Writes the pages and the index, and deletes the pages of rules that are no more."""
+    INDEX.write_text(index_file(), encoding="utf-8")
     FOLDER.mkdir(parents=True, exist_ok=True)
     texts = pages()
     for path in FOLDER.glob("*.md"):

@@ -7,7 +7,6 @@ Exit codes: 0 it is done, 1 the job failed, 2 it was asked for wrongly.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -199,6 +198,8 @@ def _print_comparison(comparison: Comparison, paths: dict[str, str]) -> None:
 
 
 def _print_json(value: dict[str, Any]) -> None:
+    import json
+
     click.echo(json.dumps(value, indent=2))
 
 

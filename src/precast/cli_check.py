@@ -88,17 +88,18 @@ def fix(**asked: Any) -> None:
 @click.argument("code", required=False)
 def rule(code: str | None) -> None:
     """Say what a rule finds, why, and when not to worry; without CODE, list all rules."""
-    from precast.rewrite import pages
-    from precast.rewrite.registry import all_rules, find_rule
+    from precast.rewrite.registry import index, load
 
     if code is None:
-        for known in all_rules().values():
+        for known in index().values():
             state = "" if known.default else "  (off)"
-            click.echo(f"{known.code}  {known.severity.value:<11}  {known.name}{state}")
+            click.echo(f"{known.code}  {known.severity:<11}  {known.name}{state}")
         return
-    found = find_rule(code)
+    found = load(code)
     if found is None:
         raise click.UsageError(f"There is no rule {code!r}. `precast rule` lists all.")
+    from precast.rewrite import pages
+
     click.echo(pages.page(found), nl=False)
 
 

@@ -6,10 +6,8 @@ entries that a run did not ask for are dropped once there are too many.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +25,26 @@ class Cache:
 
     def __init__(self, folder: Path | None, settings: Settings) -> None:
         self.path = folder / "check.json" if folder else None
-        self._salt = f"{_fingerprint()}\0{_described(settings)}\0".encode()
-        self._old: dict[str, list[dict[str, Any]]] = {}
+        self._settings = settings
         self._new: dict[str, list[dict[str, Any]]] = {}
+
+    @cached_property
+    def _salt(self) -> bytes:
+        return f"{_fingerprint()}\0{_described(self._settings)}\0".encode()
+
+    @cached_property
+    def _old(self) -> dict[str, list[dict[str, Any]]]:
+        import json
+
         if self.path is not None:
             with suppress(OSError, ValueError):
-                self._old = dict(json.loads(self.path.read_text(encoding="utf-8")))
+                return dict(json.loads(self.path.read_text(encoding="utf-8")))
+        return {}
 
     def key(self, filename: str, data: bytes) -> str:
         """What stands for a file's contents in this run."""
+        import hashlib
+
         return hashlib.sha256(
             self._salt + filename.encode("utf-8", "replace") + b"\0" + data
         ).hexdigest()
@@ -58,7 +67,7 @@ class Cache:
 
     def save(self) -> None:
         """Writes it down, if anything is new."""
-        if self.path is None or self._new.keys() <= self._old.keys():
+        if self.path is None or not self._new or self._new.keys() <= self._old.keys():
             return
         rows = self._old | self._new if len(self._old) < _MOST else self._new
         with suppress(OSError):
@@ -66,6 +75,8 @@ class Cache:
             ignore = self.path.parent / ".gitignore"
             if not ignore.exists():
                 ignore.write_text("*\n", encoding="utf-8")
+            import json
+
             from precast import files
 
             files.replace(self.path, json.dumps(rows).encode())
@@ -80,6 +91,8 @@ def _described(settings: Settings) -> str:
 @cache
 def _fingerprint() -> str:
     """This version and the state of the rules' files, which change while someone works on them."""
+    import hashlib
+
     folder = Path(__file__).parent
     stats = [(p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(folder.rglob("*.py"))]
     return f"{__version__} {hashlib.sha256(repr(stats).encode()).hexdigest()}"

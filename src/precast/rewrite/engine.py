@@ -8,21 +8,21 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 from precast.errors import CheckError
 from precast.rewrite.edits import apply_parsing, compatible
-from precast.rewrite.model import Applicability, Edit, Finding, Fix, Rule, Severity, Span
-from precast.rewrite.registry import ENGINE, all_rules
+from precast.rewrite.look import interesting, looks_at
+from precast.rewrite.model import Applicability, Edit, Finding, Fix, Severity, Span
+from precast.rewrite.registry import ENGINE, index, load
 from precast.rewrite.settings import Settings
 from precast.rewrite.source import Source
 from precast.rewrite.suppress import Comment, Suppressions
 from precast.rewrite.syntax import cst
 from precast.rewrite.text import Text
 
-__all__ = ["Checked", "check", "fix", "interesting"]
+__all__ = ["Checked", "check", "fix"]
 
 _PASSES = 20  # far more than nested fixes need; a rule that undoes another's fix would never end
 
@@ -34,25 +34,6 @@ class Checked:
     text: Text
     findings: tuple[Finding, ...]
     fixed: tuple[str, ...] = ()
-
-
-def interesting(data: bytes, codes: Iterable[str]) -> bool:
-    """Whether one of the rules has to look at a text; asks for words only."""
-    return any(all(word in data for word in words) for words in _words(frozenset(codes)))
-
-
-@lru_cache(maxsize=64)
-def _words(codes: frozenset[str]) -> tuple[tuple[bytes, ...], ...]:
-    entries = {entry for code in codes if code in all_rules() for entry in all_rules()[code].words}
-    entries |= {"noqa: AMP", "precast: noqa"} if "AMP901" in codes else set()
-    split = {
-        tuple(
-            part.encode()
-            for part in ([entry] if entry.startswith(("noqa", "precast:")) else entry.split())
-        )
-        for entry in entries
-    }
-    return tuple(sorted(split))
 
 
 def check(text: Text, filename: str, settings: Settings) -> Checked:
@@ -95,16 +76,13 @@ def _allowed(fix: Fix, settings: Settings) -> bool:
 
 
 def _run(source: Source, codes: frozenset[str]) -> Iterator[Finding]:
-    for rule in all_rules().values():
-        if rule.code in codes and _mentions(rule, source.text.data):
-            try:
-                yield from rule.check(source)
-            except Exception as error:
-                raise CheckError(f"{rule.code} failed on {source.filename}: {error!r}") from error
-
-
-def _mentions(rule: Rule, data: bytes) -> bool:
-    return any(all(word.encode() in data for word in entry.split()) for entry in rule.words)
+    for code in looks_at(source.text.data, codes):
+        rule = load(code)
+        assert rule is not None
+        try:
+            yield from rule.check(source)
+        except Exception as error:
+            raise CheckError(f"{code} failed on {source.filename}: {error!r}") from error
 
 
 def _withheld(raw: list[Finding], kept: list[Finding]) -> frozenset[Fix]:
@@ -132,7 +110,7 @@ def _syntax_error(text: Text, error: Exception) -> Iterator[Finding]:
 def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[Finding]:
     """Suppressions that silence nothing. One of a rule that is not selected may be needed."""
     for comment, unused in suppressions.unused():
-        left = [code for code in unused if code in codes or code not in all_rules()]
+        left = [code for code in unused if code in codes or code not in index()]
         if left:
             rest = sorted((comment.codes or frozenset()) - set(left))
             fix = Fix((_without(text, comment, rest),), "Remove it")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from precast._version import __version__
-from precast.rewrite.registry import ENGINE, all_rules, url
+from precast.rewrite.registry import ENGINE, load, url
 from precast.rewrite.report import FileReport, Reported
 
 __all__ = ["FORMATS", "diff", "statistics", "summary"]
@@ -52,6 +50,8 @@ def _concise(finding: Reported) -> str:
 
 def as_json(findings: Sequence[Reported]) -> str:
     """A list of objects, with the keys that ruff gives them."""
+    import json
+
     return json.dumps([_object(finding) for finding in findings], indent=2)
 
 
@@ -90,6 +90,8 @@ def _escaped(text: str, data: bool = False) -> str:
 
 def sarif(findings: Sequence[Reported]) -> str:
     """SARIF 2.1.0."""
+    import json
+
     codes = sorted({finding.code for finding in findings})
     driver = {
         "name": "precast",
@@ -109,7 +111,7 @@ _LEVELS = {"error": "error", "warning": "warning", "information": "note"}
 
 
 def _sarif_rule(code: str) -> dict[str, Any]:
-    rule = all_rules().get(code)
+    rule = load(code)
     name = rule.name if rule else ENGINE[code]
     described = {"id": code, "name": name, "helpUri": url(code)}
     if rule is None:
@@ -182,6 +184,8 @@ def statistics(reports: Sequence[FileReport]) -> str:
 
 def diff(report: FileReport) -> str:
     """What a fix changes in a file, as a unified diff; a line without an end is marked as such."""
+    import difflib
+
     before, after = (_lines(data or b"") for data in (report.before, report.after))
     lines = difflib.unified_diff(before, after, report.filename, report.filename)
     return "".join(

@@ -1,7 +1,7 @@
 """The deprecated names of PyTorch's AMP: every use in a file, and what has to change for it to be new.
 
 Rules AMP001 to AMP007 and AMP010 each report one kind of use from here. The fixes are made together, because
-one import may carry names of several rules; `moves.py` makes them.
+one import may carry names of several rules; `move_fixes.py` makes them.
 
 Invariant: guarded uses, uses that the oldest supported PyTorch has no new name for, and classes that are only
 listed or compared (there the old name is meant) are not listed.
@@ -15,16 +15,8 @@ from dataclasses import dataclass
 from precast.rewrite.guards import is_guarded
 from precast.rewrite.imports import name_for
 from precast.rewrite.model import Edit, Finding, Rule
-from precast.rewrite.moves import (
-    Group,
-    Move,
-    Use,
-    expressions,
-    groups_of,
-    in_string,
-    reference_kind,
-    share,
-)
+from precast.rewrite.move_fixes import Group, groups_of, share
+from precast.rewrite.moves import Move, Use, expressions, in_string, reference_kind
 from precast.rewrite.names import canonical
 from precast.rewrite.old_calls import call_edits, device_edits, has_new_arguments
 from precast.rewrite.source import Source

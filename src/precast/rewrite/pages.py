@@ -8,7 +8,7 @@ import textwrap
 from precast.rewrite.model import Applicability, Case, Rule
 from precast.rewrite.registry import all_rules
 
-__all__ = ["index", "page"]
+__all__ = ["overview", "page"]
 
 _FIX = {
     Applicability.SAFE: "There is a safe fix: `precast fix` applies it.",
@@ -37,7 +37,7 @@ def page(rule: Rule) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def index() -> str:
+def overview() -> str:
     """The table of all rules."""
     rows = [
         f"| [{rule.code}]({rule.code}.md) | {rule.name} | {rule.severity.value} | {rule.fix.value} | "

@@ -1,16 +1,30 @@
-"""All rules: each module `rules/ampNNN_name.py` holds one, as `RULE`; and which of them are selected."""
+"""All rules: each module `rules/ampNNN_name.py` holds one, as `RULE`; and which of them are selected.
+
+Invariant: a rule's module is loaded when a file has to be parsed for it. What is asked before that is in
+`index.py`, which `python -m tools.rule_pages` writes; `all_rules` looks at the modules themselves.
+"""
 
 from __future__ import annotations
 
 import functools
-import pkgutil
 from collections.abc import Iterable
 from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
-from precast.rewrite import rules as package
-from precast.rewrite.model import Rule
+if TYPE_CHECKING:
+    from precast.rewrite.model import Rule
 
-__all__ = ["ENGINE", "TO_PRECAST", "all_rules", "expand", "find_rule", "url"]
+__all__ = [
+    "ENGINE",
+    "TO_PRECAST",
+    "Short",
+    "all_rules",
+    "expand",
+    "index",
+    "load",
+    "modules",
+    "url",
+]
 
 # What the engine itself reports: code -> name.
 ENGINE = {"AMP900": "syntax-error", "AMP901": "unused-suppression"}
@@ -19,18 +33,53 @@ TO_PRECAST = ("AMP601", "AMP001", "AMP002", "AMP003", "AMP004", "AMP005", "AMP00
 _PAGES = "docs/rules"  # in the repository, which has no address yet
 
 
+_PACKAGE = "precast.rewrite.rules"
+
+
+class Short(NamedTuple):
+    """What is to be known of a rule without loading it."""
+
+    code: str
+    module: str
+    name: str
+    severity: str
+    default: bool
+    words: tuple[str, ...]
+
+
 @functools.cache
-def all_rules() -> dict[str, Rule]:
-    """Every rule by its code, in the order of the codes."""
+def index() -> dict[str, Short]:
+    """Every rule in short by its code, in the order of the codes."""
+    from precast.rewrite.index import RULES
+
+    return {row[0]: Short(*row) for row in RULES}
+
+
+def load(name: str) -> Rule | None:
+    """A rule by its code or its name; None if there is none."""
+    known = index().get(name.upper())
+    known = known or next((r for r in index().values() if r.name == name.lower()), None)
+    return None if known is None else _rule(known.module)
+
+
+@functools.cache
+def modules() -> dict[str, Rule]:
+    """Every rule by the name of its module, in the order of the codes; loads them all."""
+    import pkgutil
+
+    package = import_module(_PACKAGE)
     names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name[:3] == "amp")
-    found = [import_module(f"{package.__name__}.{name}").RULE for name in names]
-    return {rule.code: rule for rule in sorted(found, key=lambda rule: rule.code)}
+    return {name: _rule(name) for name in names}
 
 
-def find_rule(name: str) -> Rule | None:
-    """A rule by its code or its name."""
-    by_code = all_rules().get(name.upper())
-    return by_code or next((r for r in all_rules().values() if r.name == name.lower()), None)
+def all_rules() -> dict[str, Rule]:
+    """Every rule by its code, in the order of the codes; loads them all."""
+    return {rule.code: rule for rule in modules().values()}
+
+
+def _rule(module: str) -> Rule:
+    rule: Rule = import_module(f"{_PACKAGE}.{module}").RULE
+    return rule
 
 
 def expand(selectors: Iterable[str]) -> frozenset[str]:
@@ -42,7 +91,7 @@ def expand(selectors: Iterable[str]) -> frozenset[str]:
     codes: set[str] = set()
     for selector in selectors:
         wanted = selector.strip().upper()
-        known = {rule.code: rule.name for rule in all_rules().values()} | ENGINE
+        known = {rule.code: rule.name for rule in index().values()} | ENGINE
         fits = {
             code
             for code, name in known.items()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from precast.rewrite.model import Finding
-from precast.rewrite.text import Text
+if TYPE_CHECKING:
+    from precast.rewrite.model import Finding
+    from precast.rewrite.text import Text
 
 __all__ = ["FileReport", "Reported", "reported"]
 

@@ -14,16 +14,18 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from precast.errors import CheckError
-from precast.rewrite import engine
 from precast.rewrite.cache import Cache
 from precast.rewrite.files import read
-from precast.rewrite.notebook import Notebook, is_notebook
+from precast.rewrite.look import interesting
 from precast.rewrite.report import FileReport, Reported, reported
 from precast.rewrite.settings import Settings
-from precast.rewrite.text import Text, decode
+
+if TYPE_CHECKING:
+    from precast.rewrite.engine import Checked
+    from precast.rewrite.notebook import Notebook
 
 __all__ = ["Mode", "run", "run_text"]
 
@@ -87,7 +89,7 @@ def _look(path: Path, settings: Settings, mode: Mode, cache: Cache) -> FileRepor
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return FileReport(str(path), note=reason)
-    if not engine.interesting(data, settings.codes_for(str(path))):
+    if not interesting(data, settings.codes_for(str(path))):
         return None
     known = cache.get(cache.key(str(path), data))
     if known is None or (mode.fix and any(_may_apply(f, settings) for f in known)):
@@ -131,6 +133,10 @@ def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
 
 def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> FileReport:
     """Checks or fixes the bytes of one file; writes nothing."""
+    from precast.rewrite import engine
+    from precast.rewrite.notebook import Notebook, is_notebook
+    from precast.rewrite.text import Text, decode
+
     try:
         notebook = Notebook(data) if is_notebook(filename) else None
         text = Text(notebook.code.encode("utf-8")) if notebook else decode(data)
@@ -144,14 +150,12 @@ def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> File
     return _report(filename, data, notebook, checked)
 
 
-def _report(
-    filename: str, data: bytes, notebook: Notebook | None, checked: engine.Checked
-) -> FileReport:
+def _report(filename: str, data: bytes, notebook: Notebook | None, checked: Checked) -> FileReport:
     after = checked.text.encode()
     place: Any = None
     if notebook is not None:
         after = notebook.with_code(checked.text.string)
-        place = Notebook(after).place
+        place = type(notebook)(after).place
     findings = [reported(finding, checked.text, filename, place) for finding in checked.findings]
     changed = after != data and bool(checked.fixed)
     return FileReport(

@@ -6,14 +6,12 @@ key; the nearest pyproject.toml above the first path that has the table decides 
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from precast.rewrite.model import version
-from precast.rewrite.registry import ENGINE, TO_PRECAST, all_rules, expand
+from precast.rewrite.registry import ENGINE, TO_PRECAST, expand, index
 
 __all__ = ["Settings", "load"]
 
@@ -30,7 +28,7 @@ _KEYS = {
 
 def default_codes() -> frozenset[str]:
     """The rules that are selected if nothing is asked for."""
-    return frozenset({rule.code for rule in all_rules().values() if rule.default} | set(ENGINE))
+    return frozenset({rule.code for rule in index().values() if rule.default} | set(ENGINE))
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,8 @@ def _pyproject(start: Path) -> tuple[Path | None, dict[str, Any]]:
         path = folder / "pyproject.toml"
         if not path.is_file():
             continue
+        import tomllib
+
         try:
             document = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -152,7 +152,11 @@ def required_torch(document: dict[str, Any]) -> str | None:
     if isinstance(poetry, str):
         lines.append(f"torch{poetry.replace('^', '>=').replace('~', '>=')}")
     found = [lowest for line in lines if (lowest := _lower_bound(line)) is not None]
-    return min(found, key=version) if found else None
+    if not found:
+        return None
+    from precast.rewrite.model import version
+
+    return min(found, key=version)
 
 
 def _lower_bound(requirement: str) -> str | None:
@@ -167,6 +171,8 @@ def _lower_bound(requirement: str) -> str | None:
 
 
 def _checked_version(text: str) -> None:
+    from precast.rewrite.model import version
+
     try:
         version(text)
     except ValueError:

@@ -141,9 +141,9 @@ RULE = Rule(
     fine="The code runs on one fixed, old version of PyTorch only.",
     words=(
         "torch _six",
-        "amp _refresh_per_optimizer_state",
-        "amp _cast",
-        "amp _MultiDeviceReplicator",
+        "cuda _refresh_per_optimizer_state",
+        "cuda _MultiDeviceReplicator",
+        "autocast _cast",
     ),
     check=check,
     valid=VALID,

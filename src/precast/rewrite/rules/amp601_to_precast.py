@@ -7,18 +7,8 @@ from collections.abc import Iterator
 from precast.rewrite.guards import is_guarded
 from precast.rewrite.imports import without_import
 from precast.rewrite.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
-from precast.rewrite.moves import (
-    Move,
-    Use,
-    exported,
-    expressions,
-    group_key,
-    groups_of,
-    in_string,
-    reference_kind,
-    root,
-    share,
-)
+from precast.rewrite.move_fixes import exported, group_key, groups_of, share
+from precast.rewrite.moves import Move, Use, expressions, in_string, reference_kind, root
 from precast.rewrite.old_names import is_listed
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
