@@ -282,6 +282,7 @@ _LIGHT = {
     "precast._version",
     "precast.cli",
     "precast.cli_check",
+    "precast.cli_run",
     "precast.errors",
     "precast.rewrite",
     "precast.rewrite.cache",
@@ -293,6 +294,8 @@ _LIGHT = {
     "precast.rewrite.report",
     "precast.rewrite.runner",
     "precast.rewrite.settings",
+    "precast.running",
+    "precast.running.endings",
 }
 
 
