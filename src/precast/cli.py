@@ -134,8 +134,9 @@ def explain(
 ) -> None:
     """Say what a policy means: for one OPERATION, or for each module of a model.
 
-    For an operation: its rule and the reason. For a model: what each module runs in, by which
-    rule, and the rules that match nothing.
+    For an operation: its rule and the reason, what presets and PyTorch do on each device, and an
+    example that was run. For a model: what each module runs in, by which rule, and the rules that
+    match nothing.
     """
     if (operation is None) == (model is None):
         raise click.UsageError("Name an operation, as in `precast explain softmax`, or a --model.")
@@ -145,17 +146,18 @@ def explain(
     from rich.console import Console
 
     from precast import explain as explain_
+    from precast import explain_operation
     from precast.policy import Policy
 
     chosen = Policy.load(policy)
-    report: explain_.ModelReport | explain_.OperationReport
+    report: explain_.ModelReport | explain_operation.OperationReport
     if model is not None:
         with _usage_errors():
             made = explain_.load_model(model)
         report = explain_.explain_model(made, chosen)
     else:
         devices = (device,) if device else ("cpu", "cuda")
-        report = explain_.explain_operation(str(operation), chosen, devices, module)
+        report = explain_operation.explain_operation(str(operation), chosen, devices, module)
     if as_json:
         _print_json(report.as_dict())
     else:

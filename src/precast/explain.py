@@ -1,4 +1,4 @@
-"""`precast explain`: what a policy means for a model, as a tree, or for one operation.
+"""`precast explain --model`: what a policy means for a model, as a tree.
 
 Invariants: nothing is printed here, the functions return what a console prints or plain values for JSON; siblings that
 are numbered and alike, with all that is in them, are one line.
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 from rich.tree import Tree
 from torch import nn
@@ -22,9 +21,9 @@ from torch.nn.parameter import is_lazy
 
 from precast.errors import PrecastError
 from precast.plan import Plan, PlannedModule, modules_by_name, outwards, plan
-from precast.policy import ModuleRule, Policy, Precision, Resolution
+from precast.policy import ModuleRule, Policy, Precision
 
-__all__ = ["ModelReport", "OperationReport", "explain_model", "explain_operation", "load_model"]
+__all__ = ["ModelReport", "explain_model", "load_model"]
 
 _LOWER = "the region's dtype"
 
@@ -96,50 +95,6 @@ def explain_model(model: nn.Module, policy: Policy) -> ModelReport:
     """
     counts = {name: _numbers_in(module) for name, module in modules_by_name(model).items()}
     return ModelReport(plan(model, policy), counts)
-
-
-@dataclass(frozen=True)
-class OperationReport:
-    """What a policy says of one operation."""
-
-    policy: str
-    operation: str
-    module: str | None
-    devices: dict[str, Resolution]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
-        devices = {
-            device: {"rule": str(r.rule), "reason": r.reason} for device, r in self.devices.items()
-        }
-        return {
-            "policy": self.policy,
-            "operation": self.operation,
-            "module": self.module,
-            "devices": devices,
-        }
-
-    def render(self) -> RenderableType:
-        """A line with the rule and one with the reason, for each device type."""
-        inside = "" if self.module is None else f" in {self.module!r}"
-        lines: list[RenderableType] = []
-        for device, found in self.devices.items():
-            rule = Text(f"{self.operation} on {device}{inside}: ")
-            reason = Padding(Text(found.reason), (0, 0, 0, 2))
-            lines += [rule.append(str(found.rule), "bold"), reason]
-        return Group(*lines)
-
-
-def explain_operation(
-    operation: str, policy: Policy, devices: tuple[str, ...], module: str | None = None
-) -> OperationReport:
-    """What a policy says of one operation, and why.
-
-    Raises:
-        PolicyError: there is no such operation or device type.
-    """
-    found = {device: policy.resolve(operation, device, module) for device in devices}
-    return OperationReport(policy.name, operation, module, found)
 
 
 @contextmanager
