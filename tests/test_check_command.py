@@ -261,6 +261,45 @@ def test_a_notebook_changes_only_where_it_is_fixed(here: Path) -> None:
     assert path.read_text(encoding="utf-8") == before.replace(f"with {old}", f"with {new}")
 
 
+def _notebook(path: Path, *cells: str, language: str = "python") -> None:
+    document = {
+        "metadata": {"language_info": {"name": language}},
+        "cells": [{"cell_type": "code", "source": cell} for cell in cells],
+    }
+    path.write_text(json.dumps(document))
+
+
+def test_edits_in_a_notebook_say_in_which_cell(here: Path) -> None:
+    uses = "x = 1\nscaler = GradScaler()"
+    _notebook(here / "a.ipynb", "from torch.cuda.amp import GradScaler", uses)
+    found = json.loads(precast_("check", "--output-format", "json").stdout)
+    call = next(finding for finding in found if finding["code"] == "AMP003")
+    assert (call["cell"], call["location"]) == (2, {"row": 2, "column": 10})
+    edits = [(e["cell"], e["location"], e["content"]) for e in call["fix"]["edits"]]
+    assert edits == [
+        (1, {"row": 1, "column": 6}, "torch.amp"),
+        (2, {"row": 2, "column": 21}, '"cuda"'),
+    ]
+    assert call["fix"]["edits"][0]["end_location"] == {"row": 1, "column": 20}
+
+
+def test_cells_that_are_not_python_are_one_finding(here: Path) -> None:
+    good = "import torch\nwith torch.cuda.amp.autocast():\n    pass"
+    _notebook(here / "a.ipynb", "%%bash\nls |", "x = 1\ny = (", good, "else:\n    pass")
+    found = json.loads(precast_("check", "--output-format", "json").stdout)
+    assert [finding["code"] for finding in found] == ["AMP900", "AMP001"]
+    assert (found[0]["cell"], found[0]["location"]["row"]) == (2, 2)
+    assert "(and 1 more)" in found[0]["message"]
+    assert precast_("fix").exit_code == 1
+    assert "torch.amp.autocast" in (here / "a.ipynb").read_text()
+    assert precast_("check", "--ignore", "AMP900").exit_code == 0
+
+
+def test_a_notebook_in_another_language_is_left_alone(here: Path) -> None:
+    _notebook(here / "a.ipynb", "x <- torch.cuda.amp.autocast(", language="R")
+    assert precast_("check").exit_code == 0
+
+
 # --- rule, and the start ---
 
 

@@ -1,7 +1,8 @@
 """Notebooks: the code of all cells as one text, and a changed text back into the same JSON.
 
 Invariants: only the JSON strings of lines that changed are written anew; cells and lines that are not
-Python (magics, other languages) are hidden from the checker and come back as they were.
+Python (magics, other languages) are hidden from the checker and come back as they were; a cell that should be
+Python and is not is hidden too, and is in `broken`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from precast.rewrite.syntax import cst
 
-__all__ = ["Notebook", "is_notebook"]
+__all__ = ["Broken", "Notebook", "is_notebook"]
 
 _SEPARATOR = "#%%precast-cell-{}"
 _SPLIT = re.compile(r"^#%%precast-cell-(\d+)\n", re.M)
@@ -35,6 +37,16 @@ class _Cell:
     lines: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Broken:
+    """A cell that is not Python: its number, the row in it where that shows, the parser's reason."""
+
+    row: int
+    reason: str
+    line: str
+    cell: int = 0
+
+
 class Notebook:
     """A notebook's file, and the Python in it.
 
@@ -44,11 +56,16 @@ class Notebook:
 
     def __init__(self, data: bytes) -> None:
         self.json = data.decode("utf-8")
-        self.cells = [cell for cell in _cells(self.json) if _shown("".join(cell.lines)) is not None]
+        self.cells: list[_Cell] = []
+        self.broken: list[Broken] = []
         parts = []
-        for cell in self.cells:
-            parts.append(_SEPARATOR.format(cell.number) + "\n")
-            parts.append(_ended(_shown("".join(cell.lines)) or ""))
+        for cell in _cells(self.json):
+            shown = _shown("".join(cell.lines))
+            if isinstance(shown, Broken):
+                self.broken.append(replace(shown, cell=cell.number))
+            elif shown is not None:
+                self.cells.append(cell)
+                parts += [_SEPARATOR.format(cell.number) + "\n", _ended(shown)]
         self.code = "".join(parts)
 
     def place(self, row: int) -> tuple[int, int]:
@@ -80,6 +97,8 @@ def _cells(text: str) -> Iterator[_Cell]:
     top = dict(_members(text, start))
     if "cells" not in top:
         raise ValueError('a notebook has "cells"')
+    if "metadata" in top and not _speaks_python(json.loads(text[slice(*top["metadata"])])):
+        return
     for number, (at, _) in enumerate(_items(text, top["cells"][0]), 1):
         members = dict(_members(text, at))
         if "source" not in members or "cell_type" not in members:
@@ -90,6 +109,16 @@ def _cells(text: str) -> Iterator[_Cell]:
         if kind == "code":
             lines = source.splitlines(keepends=True) if isinstance(source, str) else source
             yield _Cell(number, begin, end, tuple(lines))
+
+
+def _speaks_python(metadata: Any) -> bool:
+    """Whether a notebook's kernel runs Python; one that does not say is taken to."""
+    described = metadata if isinstance(metadata, dict) else {}
+    for part, key in (("language_info", "name"), ("kernelspec", "language")):
+        inner = described.get(part)
+        if isinstance(inner, dict) and isinstance(inner.get(key), str):
+            return inner[key].lower() in ("python", "ipython")
+    return True
 
 
 _SPACE = re.compile(r"[\s,:]*")
@@ -126,26 +155,30 @@ def _items(text: str, at: int) -> Iterator[tuple[int, int]]:
         at = _skip(text, end)
 
 
-def _shown(source: str) -> str | None:
-    """A cell as Python, magics hidden; None where it is not Python."""
+def _shown(source: str) -> str | Broken | None:
+    """A cell as Python, magics hidden; None where it is in another language."""
     if _HIDDEN in source or _SPLIT.search(source) or "\r" in source:
         return None
     first = source.lstrip().partition("\n")[0].split(" ")[0]
     if first.startswith("%%") and first not in _PYTHON_CELLS:
         return None
-    if _is_python(source):
+    if _error(source) is None:
         return source
     lines = [_MAGIC.sub(rf"\g<1>{_HIDDEN}\g<2>", line) for line in source.split("\n")]
     hidden = "\n".join(lines)
-    return hidden if _is_python(hidden) else None
+    return _error(hidden) or hidden
 
 
-def _is_python(source: str) -> bool:
+def _error(source: str) -> Broken | None:
+    """What is wrong with a text, if it is not Python."""
     try:
         cst.parse_module(_ended(source))
-    except (cst.ParserSyntaxError, RecursionError):
-        return False
-    return True
+    except (cst.ParserSyntaxError, RecursionError) as error:
+        rows = source.split("\n")
+        row = min(max(getattr(error, "raw_line", 1), 1), len(rows))
+        reason = str(getattr(error, "message", error)).partition("\n")[0]
+        return Broken(row, reason, rows[row - 1])
+    return None
 
 
 def _ended(source: str) -> str:

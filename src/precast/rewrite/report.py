@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from precast.rewrite.model import Finding
+    from precast.rewrite.model import Edit, Finding
     from precast.rewrite.text import Text
 
 __all__ = ["FileReport", "Reported", "reported"]
@@ -74,7 +74,7 @@ def reported(
     end_row, end_column = text.position(finding.span.end)
     cell = None
     line = text.line(row)
-    fix = _fix(finding, text) if place is None else _fix_without_edits(finding)
+    fix = _fix(finding, text, place)
     if place is not None:
         first = row
         cell, row = place(row)
@@ -96,24 +96,27 @@ def reported(
     )
 
 
-def _fix(finding: Finding, text: Text) -> dict[str, Any] | None:
-    fix = _fix_without_edits(finding)
-    if fix is None or finding.fix is None:
-        return None
-    for edit in finding.fix.edits:
-        start, end = text.position(edit.start), text.position(edit.end)
-        fix["edits"].append(
-            {
-                "content": edit.text,
-                "location": {"row": start[0], "column": start[1]},
-                "end_location": {"row": end[0], "column": end[1]},
-            }
-        )
-    return fix
-
-
-def _fix_without_edits(finding: Finding) -> dict[str, Any] | None:
+def _fix(
+    finding: Finding, text: Text, place: Callable[[int], tuple[int, int]] | None
+) -> dict[str, Any] | None:
     fix = finding.fix
     if fix is None:
         return None
-    return {"applicability": fix.applicability.value, "message": fix.message, "edits": []}
+    edits = [_edit(edit, text, place) for edit in fix.edits]
+    return {"applicability": fix.applicability.value, "message": fix.message, "edits": edits}
+
+
+def _edit(edit: Edit, text: Text, place: Callable[[int], tuple[int, int]] | None) -> dict[str, Any]:
+    """One edit; in a notebook it says in which cell, which need not be that of the finding."""
+    row, column = text.position(edit.start)
+    end_row, end_column = text.position(edit.end)
+    cell: dict[str, int] = {}
+    if place is not None:
+        number, inside = place(row)
+        cell, row, end_row = {"cell": number}, inside, inside + end_row - row
+    return {
+        "content": edit.text,
+        "location": {"row": row, "column": column},
+        "end_location": {"row": end_row, "column": end_column},
+        **cell,
+    }

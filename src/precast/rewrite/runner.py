@@ -20,12 +20,13 @@ from precast.errors import CheckError
 from precast.rewrite.cache import Cache
 from precast.rewrite.files import read
 from precast.rewrite.look import interesting
+from precast.rewrite.registry import ENGINE
 from precast.rewrite.report import FileReport, Reported, reported
 from precast.rewrite.settings import Settings
 
 if TYPE_CHECKING:
     from precast.rewrite.engine import Checked
-    from precast.rewrite.notebook import Notebook
+    from precast.rewrite.notebook import Broken, Notebook
 
 __all__ = ["Mode", "run", "run_text"]
 
@@ -147,16 +148,24 @@ def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> File
         checked = do(text, filename, settings)
     except CheckError as error:
         return FileReport(filename, note=str(error), failed=True)
-    return _report(filename, data, notebook, checked)
+    return _report(filename, data, notebook, checked, settings.codes_for(filename))
 
 
-def _report(filename: str, data: bytes, notebook: Notebook | None, checked: Checked) -> FileReport:
+def _report(
+    filename: str,
+    data: bytes,
+    notebook: Notebook | None,
+    checked: Checked,
+    codes: frozenset[str],
+) -> FileReport:
     after = checked.text.encode()
     place: Any = None
     if notebook is not None:
         after = notebook.with_code(checked.text.string)
         place = type(notebook)(after).place
     findings = [reported(finding, checked.text, filename, place) for finding in checked.findings]
+    if notebook is not None and notebook.broken and "AMP900" in codes:
+        findings.insert(0, _broken(filename, notebook.broken))
     changed = after != data and bool(checked.fixed)
     return FileReport(
         filename,
@@ -164,4 +173,24 @@ def _report(filename: str, data: bytes, notebook: Notebook | None, checked: Chec
         list(checked.fixed),
         before=data if changed else None,
         after=after if changed else None,
+    )
+
+
+def _broken(filename: str, cells: list[Broken]) -> Reported:
+    """One finding for all cells of a notebook that are not Python, at the first."""
+    first = cells[0]
+    more = f" (and {len(cells) - 1} more)" if len(cells) > 1 else ""
+    return Reported(
+        code="AMP900",
+        name=ENGINE["AMP900"],
+        message=f"this cell{more} is not Python that can be read: {first.reason}",
+        severity="error",
+        filename=filename,
+        row=first.row,
+        column=1,
+        end_row=first.row,
+        end_column=1,
+        line=first.line,
+        noqa_row=first.row,
+        cell=first.cell,
     )
