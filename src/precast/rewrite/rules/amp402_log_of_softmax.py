@@ -218,7 +218,7 @@ RULE = Rule(
         "NaN. `log_softmax`, `logsigmoid` and `logsumexp` compute the same without that step."
     ),
     fine="The probabilities are known to be far from zero.",
-    words=("torch log softmax", "torch log sigmoid", "torch log exp( sum("),
+    words=("torch log( softmax(", "torch log( sigmoid(", "torch log( exp( sum("),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -107,7 +107,11 @@ RULE = Rule(
     what="A number up to 3e-8 that is added to a float16 tensor, or is the lower limit of its `clamp`.",
     why="An epsilon is there so that nothing is divided by zero. In float16 it is zero itself.",
     fine="Zero is no problem there.",
-    words=("torch half e-", "torch float16 e-", "autocast e-"),
+    words=tuple(
+        f"torch {dtype} {number}"
+        for dtype in ("half(", "float16", "autocast")
+        for number in ("e-8", "e-08", "e-9", "e-09", "e-1")
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,
