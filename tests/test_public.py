@@ -35,6 +35,7 @@ NAMES = [
     "StaleWeightError",
     "StepEvent",
     "TorchVersionError",
+    "Trace",
     "Verdict",
     "__version__",
     "attach",
@@ -46,6 +47,7 @@ NAMES = [
     "install",
     "monitor",
     "observe",
+    "trace",
     "uninstall",
 ]
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from precast.policy import Policy, Rule
     from precast.region import autocast, current, disable
     from precast.scaler import GradScaler
+    from precast.tracing.trace import Trace, trace
 
 _HOME = {
     "precast.attachment": ("Attachment", "attach"),
@@ -61,6 +62,7 @@ _HOME = {
     "precast.policy": ("Policy", "Rule"),
     "precast.region": ("autocast", "current", "disable"),
     "precast.scaler": ("GradScaler",),
+    "precast.tracing.trace": ("Trace", "trace"),
 }
 _WITHOUT_TORCH = ("precast.errors", "precast.events")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -89,6 +91,7 @@ __all__ = [
     "StaleWeightError",
     "StepEvent",
     "TorchVersionError",
+    "Trace",
     "Verdict",
     "__version__",
     "attach",
@@ -100,6 +103,7 @@ __all__ = [
     "install",
     "monitor",
     "observe",
+    "trace",
     "uninstall",
 ]
 

@@ -23,7 +23,17 @@ from precast import _torch, marks
 from precast.frames import Frame, in_force, regions
 from precast.region import current, put_in_force, refuse_export
 
-__all__ = ["Call", "Off", "Replaced", "acts", "begin", "end", "off_here", "switched_off"]
+__all__ = [
+    "Call",
+    "Off",
+    "Replaced",
+    "acts",
+    "begin",
+    "end",
+    "innermost",
+    "off_here",
+    "switched_off",
+]
 
 Off = Mapping[str, int]
 """Device type -> how many regions were open when a rule switched autocast off there: in a later region it is not that
@@ -100,6 +110,11 @@ def end(module: nn.Module) -> Call | None:
         _put_frame(replaced, replaced.frame)
     _set_off(call.off)
     return call
+
+
+def innermost() -> nn.Module | None:
+    """The innermost module with a rule that runs in this thread."""
+    return _thread.calls[-1].module if _thread.calls else None
 
 
 def off_here() -> Off:

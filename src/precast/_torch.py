@@ -14,29 +14,38 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from operator import attrgetter
-from typing import Any, Final, TypeVar
+from types import CodeType
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from precast import _versions
 
 __all__ = [
+    "BACKWARD",
+    "MODULE_CALL",
     "UNUSED_DEVICE_TYPES",
     "VERSION",
     "AutocastOff",
     "Kernel",
+    "ObservingMode",
     "OpOverload",
+    "RegionListener",
     "all_dtypes",
     "autocast_key",
     "base_of",
     "check_and_unscale_",
     "compiled_kernel",
+    "count_other_modes",
     "counts_versions",
+    "current_node",
     "custom_backend",
     "destroy",
     "dispatch_modes",
     "drop_forward_hook",
+    "enter_mode",
     "export_region",
     "fallthrough",
     "find_overload",
@@ -52,36 +61,43 @@ __all__ = [
     "in_ddp",
     "in_pool_thread",
     "innermost_dispatch_mode",
+    "innermost_other_mode",
     "is_captured",
     "is_dtensor",
     "is_functorch_active",
     "is_functorch_wrapper",
     "is_on",
+    "is_optimizer_step",
     "is_shared",
     "is_tracing",
     "is_view",
     "keyset_of",
+    "leave_mode",
     "lend_to_pool_threads",
     "lent_by",
     "lower_dtypes",
     "nesting",
     "never_compiled",
+    "next_sequence",
     "on_backward",
     "on_checkpoint",
     "on_cleared_cache",
     "on_graph_region",
     "on_its_way",
     "on_module_call",
+    "on_regions",
     "operator_names",
     "operator_overloads",
     "optimize_torchscript",
     "optimizes_torchscript",
+    "other_modes",
     "outside_inference_mode",
     "quiet_cast",
     "quiet_override",
     "runs_uncompiled",
     "scale_of",
     "schema_of",
+    "sequence_of",
     "sparse_values",
     "step_without_hooks",
     "tag_of_compiled",
@@ -91,6 +107,7 @@ __all__ = [
     "unseen",
     "update_scale_",
     "version_of",
+    "writes_graph",
 ]
 
 VERSION: Final = _versions.check(torch.__version__)
@@ -268,6 +285,143 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # What `torch.jit.is_tracing` asks, without a call in Python around it: the hot path asks for each operation (2.13).
 is_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
+class ObservingMode(TorchDispatchMode):
+    """A `TorchDispatchMode` that sees what runs, and changes nothing: what is compiled is compiled as without it.
+
+    The class is public, what it says of compilers is not (2.13): the compiler is to ignore it, its own code is not
+    to be compiled (which costs 2 s of imports unless it is said here), and higher-order operators pass.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether the compiler may take no notice of it."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def enter_mode(mode: ObservingMode) -> None:
+    """Begins a mode; its methods have no types (2.13)."""
+    mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def leave_mode(mode: ObservingMode) -> None:
+    """Ends a mode, wherever it is on this thread's stack; ``__exit__`` ends the innermost, whichever that is (2.13)."""
+    module = torch.utils._python_dispatch
+    above = []
+    while innermost_dispatch_mode() is not mode:
+        above.append(module._pop_mode())
+    mode.__exit__(None, None, None)
+    for other in reversed(above):
+        module._push_mode(other)
+
+
+def other_modes() -> list[Any]:
+    """The dispatch modes of this thread that do more than observe, outermost first (2.13)."""
+    modes = map(torch._C._get_dispatch_stack_at, range(dispatch_modes()))
+    return [mode for mode in modes if not isinstance(mode, ObservingMode)]
+
+
+def count_other_modes() -> int:
+    """How many they are."""
+    return len(other_modes())
+
+
+def innermost_other_mode() -> Any:
+    """The innermost of them, or None."""
+    return next(reversed(other_modes()), None)
+
+
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_ModeKey = torch._C._TorchDispatchModeKey
+
+
+def writes_graph() -> bool:
+    """Whether a compiler or exporter runs this thread's operations without their numbers (2.13)."""
+    return (
+        _get_dispatch_mode(_ModeKey.FAKE) is not None
+        or _get_dispatch_mode(_ModeKey.PROXY) is not None
+    )
+
+
+# The node of the graph whose backward runs in this thread, or None; how many nodes this thread has made. A node's own
+# number, by which its backward is known, is what was next when it was made: just before its operation ran (2.13).
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def sequence_of(node: Any) -> int:
+    """A node's number."""
+    number: int = node._sequence_nr()
+    return number
+
+
+# What is on the stack while a module runs, while backward runs, while an optimizer steps: `self` of the first is the
+# module. Global hooks on modules would say the same, and have `torch.compile` warn (2.13).
+MODULE_CALL: Final = torch.nn.Module._call_impl.__code__
+BACKWARD: Final = torch.autograd.graph._engine_run_backward.__code__
+_OPTIMIZER: Final = sys.modules["torch.optim.optimizer"].__file__
+
+
+def is_optimizer_step(code: CodeType) -> bool:
+    """Whether it is what wraps every optimizer's `step`."""
+    return code.co_name == "wrapper" and code.co_filename == _OPTIMIZER
+
+
+_nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_set_enabled = torch.set_autocast_enabled
+
+
+class RegionListener(Protocol):
+    """Who is told of regions."""
+
+    def entered(self) -> None:
+        """A region is being entered, by the caller's caller."""
+
+    def left(self) -> None:
+        """A region ends."""
+
+    def switched(self, device_type: str, enabled: bool) -> None:
+        """Autocast is switched on or off."""
+
+
+def on_regions(listener: RegionListener | None) -> None:
+    """Has a listener told of all regions, PyTorch's and precast's; None ends that.
+
+    They look up the functions that count them and that switch autocast. Nothing public tells of it; and what a
+    dispatch mode sees runs with all autocast keys excluded, so that PyTorch's own flags say nothing there (2.13).
+    """
+    increment, decrement = _nesting
+    amp: Any = torch
+    if listener is None:
+        amp.autocast_increment_nesting, amp.autocast_decrement_nesting = _nesting
+        amp.set_autocast_enabled = _set_enabled
+        return
+
+    def autocast_increment_nesting() -> int:
+        listener.entered()
+        return increment()
+
+    def autocast_decrement_nesting() -> int:
+        listener.left()
+        return decrement()
+
+    def set_autocast_enabled(*args: Any) -> None:
+        _set_enabled(*args)
+        listener.switched(*(args if len(args) == 2 else ("cuda", *args)))
+
+    amp.autocast_increment_nesting = never_compiled(autocast_increment_nesting)
+    amp.autocast_decrement_nesting = never_compiled(autocast_decrement_nesting)
+    amp.set_autocast_enabled = never_compiled(set_autocast_enabled)
 
 
 def innermost_dispatch_mode() -> Any:
@@ -587,8 +741,9 @@ def drop_forward_hook(module: torch.nn.Module, number: int) -> None:
 
 def nesting() -> int:
     """How many of PyTorch's regions and precast's this thread is in; nothing reads it without changing it (2.13)."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    increment, decrement = _nesting
+    increment()
+    return decrement()
 
 
 def forget_compiled() -> None:

@@ -34,7 +34,7 @@ from precast.module_rules import apply
 from precast.plan import Plan, plan
 from precast.policy import Policy
 
-__all__ = ["Attachment", "Memory", "attach", "names_of"]
+__all__ = ["Attachment", "Memory", "attach", "attached_models", "names_of"]
 
 _living: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
 """Attachments that have not ended."""
@@ -107,6 +107,12 @@ def names_of(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
     models = [model for attachment in list(_living) if (model := attachment._model()) is not None]
     named = ((name, p) for model in models for name, p in model.named_parameters())
     return {id(p): name for name, p in named if id(p) in wanted}
+
+
+def attached_models() -> list[tuple[nn.Module, Plan | None]]:
+    """Every attached model, with what its attachment's policy means for it."""
+    found = [(attachment._model(), attachment.plan) for attachment in list(_living)]
+    return [(model, planned) for model, planned in found if model is not None]
 
 
 class Attachment:

@@ -6,6 +6,8 @@ Invariants:
   needs nothing of us is not overridden at all, and costs what it costs without precast;
 - what is registered is the same for every policy: it asks the thread's frame, and without a frame (another
   thread, plain `torch.autocast`) hands straight on to PyTorch's kernel;
+- while somebody watches, every operation that PyTorch or precast has an autocast kernel for is registered, and each
+  kernel calls the watcher; afterwards there is on the dispatcher what there was before;
 - with `PRECAST_ENGINE=reference` in the environment every operation with a rule runs on the Python
   kernels of `kernels` instead. Both engines give the same bits.
 """
@@ -38,19 +40,33 @@ from precast.frames import (
     marked_frames,
     regions,
 )
-from precast.hotpath import DELEGATE
+from precast.hotpath import DELEGATE, Watcher
 from precast.operation import Operation
 from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
 
-__all__ = ["ENGINES", "after_clear", "bind", "default_frame", "engine", "unregister", "use_engine"]
+__all__ = [
+    "ENGINES",
+    "after_clear",
+    "bind",
+    "default_frame",
+    "engine",
+    "unregister",
+    "unwatch",
+    "use_engine",
+    "watch",
+]
 
 ENGINES: Final = ("delegated", "reference")
 
 _lock = threading.RLock()
 _frames: dict[tuple[str, Policy | None, str], Frame] = {}
 _belows: dict[tuple[str, str], Below] = {}
-_registered: set[tuple[str, str]] = set()
+_registered: dict[tuple[str, str], Kernel] = {}
 _libraries: dict[str, Library] = {}
+_watcher: Watcher | None = None
+_watched_only: dict[tuple[str, str], Kernel] = {}
+"""What is registered for the watcher alone."""
+_watching: Final[list[Library]] = []
 _warned: set[tuple[str, str]] = set()
 _registration = Registration()
 
@@ -161,10 +177,59 @@ def unregister(*, kernels: bool = True) -> bool:
 
 
 def _take_off_kernels() -> None:
+    _take_off_watched_only()
     for library in _libraries.values():
         _torch.destroy(library)
     for state in (_libraries, _registered, _belows):
         state.clear()
+    if _watcher is not None:
+        _watch_all(_watcher)
+
+
+def watch(watcher: Watcher) -> None:
+    """Has `watcher` called around every operation that has an autocast kernel, in all threads, until `unwatch`."""
+    global _watcher  # noqa: PLW0603 -- the dispatcher is one for the process
+    with _lock:
+        assert _watcher is None, "one watcher at a time"
+        _watcher = watcher
+        _watch_all(watcher)
+
+
+def unwatch() -> None:
+    """Ends `watch`: the dispatcher has again what it had."""
+    global _watcher  # noqa: PLW0603
+    with _lock:
+        _watcher = None
+        for entry in _registered.values():
+            hotpath.unwatch(entry)
+        _take_off_watched_only()
+
+
+def _watch_all(watcher: Watcher) -> None:
+    for entry in _registered.values():
+        hotpath.watch(entry, watcher)
+    library = Library("aten", "IMPL")
+    _watching.append(library)
+    for device_type in filter(_torch.has_device, DEVICE_TYPES):
+        for name in _torchs_table(device_type):
+            below = _below(name, device_type)
+            key = name, device_type
+            if below is None or not below.compiled or key in _registered:
+                continue
+            entry = _entry(below)
+            hotpath.watch(entry, watcher)
+            _put(library, below, entry)
+            _watched_only[key] = entry
+
+
+def _take_off_watched_only() -> None:
+    while _watching:
+        _torch.destroy(_watching.pop())
+    for (name, device_type), entry in _watched_only.items():
+        if (name, device_type) in _registered:  # a policy has come to need it meanwhile
+            below = _belows[name, device_type]
+            _put(_library(name), below, entry)
+    _watched_only.clear()
 
 
 def _bind(policy: Policy, device_type: str) -> Frame:
@@ -250,20 +315,42 @@ def _below(name: str, device_type: str) -> Below | None:
 
 def _register(below: Below) -> None:
     """Puts one kernel for all policies at the operation's autocast key, once."""
-    name, device_type = below.op.name, below.op.device_type
-    if (name, device_type) in _registered:
+    key = below.op.name, below.op.device_type
+    if key in _registered:
         return
-    namespace, _, operation = name.partition("::")
-    library = _libraries.setdefault(namespace, Library(namespace, "IMPL"))
-    # PyTorch's compiled autocast kernels are plain functions: a keyset made at each call would be thrown away.
-    needs_keyset = not (below.compiled and namespace == "aten")
-    kernel = hotpath.entry_point(
-        below.op, below.kernel, takes_weights=below.rule is Rule.LOWER, needs_keyset=needs_keyset
+    if key in _watched_only:
+        _registered[key] = _watched_only[key]
+        return
+    entry = _registered[key] = _entry(below)
+    if _watcher is not None:
+        hotpath.watch(entry, _watcher)
+    _put(_library(below.op.name), below, entry)
+
+
+def _entry(below: Below) -> Kernel:
+    return hotpath.entry_point(
+        below.op,
+        below.kernel,
+        takes_weights=below.rule is Rule.LOWER,
+        needs_keyset=_needs_keyset(below),
     )
+
+
+def _needs_keyset(below: Below) -> bool:
+    # PyTorch's compiled autocast kernels are plain functions: a keyset made at each call would be thrown away.
+    return not (below.compiled and below.op.name.startswith("aten::"))
+
+
+def _library(name: str) -> Library:
+    namespace = name.partition("::")[0]
+    return _libraries.setdefault(namespace, Library(namespace, "IMPL"))
+
+
+def _put(library: Library, below: Below, entry: Kernel) -> None:
+    operation = below.op.name.partition("::")[2]
     with _torch.quiet_override():
-        key = _torch.autocast_key(device_type)
-        library.impl(operation, kernel, key, with_keyset=needs_keyset)
-    _registered.add((name, device_type))
+        key = _torch.autocast_key(below.op.device_type)
+        library.impl(operation, entry, key, with_keyset=_needs_keyset(below))
 
 
 def _warn_pending(policy: Policy, pending: tuple[str, ...]) -> None:

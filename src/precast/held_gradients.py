@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,13 @@ from torch import Tensor
 
 from precast._torch import dispatch_modes, is_shared, outside_inference_mode, unheard
 
-__all__ = ["GradientMemory", "forget_moments", "with_gradient"]
+__all__ = ["GradientMemory", "forget_moments", "see_modes", "with_gradient"]
+
+
+def see_modes(count: Callable[[], int]) -> None:
+    """Has this file ask `count` for dispatch modes: one that only watches must change nothing."""
+    global dispatch_modes  # noqa: PLW0603 -- another function, not a question at each use
+    dispatch_modes = count
 
 
 def with_gradient(parameter: Tensor, copy: Tensor, memory: GradientMemory) -> Tensor:

@@ -10,12 +10,16 @@ Invariants:
   than PyTorch's whole cache: on `F.linear` of 8x8 with weight and bias this kernel adds 2.9 us, a loop over the
   arguments 3.7 us (2-core CPU, torch 2.13; `make bench` measures it).
 
+- the dispatcher keeps one function for good: while somebody watches, it is the function's code that is another.
+
 `_ENTRY_POINT` is the kernel as a person reads it; `source` fills it in.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +31,7 @@ from precast.frames import Runner, in_force, installed, lent_frame
 from precast.operation import Operation
 from precast.weights import WeightCache
 
-__all__ = ["DELEGATE", "entry_point", "source"]
+__all__ = ["DELEGATE", "Watcher", "entry_point", "source", "unwatch", "watch"]
 
 
 def _delegate(_keyset: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -38,6 +42,12 @@ DELEGATE: Final[Runner] = _delegate
 """What was there before precast does it: PyTorch's compiled kernel, given weights that the cache has cast.
 
 Where the policy promotes mixed dtypes and that raises on them, once more in the widest.
+"""
+
+Watcher = Callable[[Operation, Callable[..., Any], tuple[Any, ...], dict[str, Any], int], Any]
+"""What stands around a kernel: called as ``watcher(op, plain, args, kwargs, skip)``.
+
+It gives what ``plain(*args, **kwargs)`` gives; the first `skip` of `args` are none of the operation's own.
 """
 
 _ENTRY_POINT = """\
@@ -152,7 +162,31 @@ def entry_point(
     text = source(op, takes_weights=takes_weights, needs_keyset=needs_keyset)
     exec(compile(text, f"<precast: {op.name} on {op.device_type}>", "exec"), namespace)
     written: Kernel = namespace["entry_point"]
+    namespace["skip"] = int(needs_keyset)
+    namespace["plain"] = _twin(written)
     return _torch.never_compiled(written)
+
+
+def watch(entry: Kernel, watcher: Watcher) -> None:
+    """Has `watcher` called in place of a kernel, with the kernel itself, until `unwatch`."""
+    entry.__globals__["watcher"] = watcher
+    entry.__code__ = _watched.__code__
+
+
+def unwatch(entry: Kernel) -> None:
+    """Gives a kernel its own code back."""
+    entry.__code__ = entry.__globals__["plain"].__code__
+
+
+@_torch.runs_uncompiled
+def _watched(*args: Any, **kwargs: Any) -> Any:
+    """The code of a kernel that is watched; the names are looked up where the kernel's own are."""
+    return watcher(op, plain, args, kwargs, skip)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _twin(written: Kernel) -> Kernel:
+    twin = FunctionType(written.__code__, written.__globals__, "plain", written.__defaults__)
+    return _torch.never_compiled(cast(Kernel, twin))
 
 
 def source(op: Operation, *, takes_weights: bool, needs_keyset: bool) -> str:

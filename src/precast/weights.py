@@ -53,10 +53,16 @@ from precast._torch import (
 from precast.held_gradients import with_gradient
 from precast.views import Forgetful, Views
 
-__all__ = ["CachedCast", "WeightCache"]
+__all__ = ["CachedCast", "WeightCache", "see_modes"]
 
 _float32: Final = torch.float32
 _no_dispatch: Final = Tensor.__torch_dispatch__
+
+
+def see_modes(count: Callable[[], int], innermost: Callable[[], Any]) -> None:
+    """Has this file ask these for dispatch modes: one that only watches must change nothing."""
+    global dispatch_modes, innermost_dispatch_mode
+    dispatch_modes, innermost_dispatch_mode = count, innermost
 
 
 class CachedCast:
@@ -206,6 +212,18 @@ class WeightCache:
         if not _holdable(tensor, _is_plain(type(tensor))):
             return None
         return self._view(tensor, base, dtype)
+
+    def has(self, leaf: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the next use of a leaf in this region casts nothing, as there is a copy."""
+        if is_inference_mode_enabled() and not self._inference:
+            return self.in_inference_mode.has(leaf, dtype)
+        holding = held.holdings.get(id(leaf)) if held.holdings else None
+        if holding is not None and not holding.suspended:
+            copy = holding.copies.get(dtype)
+            if copy is not None and copy.is_of(leaf):
+                return not _needs_grad(leaf) or leaf.numel() >= held.WORTH_A_NODE
+        entry = self.leaves[dtype].get(id(leaf))
+        return entry is not None and entry.cast is not None and entry.is_of(leaf)
 
     def _held(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The copy that an attachment holds; for this region with a gradient where one is recorded."""

@@ -72,6 +72,42 @@ class Row:
     cast_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation on a tensor's way to its dtype."""
+
+    op: str
+    module: str | None
+    source: str | None
+    inputs: list[str]
+    output: str
+    rule: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        rule = "no rule" if self.rule is None else f"rule {self.rule}"
+        where = "".join(
+            f" {word} {text}" for word, text in (("in", self.module), ("at", self.source)) if text
+        )
+        return (
+            f"{self.op} ({', '.join(self.inputs)} -> {self.output}){where}: {rule}, {self.reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a tensor came to have its dtype; as text, a line for each step."""
+
+    dtype: str
+    steps: list[Step]
+    """The latest first; the last one is the rule, the cast or the first operation seen that decided."""
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"{self.dtype}: it was not made while the trace saw everything"
+        return "\n".join([f"{self.dtype}, because of", *(f"  {step}" for step in self.steps)])
+
+
 @dataclass(slots=True)
 class Totals:
     """The sums over all that was traced, rows that were dropped included."""
