@@ -1,7 +1,7 @@
 """The classes of a file that are autograd Functions, with their methods and decorators.
 
-Invariants: a class is listed only if one of its bases is `torch.autograd.Function`; a decorator whose
-origin is not known makes a method unknown, and rules then say nothing.
+Invariants: a class is listed only if one of its bases is `torch.autograd.Function`; what a
+decorator that is not PyTorch's does is not known, and rules then say nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CUSTOM_BWD = frozenset({"torch.amp.custom_bwd", "torch.cuda.amp.custom_bwd", "pr
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A method, and what decorates it, `staticmethod` left out; None for a decorator that is not known."""
+    """A method, and what decorates it, `staticmethod` left out; the origin of each, or None."""
 
     node: cst.FunctionDef
     decorators: tuple[tuple[cst.Decorator, str | None], ...]
 
     @property
     def is_known(self) -> bool:
-        """Whether all decorators are known."""
-        return all(origin is not None for _, origin in self.decorators)
+        """Whether all decorators are PyTorch's."""
+        return all((origin or "").startswith("torch.") for _, origin in self.decorators)
 
     def decorator(self, origins: frozenset[str]) -> tuple[cst.Decorator, str] | None:
         """The decorator that is one of some, with its origin."""
