@@ -34,7 +34,7 @@ from precast.health.history import History
 from precast.health.record import Record
 from precast.health.running import Running
 from precast.health.samples import Samples, figures
-from precast.health.watching import Installed, install
+from precast.health.watching import Installed, install, unseen
 from precast.scaling.base import Scale
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
@@ -110,7 +110,8 @@ class Monitor:
         self._number = 0
         self._over = False
         """Whether the step that runs ends where the next forward begins."""
-        self._stepped = False
+        self._stepped_by: set[int] = set()
+        """Optimizers that have stepped in the step that runs."""
         self._trains = False
         self._mine: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._installed = install(model, self)
@@ -122,10 +123,8 @@ class Monitor:
     @property
     def first(self) -> First | None:
         """Where numbers first became infinite or NaN, of all steps so far; waits for the device."""
-        running = self._running
-        if running is not None and running.record.first is not None:
-            return self._history.first_or(running.record.first)
-        return self._history.first_or(None)
+        self._finish_if_over()
+        return self._first_so_far()
 
     @property
     def steps(self) -> int:
@@ -135,12 +134,11 @@ class Monitor:
     @property
     def ring(self) -> list[dict[str, Any]]:
         """The latest steps, the one that runs among them, as plain data; waits for the device."""
-        return self._history.entries(None if self._running is None else self._running.so_far())
+        self._finish_if_over()
+        return self._ring_so_far()
 
     def as_dict(self) -> dict[str, Any]:
         """All that was seen, as plain data for JSON: docs/health.md has the shape; waits for the device."""
-        if self._over:
-            self._finish()
         ring = self.ring
         return {
             "format": self._history.format(),
@@ -168,8 +166,7 @@ class Monitor:
 
     def detach(self) -> None:
         """Stops watching; what was seen stays. A second call does nothing."""
-        if self._over:
-            self._finish()
+        self._finish_if_over()
         self._installed.remove()
         self._leave_scaler()
         if self in witnesses:
@@ -204,28 +201,23 @@ class Monitor:
     def steps_now(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: its gradients are there."""
         if self._is_mine(optimizer):
-            self._count_parameters(
-                optimizer, scaled=getattr(optimizer, "grad_scale", None) is not None
-            )
+            if id(optimizer) in self._stepped_by:  # no forward was seen between: it is compiled
+                self._finish()
+            self._open()
+            scaled = getattr(optimizer, "grad_scale", None) is not None
+            self._count_parameters(optimizer, scaled=scaled)
 
     def has_stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over when the next forward begins."""
         if self._is_mine(optimizer):
-            self._over = self._stepped = self._trains = True
+            self._over = self._trains = True
+            self._stepped_by.add(id(optimizer))
 
     # What a gradient scaler asks and tells (`events.Witness`).
 
     def first_of_step(self, optimizer: Optimizer) -> First | None:
         """Where the step of `optimizer`, which is skipped, went wrong; waits for the device."""
-        running = self._running
-        if running is None or not self._is_mine(optimizer):
-            return None
-        self._count_parameters(optimizer, scaled=False)
-        record = running.record
-        if record.first is None:
-            self._history.read()  # what is usual in good steps
-            record.first = self._history.first_in(running.so_far(), optimizer)
-        return record.first
+        return unseen(self._first_of, optimizer)
 
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
         """A scaler's step has ended, skipped or not."""
@@ -244,19 +236,42 @@ class Monitor:
         """A scaler of PyTorch's ends its iteration: where no optimizer has stepped, the step was skipped."""
         if self._running is not None:
             self._running.record.scale = scale
-            self._running.record.skipped = not self._stepped
+            self._running.record.skipped = not self._stepped_by
             self._over = True
 
     # From here on the names are ours alone.
 
     def _current(self) -> Running:
-        if self._over:
-            self._finish()
+        self._finish_if_over()
+        return self._open()
+
+    def _open(self) -> Running:
         if self._running is None:
             counted = self._number % self._every == 0
             record = Record(self._number, time.perf_counter(), {} if counted else None)
             self._running = Running(record)
         return self._running
+
+    def _first_so_far(self) -> First | None:
+        return self._history.first_or(None if self._running is None else self._running.record.first)
+
+    def _ring_so_far(self) -> list[dict[str, Any]]:
+        return self._history.entries(None if self._running is None else self._running.so_far())
+
+    def _finish_if_over(self) -> None:
+        if self._over:
+            self._finish()
+
+    def _first_of(self, optimizer: Optimizer) -> First | None:
+        running = self._running
+        if running is None or not self._is_mine(optimizer):
+            return None
+        self._count_parameters(optimizer, scaled=False)
+        record = running.record
+        if record.first is None:
+            self._history.read()  # what is usual in good steps
+            record.first = self._history.first_in(running.so_far(), optimizer)
+        return record.first
 
     def _begin_training(self) -> None:
         """What a trial before training did is dropped, and steps are counted from 0."""
@@ -267,7 +282,8 @@ class Monitor:
 
     def _finish(self) -> None:
         running, self._running = self._running, None
-        self._over = self._stepped = False
+        self._over = False
+        self._stepped_by.clear()
         if running is None:
             return
         self._history.add(running.end())
@@ -294,7 +310,7 @@ class Monitor:
 
     def _keep_ring(self) -> None:
         if self._path is not None:
-            _write(self._path, {"first": plain(self.first), "ring": self.ring})
+            _write(self._path, {"first": plain(self._first_so_far()), "ring": self._ring_so_far()})
 
     def _is_mine(self, optimizer: Optimizer) -> bool:
         model = self._model()

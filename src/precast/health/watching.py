@@ -10,8 +10,8 @@ Invariants:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,10 @@ from torch.optim.optimizer import (
 
 from precast import _torch
 
-__all__ = ["Installed", "Watcher", "gradient_hook", "install", "plain_name"]
+__all__ = ["Installed", "Watcher", "gradient_hook", "install", "plain_name", "unseen"]
+
+
+R = TypeVar("R")
 
 
 class Watcher(Protocol):
@@ -55,11 +58,7 @@ class _Watched:
             return
         if self._watcher is None or _torch.is_tracing() or _torch.is_functorch_active():
             return
-        if _torch.dispatch_modes():
-            with _torch.undispatched():
-                self._watcher.saw_call(self._name, module, args, kwargs, output)
-        else:
-            self._watcher.saw_call(self._name, module, args, kwargs, output)
+        unseen(self._watcher.saw_call, self._name, module, args, kwargs, output)
 
 
 class Installed:
@@ -92,9 +91,17 @@ def _telling(watcher: Watcher, method: str) -> Any:
     def tell(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         there = known()
         if there is not None:
-            getattr(there, method)(optimizer)
+            unseen(getattr(there, method), optimizer)
 
     return tell
+
+
+def unseen(call: Callable[..., R], *args: Any) -> R:
+    """Calls without the program's dispatch modes seeing what is computed: that is no part of it."""
+    if not _torch.dispatch_modes():
+        return call(*args)
+    with _torch.undispatched():
+        return call(*args)
 
 
 def plain_name(name: str) -> str:
@@ -121,10 +128,6 @@ def gradient_hook(tensor: Tensor, tell: Any) -> None:
     def reached(gradient: Tensor) -> None:
         if _torch.is_functorch_active() or gradient is None:
             return
-        if _torch.dispatch_modes():
-            with _torch.undispatched():
-                tell(gradient)
-        else:
-            tell(gradient)
+        unseen(tell, gradient)
 
     tensor.register_hook(reached)
