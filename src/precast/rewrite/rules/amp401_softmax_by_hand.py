@@ -13,9 +13,9 @@ from precast.rewrite.tensors import Operation, constant, operation, value_of, wr
 
 __all__ = ["RULE"]
 
-# What keeps the exponent small: a maximum or a log-sum-exp that is subtracted, a distance, a bound.
+# What keeps the exponent small: a maximum or a log-sum-exp, a distance, a bound.
 _SMALL = re.compile(
-    r"max|lse|logsumexp|log_?norm|stab|clamp|clip|log|dist|sigma|tanh|cos|normalize"
+    r"max|lse|logsumexp|log_?norm|stab|clamp|clip|log|dist|sigma|tanh|cos|normalize|range|space"
 )
 
 
@@ -53,7 +53,7 @@ def _is_bounded(source: Source, node: Node, depth: int = 3) -> bool:
     first = node
     while isinstance(first, cst.BinaryOperation):
         if isinstance(first.operator, cst.Subtract):
-            break
+            return True
         first = first.left
     if isinstance(first, cst.UnaryOperation) and isinstance(first.operator, cst.Minus):
         return True

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from precast.rewrite.flow_events import key
 from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
 from precast.rewrite.source import Source
-from precast.rewrite.syntax import Node, cst
+from precast.rewrite.syntax import cst, walk
 from precast.rewrite.tensors import Operation, operation
 
 __all__ = ["RULE"]
 
 _REDUCTIONS = ("sum", "mean", "prod", "max", "min", "std", "var", "norm", "squeeze")
-_SCALAR = re.compile(r"loss|penalty|reg|total|count|num|acc|metric|correct|norm|err", re.IGNORECASE)
 _MODULES = ("torch.nn.Module", "torch.nn.modules.module.Module")
 
 
@@ -25,7 +24,9 @@ def check(source: Source) -> Iterator[Finding]:
                 found = operation(source, call, *_REDUCTIONS)
                 if found is None or source.function(call) is not function:
                     continue
-                if not found.positional and not found.keywords and not _is_scalar(source, found):
+                if found.positional or found.keywords:
+                    continue
+                if _is_of_batch(source, function, found):
                     yield source.find(RULE, call, RULE.message.format(name=found.name))
 
 
@@ -36,16 +37,22 @@ def _is_module(source: Source, function: cst.FunctionDef) -> bool:
     )
 
 
-def _is_scalar(source: Source, found: Operation) -> bool:
-    """Whether one number is meant: a loss, a count, an argument, part of a comparison or arithmetic."""
+def _is_of_batch(source: Source, function: cst.FunctionDef, found: Operation) -> bool:
+    """Whether it is `squeeze`, or one number by which the same tensor is shifted or divided."""
     if found.name == "squeeze":
-        return False
-    node: Node = found.call
-    parent = source.parents[node]
-    if isinstance(parent, cst.Assign):
-        names = "".join(source.code(target.target) for target in parent.targets)
-        return bool(_SCALAR.search(names))
-    return not isinstance(parent, cst.Return) or bool(_SCALAR.search(source.code(found.operand)))
+        return True
+    tensor = key(source, found.operand)
+    statement = source.parents[found.call]
+    names: list[str | None] = []
+    if isinstance(statement, cst.Assign):
+        names = [key(source, target.target) for target in statement.targets]
+    for node in walk(function.body):
+        if not isinstance(node, cst.BinaryOperation) or key(source, node.left) != tensor:
+            continue
+        is_scale = isinstance(node.operator, (cst.Divide, cst.Subtract))
+        if is_scale and (node.right is found.call or key(source, node.right) in names):
+            return True
+    return False
 
 
 VALID = (
@@ -56,7 +63,8 @@ VALID = (
             def forward(self, x, y):
                 loss = (x - y).abs().mean()
                 count = y.sum()
-                return loss / count.clamp(min=1)
+                longest = y.max()
+                return loss / count.clamp(min=1) * longest
     """),
     Case("""
         import torch
@@ -99,7 +107,10 @@ RULE = Rule(
     severity=Severity.INFORMATION,
     fix=Applicability.NONE,
     message="`{name}` without a dim works on the batch as well",
-    what="In the `forward` of a module: a reduction of all dimensions to one number, or `squeeze` without a dim.",
+    what=(
+        "In the `forward` of a module: `squeeze` without a dim, and a tensor from which its own mean over all is "
+        "taken, or that is divided by its own maximum, norm or sum."
+    ),
     why=(
         "The result of one example then depends on the others in the batch; `squeeze` takes the batch's dimension away "
         "if it has one example. A sum over everything is also what overflows float16 first."

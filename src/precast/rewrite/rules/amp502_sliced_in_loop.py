@@ -22,7 +22,7 @@ def check(source: Source) -> Iterator[Finding]:
         for node in walk(loop.body):
             is_item = isinstance(node, cst.Subscript) and key(source, node.value) == tensor
             if is_item and _is_at(node, number):
-                yield source.find(RULE, node)
+                yield source.find(RULE, loop.iter)
                 break
 
 
