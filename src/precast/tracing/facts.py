@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from precast import _torch
+from precast.held import WORTH_A_NODE
 from precast.tracing.lineage import MOVES, Link, Up
 
 __all__ = ["MOST", "CastAgain", "Facts", "Island", "RoundTrip", "Weights"]
@@ -64,6 +65,8 @@ class CastAgain:
     op: str
     shape: tuple[int, ...]
     dtype: str
+    holdable: bool
+    """Whether an attachment would hold it: where gradients are recorded, small ones are cast in each region."""
     casts: int = 0
     again: int = 0
     steps: int = 0
@@ -167,7 +170,10 @@ class Weights:
         shape = tuple(source.shape)
         key = self._key_of(weight), source.storage_offset(), shape, dtype
         text = str(dtype).removeprefix("torch.")
-        cast = _bounded(self._known, key, lambda: CastAgain(module, place, op, shape, text))
+        holdable = base is None and (not source.requires_grad or source.numel() >= WORTH_A_NODE)
+        cast = _bounded(
+            self._known, key, lambda: CastAgain(module, place, op, shape, text, holdable)
+        )
         if cast is None:
             return
         cast.casts += 1

@@ -120,10 +120,10 @@ def _casts_again(weights: Iterable[Any], totals: Totals) -> Iterator[Finding]:
             f"{op}{_place(module, source)} casts {_counted(len(some), 'weight')} again and again: {casts:,} casts, "
             f"{again:,} of them of a weight that had not changed (shape {list(most.shape)}, to {most.dtype})."
         )
-        do = (
-            "Hold the weights, so that they are cast once for each step: precast.attach(model, optimizer=optimizer); "
-            "or open one region around the whole step, with its cache on."
-        )
+        one = "open one region around all of them, with its cache on: casts are kept until the outermost region ends"
+        hold = "hold the weights, so that they are cast once a step: precast.attach(model, optimizer=optimizer)"
+        do = f"{hold}; or {one}." if any(cast.holdable for cast in some) else f"{one}."
+        do = do[:1].upper() + do[1:]
         where = Where(module, op, source)
         yield Finding("weight-cast-again", title, _price(seconds, size, totals), do, None, where)
 
