@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -229,8 +230,11 @@ def _exit_code(reports: Sequence[FileReport], as_diff: bool, exit_zero: bool) ->
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], object]]:
-    """A progress bar on stderr, if that is a terminal; yields what is told how many of how many are done."""
-    if not sys.stderr.isatty():
+    """A progress bar on stderr, if that is a terminal; yields what is told how many of how many are done.
+
+    None where rich is missing: checking needs click and LibCST alone.
+    """
+    if not sys.stderr.isatty() or find_spec("rich") is None:
         yield max  # any function of two numbers
         return
     from rich.console import Console
