@@ -8,7 +8,7 @@ CLIENTS_STAMP := $(CLIENTS)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-digits demo-distributed doctor test lint format types docs-examples ci bench \
+.PHONY: help demo examples demo-digits demo-distributed doctor test lint format types docs-examples ci bench \
 	test-clients test-versions conformance conformance-nightly bench-clients gpu clean
 
 help:  ## list the targets
@@ -34,6 +34,11 @@ demo-digits: $(STAMP)  ## the same on real handwritten digits, with held-out acc
 demo-distributed: $(STAMP)  ## two processes on gloo: one has a broken gradient, all skip that step and say whose it was
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/distributed.py
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/distributed.py --ddp
+
+examples: $(STAMP)  ## run the programs of examples/, one chapter after the other
+	@for program in examples/[0-9]*.py; do \
+		echo; echo "== $$program"; $(BIN)/python $$program || exit 1; \
+	done
 
 doctor: $(STAMP)  ## what this machine can do in each dtype, measured
 	$(BIN)/precast doctor

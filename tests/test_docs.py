@@ -28,7 +28,8 @@ from tools import operations_page
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(ROOT.glob("docs/*.md"))]
-PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
+PROSE = [*PAGES, *(ROOT / name for name in OTHERS)]
 MODULES = sorted((ROOT / "src" / "precast").rglob("*.py"))
 
 NOT_RUN = {"docs/usage.md": 1}  # page -> blocks that begin with `# not run: why`
