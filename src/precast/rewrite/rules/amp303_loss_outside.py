@@ -61,12 +61,14 @@ def _behind(source: Source, region: Region) -> Iterator[Finding]:
 
 def _outputs(region: Region) -> Iterator[tuple[str, Node]]:
     """The names that a region's own statements give a model's output."""
-    for line in getattr(region.body, "body", ()):
-        for statement in getattr(line, "body", ()):
-            if isinstance(statement, cst.Assign) and _is_forward(statement.value):
-                for target in statement.targets:
-                    if isinstance(target.target, cst.Name):
-                        yield target.target.value, target.target
+    body = region.body
+    lines = body.body if isinstance(body, cst.IndentedBlock) else ()
+    simple = [line for line in lines if isinstance(line, cst.SimpleStatementLine)]
+    for statement in (statement for line in simple for statement in line.body):
+        if isinstance(statement, cst.Assign) and _is_forward(statement.value):
+            for target in statement.targets:
+                if isinstance(target.target, cst.Name):
+                    yield target.target.value, target.target
 
 
 def _is_forward(node: Node) -> bool:
@@ -178,6 +180,11 @@ VALID = (
         import torch
         import torch.nn.functional as F
 
+        with torch.autocast("cuda"):
+            for x in xs:
+                out = model(x)
+            if debug: print(out)
+        with torch.autocast("cuda"): out = model(x).float()
         with torch.autocast("cuda"):
             out = model(x).float()
             other = model(x).softmax(-1)
