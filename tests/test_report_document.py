@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from precast import files, report
 from precast.errors import OutputError, PrecastError, ReportError
 from precast.report.document import documents
 from tests.documents import document, flat, with_rows
+from tools import report_schema
 
 
 def changed(*path: str | int, to: object) -> dict[str, Any]:
@@ -270,3 +272,17 @@ def test_a_document_is_strict_json(tmp_path: Path) -> None:
     report.save(document(), tmp_path / "run.json")
     strict: Callable[[str], Any] = lambda text: json.loads(text, parse_constant=refuse)  # noqa: E731
     assert strict((tmp_path / "run.json").read_text())["schema"] == 1
+
+
+def test_the_page_says_what_the_types_say() -> None:
+    page = report_schema.PAGE.read_text(encoding="utf-8")
+    assert page == report_schema.with_tables(page), "run: python -m tools.report_schema"
+    assert "| `cast_seconds` | number |" in page
+
+
+def test_the_made_documents_have_every_key_of_the_schema() -> None:
+    """So that what is tested with them is all there is."""
+    made = json.dumps(document()) + json.dumps(report.merge(ranks(0, 1)))
+    keys = set(re.findall(r"^\| `(\w+)` \| (?!.*may be missing)", report_schema.tables(), re.M))
+    judged = {"level", "headline", "precision", "problems", "notes", "text", "gain", "first"}
+    assert not {key for key in keys - judged if f'"{key}": ' not in made}

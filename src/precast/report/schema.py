@@ -15,18 +15,31 @@ VERSION = 1
 
 
 class Cost(TypedDict):
+    """What a finding costs in the steps that were traced; null where it is not known. `share` is of their time."""
+
     seconds: float | None
     bytes: float | None
     share: float | None
 
 
 class Where(TypedDict):
+    """The place that a finding is about."""
+
     module: str | None
     op: str | None
     source: str | None
 
 
-Flow = TypedDict("Flow", {"from": str, "to": str, "casts": int, "bytes": float, "seconds": float})
+_From = TypedDict("_From", {"from": str})
+
+
+class Flow(_From):
+    """All casts that were traced from one dtype to another."""
+
+    to: str
+    casts: int
+    bytes: float
+    seconds: float
 
 
 class PolicyName(TypedDict):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from precast.report.schema import Advice, Document, Finding, First, HealthModule, Verdict
 from precast.report.tree import seconds_by_dtype
-from precast.report.words import count, duration, joined, plural, share, size
+from precast.report.words import count, duration, joined, plural, share, shortened, size
 
 __all__ = ["all_findings", "cost_words", "lost", "offender", "verdict"]
 
@@ -92,7 +92,9 @@ def _level(document: Document, problems: list[str]) -> Literal["good", "warning"
 def _headline(document: Document, numeric: list[str], costs: list[Finding]) -> str:
     run = document["run"]
     if _failed(document):
-        return "The run ended with an error" + (f": {run['message']}" if run["message"] else ".")
+        return "The run ended with an error" + (
+            f": {shortened(run['message'])}" if run["message"] else "."
+        )
     first, skipped = offender(document), lost(document)
     if skipped:
         by = f": `{first['name']}` was the first that was not finite" if first else ""
@@ -151,7 +153,7 @@ def _ending(document: Document) -> Iterator[str]:
     run = document["run"]
     after = f"after {plural(run['steps'], 'step')} and {duration(run['seconds'])}"
     if run["ended"] == "exception":
-        yield f"The run ended with {run['message'] or 'an exception'}, {after}."
+        yield f"The run ended {after} with this: {_sentence(run['message'] or 'an exception')}"
     elif run["ended"] == "interrupted":
         yield f"The run was interrupted {after}: what follows is about a part of it."
     elif _failed(document):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["count", "duration", "joined", "plural", "share", "size"]
+__all__ = ["count", "duration", "joined", "plural", "share", "shortened", "size"]
 
 
 def share(part: float) -> str:
@@ -67,6 +67,17 @@ def plural(number: int, noun: str) -> str:
     ('1 step', '1,200 steps')
     """
     return f"{count(number)} {noun}" + ("" if number == 1 else "s")
+
+
+def shortened(text: str, most: int = 140) -> str:
+    """The first sentence of a message, and no more than so many characters of it.
+
+    >>> shortened("ValueError: no. Do this."), shortened("abcdef", 4)
+    ('ValueError: no.', 'abc…')
+    """
+    sentence = text.partition("\n")[0].partition(". ")
+    first = sentence[0] + sentence[1].strip()
+    return first if len(first) <= most else first[: most - 1] + "…"
 
 
 def joined(parts: Iterable[str]) -> str:

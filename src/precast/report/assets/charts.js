@@ -89,7 +89,7 @@ function lastKnown(steps, step, key) {
 
 function blame(step) {
   if (step.first) return `${step.first.name}: ${step.first.what}`;
-  return step.names.length ? step.names.join(", ") : "not finite";
+  return few(step.names) || "not finite";
 }
 
 function drawFlow(host, flow, by) {

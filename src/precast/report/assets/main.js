@@ -79,9 +79,9 @@ function skippedTable(rows) {
     caption: "Steps that were skipped, as gradients were not finite", rows,
     columns: [amount("Step", "step", number), amount("Scale", "scale", scientific),
       { title: "First that was not finite", name: true, value: (row) => row.first?.name, show: (row) => row.first?.name ?? "-" },
-      { title: "Parameters", wide: true, value: (row) => row.names.length, show: (row) => row.names.join(", ") || "-" }],
+      { title: "Parameters", wide: true, value: (row) => row.names.length, show: (row) => few(row.names) || "-" }],
     search: (row) => [row.step, row.first?.name, ...row.names],
-    detail: (row) => row.first && [["What", row.first.message], ...row.first.inputs.map((input, place) => [
+    detail: (row) => [["What", row.first?.message ?? null], ...(row.first?.inputs ?? []).map((input, place) => [
       `Input ${place + 1}`, `${input.dtype}, from ${scientific(input.minimum)} to ${scientific(input.maximum)}, root mean square `
       + `${scientific(input.rms)}, ${number(input.nonfinite)} not finite`]), ["Parameters", row.names.join(", ")]],
   });

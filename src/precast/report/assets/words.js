@@ -56,3 +56,7 @@ function chips(dtypes) {
   dtypes.forEach((dtype, place) => made.append(place ? " " : "", chip(dtype)));
   return made;
 }
+
+function few(names) {
+  return names.slice(0, 3).join(", ") + (names.length > 3 ? ` and ${number(names.length - 3)} more` : "");
+}
