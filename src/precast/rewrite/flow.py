@@ -15,6 +15,7 @@ Invariants: states are hashable and never changed; a function with too many path
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import cached_property
 from typing import TypeVar
 
 from precast.rewrite.flow_events import Event, key
@@ -81,6 +82,10 @@ class Flow:
 
     def events(self) -> list[Event]:
         """All events of the function once, in the order of the text, branches one after the other."""
+        return self._events
+
+    @cached_property
+    def _events(self) -> list[Event]:
         found: list[Event] = []
 
         def note(state: int, event: Event, _: Say) -> int:
