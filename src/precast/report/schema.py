@@ -73,8 +73,9 @@ class Run(TypedDict):
 
 
 class Range(TypedDict):
-    """The numbers of one tensor that went into the first module to fail."""
+    """The numbers of one tensor that went into the first module to fail; `of` says where it came from."""
 
+    of: NotRequired[str]
     dtype: str
     maximum: float | None
     minimum: float | None
@@ -83,10 +84,13 @@ class Range(TypedDict):
 
 
 class First(TypedDict):
-    """The first module, or the first gradient, that was not finite in a step."""
+    """The first tensor that was not finite in a step.
+
+    `kind`: a module's output, an input of one that no module made, the gradient of an output, or of a parameter.
+    """
 
     step: int
-    kind: Literal["output", "gradient"]
+    kind: Literal["output", "input", "gradient", "parameter"]
     name: str
     what: Literal["inf", "nan"]
     inputs: list[Range]
@@ -208,7 +212,10 @@ class WhatIf(TypedDict):
 
 
 class HealthModule(TypedDict):
-    """One tensor that was watched; every list has an entry a step of `steps`."""
+    """One tensor that was watched; every list has an entry a step of `steps`.
+
+    `underflow_zeros` counts the zeros that underflow made, as far as that is known: `underflow_known`.
+    """
 
     name: str
     kind: Literal["output", "gradient", "parameter"]
@@ -216,6 +223,7 @@ class HealthModule(TypedDict):
     histogram: Histogram
     zeros: list[int]
     underflow_zeros: list[int]
+    underflow_known: NotRequired[list[bool]]
     subnormal: list[int]
     overflow: list[int]
     saturated: list[int]
@@ -227,9 +235,11 @@ class HealthModule(TypedDict):
 
 
 class Health(TypedDict):
-    """Numeric health: `format` is the dtype that the run computed in."""
+    """Numeric health: `format` is the dtype that the run computed in, every `every`-th of `steps` steps was counted."""
 
     format: str
+    every: NotRequired[int]
+    steps: NotRequired[int]
     modules: list[HealthModule]
     first: First | None
     ring: list[dict[str, Any]]

@@ -82,7 +82,7 @@ function skippedTable(rows) {
       { title: "Parameters", wide: true, value: (row) => row.names.length, show: (row) => few(row.names) || "-" }],
     search: (row) => [row.step, row.first?.name, ...row.names],
     detail: (row) => [["What", row.first?.message ?? null], ...(row.first?.inputs ?? []).map((input, place) => [
-      `Input ${place + 1}`, `${input.dtype}, from ${scientific(input.minimum)} to ${scientific(input.maximum)}, root mean square `
+      input.of ?? `Input ${place + 1}`, `${input.dtype}, from ${scientific(input.minimum)} to ${scientific(input.maximum)}, root mean square `
       + `${scientific(input.rms)}, ${number(input.nonfinite)} not finite`]), ["Parameters", row.names.join(", ")]],
   });
 }
@@ -146,7 +146,7 @@ function atStep(module, place, format) {
   const elements = module.elements[place] || 1;
   const part = (key) => module[key][place] / elements;
   return { name: module.name, module, counts: module.histogram.counts[place], low: module.histogram.low,
-    maximum: module.maximum[place], rms: module.rms[place], underflow: part("underflow_zeros"), subnormal: part("subnormal"),
+    maximum: module.maximum[place], rms: module.rms[place], underflow: module.underflow_known?.[place] === false ? null : part("underflow_zeros"), subnormal: part("subnormal"),
     overflow: part("overflow"), saturated: part("saturated"), nan: part("nan"), zeros: part("zeros"), what: module.what_if[format] };
 }
 
