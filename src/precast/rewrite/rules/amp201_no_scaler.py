@@ -63,9 +63,16 @@ def _uses(source: Source, node: Node | None, names: frozenset[str]) -> bool:
     if node is None or not names:
         return False
     return any(
-        isinstance(inner, (cst.Name, cst.Attribute)) and key(source, inner) in names
+        isinstance(inner, (cst.Name, cst.Attribute))
+        and key(source, inner) in names
+        and not _is_cut(source.parents.get(inner))
         for inner in walk(node)
     )
+
+
+def _is_cut(parent: Node | None) -> bool:
+    """`x.detach()`: no gradient comes back; `x.float()`: x may be what a frozen model says."""
+    return isinstance(parent, cst.Attribute) and parent.attr.value in ("detach", "float", "item")
 
 
 def _in_region(source: Source, node: Node) -> bool:
@@ -124,6 +131,16 @@ VALID = (
         """,
         note="Nothing is differentiated in float16.",
     ),
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(head.parameters(), 0.1)
+        with torch.autocast("cuda", dtype=torch.float16):
+            features = frozen(batch)
+        loss = head(features.detach()).mean()
+        loss.backward()
+        optimizer.step()
+    """),
     Case(
         """
         import torch

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from precast.rewrite.flow import Say
+from precast.rewrite.flow import Flow, Say
 from precast.rewrite.flow_events import Event
 from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
-from precast.rewrite.protocol import followed, hides, may_backward, only_here
+from precast.rewrite.protocol import followed, hides, loop_around, may_backward, only_here
 from precast.rewrite.source import Source
-from precast.rewrite.syntax import Node
+from precast.rewrite.syntax import Node, cst, walk
 
 __all__ = ["RULE"]
 
@@ -36,7 +36,19 @@ def check(source: Source) -> Iterator[Finding]:
             return _on(state, event, say, scaler)
 
         for node, message in flow.run(_State(), on):
-            yield source.find(RULE, node, message)
+            if not _steps_one(source, flow, scaler, node):
+                yield source.find(RULE, node, message)
+
+
+def _steps_one(source: Source, flow: Flow, scaler: str, update: Node) -> bool:
+    """Whether a loop over optimizers leaves some of them out: maybe all but one."""
+    loop = loop_around(source, update)
+    names = {e.optimizer for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler}
+    return (
+        len(names) == 1
+        and loop is not None
+        and any(isinstance(node, (cst.Continue, cst.Break, cst.If)) for node in walk(loop))
+    )
 
 
 def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
@@ -93,6 +105,18 @@ VALID = (
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            for i, optimizer in enumerate(optimizers):
+                if i != turn:
+                    continue
+                scaler.step(optimizer)
+                scaler.update()
     """),
     Case("""
         import torch
