@@ -48,6 +48,8 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP307", "amp307_custom_bwd_alone", "custom-bwd-alone", "error", True, ("custom_bwd",)),
     ("AMP308", "amp308_custom_fwd_no_ctx", "custom-fwd-without-ctx", "error", True, ("custom_fwd",)),
     ("AMP309", "amp309_threads", "thread-in-region", "warning", True, ("autocast Thread", "autocast DataParallel")),
+    ("AMP310", "amp310_uncast_in_island", "uncast-in-disabled-region", "warning", True, ("autocast enabled=False", "autocast False")),
+    ("AMP311", "amp311_lower_precision_escapes", "lower-precision-escapes", "warning", True, ("autocast",)),
     ("AMP312", "amp312_in_place", "in-place-product", "information", True, ("autocast out=", "autocast .addmm_(", "autocast .addmv_(", "autocast .addbmm_(", "autocast .baddbmm_(", "autocast .addr_(")),
     ("AMP401", "amp401_softmax_by_hand", "softmax-by-hand", "warning", True, ("torch exp( sum(",)),
     ("AMP402", "amp402_log_of_softmax", "log-of-softmax", "warning", True, ("torch log( softmax(", "torch log( sigmoid(", "torch log( exp( sum(")),

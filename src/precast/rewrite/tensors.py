@@ -14,12 +14,12 @@ from precast.rewrite.regions import regions_around
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, walk
 
-__all__ = ["Operation", "constant", "is_half", "is_lowered", "operation", "value_of", "written"]
+__all__ = ["LAYERS", "Operation", "constant", "is_half", "is_lowered", "operation", "value_of", "written"]
 
 _MODULES = ("torch", "torch.nn.functional", "torch.special", "torch.linalg")
 _HALF = ("torch.float16", "torch.half")
 _PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "conv1d", "conv2d")
-_LAYERS = re.compile(r"torch\.nn\.(modules\.\w+\.)?(Linear|Bilinear|Conv(Transpose)?[123]d)$")
+LAYERS = re.compile(r"torch\.nn\.(modules\.\w+\.)?(Linear|Bilinear|Conv(Transpose)?[123]d)$")
 _SAME_DTYPE = (
     "abs",
     "clone",
@@ -215,7 +215,7 @@ def is_lowered(source: Source, node: Node, depth: int = 6) -> bool:
         return False
     if operation(source, node, *_PRODUCTS) is not None:
         return True
-    if _LAYERS.match(source.instance(node.func) or ""):
+    if LAYERS.match(source.instance(node.func) or ""):
         return True
     func = node.func
     if isinstance(func, cst.Attribute) and func.attr.value in _SAME_DTYPE:

@@ -1,0 +1,57 @@
+"""Which reads of a name are reads of a tensor that a region has computed in lower precision.
+
+Invariants: the name's value is a product of matrices, or one in another shape, on all ways; the region in
+which it was computed is in the same function and not said to be off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast.rewrite.regions import Region, region_in_force
+from precast.rewrite.source import Source
+from precast.rewrite.syntax import Node, cst
+from precast.rewrite.tensors import is_lowered
+
+__all__ = ["consumer", "lowered_reads"]
+
+_SHAPES = (
+    "detach",
+    "cpu",
+    "view",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "contiguous",
+    "clone",
+)
+
+
+def lowered_reads(source: Source) -> Iterator[tuple[cst.Name, Region]]:
+    """The reads of names that hold such tensors, with the region that computed them."""
+    for name in source.all(cst.Name):
+        if name not in source.scopes.scope_of:
+            continue
+        bindings = source.names.bindings(name)
+        if not bindings or any(b.kind != "assign" or b.node is name for b in bindings):
+            continue
+        function = source.function(name)
+        found = [region_in_force(source, b.node) for b in bindings]
+        if any(r is None or function not in (r.node, source.function(r.node)) for r in found):
+            continue
+        if found[0] is not None and is_lowered(source, name):
+            yield name, found[0]
+
+
+def consumer(source: Source, name: Node) -> tuple[Node, Node]:
+    """What takes a tensor, and the tensor as it gets there: `out.detach().cpu()` for the read of `out`."""
+    tensor = name
+    while True:
+        parent = source.parents[tensor]
+        call = source.parents.get(parent)
+        if not isinstance(parent, cst.Attribute) or parent.attr.value not in _SHAPES:
+            return parent, tensor
+        if not isinstance(call, cst.Call) or call.func is not parent:
+            return parent, tensor
+        tensor = call
