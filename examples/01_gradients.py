@@ -8,7 +8,7 @@ import torch
 from showing import Region, mixed, plain, say, short, table
 from torch import Tensor
 
-STEPS, RATE = 300, 0.2
+STEPS, RATE = 250, 0.5
 
 
 def derivative(function: Callable[[Tensor], Tensor], at: float, region: Region) -> float:

@@ -48,7 +48,7 @@ def fit(make: Callable[[], nn.Module], region: Region, seed: int = 0) -> Fit:
     """Trains a fresh model; the line it found is read off in float32."""
     torch.manual_seed(seed)
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for _ in range(STEPS):
         x = torch.rand(BATCH, 1) * 2 - 1

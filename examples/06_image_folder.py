@@ -65,9 +65,12 @@ class ImageFolder(Dataset[Sample | None]):
 
 
 def collate(samples: list[Sample | None]) -> list[Tensor]:
-    """A batch of the samples that could be read: images (batch, 3, height, width), classes (batch,)."""
-    batch: list[Tensor] = default_collate([sample for sample in samples if sample is not None])
-    return batch
+    """A batch of the samples that could be read: images (batch, 3, height, width), classes (batch,).
+
+    Where none could, the list is empty: `filter(None, loader)` passes over it.
+    """
+    whole = [sample for sample in samples if sample is not None]
+    return default_collate(whole) if whole else []
 
 
 def train(folder: Path, region: Region, epochs: int = 3, seed: int = 0) -> tuple[float, Tensor]:
@@ -84,7 +87,7 @@ def train(folder: Path, region: Region, epochs: int = 3, seed: int = 0) -> tuple
     dataset = ImageFolder(folder)
     loader = DataLoader(dataset, batch_size=32, shuffle=True, collate_fn=collate)
     for _ in range(epochs):
-        for images, classes in loader:
+        for images, classes in filter(None, loader):
             optimizer.zero_grad()
             with region():
                 loss = F.cross_entropy(model(images.float() / 255), classes)

@@ -1,0 +1,161 @@
+"""Chapter 6 of `examples/` is right: broken files, shares of a stream, and what a region reaches."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import tarfile
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from showing import mixed, plain
+from sklearn.datasets import load_sample_image
+from torch.utils.data import DataLoader, Dataset
+
+FOLDER: ModuleType = importlib.import_module("06_image_folder")
+TAR: ModuleType = importlib.import_module("06_tar_stream")
+
+
+@pytest.fixture
+def tiles(tmp_path: Path) -> Path:
+    FOLDER.write_tiles(tmp_path, stride=160)
+    return tmp_path
+
+
+def test_a_folder_is_its_images(tiles: Path) -> None:
+    dataset = FOLDER.ImageFolder(tiles)
+    assert dataset.classes == ["china", "flower"]
+    photographs = [load_sample_image(f"{name}.jpg") for name in dataset.classes]
+    assert len(dataset) == len(list(tiles.glob("*/*.png"))) > 10
+    for index, file in enumerate(dataset.files):
+        image, kind = dataset[index]
+        row, column = map(int, file.stem.split("_"))
+        tile = photographs[kind][row : row + 32, column : column + 32]
+        assert image.dtype == torch.uint8
+        assert np.array_equal(image.permute(1, 2, 0).numpy(), tile)
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", "half"], ids=["empty", "text", "cut off"])
+def test_broken_files_are_skipped_with_one_message(
+    tiles: Path, content: bytes | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = next(tiles.glob("*/*.png")).read_bytes()
+    broken = tiles / "flower" / "broken.png"
+    broken.write_bytes(content if isinstance(content, bytes) else whole[: len(whole) // 2])
+    dataset = FOLDER.ImageFolder(tiles)
+    for size in (4, 1):  # by ones, the broken file has a batch of its own
+        loader = DataLoader(dataset, size, collate_fn=FOLDER.collate)
+        assert sum(len(kinds) for _, kinds in filter(None, loader)) == len(dataset) - 1
+    assert capsys.readouterr().err.count("skipped flower/broken.png") == 1
+
+
+@pytest.mark.parametrize("region", [plain, mixed], ids=["float32", "region"])
+def test_the_tiles_are_learnt_alike(tiles: Path, region: object) -> None:
+    share, outputs = FOLDER.train(tiles, region, epochs=8)
+    assert share > 0.65
+    assert outputs.dtype == (torch.bfloat16 if region is mixed else torch.float32)
+
+
+def test_what_a_division_loses() -> None:
+    pixels = np.arange(256)
+    in_float16 = (pixels.astype(np.float16) / np.float16(255)).astype(np.float64) * 255
+    assert FOLDER.largest_error(torch.float16) == np.abs(in_float16 - pixels).max()
+    assert FOLDER.largest_error(torch.float32) < 1e-4
+    assert 0.1 < FOLDER.largest_error(torch.bfloat16) <= 255 * 2**-9
+
+
+class Product(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_region_around_the_loop_reaches_the_dataset(workers: int) -> None:
+    context = "fork" if workers else None
+    loader = DataLoader(Product(), num_workers=workers, multiprocessing_context=context)
+    with mixed():
+        assert {batch.dtype for batch in loader} == {torch.bfloat16}
+    for batch in loader:
+        with mixed():
+            assert batch.dtype == torch.float32
+
+
+# --- the stream ---
+
+
+@pytest.fixture
+def tar_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiles.tar"
+    TAR.write_tar(path, 23)
+    return path
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 2), (3, 0)])
+def test_shares_cure_duplicates(tar_file: Path, ranks: int, workers: int) -> None:
+    names = [f"{number:04}.png" for number in range(23)]
+    copies = ranks * max(workers, 1)
+    naive = TAR.times_seen(tar_file, ranks, workers, shard=False)
+    assert naive == Counter(dict.fromkeys(names, copies))
+    assert TAR.times_seen(tar_file, ranks, workers, shard=True) == Counter(names)
+
+
+def test_sharding_over_workers_alone_leaves_ranks_with_the_same(tar_file: Path) -> None:
+    seen: Counter[str] = Counter()
+    for _ in range(2):  # two ranks that do not say so
+        seen.update(name for name, _ in TAR.TarStream(tar_file))
+    assert set(seen.values()) == {2}
+
+
+def test_a_stream_holds_no_members(tar_file: Path) -> None:
+    with tarfile.open(tar_file, "r|") as tar:
+        held = [len(tar.members) for _ in TAR.members(tar)]
+    assert len(held) == 23
+    assert max(held) <= 1
+
+
+def test_a_stream_needs_no_seeking(tar_file: Path) -> None:
+    class Pipe(io.RawIOBase):
+        def __init__(self) -> None:
+            self.file = tar_file.open("rb")
+
+        def read(self, size: int = -1) -> bytes:
+            return self.file.read(size)
+
+        def close(self) -> None:
+            self.file.close()
+            super().close()
+
+    with Pipe() as pipe, tarfile.open(fileobj=pipe, mode="r|") as tar:
+        images = [TAR.read(tar, member) for member in TAR.members(tar)]
+    expected = [image for _, image in TAR.TarStream(tar_file)]
+    assert len(images) == 23
+    assert all(map(torch.equal, images, expected))
+
+
+def test_members_that_are_no_images_are_skipped_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tiles.tar"
+    TAR.write_tar(path, 9, broken=4)
+    with tarfile.open(path, "a") as tar:
+        folder = tarfile.TarInfo("a folder")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+    names = [name for name, _ in TAR.TarStream(path)]
+    assert names == [f"{number:04}.png" for number in range(9) if number != 4]
+    assert capsys.readouterr().err == "skipped 0004.png: UnidentifiedImageError\n"
+
+
+def test_the_images_of_a_stream_are_those_written(tar_file: Path) -> None:
+    with tarfile.open(tar_file) as tar:
+        for name, image in TAR.TarStream(tar_file):
+            with Image.open(tar.extractfile(name)) as expected:
+                assert np.array_equal(image.permute(1, 2, 0).numpy(), np.array(expected))
