@@ -193,7 +193,8 @@ def _first(layers: int, step: int) -> dict[str, Any]:
                 "nonfinite": 0,
             }
         ],
-        "message": f"{name} made infinity of inputs up to 61000 in float16, which ends at 65504",
+        "message": f"In step {step} the output of {name} was the first to be infinite; its input "
+        "went up to 61000. float16 ends at 65504.",
     }
 
 

@@ -35,7 +35,7 @@ def test_lost_steps_are_counted_and_the_first_module_is_named_with_what_to_do() 
     assert judged["level"] == "warning"
     assert "3 of 60 steps were lost" in judged["headline"]
     assert "`decoder.10.mlp.down`" in judged["headline"]
-    assert "(5%) were skipped" in judged["problems"][0]
+    assert "were skipped (5%)" in judged["problems"][0]
     assert "the first at step 23" in judged["problems"][0]
     assert judged["first"] is not None
     assert judged["first"]["gain"] == "3 steps of 60 that would not be lost"

@@ -49,6 +49,12 @@ def lost(document: Document) -> int:
     return document["run"].get("skipped", sum(step["skipped"] for step in document["steps"]))
 
 
+def _of_steps(document: Document) -> str:
+    skipped = lost(document)
+    steps = plural(document["run"]["steps"], "step")
+    return f"{count(skipped)} of {steps} {'was' if skipped == 1 else 'were'}"
+
+
 def offender(document: Document) -> First | None:
     """What went non-finite first in the whole run."""
     found = [step["first"] for step in document["steps"] if step["first"]]
@@ -98,7 +104,7 @@ def _headline(document: Document, numeric: list[str], costs: list[Finding]) -> s
     first, skipped = offender(document), lost(document)
     if skipped:
         by = f": `{first['name']}` was the first that was not finite" if first else ""
-        return f"{count(skipped)} of {plural(run['steps'], 'step')} were lost{by}."
+        return f"{_of_steps(document)} lost{by}."
     if first:
         return f"`{first['name']}` was not finite at step {first['step']}, and no step was skipped."
     if numeric:
@@ -118,7 +124,11 @@ def _precision(document: Document) -> Iterator[str]:
     if trace and trace["rows"]:
         dtypes, totals = seconds_by_dtype(trace["rows"]), trace["totals"]
         total = sum(dtypes.values()) or 1.0
-        parts = [f"{share(s / total)} in {d}" for d, s in dtypes.items() if s / total >= 0.005]
+        parts = [
+            f"{share(s / total)} {'on integers' if d == 'other' else f'in {d}'}"
+            for d, s in dtypes.items()
+            if s / total >= 0.005
+        ]
         yield (
             f"In {plural(totals['steps'], 'step')} that {'was' if totals['steps'] == 1 else 'were'} "
             f"traced, operations spent their time like this: {joined(parts)}."
@@ -165,13 +175,12 @@ def _lost_steps(document: Document) -> Iterator[str]:
     steps = [step["step"] for step in document["steps"] if step["skipped"]]
     if skipped:
         yield (
-            f"{count(skipped)} of {plural(document['run']['steps'], 'step')} "
-            f"({share(skipped / max(document['run']['steps'], 1))}) were skipped, as gradients were "
-            f"not finite" + (f"; the first at step {steps[0]}." if steps else ".")
+            f"{_of_steps(document)} skipped "
+            f"({share(skipped / max(document['run']['steps'], 1))}), as gradients were not finite"
+            + (f"; the first at step {steps[0]}." if steps else ".")
         )
     if first:
-        message = _sentence(first["message"])
-        yield f"At step {first['step']} `{first['name']}` was the first: {message}"
+        yield _sentence(first["message"])
 
 
 def _underflow(document: Document) -> Iterator[str]:

@@ -49,8 +49,8 @@ function rowsTable(rows) {
   new Table(host("rows"), {
     caption: "Operations that were traced: one row for each place, operation and dtypes", rows, sort: 8,
     columns: [text("Operation", "op"), { ...text("Module", "module", { name: true }), show: (row) => row.module || (row.module === null ? "-" : "the model") },
-      text("Phase", "phase", { wide: true }), dtypes("Inputs", "inputs"), dtypes("Output", "output"),
-      text("Rule", "rule", { wide: true }), amount("Calls", "calls", number, { wide: true }), amount("Casts", "casts", number, { wide: true }),
+      text("Phase", "phase", { wide: true, word: true }), dtypes("Inputs", "inputs"), dtypes("Output", "output"),
+      text("Rule", "rule", { wide: true, word: true }), amount("Calls", "calls", number, { wide: true }), amount("Casts", "casts", number, { wide: true }),
       amount("Time", "seconds", duration), amount("Time of casts", "cast_seconds", duration, { wide: true }),
       text("Source", "source", { wide: true })],
     search: (row) => [row.op, row.module, row.phase, ...row.inputs, ...row.output, row.rule, row.reason, row.source, row.region, row.module_rule],

@@ -13,10 +13,10 @@ function element(name, attributes = {}, ...children) {
 }
 
 function classes(column) {
-  return ["number", "wide", "name"].filter((name) => column[name]).join(" ") || null;
+  return ["number", "wide", "name", "word"].filter((name) => column[name]).join(" ") || null;
 }
 
-// columns: {title, value(row), show(row) -> text or node; number, wide (not on phones), name (long)}; detail(row) -> [[name, text]] or null
+// columns: {title, value(row), show(row) -> text or node; number, wide (not on phones), name (long), word (never broken)}; detail(row) -> [[name, text]] or null
 class Table {
   constructor(host, { caption, columns, rows, sort = null, descending = true, detail = null, search = null }) {
     Object.assign(this, { host, caption, columns, rows, sort, descending, detail, search });

@@ -39,14 +39,14 @@ function drawTree(host, nodes) {
     if (details.open && details.childElementCount === 1) details.append(...children[details.dataset.place].map(branch));
   }
 
-  function unfold(level) { // the first levels, as long as they are short
+  function unfold(level, room) { // the first levels, as long as there is room for so many lines
     const below = level.reduce((sum, details) => sum + children[details.dataset.place].length, 0);
-    if (below === 0 || below > 20) return;
+    if (below === 0 || below > room) return;
     for (const details of level) {
       details.open = true;
       fill(details);
     }
-    unfold(level.flatMap((details) => [...details.querySelectorAll(":scope > details")]));
+    unfold(level.flatMap((details) => [...details.querySelectorAll(":scope > details")]), room - below);
   }
 
   const titles = [["Module", ""], ["Dtypes by time", ""], ["Time", "number"], ["Casts", "number wide"],
@@ -55,7 +55,7 @@ function drawTree(host, nodes) {
     ...titles.map(([title, classes]) => element("span", { class: classes || null }, title)));
   const roots = nodes.flatMap((node, place) => (node.parent === null ? [place] : [])).map(branch);
   host.replaceChildren(heads, ...roots);
-  unfold(roots.filter((root) => root.matches("details")));
+  unfold(roots.filter((root) => root.matches("details")), 20);
 }
 
 function drawLegend(host, nodes) {
