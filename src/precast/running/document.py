@@ -74,9 +74,13 @@ def _with(document: dict[str, Any], watch: Watch) -> dict[str, Any]:
         "policy": {"name": watch.policy.name, "fingerprint": watch.policy.fingerprint},
         "steps": history.count,
         "skipped": history.skipped,
+        "traced": watch.window.traced,
     }
     return {
         **document,
         "run": {**document["run"], **seen},
         "steps": [step.as_dict() for step in history.kept()],
+        "counts": watch.window.counts(),
+        "trace": watch.window.as_dict(),
+        "health": watch.health(),
     }

@@ -73,7 +73,7 @@ class _Session:
         try:
             from precast.running.watch import Watch
 
-            watch = Watch(self._request.policy)
+            watch = Watch(self._request.policy, self._request.traced, self._request.health)
             watch.start()
         except PrecastError as error:
             self._refused = True

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 
 from precast import _torch
 from precast.events import StepEvent
+from precast.health.first import plain
 from precast.running.history import History, Step
 
 __all__ = ["Steps"]
@@ -95,6 +96,7 @@ class Steps:
         elif event.skipped:
             step.skipped.append(_Number(1.0))
             step.names += event.names
+            step.first = step.first or plain(event.first)
 
     # --- what PyTorch calls ---
 
@@ -210,6 +212,7 @@ class _Done:
     scale: _Number | None = None
     skipped: list[_Number] = field(default_factory=list)
     names: tuple[str, ...] = ()
+    first: dict[str, Any] | None = None
     optimizers: set[int] = field(default_factory=set)
     scaled: set[int] = field(default_factory=set)
 
@@ -223,7 +226,8 @@ class _Done:
         known = [loss for loss in losses if loss is not None]
         loss = sum(known) / (scale or 1.0) if known else None
         skipped = any(number.value() for number in self.skipped)
-        return Step(self.step, loss, scale, skipped, self.names, self.seconds)
+        first = self.first and {**self.first, "step": self.step}  # a monitor may have begun later
+        return Step(self.step, loss, scale, skipped, self.names, self.seconds, first)
 
 
 def _is_a_loss(root: Tensor) -> bool:

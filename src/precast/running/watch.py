@@ -1,21 +1,26 @@
 """All that is seen of a program, from the moment it has PyTorch to its end.
 
 Invariants: it changes no number that the program computes; what is kept does not grow with the run; a process that is
-forked off is not watched.
+forked off is not watched. What is called from outside of all modules, and has parameters, is a model; the largest is
+the one that names are taken from, and the first the one whose numbers are looked at.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 
 from precast.events import StepEvent, observe
+from precast.health.monitor import Monitor, monitor
 from precast.installation import install
 from precast.policy import Policy
 from precast.running.steps import Steps
+from precast.running.window import Window
 
 __all__ = ["Watch"]
 
@@ -25,19 +30,28 @@ class Watch:
 
     Args:
         policy: the name of a preset, or the path of a policy file.
+        traced: the first step that is traced in full, and the first that no longer is.
+        health: whether a model's numbers are looked at, too.
 
     Raises:
         PolicyError: the policy cannot be read.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, traced: tuple[int, int], health: bool) -> None:
         self.policy = Policy.load(policy)
-        self.steps = Steps(self._begins, self._called)
+        self.window = Window(*traced, model=self._model)
+        self.steps = Steps(self.window.begins, self._called)
+        self._health = health
+        self._monitor: Monitor | None = None
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._largest: tuple[int, weakref.ref[nn.Module]] | None = None
         self._ends = ExitStack()
 
     def start(self) -> None:
         """Begins to watch."""
         install(self.policy)
+        self.window.start()
+        self._ends.callback(self.window.stop)
         self._ends.enter_context(observe(self._hear))
         self.steps.start()
         self._ends.callback(self.steps.stop)
@@ -47,20 +61,28 @@ class Watch:
         """Ends it; the policy stays in force, for what the program does at its exit."""
         self._ends.close()
 
-    # --- what was seen ---
-
     def devices(self) -> list[str]:
         """The device types that were computed on."""
         return ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
 
-    # --- what is heard ---
+    def health(self) -> dict[str, Any] | None:
+        """What the monitor saw, as plain values."""
+        return None if self._monitor is None else self._monitor.as_dict()
 
     def _hear(self, event: object) -> None:
         if isinstance(event, StepEvent):
             self.steps.scaled(event)
 
-    def _begins(self, step: int) -> None:
-        pass
+    def _model(self) -> nn.Module | None:
+        return None if self._largest is None else self._largest[1]()
 
     def _called(self, module: nn.Module) -> None:
-        pass
+        if module in self._known:
+            return
+        self._known.add(module)
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if size and (self._largest is None or self._model() is None or size > self._largest[0]):
+            self._largest = size, weakref.ref(module)
+        if size and self._health and self._monitor is None:
+            self._monitor = monitor(module)
+            self._ends.callback(self._monitor.detach)
