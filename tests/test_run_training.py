@@ -130,14 +130,12 @@ class Model(torch.nn.Module):
 """
 
 
-@pytest.mark.parametrize("policy", ["torch", "lean"])
 @pytest.mark.parametrize(
-    "call",
+    ("call", "policy"),
     [
-        "forward(torch.ones(2, 2))",
-        "Model()(torch.ones(2, 2))",
-        "Fails.apply(torch.ones(1, requires_grad=True)).sum().backward()",
-        "torch.nn.Linear(2, 'two')",
+        ("Model()(torch.ones(2, 2))", "lean"),
+        ("forward(torch.ones(2, 2))", "torch"),
+        ("Fails.apply(torch.ones(1, requires_grad=True)).sum().backward()", "torch"),
     ],
 )
 def test_a_traceback_is_the_programs(tmp_path: Path, call: str, policy: str) -> None:
@@ -155,9 +153,7 @@ def test_a_traceback_is_the_programs(tmp_path: Path, call: str, policy: str) -> 
     [
         "import precast; precast.GradScaler",
         "from precast.scaler import GradScaler",
-        "import precast.installation",
         "import importlib.util; assert importlib.util.find_spec('torch').loader.get_code; import torch",
-        "import torch.nn.functional",
     ],
 )
 def test_whatever_loads_torch_first_it_is_watched_from_then_on(tmp_path: Path, first: str) -> None:

@@ -186,12 +186,19 @@ def _of_the_program(error: BaseException, traceback: TracebackType | None) -> Tr
         traceback = traceback.tb_next
     if frames and _is_ours(frames[-1]) and isinstance(error, _DEFECTS):
         return frames[0]
-    kept = [frame for frame in frames if not _is_ours(frame)]
+    ours = list(itertools.accumulate(frames, _goes_on_in_ours, initial=False))[1:]
+    kept = [frame for frame, is_ours in zip(frames, ours, strict=True) if not is_ours]
     for frame, inner in itertools.pairwise([*kept, None]):
         if frame is not None:
             frame.tb_next = inner
     return kept[0] if kept else None
 
 
+def _goes_on_in_ours(outer_is_ours: bool, traceback: TracebackType) -> bool:
+    """Whether a frame is ours, or PyTorch's way from one of ours to an operation."""
+    from_ours = outer_is_ours and traceback.tb_frame.f_globals.get("__name__") == "torch._ops"
+    return from_ours or _is_ours(traceback)
+
+
 def _is_ours(traceback: TracebackType) -> bool:
-    return traceback.tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep)
+    return traceback.tb_frame.f_code.co_filename.startswith((_PACKAGE + os.sep, "<precast"))
