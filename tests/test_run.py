@@ -286,7 +286,7 @@ def test_processes_that_are_spawned_find_what_is_defined_in_main(tmp_path: Path)
     ("arguments", "message"),
     [
         (("none.py",), "there is no script 'none.py'"),
-        ((), "Missing argument 'SCRIPT'"),
+        ((), "Name a script"),
         (("--steps", "5:2", "program.py"), "'5:2' are no steps"),
         (("--steps", "five", "program.py"), "'five' are no steps"),
         (("--report", "x", "--json", "x", "program.py"), "give each its own name"),

@@ -40,7 +40,7 @@ class _Steps(click.ParamType[tuple[int, int]]):
     short_help="Run a program under precast; report what it saw.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.argument("program", metavar="SCRIPT")
+@click.argument("program", metavar="SCRIPT", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
 @click.option("--policy", default="torch", show_default=True, help="A preset or a policy file.")
@@ -62,7 +62,7 @@ class _Steps(click.ParamType[tuple[int, int]]):
 )
 @click.option("--health", is_flag=True, help="Look at the numbers, too: overflow, underflow.")
 def run(
-    program: str,
+    program: str | None,
     arguments: tuple[str, ...],
     *,
     is_module: bool,
@@ -78,6 +78,8 @@ def run(
     results are those of `python SCRIPT`. All that follows SCRIPT is the program's. Exit code and
     output are the program's, too; at its end a summary goes to stderr.
     """
+    if program is None:
+        raise click.UsageError("Name a script, as in `precast run train.py`.")
     from precast import report as report_
     from precast.running import runner
     from precast.running.places import Places, rank_from_environment
@@ -100,7 +102,6 @@ def run(
     "documents",
     metavar="FILE...",
     nargs=-1,
-    required=True,
     type=click.Path(dir_okay=False, path_type=Path),
 )
 @click.option(
@@ -116,6 +117,8 @@ def run(
 )
 def report(documents: tuple[Path, ...], output: Path, as_json: Path | None) -> None:
     """Make the page of a run from what `precast run --json` wrote; several ranks become one page."""
+    if not documents:
+        raise click.UsageError("Name what `precast run --json` wrote, one file a rank.")
     from precast import report as report_
 
     merged = report_.merge([report_.load(path) for path in documents])

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from precast import _torch, engine, held_gradients, weights
 from precast.attachment import attached_models
@@ -84,7 +85,6 @@ class Trace(SavedTrace):
         self._mode = _Mode(self._recorder)
         self._depth = 0
         self._thread = 0
-        self._hook: Any = None
         self._is_seeing = False
 
     def __enter__(self) -> Trace:
@@ -95,7 +95,6 @@ class Trace(SavedTrace):
         self._depth += 1
         if self._depth == 1:
             self._thread = threading.get_ident()
-            self._hook = register_optimizer_step_post_hook(self._stepped)
             _watch()
             self._go_on()
         return self
@@ -110,7 +109,6 @@ class Trace(SavedTrace):
         if self._depth == 0:
             self._rest()
             _unwatch()
-            self._hook.remove()
 
     def pause(self) -> None:
         """From here on only counts, as with ``full=False``."""
@@ -178,10 +176,6 @@ class Trace(SavedTrace):
             _see_through(-1)
             _torch.leave_mode(self._mode)
 
-    def _stepped(self, *_: object) -> None:
-        if self.full and self._thread == threading.get_ident():
-            self._recorder.stepped()
-
 
 class _Mode(_torch.ObservingMode):
     """Tells a recorder of every operation."""
@@ -243,12 +237,23 @@ def _watcher(
     return result
 
 
+def _stepped(*_: object) -> None:
+    for one in _here.watching:
+        if isinstance(one, Recorder):
+            one.stepped()
+
+
+# One hook for all traces: they may open and close in hooks of optimizers, where PyTorch goes through this list.
+_hooks: Final[list[RemovableHandle]] = []
+
+
 def _watch() -> None:
     global _open  # noqa: PLW0603 -- the dispatcher is one for the process
     with _lock:
         _open += 1
         if _open == 1:
             engine.watch(_watcher)
+            _hooks.append(register_optimizer_step_post_hook(_stepped))
     places.watch_regions()
 
 
@@ -259,6 +264,7 @@ def _unwatch() -> None:
         _open -= 1
         if _open == 0:
             engine.unwatch()
+            _hooks.pop().remove()
 
 
 def _see_through(change: int) -> None:
