@@ -1,0 +1,258 @@
+"""`precast check` on other people's projects: `python -m tools.check_projects` writes a section of docs/check.md.
+
+It installs pinned versions, without what they depend on, checks them with the default rules, and applies every
+safe fix to copies: what is fixed must compile, a second run must change nothing, and what could be imported
+before must still be. Findings go to docs/data/check_projects.json; docs/data/check_verdicts.json says of each,
+after somebody has read it, whether it is right. Precision by rule is computed from both, here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from precast.rewrite.cache import Cache
+from precast.rewrite.files import find
+from precast.rewrite.report import FileReport, Reported
+from precast.rewrite.runner import Mode, run, run_text
+from precast.rewrite.settings import Settings
+from tools.check_projects_page import write
+
+__all__ = ["PROJECTS", "Project", "examine", "main"]
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / ".venvs" / "projects"
+RESULTS = ROOT / "docs" / "data" / "check_projects.json"
+
+
+@dataclass(frozen=True)
+class Project:
+    """A distribution, and the folders that it installs; torch is the one of this environment."""
+
+    name: str
+    version: str
+    packages: tuple[str, ...]
+
+
+PROJECTS = (
+    Project("accelerate", "1.15.0", ("accelerate",)),
+    Project("catalyst", "22.4", ("catalyst",)),
+    Project("composer", "0.32.1", ("composer",)),
+    Project("diffusers", "0.42.1", ("diffusers",)),
+    Project("fastai", "2.8.12", ("fastai",)),
+    Project("kornia", "0.9.0", ("kornia",)),
+    Project("lightning", "2.6.6", ("lightning",)),
+    Project("mmengine", "0.10.7", ("mmengine",)),
+    Project("monai", "1.6.1", ("monai",)),
+    Project("open-clip-torch", "3.3.0", ("open_clip", "open_clip_train")),
+    Project("peft", "0.21.2", ("peft",)),
+    Project("pytorch-ignite", "0.5.5", ("ignite",)),
+    Project("speechbrain", "1.1.2", ("speechbrain",)),
+    Project("timm", "1.0.31", ("timm",)),
+    Project("torch-geometric", "2.8.1", ("torch_geometric",)),
+    Project("transformers", "5.23.0", ("transformers",)),
+    Project("trl", "1.16.0", ("trl",)),
+    Project("ultralytics", "8.4.190", ("ultralytics",)),
+    Project("x-transformers", "2.31.10", ("x_transformers",)),
+    Project("torch", importlib.metadata.version("torch").partition("+")[0], ("torch",)),
+)
+# Not looked at, only there so that more of the others can be imported.
+HELPERS = (
+    *("einops==0.8.2", "einx==0.4.3", "fastcore==2.2.39", "huggingface-hub==2.4.0"),
+    *("lightning-utilities==0.15.3", "loguru==0.7.3", "safetensors==0.8.0", "tokenizers==0.23.3"),
+    *("torch-einops-utils==0.2.0", "torchmetrics==1.9.0", "xxhash==4.1.0"),
+)
+
+
+def install(folder: Path, projects: Sequence[Project]) -> None:
+    """Puts the projects, and what helps to import them, into a folder; what is there stays."""
+    wanted = [f"{p.name}=={p.version}" for p in projects if p.name != "torch"]
+    for requirement in [*wanted, *HELPERS]:
+        name, _, version = requirement.partition("==")
+        if not list(folder.glob(f"{name.replace('-', '_')}-{version}*.dist-info")):
+            _install(folder, requirement)
+
+
+def _install(folder: Path, requirement: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+    command += ["--only-binary", ":all:", "--target", str(folder), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        click.echo(f"not installed: {requirement}: {lines[-1] if lines else '?'}", err=True)
+
+
+def roots(project: Project, folder: Path) -> list[Path]:
+    """The folders of a project."""
+    if project.name == "torch":
+        spec = find_spec("torch")
+        assert spec is not None
+        assert spec.origin is not None
+        return [Path(spec.origin).parent]
+    return [folder / package for package in project.packages]
+
+
+def examine(project: Project, folder: Path) -> dict[str, Any]:
+    """Checks and fixes a project, and says what came of it."""
+    where = roots(project, folder)
+    files = list(find(where, Settings()))
+    start = time.perf_counter()
+    reports = run(files, Settings(), Mode(), Cache(None, Settings()))
+    seconds = time.perf_counter() - start
+    mendable = [Path(r.filename) for r in reports if any(_is_safe(f) for f in r.findings)]
+    fixed = run(mendable, Settings(), Mode(fix=True), Cache(None, Settings()))
+    changed = {report.filename: report.after for report in fixed if report.after is not None}
+    base = where[0].parent
+    return {
+        "name": project.name,
+        "version": project.version,
+        "files": len(files),
+        "lines": sum(path.read_bytes().count(b"\n") for path in files if path.is_file()),
+        "seconds": round(seconds, 1),
+        "findings": list(_findings(reports, base)),
+        "fixed": sum(len(report.fixed) for report in fixed),
+        "changed": len(changed),
+        "broken": _broken(changed, base),
+        **_imports(changed, base, folder),
+    }
+
+
+def _is_safe(finding: Reported) -> bool:
+    return finding.fix is not None and finding.fix["applicability"] == "safe"
+
+
+def _findings(reports: Sequence[FileReport], base: Path) -> Iterator[dict[str, Any]]:
+    for report in reports:
+        if report.failed:
+            raise click.ClickException(f"{report.filename}: {report.note}")
+        for found in report.findings:
+            yield {
+                "file": Path(found.filename).relative_to(base).as_posix(),
+                "row": found.row,
+                "code": found.code,
+                "line": found.line.strip()[:160],
+            }
+
+
+def _broken(changed: dict[str, bytes], base: Path) -> list[str]:
+    """What is wrong with fixed files: they do not compile, or a second run changes them again."""
+    wrong = []
+    for filename, data in changed.items():
+        name = Path(filename).relative_to(base).as_posix()
+        try:
+            compile(data, filename, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            wrong.append(f"{name}: {error}")
+        if run_text(filename, data, Settings(), Mode(fix=True)).after is not None:
+            wrong.append(f"{name}: a second run changes it")
+    return wrong
+
+
+# Imports modules and prints those that could be; sources in the overlay are read instead of the installed ones.
+_IMPORT = """
+import importlib, importlib.machinery, importlib.util, json, sys, warnings
+warnings.simplefilter("ignore")
+site, overlay, names = json.load(sys.stdin)
+sys.path.insert(0, site)
+sys.dont_write_bytecode = True
+importlib.machinery.SourceFileLoader._cache_bytecode = lambda *_: None
+read = importlib.machinery.SourceFileLoader.get_data
+def get_data(self, path):
+    if path.endswith(".pyc"):
+        raise OSError("sources only")
+    if path in overlay:
+        path = overlay[path]
+    return read(self, path)
+importlib.machinery.SourceFileLoader.get_data = get_data
+for name in names:
+    try:
+        importlib.import_module(name)
+    except BaseException:
+        continue
+    print("imported:", name, flush=True)
+"""
+
+
+def _imports(changed: dict[str, bytes], base: Path, folder: Path) -> dict[str, Any]:
+    """How many of the changed modules can be imported as they were, and which of them not any more."""
+    copies = folder.parent / "fixed"
+    overlay: dict[str, str] = {}
+    names = []
+    for filename, data in changed.items():
+        path = Path(filename)
+        if path.suffix != ".py":
+            continue
+        copy = copies / path.relative_to(base)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(data)
+        overlay[filename] = str(copy)
+        parts = path.relative_to(base).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    before, after = (_imported(folder, use, names) for use in ({}, overlay))
+    return {"importable": len(before), "lost": sorted(before - after)}
+
+
+def _imported(folder: Path, overlay: dict[str, str], names: list[str]) -> set[str]:
+    if not names:
+        return set()
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT],
+        input=json.dumps([str(folder), overlay, names]),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    lines = [line.partition(": ") for line in done.stdout.splitlines()]
+    return {name for kind, _, name in lines if kind == "imported"}
+
+
+@click.command()
+@click.option("--only", multiple=True, help="These projects; the results of the others stay.")
+@click.option("--folder", type=click.Path(path_type=Path), default=FOLDER, show_default=True)
+@click.option("--render", is_flag=True, help="Only write the page anew, from results and verdicts.")
+def main(only: tuple[str, ...], folder: Path, render: bool) -> None:
+    """Check other people's projects, and write down what was found."""
+    if not render:
+        projects = [project for project in PROJECTS if not only or project.name in only]
+        site = folder / "site"
+        install(site, projects)
+        for project in projects:
+            if not all(root.is_dir() for root in roots(project, site)):
+                continue
+            found = examine(project, site)
+            codes = Counter(finding["code"] for finding in found["findings"])
+            click.echo(f"{found['name']} {found['version']}: {dict(sorted(codes.items()))}")
+            for text in [*found["broken"], *found["lost"]]:
+                click.echo(f"  wrong: {text}")
+            _keep(found)
+    write()
+
+
+def _keep(found: dict[str, Any]) -> None:
+    """Puts one project's results into the file, at once: a run is long."""
+    known: dict[str, Any] = {"projects": []}
+    if RESULTS.exists():
+        known = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rest = [project for project in known["projects"] if project["name"] != found["name"]]
+    document = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "projects": sorted([*rest, found], key=lambda project: str(project["name"])),
+    }
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
