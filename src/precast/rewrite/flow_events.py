@@ -69,9 +69,15 @@ def key(source: Source, node: Node | None) -> str | None:
     """The text that stands for an expression; None for nothing."""
     if node is None:
         return None
-    module = source.module
-    assert isinstance(module, cst.Module)
-    return module.code_for_node(node).strip()
+    known = source.cache.setdefault("keys", {})
+    assert isinstance(known, dict)
+    if node not in known:
+        module = source.module
+        assert isinstance(module, cst.Module)
+        known[node] = module.code_for_node(node).strip()
+    text = known[node]
+    assert isinstance(text, str)
+    return text
 
 
 def is_optimizer(source: Source, node: Node) -> bool:

@@ -304,9 +304,9 @@ class Run:
 
     def _call(self, call: cst.Call, paths: _Paths) -> _Paths:
         after: set[Path] = set()
-        for path in paths:
-            event = call_event(self.source, call, dict(path.scaled), self.optimizers)
-            after |= self.emit(event, frozenset({path}))
+        for scaled in {path.scaled for path in paths}:
+            event = call_event(self.source, call, dict(scaled), self.optimizers)
+            after |= self.emit(event, frozenset(p for p in paths if p.scaled == scaled))
         return frozenset(after)
 
     def _split(self, test: Node, paths: _Paths) -> tuple[_Paths, _Paths]:

@@ -1,6 +1,6 @@
 """Operations on tensors as rules about numerics want them: one shape for `torch.exp(x)` and `x.exp()`.
 
-Invariants: a method's receiver is never a module or anything else that is imported; what is called
+Invariants: a method's receiver is never a module, `self`, or anything else that is imported; what is called
 float16 or a product of matrices is that in every place where its name is bound.
 """
 
@@ -14,12 +14,22 @@ from precast.rewrite.regions import regions_around
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, walk
 
-__all__ = ["LAYERS", "Operation", "constant", "is_half", "is_lowered", "operation", "value_of", "written"]
+__all__ = [
+    "LAYERS",
+    "Operation",
+    "constant",
+    "is_half",
+    "is_lowered",
+    "operation",
+    "value_of",
+    "written",
+]
 
 _MODULES = ("torch", "torch.nn.functional", "torch.special", "torch.linalg")
 _HALF = ("torch.float16", "torch.half")
 _PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "conv1d", "conv2d")
 LAYERS = re.compile(r"torch\.nn\.(modules\.\w+\.)?(Linear|Bilinear|Conv(Transpose)?[123]d)$")
+_UNARY = ("exp", "log", "sigmoid")
 _SAME_DTYPE = (
     "abs",
     "clone",
@@ -86,8 +96,12 @@ def operation(source: Source, node: Node | None, *names: str) -> Operation | Non
     func = node.func
     if not isinstance(func, cst.Attribute) or func.attr.value not in names:
         return None
-    if source.origin(func.value) is not None:
+    owner = func.value
+    is_object = isinstance(owner, cst.Name) and owner.value in ("self", "cls")
+    if source.origin(owner) is not None or is_object:
         return None
+    if func.attr.value in _UNARY and arguments.positional:
+        return None  # `xp.exp(x)`: of a module that nobody knows
     return Operation(
         func.attr.value,
         func.value,
