@@ -49,7 +49,7 @@ class First:
     what: Literal["inf", "nan"]
     inputs: tuple[dict[str, Any], ...]
     """What it was made from: of each tensor where it is from ("of"), its "dtype", its "maximum" and "minimum" (None
-    where they were not finite), and "nonfinite": 0, or None where there were some, not counted."""
+    where they were not finite), and "nonfinite": 0, or 1 where there were some, not counted."""
     message: str
     """All this in a sentence."""
 

@@ -106,7 +106,7 @@ def _range(slot: Slot, extremes: Extremes) -> dict[str, Any]:
         "minimum": extremes[0] if finite else None,
         "maximum": extremes[1] if finite else None,
         "rms": None,
-        "nonfinite": 0 if finite else None,
+        "nonfinite": 0 if finite else 1,
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from precast import _torch
 from precast._tree import map_tensors
 from precast.events import First
-from precast.health.tally import Counts, Tally, memory_of
+from precast.health.tally import NARROW, Counts, Tally, memory_of
 
 __all__ = ["MOST", "Extremes", "Record", "Slot", "Step", "read", "tensors_in"]
 
@@ -41,6 +41,14 @@ class Slot(NamedTuple):
     dtype: str
     inputs: tuple[int, ...]
     """Of an output: the places of the slots that it was made from."""
+
+
+class _Part(NamedTuple):
+    """What was noted on one device in one dtype."""
+
+    dtype: str
+    places: list[int]
+    numbers: list[Tensor]
 
 
 class _Known(NamedTuple):
@@ -89,9 +97,7 @@ class Record:
     """Parameters whose gradients were counted with the loss's scale on them."""
     without_gradient: Counter[str] = field(default_factory=Counter)
     """Modules that ran in a checkpoint without a graph: their gradients come when it runs again."""
-    _parts: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = field(
-        default_factory=lambda: defaultdict(lambda: ([], []))
-    )
+    _parts: dict[tuple[torch.device, torch.dtype], _Part] = field(default_factory=dict)
     _known: dict[int, _Known] = field(default_factory=dict)
 
     def note(
@@ -99,22 +105,26 @@ class Record:
     ) -> Tensor | None:
         """Notes a tensor; what was looked at of it, None where nothing was."""
         memory = memory_of(tensor)
-        if memory is None or not memory.numel() or _torch.is_captured(memory):
+        if memory is None or not memory.numel() or (memory.is_cuda and _torch.is_captured(memory)):
             return None
-        if len(self.slots) >= MOST:
+        place = len(self.slots)
+        if place >= MOST:
             self.dropped += 1
             return None
         memory = memory.detach()
-        wide = memory if memory.dtype.itemsize > 1 else memory.float()
-        places, numbers = self._parts[memory.device, wide.dtype]
-        places.append(len(self.slots))
-        numbers.extend(torch.aminmax(wide))
-        dtype = str(memory.dtype).removeprefix("torch.")
+        dtype, places, numbers = self._part(memory.device, memory.dtype)
+        places.append(place)
+        numbers += torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
         self.slots.append(Slot(kind, name, dtype, inputs))
         if kind != "gradient":
-            known = _Known(weakref.ref(tensor), _version(tensor), len(self.slots) - 1)
-            self._known[id(tensor)] = known
+            self._known[id(tensor)] = _Known(weakref.ref(tensor), _version(tensor), place)
         return memory
+
+    def _part(self, device: torch.device, dtype: torch.dtype) -> _Part:
+        part = self._parts.get((device, dtype))
+        if part is None:
+            part = self._parts[device, dtype] = _Part(str(dtype).removeprefix("torch."), [], [])
+        return part
 
     def place_of(self, tensor: Tensor, *, unchanged: bool = True) -> int | None:
         """The place of a tensor that was noted; where `unchanged`, only if it was not written since."""
@@ -142,7 +152,7 @@ class Record:
 
     def close(self, seconds: float) -> Step:
         """What stays of the step."""
-        parts = [(places[:], torch.stack(numbers)) for places, numbers in self._parts.values()]
+        parts = [(part.places[:], torch.stack(part.numbers)) for part in self._parts.values()]
         return Step(
             self.number,
             tuple(self.slots),
@@ -172,20 +182,26 @@ def read(steps: Iterable[Step]) -> list[list[Extremes]]:
     return found
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a module's arguments or output, in any nesting."""
+    if type(value) is Tensor:
+        return [value]
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from tensors_in(item)
+            _collect(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            _collect(item, found)
     elif not isinstance(value, _PLAIN):
-        found: list[Tensor] = []
         map_tensors(value, _collector(found))
-        yield from found
 
 
 _PLAIN: Final = (int, float, str, type(None))

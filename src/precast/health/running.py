@@ -33,7 +33,7 @@ class Running:
         """A module has ended: notes its inputs and outputs, and waits for their gradients."""
         record = self.record
         outputs = list(tensors_in(output))
-        inputs = self._inputs(name, (args, kwargs), outputs)
+        inputs = self._inputs(name, (args, kwargs) if kwargs else args, outputs)
         known = None
         if record.tallies is not None and isinstance(output, Tensor) and not kwargs:
             known = operation(module, args, output)

@@ -21,7 +21,11 @@ from precast import _torch
 from precast.health.bins import BINS, SHIFT, Magnitudes
 from precast.health.formats import FORMATS
 
-__all__ = ["Counts", "Tally", "memory_of"]
+__all__ = ["NARROW", "Counts", "Tally", "memory_of"]
+
+NARROW: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+"""What has no comparisons of its own."""
+_USUAL: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 _PIECE: Final = {"cpu": 1 << 16}  # stays in a core's cache; elsewhere each piece costs launches
 _LARGE_PIECE: Final = 1 << 22  # float32 counts of a piece are exact up to 2**24
@@ -147,9 +151,11 @@ def memory_of(tensor: Tensor) -> Tensor | None:
     """A tensor's numbers as a real and dense tensor; None for those that are not looked at.
 
     This process's part of a `DTensor`, the stored values of a sparse one, real and imaginary parts of complex ones.
-    Not looked at: integers, wrappers of `torch.func`, tensors without data, other subclasses.
+    Not looked at: integers, tensors without data, other subclasses.
     """
     kind = type(tensor)
+    if kind is Tensor and tensor.dtype in _USUAL and tensor.layout is torch.strided:
+        return None if tensor.is_meta else tensor
     if kind is not Tensor and kind is not torch.nn.Parameter:
         if not _torch.is_dtensor(tensor):
             return None
@@ -163,7 +169,7 @@ def memory_of(tensor: Tensor) -> Tensor | None:
             return None
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.detach().resolve_conj())
-    if tensor.dtype not in _LIMITS or tensor.is_meta or _torch.is_functorch_wrapper(tensor):
+    if tensor.dtype not in _LIMITS or tensor.is_meta:
         return None
     return tensor
 
