@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast.rewrite.regions import Region, region_in_force
+from precast.rewrite.regions import Region, region_in_force, regions
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 from precast.rewrite.tensors import is_lowered
@@ -30,6 +30,8 @@ _SHAPES = (
 
 def lowered_reads(source: Source) -> Iterator[tuple[cst.Name, Region]]:
     """The reads of names that hold such tensors, with the region that computed them."""
+    if not regions(source):
+        return
     for name in source.all(cst.Name):
         if name not in source.scopes.scope_of:
             continue

@@ -35,7 +35,8 @@ def _is_optimizer(source: Source, node: Node) -> bool:
     known = source.instance(node)
     if known is not None:
         return is_optimizer(source, node)
-    return _NAMED.fullmatch(key(source, node) or "") is not None
+    name = key(source, node) or ""
+    return _NAMED.fullmatch(name) is not None and "sched" not in name.lower()
 
 
 VALID = (
@@ -62,6 +63,7 @@ VALID = (
             env.step(action)
             latents = self.scheduler.step(noise, t, latents)
             profiler.step()
+            self.optimizer_scheduler.step()
         """,
         note="Many things have a method of this name.",
     ),
