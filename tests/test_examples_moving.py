@@ -1,0 +1,70 @@
+"""Chapter 9 of `examples/` is right: spellings, messages, and the old program before and after."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+
+import pytest
+
+NAMES = importlib.import_module("09_names")
+MESSAGES = importlib.import_module("09_messages")
+FIX = importlib.import_module("09_fix")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "since"), NAMES.SPELLINGS, ids=[s for s, _ in NAMES.SPELLINGS]
+)
+def test_old_spellings_are_deprecated_and_new_ones_work(spelling: str, since: str) -> None:
+    old = not spelling.startswith(" ")
+    assert NAMES.works(spelling) == ("deprecated" if old else "yes")
+    assert (since == "2.11") == ("precast" in spelling)
+
+
+def test_a_spelling_that_never_was() -> None:
+    assert NAMES.works("torch.amp.Autocast('cuda')") == "AttributeError"
+    assert NAMES.works("torch.amp.autocast()") == "TypeError"
+
+
+WORDS = {
+    "import torch.cuda": "No module named 'torch.cuda.amp.autocast'",
+    "with torch.autocast():": "device_type",
+    'with torch.autocast("cpu", False)': "must be torch.dtype, not bool",
+    "torch.cuda.amp.autocast(device_type": "unexpected keyword argument 'device_type'",
+    "torch.autocast(lambda": "device_type",
+    "torch.amp.custom_fwd(": "device_type",
+    "optimizer = ": "scaler.scale(",
+    "\nmodel, scaler": "FP16 gradients",
+    "nn.Linear(2, 2)": "same dtype",
+    "torch.ones(1)": "BFloat16",
+}
+
+
+@pytest.mark.parametrize("mistake", MESSAGES.MISTAKES, ids=lambda m: m.meaning)
+def test_each_mistake_has_its_message(mistake: object) -> None:
+    (words,) = [text for start, text in WORDS.items() if mistake.program.startswith(start)]
+    assert words in MESSAGES.message(mistake.program)
+
+
+def test_what_is_to_be_written_instead_works() -> None:
+    calls = [m.instead.removeprefix("@") for m in MESSAGES.MISTAKES if "torch." in m.instead]
+    assert len(calls) >= 5
+    for call in calls:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "User provided device_type of 'cuda'")
+            assert MESSAGES.message(call) == "no error"
+
+
+def test_the_old_program_is_fixed_and_computes_what_it_did() -> None:
+    before = FIX.OLD_PROGRAM.read_text(encoding="utf-8")
+    programs = [before, FIX.fixed(FIX.OLD_PROGRAM), FIX.fixed(FIX.OLD_PROGRAM, "--to", "precast")]
+    runs = [FIX.run(text) for text in programs]
+    assert [run.warnings for run in runs] == [5, 0, 0]
+    assert runs[0].losses == runs[1].losses == runs[2].losses
+    assert runs[0].losses[-1] < runs[0].losses[0]
+    assert all(
+        re.search(r"torch\.(cuda|cpu)\.amp|cuda\.amp", text) is None for text in programs[1:]
+    )
+    assert "from precast import" in programs[2]
+    assert len(FIX.changed(before, programs[1])) == 6
