@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
 from precast.rewrite.regions import AUTOCASTS, region_in_force
 from precast.rewrite.source import Source
-from precast.rewrite.syntax import Node, cst, walk
+from precast.rewrite.syntax import Node, cst, dotted, walk
 
 __all__ = ["RULE"]
 
@@ -57,7 +57,8 @@ def _is_pool(source: Source, node: Node) -> bool:
 
 def _needs_region(source: Source, target: Node) -> bool:
     """Whether what runs in the thread calls a model, and enters no region by itself."""
-    if isinstance(target, cst.Name) and _MODELS.fullmatch(target.value):
+    parts = (dotted(target) or "").split(".")
+    if any(_MODELS.fullmatch(part) for part in parts):
         return True
     if isinstance(target, cst.Lambda):
         return _calls_model(source, target.body)
@@ -150,6 +151,16 @@ INVALID = (
         """,
         count=2,
     ),
+    Case("""
+        from threading import Thread
+        import torch
+
+        class Speaker:
+            def say(self, text):
+                with torch.autocast(device_type=self.device, dtype=self.dtype):
+                    thread = Thread(target=self.model.generate, kwargs={"text": text})
+                    thread.start()
+    """),
     Case("""
         import torch
 
