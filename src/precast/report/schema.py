@@ -214,7 +214,7 @@ class WhatIf(TypedDict):
 class HealthModule(TypedDict):
     """One tensor that was watched; every list has an entry a step of `steps`.
 
-    `underflow_zeros` counts the zeros that underflow made, as far as that is known: `underflow_known`.
+    `underflow_zeros` counts the zeros that underflow made; where that is not known it is null, or `underflow_known` false.
     """
 
     name: str
@@ -222,7 +222,7 @@ class HealthModule(TypedDict):
     steps: list[int]
     histogram: Histogram
     zeros: list[int]
-    underflow_zeros: list[int]
+    underflow_zeros: list[int | None]
     underflow_known: NotRequired[list[bool]]
     subnormal: list[int]
     overflow: list[int]

@@ -189,7 +189,7 @@ def _underflow(document: Document) -> Iterator[str]:
     for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
         modules = [m for m in health["modules"] if m["kind"] == kind] if health else []
         elements = sum(sum(module["elements"]) for module in modules)
-        gone = sum(sum(module["underflow_zeros"]) for module in modules)
+        gone = sum(map(_underflowed, modules))
         if health and elements and gone / elements >= _TELLING:
             worst = max(modules, key=_underflow_share)
             yield (
@@ -199,7 +199,12 @@ def _underflow(document: Document) -> Iterator[str]:
 
 
 def _underflow_share(module: HealthModule) -> float:
-    return sum(module["underflow_zeros"]) / max(sum(module["elements"]), 1)
+    return _underflowed(module) / max(sum(module["elements"]), 1)
+
+
+def _underflowed(module: HealthModule) -> int:
+    """How many zeros underflow made, as far as that is known."""
+    return sum(number or 0 for number in module["underflow_zeros"])
 
 
 def _told(document: Document) -> Iterator[str]:

@@ -146,7 +146,7 @@ function atStep(module, place, format) {
   const elements = module.elements[place] || 1;
   const part = (key) => module[key][place] / elements;
   return { name: module.name, module, counts: module.histogram.counts[place], low: module.histogram.low,
-    maximum: module.maximum[place], rms: module.rms[place], underflow: module.underflow_known?.[place] === false ? null : part("underflow_zeros"), subnormal: part("subnormal"),
+    maximum: module.maximum[place], rms: module.rms[place], underflow: module.underflow_known?.[place] === false || module.underflow_zeros[place] === null ? null : part("underflow_zeros"), subnormal: part("subnormal"),
     overflow: part("overflow"), saturated: part("saturated"), nan: part("nan"), zeros: part("zeros"), what: module.what_if[format] };
 }
 
