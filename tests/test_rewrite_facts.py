@@ -1,405 +1,145 @@
-"""What rules say of PyTorch is so: programs that they find fail as they say, and run once they are fixed."""
+"""What the rules about scalers and numbers say of PyTorch, run with the installed one; and their fixes, run."""
 
 from __future__ import annotations
 
 import textwrap
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from precast.rewrite.engine import check, fix
-from precast.rewrite.settings import Settings
-from precast.rewrite.text import decode
+from precast.rewrite.registry import all_rules
 
-# code, program, what it raises; all of them end with `assert`s on what they are meant to do
-FAILING = [
-    (
-        "AMP101",
-        """
-        import torch
+Step = Callable[[torch.nn.Parameter, torch.optim.Optimizer, torch.amp.GradScaler], object]
 
-        x = torch.ones(2, 2, device="cpu")
-        with torch.autocast(dtype=torch.bfloat16):
-            assert (x @ x).dtype is torch.bfloat16
-        """,
-        TypeError,
-    ),
-    (
-        "AMP101",
-        """
-        import torch
 
-        x = torch.ones(2, 2, device="cpu")
-        with torch.autocast(torch.bfloat16):
-            assert (x @ x).dtype is torch.bfloat16
-        """,
-        ValueError,
-    ),
-    (
-        "AMP102",
-        """
-        import torch
+def _run(*steps: Step, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> torch.Tensor:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([weight], lr=0.5)  # type: ignore[call-arg]
+    scaler = torch.amp.GradScaler("cpu")
+    for step in steps:
+        step(weight, optimizer, scaler)
+    return weight.detach()
 
-        x = torch.ones(2, 2)
-        with torch.autocast("cpu", False):
-            assert (x @ x).dtype is torch.float32
-        """,
-        TypeError,
-    ),
-    (
-        "AMP102",
-        """
-        import torch
 
-        x = torch.ones(2, 2)
-        with torch.autocast("cpu", dtype="bfloat16"):
-            assert (x @ x).dtype is torch.bfloat16
-        """,
-        TypeError,
-    ),
-    (
-        "AMP103",
-        """
-        import torch
+def _scaled(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    torch.autograd.backward(s.scale(w.sum()))
 
-        @torch.cpu.amp.autocast
-        def f(x):
-            return x @ x
 
-        assert f(torch.ones(2, 2)).dtype is torch.bfloat16
-        """,
-        TypeError,
-    ),
-    (
-        "AMP103",
-        """
-        import torch
+def _plain(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    torch.autograd.backward(w.sum())
 
-        @torch.autocast
-        def f(x):
-            return x @ x
 
-        assert f(torch.ones(2, 2, device="cpu")).dtype is torch.bfloat16
-        """,
-        ValueError,
-    ),
-    (
-        "AMP104",
-        """
-        import torch
+def _step(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    s.step(o)
 
-        x = torch.ones(2, 2)
-        with torch.autocast(torch.device("cpu")):
-            assert (x @ x).dtype is torch.bfloat16
-        """,
-        ValueError,
-    ),
-    (
-        "AMP104",
-        """
-        import torch
 
-        x = torch.ones(2, 2)
-        with torch.autocast("cpu"):
-            assert torch.is_autocast_enabled(torch.device("cpu"))
-        """,
-        TypeError,
-    ),
-    (
-        "AMP105",
-        """
-        import torch
+def _update(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    s.update()
 
-        class Square(torch.autograd.Function):
-            @staticmethod
-            @torch.amp.custom_fwd
-            def forward(ctx, x):
-                return x @ x
 
-        with torch.autocast("cpu"):
-            assert Square.apply(torch.ones(2, 2)).dtype is torch.bfloat16
-        """,
-        TypeError,
-    ),
-    (
-        "AMP106",
-        """
-        import torch
+def _unscale(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    s.unscale_(o)
 
-        x = torch.ones(2, 2)
-        with torch.cpu.amp.autocast(device_type="cpu"):
-            assert (x @ x).dtype is torch.bfloat16
-        """,
-        TypeError,
-    ),
-    (
-        "AMP106",
-        """
-        from torch.cpu.amp import GradScaler
-        import torch
 
-        scaler = GradScaler("cpu")
-        assert scaler.scale(torch.ones(())) == 65536
-        """,
-        TypeError,
-    ),
-    (
-        "AMP107",
-        """
-        import torch
+def _zero(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    o.zero_grad()
 
-        scaler = torch.amp.GradScaler(not torch)
-        assert not scaler.is_enabled()
-        """,
-        AssertionError,
-    ),
-    (
-        "AMP107",
-        """
-        import torch
 
-        scaler = torch.cpu.amp.GradScaler(bool(torch))
-        assert scaler.scale(torch.ones(())) == 65536
-        """,
-        AssertionError,
-    ),
-    (
-        "AMP108",
-        """
-        import torch.amp.autocast as region
-        import torch
+def test_the_protocol_works() -> None:
+    assert _run(_scaled, _unscale, _step, _update).tolist() == [0.5, 0.5]
 
-        x = torch.ones(2, 2)
-        with region("cpu"):
-            assert (x @ x).dtype is torch.bfloat16
-        """,
-        ModuleNotFoundError,
-    ),
-    (
-        "AMP110",
-        """
-        import torch
 
-        with torch.autocast("cpu"):
-            assert torch.is_autocast_enabled()
-        """,
-        AssertionError,
-    ),
-    (
-        "AMP302",
-        """
-        import torch
+RAISES = {
+    "AMP204 no update": ((_scaled, _step, _scaled, _step), "since the last update"),
+    "AMP204 update first": ((_scaled, _update, _step), "No inf checks"),
+    "AMP206 not scaled": ((_plain, _step), "script did not use scaler.scale"),
+    "AMP207 no gradients": ((_scaled, _zero, _step), "No inf checks"),
+    "AMP208 unscaled twice": ((_scaled, _unscale, _unscale), "already been called"),
+}
 
-        linear = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(linear.parameters(), 0.1)
-        losses = []
-        for _ in range(2):
-            with torch.autocast("cpu"):
-                for _ in range(2):
-                    loss = linear(torch.ones(1, 2)).square().sum() + 1
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    losses.append(loss.item())
-        assert losses[0] != losses[1]
-        """,
-        AssertionError,
-    ),
-    (
-        "AMP310",
-        """
-        import torch
 
-        x = torch.full((8, 8), 3.0)
-        with torch.autocast("cpu"):
-            h = x @ x
-            with torch.autocast("cpu", enabled=False):
-                assert torch.exp(h).dtype is torch.float32
-        """,
-        AssertionError,
-    ),
-    (
-        "AMP311",
-        """
-        import torch
+@pytest.mark.parametrize("name", RAISES)
+def test_pytorch_refuses(name: str) -> None:
+    steps, message = RAISES[name]
+    with pytest.raises((RuntimeError, AssertionError), match=message):
+        _run(*steps)
 
-        x = torch.ones(2, 2)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = x @ x
-        assert h.cpu().numpy().sum() == 8
-        """,
-        TypeError,
-    ),
-    (
-        "AMP311",
-        """
-        import torch
 
-        x = torch.eye(2)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = x @ x
-        assert torch.linalg.inv(h).sum() == 2
-        """,
-        RuntimeError,
-    ),
-    (
-        "AMP112",
-        """
-        import torch
+def test_pytorch_computes_wrongly_without_a_word() -> None:
+    right = _run(_scaled, _step, _update)
+    again = _run(_scaled, _unscale, _update, _step)  # AMP204: divided twice
+    assert (again - 1).abs().max() < 1e-4 < (right - 1).abs().max()
+    unseen = _run(_scaled, lambda w, o, s: o.step())  # AMP205: not divided at all
+    assert unseen.abs().max() > 1000
+    mixed = _run(
+        _scaled, _step, _update, _zero, _plain, _step
+    )  # AMP206: divided by what was never there
+    assert torch.allclose(mixed, right, atol=1e-4)
 
-        region = torch.autocast("cpu")
-        with region:
-            with region:
-                pass
-        assert not torch.is_autocast_enabled("cpu")
-        """,
-        AssertionError,
-    ),
-    (
-        "AMP112",
-        """
-        import torch
 
-        @torch.autocast("cpu")
-        def f(n):
-            return f(n - 1) if n else 0
+def test_a_closure_is_refused_by_name_only() -> None:
+    def with_closure(
+        w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler
+    ) -> None:
+        s.step(o, closure=lambda: 0.0)
 
-        f(2)
-        assert not torch.is_autocast_enabled("cpu")
-        """,
-        AssertionError,
-    ),
-    (
-        "AMP307",
-        """
-        import torch
+    def by_position(
+        w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler
+    ) -> None:
+        s.step(o, lambda: 0.0)
 
-        class Twice(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x * 2
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        _run(_scaled, with_closure)
+    assert _run(_scaled, by_position).tolist() == [0.5, 0.5]
+    with pytest.raises(TypeError, match="closure"):
+        _run(_scaled, _step, kind=torch.optim.LBFGS)
 
-            @staticmethod
-            @torch.amp.custom_bwd(device_type="cpu")
-            def backward(ctx, grad):
-                return grad * 2
 
-        Twice.apply(torch.ones(2, requires_grad=True)).sum().backward()
-        """,
-        AttributeError,
-    ),
-    (
-        "AMP308",
-        """
-        import torch
+def test_float16_has_no_such_numbers() -> None:
+    x = torch.zeros(2, dtype=torch.float16)
+    mask = torch.tensor([True, False])
+    for value in (-1e9, torch.finfo(torch.float32).min, 65505.0):  # AMP404
+        with pytest.raises(RuntimeError, match="without overflow"):
+            x.masked_fill(mask, value)
+    for value in (-1e4, float("-inf"), torch.finfo(x.dtype).min):
+        x.masked_fill(mask, value)
+    assert torch.tensor(1e5, dtype=torch.float16).isinf()  # AMP405
+    assert (x + 65520.0).isinf().all()
+    with pytest.raises(RuntimeError, match="without overflow"):
+        torch.full((2,), 7e4, dtype=torch.float16)
+    for epsilon, lost in ((2.0**-25, True), (3e-8, False), (1e-8, True)):  # AMP403
+        assert bool((x + epsilon == 0).all()) is lost
+        assert bool((x.clamp(min=epsilon) == 0).all()) is lost
 
-        class Twice(torch.autograd.Function):
-            @staticmethod
-            @torch.amp.custom_fwd(device_type="cpu")
-            def forward(x):
-                return x * 2
 
-            @staticmethod
-            def setup_context(ctx, inputs, output):
-                pass
+def test_products_are_float16_in_a_region() -> None:
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.float16):
+        for product in (x @ x, torch.einsum("ij,jk->ik", x, x), torch.nn.functional.linear(x, x)):
+            assert (product / 2.0).dtype == torch.float16
+        with pytest.raises(RuntimeError, match="without overflow"):
+            (x @ x).masked_fill(x > 0, -1e9)
 
-            @staticmethod
-            @torch.amp.custom_bwd(device_type="cpu")
-            def backward(ctx, grad):
-                return grad * 2
 
-        Twice.apply(torch.ones(2, requires_grad=True)).sum().backward()
-        """,
-        AttributeError,
-    ),
-    (
-        "AMP306",
-        """
-        import torch
-
-        class Linear(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, weight):
-                ctx.save_for_backward(x, weight)
-                return x @ weight
-
-            @staticmethod
-            def backward(ctx, grad):
-                x, weight = ctx.saved_tensors
-                return grad @ weight.T, x.T @ grad
-
-        with torch.autocast("cpu"):
-            y = Linear.apply(torch.ones(2, 2, requires_grad=True), torch.ones(2, 2))
-        y.sum().backward()
-        """,
-        RuntimeError,
-    ),
-    (
-        "AMP312",
-        """
-        import torch
-
-        x = torch.ones(2, 2)
-        with torch.autocast("cpu"):
-            h = x @ x
-            x.addmm_(h, h)
-        """,
-        RuntimeError,
-    ),
+FIXED = [
+    pytest.param(case.code, case.fixed, id=f"{code}-{number}")
+    for code in ("AMP401", "AMP402")
+    for number, case in enumerate(all_rules()[code].invalid, 1)
+    if case.fixed is not None
 ]
-NO_FIX = {"AMP112", "AMP302", "AMP306", "AMP307", "AMP308", "AMP312"}
 
 
-def _run(program: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exec(compile(program, "program.py", "exec"), {"__name__": "program"})
-
-
-@pytest.fixture(autouse=True)
-def _autocast_as_before() -> Iterator[None]:
-    yield
-    torch.set_autocast_enabled("cpu", False)
-    torch.clear_autocast_cache()
-
-
-@pytest.mark.parametrize(
-    ("code", "program", "error"), FAILING, ids=[f"{c}-{i}" for i, (c, _, _) in enumerate(FAILING)]
-)
-def test_what_a_rule_finds_fails_and_what_it_fixes_runs(
-    code: str, program: str, error: type[Exception]
-) -> None:
-    text = decode(textwrap.dedent(program).encode())
-    with pytest.raises(error):
-        _run(text.string)
-    settings = Settings(codes=frozenset({code}), unsafe_fixes=True)
-    assert check(text, "program.py", settings).findings
-    fixed = fix(text, "program.py", settings)
-    assert bool(fixed.fixed) == (code not in NO_FIX)
-    if fixed.fixed:
-        _run(fixed.text.string)
-
-
-def test_backward_in_a_region_loses_digits_and_the_fix_keeps_them() -> None:
-    program = """
-    import torch
-
-    torch.manual_seed({seed})
-    x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
-    with torch.autocast("cpu"):
-        with torch.autocast("cpu", enabled=False):
-            loss = (x @ w).square().sum()
-        loss.backward()
-    exact = 2 * x.double().T @ (x.double() @ w.detach().double())
-    error = ((w.grad - exact).norm() / exact.norm()).item()
-    """
-    text = decode(textwrap.dedent(program.format(seed=torch.randint(1000, ()).item())).encode())
-    fixed = fix(text, "program.py", Settings(codes=frozenset({"AMP301"}), unsafe_fixes=True))
-    before: dict[str, float] = {}
-    after: dict[str, float] = {}
-    exec(text.string, before)
-    exec(fixed.text.string, after)
-    # float32 has 2**-24, the region's bfloat16 2**-9
-    assert after["error"] < 2.0**-20 < 2.0**-12 < before["error"]
+@pytest.mark.parametrize(("before", "after"), FIXED)
+def test_a_fix_of_a_formula_computes_the_same(before: str, after: str) -> None:
+    x, q = torch.randn(3, 4), torch.randn(4, 4)
+    results = []
+    for code in (before, after):
+        values: dict[str, object] = {"x": x, "t": 2.0}
+        exec(textwrap.dedent(code), values)
+        if callable(attend := values.get("attend")):
+            values["y"] = attend(q, x.T @ x)
+        results.append({k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
+    assert results[0].keys() == results[1].keys() != {"x"}
+    for name, value in results[0].items():
+        assert torch.allclose(value, results[1][name], rtol=1e-5, atol=1e-6), name
