@@ -253,6 +253,56 @@ def test_sparse_complex_frozen_and_double_backward() -> None:
     assert found["output", "turn"]["elements"] == [2 * 12]
 
 
+def test_steps_that_differ_are_all_known() -> None:
+    """A module that runs in float16 first in a later step makes that the narrowest type."""
+    model = network()
+    optimizer = sgd(model)
+    with precast.monitor(model) as monitor:
+        take(model, optimizer)
+        take(model, optimizer)
+        assert monitor.as_dict()["format"] == "float32"
+        with precast.autocast("cpu", dtype=torch.float16):
+            take(model, optimizer)
+        take(model, optimizer)
+    assert monitor.as_dict()["format"] == "float16"
+
+
+def test_losses_with_scales_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Overflows(False), nn.Linear(8, 4))
+    optimizer = sgd(model)
+    scalers = precast.LossScalers("cpu", ["a", "b"], init_scale=8.0, on_verdict="ignore")
+    with precast.monitor(model) as monitor:
+        for step in range(4):
+            model[1].factor = math.inf if step == 2 else 1.0
+            optimizer.zero_grad()
+            out = model(torch.randn(3, 8))
+            scalers.backward("a", out.square().mean(), optimizer, retain_graph=True)
+            scalers.backward("b", out.abs().mean(), optimizer)
+            scalers.step(optimizer)
+            scalers.update()
+    assert monitor.steps == 4
+    assert monitor.first is not None
+    assert (monitor.first.step, monitor.first.name) == (2, "1")
+    assert [entry["skipped"] for entry in monitor.ring] == [False, False, True, False]
+
+
+def test_in_distributed_data_parallel(tmp_path: Any) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/together", rank=0, world_size=1
+    )
+    try:
+        model = nn.parallel.DistributedDataParallel(network())
+        optimizer = sgd(model)
+        with precast.monitor(model, every=1) as monitor:
+            take(model, optimizer)
+            take(model, optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
+    found = entries(monitor)
+    assert {"0", "1", "2", "3", "4"} == {name for kind, name in found if kind == "output"}
+    assert found["parameter", "0.weight"]["steps"] == [0, 1]
+
+
 def test_names_are_those_of_the_model_inside_wrappers() -> None:
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module) -> None:

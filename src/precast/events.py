@@ -106,7 +106,10 @@ class StepEvent:
 
     @property
     def first(self) -> First | None:
-        """Where numbers first became infinite or NaN, if the step was skipped and a `precast.monitor` watched it."""
+        """Where numbers first became infinite or NaN, if the step was skipped and a `precast.monitor` watched it.
+
+        With a fused optimizer it is looked for when it is read: ask before the next forward, or ask the monitor.
+        """
         found: First | None = self.findings.first if self.skipped else None
         return found
 

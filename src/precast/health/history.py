@@ -42,6 +42,9 @@ class History:
         self._usual: set[tuple[str, str]] = set()
         """Tensors that are infinite or NaN in good steps, too, as masks are."""
         self._slots: tuple[Slot, ...] = ()
+        """Of the step that was added last."""
+        self._known: tuple[Slot, ...] | None = None
+        """Those that were looked at last."""
         self._dtypes: set[str] = set()
 
     @property
@@ -89,7 +92,8 @@ class History:
         )
 
     def _look(self, step: Step, extremes: list[Extremes]) -> None:
-        if not self._latest or step.slots is not self._slots:
+        if step.slots is not self._known:
+            self._known = step.slots
             self.tensors.update(dict.fromkeys((slot.kind, slot.name) for slot in step.slots))
             self._dtypes.update(slot.dtype for slot in step.slots)
         skipped = None if step.skipped is None else bool(step.skipped)
