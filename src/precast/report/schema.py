@@ -214,7 +214,7 @@ class WhatIf(TypedDict):
 class HealthModule(TypedDict):
     """One tensor that was watched; every list has an entry a step of `steps`.
 
-    `underflow_zeros` counts the zeros that underflow made; where that is not known it is null, or `underflow_known` false.
+    `underflow_zeros` counts zeros that underflow made; where that is not known it is null, or `underflow_known` false.
     """
 
     name: str
