@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import clients, demos, growth, models, overhead, page
+from benchmarks import clients, demos, growth, models, observing, overhead, page
 from benchmarks.tables import about, print_rows
 
 Rows = Iterator[dict[str, Any]]
@@ -45,10 +45,11 @@ def _rounds(default: int) -> Callable[[Any], Any]:
 def main(context: click.Context, path: Path | None) -> None:
     """Measure precast beside torch.autocast, in one process, in turns.
 
-    Without COMMAND: overhead, demos and models.
+    Without COMMAND: overhead, demos, models and observing.
     """
     if context.invoked_subcommand is None:
-        suites = {"overhead": Suite(overhead.run), "demos": _DEMOS, **_models()}
+        watching = {"observing": Suite(observing.run)}
+        suites = {"overhead": Suite(overhead.run), "demos": _DEMOS, **_models(), **watching}
         _measure(suites, path)
 
 
@@ -65,6 +66,14 @@ def _overhead(rounds: int, path: Path | None) -> None:
 def _demos(path: Path | None) -> None:
     """A training step of the demos, as the demos train."""
     _measure({"demos": _DEMOS}, path)
+
+
+@main.command("observing")
+@_rounds(observing.ROUNDS)
+@_JSON
+def _observing(rounds: int, path: Path | None) -> None:
+    """What watching a training step costs: traced, counted."""
+    _measure({"observing": Suite(lambda: observing.run(rounds=rounds))}, path)
 
 
 @main.command("clients")

@@ -97,6 +97,7 @@ def render(data: dict[str, Any]) -> str:
             "",
             *_growth(grown),
             "",
+            *_watching(by_name["observing"]),
         ]
     )
 
@@ -179,6 +180,22 @@ def _growth(rows: Sequence[Row]) -> Iterator[str]:
     for axis, size in dict.fromkeys((row["case"], row["size"]) for row in rows):
         found = {r["kind"]: r for r in rows if (r["case"], r["size"]) == (axis, size)}
         yield _line([f"{axis}: {size}", *(_grown(found.get(kind)) for kind in shown)])
+
+
+def _watching(rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield "### A step that is watched"
+    yield ""
+    yield 'A training step of the decoder with AdamW; ratios to the plain step. "ended" is after a trace has ended.'
+    yield ""
+    yield _line(["network", "step", "ms", "ratio (spread)", "at most"])
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        target = "" if row["target"] is None else f"{row['target']:.2f}"
+        cells = [f"{row['median_ms']:.1f}", _figure(row, "ratio"), target]
+        yield _line([row["case"], row["kind"], *cells])
+    yield ""
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, dict[str, Row]]]:

@@ -47,6 +47,7 @@ def print_rows(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "clients": _clients,
         "models": _models,
         "models growth": _models_growth,
+        "observing": _observing,
     }
     for benchmark, fill in tables.items():
         chosen = [row for row in rows if row["benchmark"] == benchmark]
@@ -134,6 +135,15 @@ def _models_growth(rows: list[dict[str, Any]]) -> Table:
         if "skipped" not in row:
             times = (f"{row['median_ms'] * 1e3:.1f}", f"{row['times_first']:.2f}")
             table.add_row(f"{row['case']}: {row['size']}", row["kind"], *times, _ratio(row))
+    return table
+
+
+def _observing(rows: list[dict[str, Any]]) -> Table:
+    title = "A training step that is watched (ratio: to the plain step, and its spread)"
+    table = _table(title, ("network", "step"), ("ms", "ratio", "at most"))
+    for row in rows:
+        target = "" if row["target"] is None else f"{row['target']:.2f}"
+        table.add_row(row["case"], row["kind"], f"{row['median_ms']:.2f}", _ratio(row), target)
     return table
 
 

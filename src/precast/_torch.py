@@ -56,6 +56,7 @@ __all__ = [
     "fused_copy",
     "handles_scaling",
     "has_autocast_kernel",
+    "has_compiled",
     "has_device",
     "in_backward",
     "in_ddp",
@@ -750,6 +751,12 @@ def forget_compiled() -> None:
     """Drops what `torch.compile` made in this process, if it made anything; does not load it to find out."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+def has_compiled() -> bool:
+    """Whether `torch.compile` has compiled something in this process; its counters are documented for no use (2.13)."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 def on_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

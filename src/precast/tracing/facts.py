@@ -162,6 +162,8 @@ class Weights:
         size: int,
     ) -> None:
         """A tensor was cast to 16 bits at op, module and source."""
+        if _torch.is_functorch_wrapper(source):
+            return
         base = _torch.base_of(source)
         weight = source if base is None else base
         if not (isinstance(weight, Parameter) or (weight.requires_grad and weight.is_leaf)):

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from precast import _torch
 from precast.tracing.rows import Phase, Step
 
 __all__ = ["MOVES", "Lineage", "Link", "Up"]
@@ -150,6 +151,8 @@ def _cut(link: Link) -> None:
 
 def _storage(tensor: Tensor) -> Any:
     if type(tensor).__torch_dispatch__ is not _NO_DISPATCH or tensor.layout is not torch.strided:
+        return None
+    if _torch.is_functorch_wrapper(tensor):  # it stands for another
         return None
     return tensor.untyped_storage()
 

@@ -123,6 +123,8 @@ class Recorder:
         frame = frame_above(2)
         source, owner, phase = read_stack(frame)
         module = None if owner is None else self.names.of(owner, frame)
+        if _torch.current_node() is not None:
+            phase = "backward"  # as where a checkpoint runs again
         place = Place(module, source, phase).forward()
         decision = _Decision(op, policy, decided, place)
         tensors = tensors_of(args, kwargs)
@@ -136,21 +138,11 @@ class Recorder:
     def end(self, result: Any) -> None:
         """It has been carried out."""
         d = self._decisions.pop()
-        decided, device, outputs = d.decided, d.op.device_type, tensors_of((result,), {})
-        cached = max(0, d.wanting - d.casts)
-        around = Around(region_around(device), self._reasons.module_rule(), device)
-        row = self.tally.row(d.place, decided, d.inputs, outputs, around)
-        if row is not None:
-            row.casts += d.casts
-            row.cast_bytes += d.cast_bytes
-            row.cached += cached
-            row.seconds += d.seconds
-            row.cast_seconds += d.cast_seconds
-        self.totals.cached += cached
-        self.counts.add(decided.op, device, decided.rule or Rule.KEEP, d.casts)
+        decided, outputs = d.decided, tensors_of((result,), {})
+        self._count(d, outputs)
         island = None
         if d.ups and decided.rule in _FP32:
-            key = *d.at, device, d.policy.name
+            key = *d.at, d.op.device_type, d.policy.name
             island = self.facts.island(key, d.ups, d.seconds - d.cast_seconds)
         up = self.facts.carried(decided.op, d.links) or self.facts.moved(decided.op, d.ups)
         sets = decided.rule in (Rule.LOWER, *_FP32)
@@ -161,9 +153,24 @@ class Recorder:
             link.up = up if tensor.dtype is torch.float32 else None
 
     def fail(self, error: BaseException) -> None:
-        """It has raised."""
+        """It has raised; a checkpoint that runs again ends so, when it has what it needs."""
         d = self._decisions.pop()
+        self._count(d, [])
         note_on(error, d.decided, d.op.device_type, d.policy, d.inputs, d.links, enabled=True)
+
+    def _count(self, d: _Decision, outputs: list[Tensor]) -> None:
+        decided, device = d.decided, d.op.device_type
+        cached = max(0, d.wanting - d.casts) if outputs else 0
+        around = Around(region_around(device), self._reasons.module_rule(), device)
+        row = self.tally.row(d.place, decided, d.inputs, outputs, around)
+        if row is not None:
+            row.casts += d.casts
+            row.cast_bytes += d.cast_bytes
+            row.cached += cached
+            row.seconds += d.seconds
+            row.cast_seconds += d.cast_seconds
+        self.totals.cached += cached
+        self.counts.add(decided.op, device, decided.rule or Rule.KEEP, d.casts)
 
     # --- operations ---
 
@@ -254,8 +261,10 @@ class Recorder:
         if not self._in_backward:
             self._in_backward = True
             self._count_saved()
+        if module is not None:  # a checkpoint runs again
+            return Place(module, source, "backward"), None
         maker = self._maker(graph_node)
-        if module is None and maker is not None:
+        if maker is not None:
             module, source = maker.place.module, maker.place.source or source
         reason = self._reasons.backward(None if maker is None else maker.op, graph_node)
         return Place(module, source, "backward"), reason

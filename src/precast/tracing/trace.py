@@ -148,7 +148,22 @@ class Trace(SavedTrace):
         )
 
     def _notes(self) -> list[str]:
-        return []
+        tally = self._recorder.tally
+        notes = []
+        if _torch.has_compiled():
+            notes.append(
+                "This process has functions of torch.compile: of what they fuse a trace sees nothing, and of the casts "
+                "in them no rule. To see their operations, trace them uncompiled."
+            )
+        if any(row.device != "cpu" for row in tally.rows.values()):
+            notes.append(
+                "Times are the host's: on a device that works on its own, those of launching."
+            )
+        if tally.dropped:
+            notes.append(
+                f"{tally.dropped:,} calls have no row, as there were too many kinds of rows."
+            )
+        return notes
 
     def _change(self, *, full: bool) -> None:
         if full == self.full:
