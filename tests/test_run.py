@@ -26,6 +26,7 @@ class Done:
     stdout: str
     stderr: str
     document: dict[str, Any]
+    folder: Path
 
     @property
     def ours(self) -> list[str]:
@@ -53,10 +54,10 @@ def start(command: list[str], folder: Path, **extra: str) -> subprocess.Popen[st
 
 
 def ended(process: subprocess.Popen[str], folder: Path) -> Done:
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=300)
     path = folder / "out.json"
     document = json.loads(path.read_text()) if path.exists() else {}
-    return Done(process.returncode, stdout, stderr, document)
+    return Done(process.returncode, stdout, stderr, document, folder)
 
 
 def write(folder: Path, text: str, name: str = "program.py") -> None:

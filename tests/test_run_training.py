@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.test_run import RUN, assert_alike, both, ended, start, write
+from tests.test_run import RUN, Done, assert_alike, both, ended, start, write
 
 TRAIN = """
 import os, sys
@@ -173,6 +174,58 @@ def test_whatever_loads_torch_first_it_is_watched_from_then_on(tmp_path: Path, f
     assert done.stdout == "precast.scaler SourceFileLoader\n"
     assert done.document["run"]["steps"] == 1
     assert done.document["counts"][0]["op"] == "linear"
+
+
+COUNTED = """
+import contextlib, json, os, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from tests.test_trace import Casts
+
+@contextlib.contextmanager
+def counted():
+    casts, ends = Casts(), []
+    register_optimizer_step_post_hook(lambda *_: ends.append((casts.number, casts.bytes)))
+    with casts:
+        yield
+    with open("ends.json", "w") as file:
+        json.dump(ends, file)
+"""
+
+
+def counted_program(folder: Path, text: str) -> None:
+    """A program that counts its casts itself, up to the end of each step of an optimizer."""
+    write(folder, COUNTED + textwrap.dedent(text))
+
+
+def assert_counted(done: Done, steps: tuple[int, int]) -> None:
+    """Whether the document's casts in these steps are what the program counted."""
+    assert done.code == 0, done.stderr
+    begin, end = steps
+    document, trace = done.document, done.document["trace"]
+    ends = json.loads((done.folder / "ends.json").read_text())
+    assert document["run"]["steps"] == len(ends) > end
+    assert document["run"]["traced"] == [begin, end]
+    number, size = (
+        after - before for before, after in zip(ends[begin - 1], ends[end - 1], strict=True)
+    )
+    assert number > 0
+    assert (trace["totals"]["casts"], trace["totals"]["cast_bytes"]) == (number, size)
+    assert sum(flow["casts"] for flow in trace["flow"]) == number
+    assert sum(row["casts"] for row in trace["rows"]) == number
+
+
+def test_the_casts_of_the_digits_demo_are_counted_right(tmp_path: Path) -> None:
+    counted_program(
+        tmp_path,
+        """
+        from precast.cli import main
+        with counted():
+            main(["demo", "digits", "--size", "8", "--steps", "12", "--device", "cpu"], standalone_mode=False)
+        """,
+    )
+    command = [*RUN, "--steps", "4:9", "--json", "out.json", "program.py"]
+    process = start(command, tmp_path, PYTHONPATH=str(Path(__file__).parents[1]))
+    assert_counted(ended(process, tmp_path), (4, 9))
 
 
 def test_ranks_write_a_report_each_and_one_together(tmp_path: Path) -> None:
