@@ -263,6 +263,8 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
         "from precast.cli import main; main(['--help'], standalone_mode=False)",
         "from precast.cli import main; main(['demo', '--help'], standalone_mode=False)",
         "from precast.cli import main; main(['doctor', '--help'], standalone_mode=False)",
+        "from precast.cli import main; main(['run', '--help'], standalone_mode=False)",
+        "import precast.running.runner, precast.report",
         "from precast.cli import main; main(['--version'], standalone_mode=False)",
     ],
 )
