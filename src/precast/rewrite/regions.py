@@ -7,7 +7,7 @@ enabled are None where the text does not say (a variable), never a guess.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from precast.rewrite.arguments import Arguments
 from precast.rewrite.source import Source
@@ -104,14 +104,34 @@ def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
 def _regions(source: Source) -> Iterator[Region]:
     for statement in source.all(cst.With):
         for item in statement.items:
-            call = source.values.constructed(item.item)
-            if isinstance(call, cst.Call) and (found := region_of_call(source, statement, call)):
+            found = _entered(source, statement, item.item)
+            if found is not None:
                 yield found
     for function in source.all(cst.FunctionDef):
         for decorator in function.decorators:
             inner = decorator.decorator
             if isinstance(inner, cst.Call) and (found := region_of_call(source, function, inner)):
                 yield found
+
+
+def _entered(source: Source, statement: Node, item: Node) -> Region | None:
+    """The region that a `with` item enters: a call, a name for one, or one side of `autocast() if amp else other`."""
+    if isinstance(item, cst.Name):
+        binding = source.names.only_binding(item)
+        if (
+            binding is not None
+            and isinstance(binding.value, cst.IfExp)
+            and binding.kind == "assign"
+        ):
+            item = binding.value
+    if isinstance(item, cst.IfExp):
+        sides = [_entered(source, statement, side) for side in (item.body, item.orelse)]
+        one = sides[0] or sides[1]
+        if one is None or all(sides):
+            return None
+        return replace(one, enabled=None if one.enabled else one.enabled)
+    call = source.values.constructed(item)
+    return region_of_call(source, statement, call) if isinstance(call, cst.Call) else None
 
 
 def _device(node: Node | None) -> str | None:

@@ -70,6 +70,9 @@ VALID = (
         with torch.autocast("cuda"):
             with torch.autocast("cuda", enabled=False):
                 loss.backward()
+
+        with torch.autocast("cuda", enabled=False) if amp else torch.no_grad():
+            loss.backward()
     """),
     Case(
         """
@@ -187,6 +190,37 @@ INVALID = (
             if training:
                 accelerator.backward(loss)
     """),
+    Case(
+        """
+        from contextlib import nullcontext
+        import torch
+
+        def train(amp):
+            region = torch.autocast("cuda") if amp else nullcontext()
+            with region:
+                loss = model(x)
+                loss.backward()
+            with nullcontext() if not amp else torch.autocast("cuda"):
+                loss = model(x)
+                loss.backward()
+        """,
+        """
+        from contextlib import nullcontext
+        import torch
+
+        def train(amp):
+            region = torch.autocast("cuda") if amp else nullcontext()
+            with region:
+                loss = model(x)
+            loss.backward()
+            with nullcontext() if not amp else torch.autocast("cuda"):
+                loss = model(x)
+            loss.backward()
+        """,
+        count=2,
+        unsafe=True,
+        note="A region that is not always entered.",
+    ),
 )
 
 RULE = Rule(
