@@ -74,9 +74,10 @@ docs-examples: $(STAMP)  ## run every Python example of the README files and doc
 
 ci: lint types test test-clients  ## everything CI runs (the layer test and the docs examples are part of `test`)
 
-bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast; writes docs/performance.md
+bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast, and the checker; writes docs/performance.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
+	$(BIN)/python -m benchmarks.check --write
 
 gpu: $(STAMP)  ## everything that needs a GPU, in about nine minutes; writes docs/gpu.md
 	$(BIN)/python -m tools.gpu

@@ -56,7 +56,7 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP402", "amp402_log_of_softmax", "log-of-softmax", "warning", True, ("torch log( softmax(", "torch log( sigmoid(", "torch log( exp( sum(")),
     ("AMP403", "amp403_epsilon_float16", "epsilon-below-float16", "warning", True, ("torch half( e-8", "torch half( e-08", "torch half( e-9", "torch half( e-09", "torch half( e-1", "torch float16 e-8", "torch float16 e-08", "torch float16 e-9", "torch float16 e-09", "torch float16 e-1", "torch autocast e-8", "torch autocast e-08", "torch autocast e-9", "torch autocast e-09", "torch autocast e-1")),
     ("AMP404", "amp404_mask_constant", "mask-beyond-float16", "error", True, ("masked_fill",)),
-    ("AMP405", "amp405_constant_float16", "constant-beyond-float16", "warning", True, ("torch half", "torch float16")),
+    ("AMP405", "amp405_constant_float16", "constant-beyond-float16", "warning", True, ("torch .half", "torch .float16")),
     ("AMP406", "amp406_reduce_all", "reduction-without-dim", "information", False, ("torch forward",)),
     ("AMP501", "amp501_item_every_step", "item-every-step", "information", False, ("item() backward(", "item() .grad(")),
     ("AMP502", "amp502_sliced_in_loop", "tensor-sliced-in-loop", "information", False, ("torch range( .size(", "torch range( .shape[")),

@@ -1,0 +1,49 @@
+"""`python -m benchmarks.check`: it measures what it says, and its page is that of its numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import check
+
+
+def test_a_tree_is_as_large_as_asked_and_some_of_it_uses_amp(tmp_path: Path) -> None:
+    tree = check.make(tmp_path, lines=1500, using=2)
+    texts = [path.read_text() for path in sorted(tmp_path.rglob("*.py"))]
+    assert len(texts) == tree.files
+    assert sum(text.count("\n") for text in texts) == tree.lines >= 1500
+    assert ["autocast" in text for text in texts] == [n < 2 for n in range(tree.files)]
+    for text in texts:
+        compile(text, "module.py", "exec")
+
+
+def test_all_numbers_are_there_and_make_a_table(tmp_path: Path) -> None:
+    found = check.measure(tmp_path, lines=600, using=8, rounds=1, torchfix=None)
+    assert all(value > 0 for value in found["seconds"].values())
+    assert [row["using"] for row in found["growth"]] == [0, 2, 4, 8]
+    found |= {"rounds": 1, "cpu": "a CPU", "load": 0, "date": "today", "torchfix": "None."}
+    text = check.table(found)
+    assert "| precast check |" in text
+    assert "| ruff check |" in text
+
+
+def test_a_program_that_fails_is_no_measurement() -> None:
+    with pytest.raises(RuntimeError, match="failed"):
+        check.seconds("python3", "-c", "raise ValueError")
+
+
+def test_the_page_is_that_of_the_numbers() -> None:
+    page = check.PAGE.read_text(encoding="utf-8")
+    between = page.partition(check.BEGIN)[2].partition(check.END)[0]
+    assert page.count(check.BEGIN) == page.count(check.END) == 1
+    if check.DATA.exists():
+        found = json.loads(check.DATA.read_text(encoding="utf-8"))
+        assert between.strip() == check.table(found).strip()
+        times = found["seconds"]
+        assert times["LibCST parses it all"] >= 20 * times["precast check"]
+        assert times["precast check, from its cache"] < 2
+    else:
+        assert not between
