@@ -110,6 +110,42 @@ def test_inference_has_steps_and_health_is_watched_where_asked_for(tmp_path: Pat
     assert all(step["loss"] is None for step in run.document["steps"])
 
 
+def test_an_overflow_is_in_the_document_with_its_first_module(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        import torch
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.001)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for step in range(6):
+            with torch.autocast("cpu", torch.float16):
+                if step == 4:
+                    with torch.no_grad():
+                        before = model[1].weight.clone()
+                        model[1].weight.fill_(60000.0)
+                loss = model(torch.ones(3, 4)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 4:
+                with torch.no_grad():
+                    model[1].weight.copy_(before)
+            optimizer.zero_grad()
+        """,
+    )
+    asked = [*RUN, "--health", "--json", "out.json", "program.py"]
+    run = ended(start(asked, tmp_path), tmp_path)
+    assert run.code == 0, run.stderr
+    assert [step["skipped"] for step in run.document["steps"]] == [i == 4 for i in range(6)]
+    first = run.document["steps"][4]["first"]
+    assert (first["step"], first["kind"], first["name"]) == (4, "output", "1")
+    assert all(step["first"] is None for step in run.document["steps"] if step["step"] != 4)
+    assert run.document["health"]["first"]["name"] == "1"
+    assert "1 step was skipped, the first was step 4" in " ".join(x.strip() for x in run.ours)
+
+
 FAILS = """
 import torch
 
