@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from precast.rewrite.arguments import Arguments
 from precast.rewrite.guards import is_tried
 from precast.rewrite.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast.rewrite.regions import region_in_force
+from precast.rewrite.regions import Region, region_in_force
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 
@@ -27,8 +27,21 @@ def check(source: Source) -> Iterator[Finding]:
         region = region_in_force(source, call)
         if region is None or region.device != "cuda" or is_tried(source, call):
             continue
-        if (source.origin(region.call.func) or "").startswith("torch."):
+        is_pytorchs = (source.origin(region.call.func) or "").startswith("torch.")
+        if is_pytorchs and not _is_off_by_default(source, region):
             yield source.find(RULE, call, fix=_fix(source, call) if is_function else None)
+
+
+def _is_off_by_default(source: Source, region: Region) -> bool:
+    """Whether a parameter says if the region is on, and its default is False."""
+    if region.enabled is not None:
+        return False
+    for node in Arguments.of(region.call).keywords.values():
+        for binding in source.names.bindings(node):
+            value = binding.value
+            if binding.kind == "param" and isinstance(value, cst.Name) and value.value == "False":
+                return True
+    return False
 
 
 def _is_loss_object(source: Source, func: Node) -> bool:
@@ -99,6 +112,21 @@ VALID = (
             loss = torch.nn.functional.binary_cross_entropy(p, y)
         """,
         note="precast runs it in float32.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Loss(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.loss = torch.nn.BCELoss()
+
+            def forward(self, p, y, amp=False):
+                with torch.cuda.amp.autocast(enabled=amp):
+                    return self.loss(p, y)
+        """,
+        note="The region is there to be off.",
     ),
     Case("""
         import torch
