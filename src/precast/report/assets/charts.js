@@ -127,7 +127,7 @@ function drawExponents(host, watched, format) {
   draw(host, [
     { type: "heatmap", x, y: shown.map((_, place) => place), z: part.map((row) => row.map((p) => (p ? Math.log10(p) : null))),
       zmin: -5, zmax: 0, colorscale: "Viridis", customdata: part.map((row, place) => row.map((p) => (
-        `${plain(shown[place].name)}: ${share(p)}`))), hovertemplate: "2^%{x}, %{customdata}<extra></extra>", hoverongaps: false,
+        `${plain(shown[place].name)}: ${share(p)}`))), hovertemplate: "2^%{x}, %{customdata}<extra></extra>", hoverongaps: false, showscale: !narrow(),
       colorbar: { title: { text: "share of numbers", side: "right" }, thickness: 12, len: split, y: 0, yanchor: "bottom", tickvals: [-4, -2, 0],
         ticktext: ["0.01%", "1%", "100%"], outlinewidth: 0 } },
     ...windows(format),

@@ -91,7 +91,7 @@ function flowTable(rows) {
   new Table(host("flow"), {
     caption: "Casts between dtypes in the steps that were traced", rows, sort: 2,
     columns: [{ ...text("From", "from"), show: (row) => chip(row.from) }, { ...text("To", "to"), show: (row) => chip(row.to) },
-      amount("Casts", "casts", number), amount("Bytes", "bytes", size), amount("Time", "seconds", duration)],
+      amount("Casts", "casts", number), amount("Bytes", "bytes", size), amount("Time", "seconds", duration, { wide: true })],
   });
 }
 
@@ -136,7 +136,7 @@ function showHealth() {
     && module.name.toLowerCase().includes(words)).map((module) => atStep(module, module.steps.indexOf(step), format));
   const shown = drawExponents(host("exponents"), rows, format);
   find(".heat-note").textContent = `Lines: what ${format} can hold; left of the dotted one numbers become zero, between it and the `
-    + "next they lose digits, right of the last they overflow." + (shown < rows.length
+    + "next they lose digits, right of the last they overflow. The brighter, the more numbers." + (shown < rows.length
     ? ` ${shown} of ${rows.length} modules are drawn, those that ${format} would lose most of: narrow the names down.` : "");
   if (health) health.show(rows);
   else health = healthTable(rows);
@@ -155,13 +155,13 @@ function healthTable(rows) {
     show: (row) => show(row.what ? pick(row.what) : null) });
   return new Table(host("health"), {
     caption: "What was watched at this step; the last four columns say what the chosen format would make of it", rows, sort: null,
-    columns: [text("Module", "name", { name: true }), amount("Largest", "maximum", scientific), amount("Root mean square", "rms", scientific, { wide: true }),
+    columns: [text("Module", "name", { name: true }), amount("Largest", "maximum", scientific, { wide: true }), amount("RMS", "rms", scientific, { wide: true }),
       amount("Underflow", "underflow", share), amount("Subnormal", "subnormal", share, { wide: true }), amount("Overflow", "overflow", share),
       amount("NaN", "nan", share, { wide: true }), what("If: underflow", (each) => each.underflow, share),
       what("If: overflow", (each) => each.overflow, share), what("Best scale", (each) => each.best_scale, power),
       what("Underflow with it", (each) => each.with_best?.underflow, share)],
     search: (row) => [row.name],
-    detail: (row) => [["Zeros", share(row.zeros)], ["Subnormal", share(row.subnormal)], ["Saturated", share(row.saturated)],
+    detail: (row) => [["Largest", scientific(row.maximum)], ["Zeros", share(row.zeros)], ["Subnormal", share(row.subnormal)], ["Saturated", share(row.saturated)],
       ["NaN", share(row.nan)], ["Root mean square", scientific(row.rms)],
       ...Object.entries(row.module.what_if).map(([format, each]) => [`In ${format}`, `underflow ${share(each.underflow)}, subnormal `
         + `${share(each.subnormal)}, overflow ${share(each.overflow)}; best scale ${power(each.best_scale)}, with it underflow `
