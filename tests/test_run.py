@@ -307,6 +307,42 @@ def test_what_cannot_be_done_is_said_before_anything_runs(
     assert "Traceback" not in done.stderr
 
 
+def test_without_the_extra_there_are_data_and_no_page(tmp_path: Path) -> None:
+    write(tmp_path, "print('it ran')")
+    write(tmp_path, "raise ImportError('not here')", "missing/plotly.py")
+    here = str(tmp_path / "missing")
+    alone = ended(start([*RUN, "program.py"], tmp_path, PYTHONPATH=here), tmp_path)
+    assert (alone.code, alone.stdout) == (1, "")
+    assert "pip install 'precast[report]'" in alone.stderr
+    asked = [*RUN, "--json", "out.json", "program.py"]
+    with_data = ended(start(asked, tmp_path, PYTHONPATH=here), tmp_path)
+    assert (with_data.code, with_data.stdout) == (0, "it ran\n")
+    assert with_data.document["run"]["ended"] == "ended"
+    assert not (tmp_path / "precast-report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "Name what `precast run --json` wrote"),
+        (("none.json",), 1, "cannot read none.json"),
+        (("half.json",), 1, "half.json is not a whole JSON file"),
+        (("a.json", "a.json"), 1, "a document without a rank"),
+    ],
+)
+def test_a_report_of_what_is_no_document_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    write(tmp_path, "")
+    ended(start([*RUN, "--json", "a.json", "program.py"], tmp_path), tmp_path)
+    (tmp_path / "half.json").write_text('{"schema": 1')
+    done = ended(start([RUN[0], "report", *arguments, "-o", "page.html"], tmp_path), tmp_path)
+    assert (done.code, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_a_policy_that_cannot_be_read_ends_the_program_where_it_loads_torch(
     tmp_path: Path,
 ) -> None:

@@ -1,7 +1,7 @@
 """The commands `precast run` and `precast report`.
 
 Invariants: torch is imported when the program that is run imports it, and never for `report`.
-Exit codes of `run`: the program's own; 2 where nothing was run, as it was asked for wrongly.
+Exit codes of `run`: the program's own; where nothing was run 2, asked for wrongly, or 1, an extra is missing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from precast.errors import MissingExtraError
 
 __all__ = ["report", "run"]
 
@@ -80,21 +82,35 @@ def run(
     """
     if program is None:
         raise click.UsageError("Name a script, as in `precast run train.py`.")
-    from precast import report as report_
     from precast.running import runner
     from precast.running.places import Places, rank_from_environment
     from precast.running.target import Target
 
-    page, as_json = (path and path.absolute() for path in (page or _DEFAULT, as_json))
-    places = Places(page, as_json, rank_from_environment())
+    if _makes_page(page, as_json):
+        page = page or _DEFAULT
+    places = Places(
+        page and page.absolute(), as_json and as_json.absolute(), rank_from_environment()
+    )
     target = Target(program, is_module, arguments)
     try:
         target.check()
         places.check()
-        report_.needed()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     runner.run(runner.Request(target, places, policy, steps, health))
+
+
+def _makes_page(page: Path | None, as_json: Path | None) -> bool:
+    """Whether there is a page: not where what makes it is missing, and data are all that was asked for."""
+    from precast import report as report_
+
+    try:
+        report_.needed()
+    except MissingExtraError:
+        if page is not None or as_json is None:
+            raise
+        return False
+    return True
 
 
 @click.command(short_help="Make the page of a run from its data; merge ranks.")

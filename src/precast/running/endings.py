@@ -137,7 +137,7 @@ class Endings:
 def _die_of_an_interrupt() -> None:
     """Has Python die of SIGINT when all is over, as it does where nobody caught an interrupt.
 
-    It remembers that for the last text that was run as a program, and we may have run some since (3.11 to 3.14).
+    It remembers that for the last text that was run as a program, and we may have run some since (Python 3.11).
     """
     try:
         exec("raise KeyboardInterrupt")
