@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, dotted, walk
@@ -18,6 +19,7 @@ _FAILURES = {
     "Exception",
     "BaseException",
 }
+_AMP = re.compile(r"autocast|GradScaler|custom_[fb]wd")
 _VERSION = re.compile(
     r"__version__|torch_?version|pt_?version|torch_\d|torch_g[et]|_at_least|_greater|greater_equal|is_torch|"
     r"(has|have|supports?|new)_(native_|torch_|cuda_|new_)*(amp|autocast|grad_?scaler)|"
@@ -64,15 +66,22 @@ def _asks_for_failure(item: Node) -> bool:
 
 def _is_guard(source: Source, node: Node) -> bool:
     if isinstance(node, cst.Try):
-        return any(_catches(handler) for handler in node.handlers)
+        caught = _CAUGHT | {"TypeError"} if _tries_amp(node) else _CAUGHT
+        return any(_catches(handler, caught) for handler in node.handlers)
     if isinstance(node, (cst.If, cst.IfExp, cst.While)):
         return is_version_test(source, node.test)
     return False
 
 
-def _catches(handler: cst.ExceptHandler) -> bool:
-    """Whether a handler is for names that are missing."""
-    return bool(_names(handler) & _CAUGHT)
+def _tries_amp(node: cst.Try) -> bool:
+    """Whether all that is tried is a call or two of AMP, which older versions refuse with a TypeError."""
+    names = (inner.value for inner in walk(node.body) if isinstance(inner, cst.Name))
+    return len(node.body.body) <= 2 and any(_AMP.search(name) for name in names)
+
+
+def _catches(handler: cst.ExceptHandler, caught: Collection[str]) -> bool:
+    """Whether a handler is for names that are missing, or for other arguments."""
+    return bool(_names(handler) & set(caught))
 
 
 def _names(handler: cst.ExceptHandler) -> set[str]:

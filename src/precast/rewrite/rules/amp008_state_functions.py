@@ -78,6 +78,18 @@ VALID = (
         else:
             dtype = torch.get_autocast_gpu_dtype()
     """),
+    Case(
+        """
+        import torch
+
+        def is_on(device):
+            try:
+                return torch.is_autocast_enabled(device)
+            except TypeError:
+                return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
+        """,
+        note="Before 2.4 the function takes no device: what is in the handler is for then.",
+    ),
 )
 
 INVALID = (
