@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precast.health import tally as tally_of
 from precast.health.bins import EDGES, Magnitudes, exponents, what_if
 from precast.health.formats import FORMATS, WHAT_IF
 from precast.health.samples import figures
@@ -156,6 +157,36 @@ def test_a_large_tensor_is_counted_in_pieces() -> None:
     assert sum(found.magnitudes.counts) == 210_001 - found.zeros
     finite = tensor[tensor.isfinite()].double()
     assert math.isclose(found.rms, float(finite.square().mean().sqrt()), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1 << 18])
+def test_keys_are_counted_alike_without_waiting(size: int) -> None:
+    keys = torch.randint(0, tally_of._KEYS, (size,), dtype=torch.int32)
+    keys[0], keys[-1] = 0, tally_of._KEYS - 1
+    found = tally_of._counted_without_waiting(keys)
+    assert torch.equal(found, torch.bincount(keys, minlength=tally_of._KEYS))
+    every = torch.arange(tally_of._KEYS, dtype=torch.int32)
+    assert torch.equal(
+        tally_of._counted_without_waiting(every), torch.ones(len(every), dtype=torch.long)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_counts_the_same_without_waiting(dtype: torch.dtype) -> None:
+    tensor = tensor_of([*SPECIAL, *torch.randn(5000).tolist()], dtype, "plain")
+    there = tensor.cuda()
+    tally = Tally()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        memory = memory_of(there)
+        assert memory is not None
+        tally.add(memory)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found, expected = tally.read(), counted(tensor)
+    assert found.magnitudes == expected.magnitudes
+    assert figures(found) == figures(expected) | {"rms": pytest.approx(expected.rms)}
 
 
 def test_several_tensors_add_up() -> None:

@@ -1,7 +1,7 @@
 """Counts a tensor's numbers on its device: how many in each bin of magnitudes, the largest, the sum of squares.
 
 Invariants:
-- nothing waits for the device until `Tally.read`;
+- nothing waits for the device until `Tally.read`, but off the CPU where the program wants deterministic algorithms;
 - a tensor is looked at in pieces, so that memory does not grow with it; it is not changed, nor is its graph;
 - a number is what it is in float32: float16, bfloat16 and 8-bit types exactly, float64 rounded, where what float32 has
   no number for becomes its smallest or its largest.
@@ -182,8 +182,12 @@ def _in_float32(piece: Tensor) -> Tensor:
 
 
 def _counted(keys: Tensor) -> Tensor:
-    if keys.device.type == "cpu":
+    if keys.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
         return torch.bincount(keys, minlength=_KEYS)
-    # `bincount` waits for the largest key elsewhere. In the middle of its bin, a key is counted there.
-    counts = torch.histc(keys.float().add_(0.5), bins=_KEYS, min=0, max=_KEYS)
-    return counts.long()
+    return _counted_without_waiting(keys)
+
+
+def _counted_without_waiting(keys: Tensor) -> Tensor:
+    """As `bincount`, which waits for the largest key off the CPU; up to 2**24 keys."""
+    # In the middle of its bin, a key is counted there whatever the rounding.
+    return torch.histc(keys.float().add_(0.5), bins=_KEYS, min=0, max=_KEYS).long()
