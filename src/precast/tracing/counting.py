@@ -54,7 +54,7 @@ class Counter:
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
         self._reasons = Reasons()
-        self._known: dict[tuple[int, str, str], tuple[Policy, Count, _Casts | None]] = {}
+        self._known: dict[tuple[int, str, str], _Known] = {}
         self._torchs_copies = _TorchsCopies()
 
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -65,6 +65,8 @@ class Counter:
         if known is None:
             known = self._known[key] = self._look(policy, op)
         _, count, casts = known
+        if count is None:
+            return
         count.calls += 1
         if casts is not None:
             count.casts += casts(op, (*args, *kwargs.values()) if kwargs else args)
@@ -75,9 +77,11 @@ class Counter:
     def fail(self, _error: BaseException) -> None:
         """It has raised."""
 
-    def _look(self, policy: Policy, op: Operation) -> tuple[Policy, Count, _Casts | None]:
+    def _look(self, policy: Policy, op: Operation) -> _Known:
         decided = self._reasons.decided(policy, op)
-        count = self.counts.of(decided.op, op.device_type, decided.rule or Rule.KEEP)
+        if decided.rule is None:  # it has a kernel for the sake of another policy
+            return policy, None, None
+        count = self.counts.of(decided.op, op.device_type, decided.rule)
         rules = {Rule.LOWER: self._lowered, Rule.FP32: _raised, Rule.PROMOTE: _promoted}
         rule = Rule(count.rule)
         if (
@@ -107,6 +111,7 @@ class Counter:
 
 
 _Casts = Callable[[Operation, tuple[Any, ...]], int]
+_Known = tuple[Policy, Count | None, _Casts | None]
 
 
 class _TorchsCopies:

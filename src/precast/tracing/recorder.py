@@ -170,7 +170,8 @@ class Recorder:
             row.seconds += d.seconds
             row.cast_seconds += d.cast_seconds
         self.totals.cached += cached
-        self.counts.add(decided.op, device, decided.rule or Rule.KEEP, d.casts)
+        if decided.rule is not None:
+            self.counts.add(decided.op, device, decided.rule, d.casts)
 
     # --- operations ---
 
