@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast.rewrite.guards import is_guarded, is_tried
-from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
+from precast.rewrite.model import Applicability, Case, Edit, Finding, Rule, Severity
 from precast.rewrite.regions import AUTOCASTS
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 
 __all__ = ["RULE"]
 
-_ONE_OF_TWO = "`{}` enters one of the two only; separate them by a comma"
+_ONE_OF_TWO = "`{}` enters one of the two only, and this is the other; separate them by a comma"
+_CONTEXTS = ("torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.set_grad_enabled")
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -26,11 +27,25 @@ def check(source: Source) -> Iterator[Finding]:
         ):
             yield source.find(RULE, call)
         elif isinstance(parent, cst.BooleanOperation) and _is_entered(source, parent):
-            # `a and b` gives b, for both are true; `a or b` gives a
-            is_and = isinstance(parent.operator, cst.And)
-            if call is (parent.left if is_and else parent.right):
-                word = "and" if is_and else "or"
-                yield source.find(RULE, call, _ONE_OF_TWO.format(word))
+            yield from _one_of_two(source, parent, call)
+
+
+def _one_of_two(source: Source, both: cst.BooleanOperation, call: cst.Call) -> Iterator[Finding]:
+    """What `and` leaves out: it gives its right side, for a context is true; `or` gives its left one."""
+    is_and = isinstance(both.operator, cst.And)
+    left_out, other = (both.left, both.right) if is_and else (both.right, both.left)
+    known = [n is call or _is_context(source, n) for n in (left_out, other)]
+    if not known[0]:
+        return
+    edit = Edit(source.span(both.left).end, source.span(both.right).start, ", ")
+    plain = all(known) and not any(n.lpar for n in (both, both.left, both.right))
+    fix = source.fix("Enter both", edit, unsafe=True) if plain else None
+    yield source.find(RULE, left_out, _ONE_OF_TWO.format("and" if is_and else "or"), fix)
+
+
+def _is_context(source: Source, node: Node) -> bool:
+    """A call that makes a context of PyTorch's, such as `torch.no_grad()`."""
+    return isinstance(node, cst.Call) and source.origin(node.func) in _CONTEXTS
 
 
 def _is_unused(source: Source, statement: cst.Assign) -> bool:
@@ -103,7 +118,7 @@ VALID = (
     Case("""
         import torch
 
-        with torch.no_grad() and torch.autocast("cuda"), amp and torch.autocast("cuda"):
+        with torch.no_grad(), amp and torch.autocast("cuda"):
             pass
     """),
 )
@@ -123,25 +138,47 @@ INVALID = (
             region = autocast()
             return model(x)
     """),
-    Case("""
+    Case(
+        """
         import torch
 
-        with torch.autocast("cuda") and torch.no_grad():
+        with torch.no_grad() and torch.autocast("cuda"):
             pass
-    """),
+        with torch.autocast("cuda")  and  torch.no_grad(), open("x") as file:
+            pass
+        with torch.autocast("cuda") and other():
+            pass
+        """,
+        """
+        import torch
+
+        with torch.no_grad(), torch.autocast("cuda"):
+            pass
+        with torch.autocast("cuda"), torch.no_grad(), open("x") as file:
+            pass
+        with torch.autocast("cuda") and other():
+            pass
+        """,
+        unsafe=True,
+        count=3,
+        note="The first is often met: gradients are kept all the same.",
+    ),
 )
 
 RULE = Rule(
     code="AMP113",
     name="region-never-entered",
     severity=Severity.ERROR,
-    fix=Applicability.NONE,
+    fix=Applicability.UNSAFE,
     message="this makes a region and does not enter it: nothing runs in lower precision",
     what=(
-        "A region that is a statement of its own, that is assigned to a name of a function which nothing reads, or "
-        "that `and` leaves out of a `with`."
+        "A region that is a statement of its own, or that is assigned to a name of a function which nothing reads. "
+        "Also `with torch.no_grad() and torch.autocast(...)`, which enters the second alone."
     ),
-    why="Making a region changes nothing. Only entering it does: by `with`, as a decorator, or in an `ExitStack`.",
+    why=(
+        "Making a region changes nothing. Only entering it does: by `with`, as a decorator, or in an `ExitStack`. And "
+        "`and` between two contexts is no way to enter both: it gives the second."
+    ),
     fine="It is made only to see whether it can be.",
     words=("autocast",),
     check=check,
