@@ -15,6 +15,8 @@ import precast
 
 __all__ = ["Region", "mixed", "plain", "say", "seconds", "short", "table"]
 
+torch.set_num_threads(1)  # tensors are tiny here: threads would wait longer than they compute
+
 Region = Callable[[], AbstractContextManager[object]]
 """What is entered around the part of a program that mixed precision changes."""
 
