@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import precast
 from precast.running.steps import Steps
+from precast.running.watch import Watch
 from precast.running.window import Window
 
 
@@ -76,3 +78,26 @@ def test_steps_of_other_threads_open_nothing() -> None:
     thread.join()
     window.stop()
     assert window.traced is None
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_compiled_model_is_traced_under_the_names_of_what_it_wraps(named: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.randn(3, 4))
+    with precast.trace(model if named else None) as seen, precast.autocast("cpu"):
+        compiled(torch.randn(3, 4))
+    rows = [row for row in seen.rows if row.op == "linear"]
+    assert sum(row.calls for row in rows) == 1
+    torch.compiler.reset()
+
+
+def test_a_module_that_torchscript_traces_is_the_same_as_ever() -> None:
+    watch = Watch("torch", (2, 5), health=False)
+    watch.start()
+    try:
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(1, 4)
+        assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+    finally:
+        watch.stop()
+        precast.uninstall()

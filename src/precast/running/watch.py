@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from precast import _torch
 from precast.events import StepEvent, observe
 from precast.health.monitor import Monitor, monitor
 from precast.installation import install
@@ -77,7 +78,7 @@ class Watch:
         return None if self._largest is None else self._largest[1]()
 
     def _called(self, module: nn.Module) -> None:
-        if module in self._known:
+        if module in self._known or _torch.is_tracing():  # there, to ask for a size is an operation
             return
         self._known.add(module)
         size = sum(parameter.numel() for parameter in module.parameters())

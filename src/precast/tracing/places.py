@@ -267,7 +267,8 @@ class Names:
     def _learn(self, root: nn.Module, label: str) -> None:
         if len(self._names) > _LIMIT:
             self._names.clear()
-        for name, module in modules_by_name(root).items():
+        # The root first: a wrapper such as a compiled model has the name of what it wraps, and is not among them.
+        for name, module in [("", root), *modules_by_name(root).items()]:
             path = ".".join(filter(None, (label, name)))
             known = self._names.get(id(module))
             if known is None or known[0]() is not module:
