@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -253,3 +254,31 @@ def test_the_digits_demo_counts_what_an_independent_mode_counts() -> None:
     assert trace.totals.casts == independent.number > 0
     assert trace.totals.cast_bytes == independent.bytes
     assert torch.equal(got, expected)
+
+
+def test_traces_come_and_go_while_another_thread_computes() -> None:
+    layer = nn.Linear(8, 8)
+    x, stop, failed = torch.ones(4, 8), threading.Event(), []
+
+    def compute() -> None:
+        try:
+            while not stop.is_set():
+                with precast.autocast("cpu", policy="torch"):
+                    y = layer(x)
+                    assert y.dtype is torch.bfloat16
+                    assert torch.nn.functional.mse_loss(y, x).dtype is torch.float32
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        for full in (True, False) * 5:
+            with precast.trace(full=full) as trace, precast.autocast("cpu"):
+                layer(x)
+            assert [count.calls for count in trace.counts] == [1]
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed

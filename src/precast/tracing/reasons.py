@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final, NamedTuple
 
 from precast import _module_calls
@@ -103,12 +104,18 @@ def _module_rules() -> dict[int, str]:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
 def _decided(policy: Policy, name: str, device: str) -> Decided:
     op = name.removeprefix("aten::")
     found = policy.resolve(name if "." in name else f"{name}.default", device)
-    if policy.expand(device)[0].get(name) is None:
+    if name not in _rows(policy, device):
         return Decided(op, None, found.reason.replace(f"{op}.default", op))
     return Decided(op, str(found.rule), f"policy {policy.name!r}: {found.reason}")
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(policy: Policy, device: str) -> frozenset[str]:
+    return frozenset(policy.expand(device)[0])
 
 
 def _why_off(region: str | None, module_rule: str | None) -> str:
