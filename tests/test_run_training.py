@@ -212,6 +212,44 @@ def test_whatever_loads_torch_first_it_is_watched_from_then_on(tmp_path: Path, f
     assert done.document["counts"][0]["op"] == "linear"
 
 
+OTHER_WAYS = """
+import threading, torch, torch.fx
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+x = torch.ones(1, 8)
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+compiled, scripted = torch.compile(net, backend="eager"), torch.jit.script(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(4):
+    with torch.autocast("cpu"):
+        loss = compiled(scripted(torch.randn(4, 8))).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex())
+print(dict(counters["stats"]), dict(counters["graph_break"]))
+for way in (torch.jit.trace(net, x), torch.fx.symbolic_trace(net), torch.export.export(net, (x,)).module()):
+    print(way(x).item().hex())
+weight = net[0].weight.detach()
+f = torch.func.grad(lambda w: torch.func.functional_call(net, {"0.weight": w}, x).sum())
+print(f(weight).sum().item().hex())
+thread = threading.Thread(target=lambda: print(net(x).item().hex()))
+thread.start()
+thread.join()
+"""
+
+
+def test_compiled_scripted_traced_and_exported_models_are_what_they_are(tmp_path: Path) -> None:
+    write(tmp_path, OTHER_WAYS)
+    plain = ended(start([sys.executable, "program.py"], tmp_path), tmp_path)
+    asked = [*RUN, "--steps", "1:3", "--json", "out.json", "program.py"]
+    run = ended(start(asked, tmp_path), tmp_path)
+    assert plain.code == 0, plain.stderr
+    assert_alike(plain, run)
+    assert run.document["run"]["steps"] == 4
+    assert run.document["counts"][0]["calls"] == 12  # three layers in four steps
+
+
 COUNTED = """
 import contextlib, json, os, sys
 from torch.optim.optimizer import register_optimizer_step_post_hook
