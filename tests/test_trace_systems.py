@@ -218,7 +218,7 @@ def under_nothing() -> Iterator[None]:
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
 def test_random_programs_give_the_same_bits_and_counts(system: System) -> None:
-    for program, seed in cases(12, PROGRAMS_SEED):
+    for program, seed in cases(6, PROGRAMS_SEED):
         with system() as region:
             plain = run(program, seed, region)
         with system() as region, precast.trace(full=False):
