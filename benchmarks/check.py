@@ -227,7 +227,7 @@ def main(write: bool, lines: int, rounds: int) -> None:
     torchfix = install_torchfix(ROOT / ".venvs")
     machine = about()
     with tempfile.TemporaryDirectory() as folder:
-        using = max(8, lines // 25_000)
+        using = max(8, lines // 50_000)
         found = measure(Path(folder), lines=lines, using=using, rounds=rounds, torchfix=torchfix)
     found |= {key: machine[key] for key in ("date", "cpu", "load", "python")} | {"rounds": rounds}
     version = TORCHFIX.replace("==", " ")
