@@ -289,16 +289,34 @@ def test_the_scale_is_found_from_the_first_gradients(kind: str, size: float) -> 
     assert not scaler._searching
 
 
+def test_gradients_that_vanished_are_found() -> None:
+    """Of 1e-12 float16 keeps nothing at the first scale."""
+    parameter = make_parameter()
+    optimizer = sgd(parameter)
+    scaler = GradScaler("cpu", init_scale="auto")
+    seen = []
+    for _ in range(4):
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.full_like(parameter, 1e-12 * scaler.get_scale()).half().float()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(bool(parameter.grad.any()))
+    assert seen == [False, True, True, True]
+    assert scaler.get_scale() >= fitting(1e-12) / 4
+
+
 def test_a_search_goes_on_where_the_gradients_say_nothing_and_in_a_copy() -> None:
     parameter = make_parameter()
     optimizer = sgd(parameter)
     scaler = GradScaler("cpu", init_scale="auto", max_scale=2.0**30)
-    for gradient in (0.0, 0.0):
+    scales = []
+    for gradient in (0.0, 0.0, 0.0):
         scaler.scale(torch.ones(()))
         parameter.grad = torch.full_like(parameter, gradient)
         scaler.step(optimizer)
         scaler.update()
-    assert scaler.get_scale() == FIRST
+        scales.append(scaler.get_scale())
+    assert scales == [2.0**22, 2.0**30, 2.0**30]
     twin = copy.deepcopy(scaler)
     loaded = GradScaler("cpu")
     loaded.load_state_dict(scaler.state_dict())

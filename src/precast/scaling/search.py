@@ -2,9 +2,10 @@
 
 The first iteration runs at `FIRST`. Where its gradients are finite, the largest of them says what
 scale brings it near float16's largest number: the next iteration has half that scale, as the next
-batch's gradients may be larger. Where they are not, the scale falls by `FALL` and the next iteration
-tries again. Gradients shrink in the first steps of training, so the 1st, 2nd, 4th, 8th ... iteration
-after that measures again, and may raise the scale, with less room left.
+batch's gradients may be larger. Where they are not, the scale falls by `FALL`, where all are zero it
+rises by as much, and the next iteration tries again. Gradients shrink in the first steps of training,
+so the 1st, 2nd, 4th, 8th ... iteration after that measures again, and may raise the scale, with less
+room left.
 
 Invariants: only the iterations that measure wait for the device; which ones these are depends on
 their number alone, so all processes that reduce their verdicts measure together and find one scale.
@@ -29,6 +30,9 @@ FIRST = 2.0**10
 FALL = 2.0**-12
 """What the scale is multiplied by where that was too high: two skips reach 2**-14; the next good iteration goes up."""
 
+
+HIGHEST = 2.0**34
+"""Where gradients are all zero the scale rises by ``1 / FALL`` up to here: two rises find gradients of 1e-17."""
 
 ROOM = 2.0
 """What is left between the largest gradient that was measured and what overflows, for the next batch's."""
@@ -71,6 +75,8 @@ class Search:
         if counters.consecutive_skips:
             return max(scale * FALL, limits.min_scale) if searching else scale
         peak = max(map(float, peaks), default=0.0)
+        if searching and peak == 0.0:  # nothing there, or all of it vanished
+            return min(max(scale, min(scale / FALL, HIGHEST)), limits.max_scale)
         if peak == 0.0 or not math.isfinite(peak):
             return scale
         self.found_at = iteration if searching else self.found_at
