@@ -78,6 +78,7 @@ PROGRAMS = {
         for x in data:
             with autocast(True, torch.bfloat16):
                 loss = model(x).square().mean()
+            optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()

@@ -132,7 +132,9 @@ def test_the_scale_never_leaves_its_limits(case: dict[str, Any]) -> None:
     optimizer = KINDS[case["kind"]]([parameter])
     low, high = (float(torch.tensor(limit)) for limit in (low or 2.0**-14, high or LARGEST))
     for gradient in case["turns"]:
-        scaled = gradient * min(scaler.get_scale(), 1.0)  # at most 1 unscaled: steps must not overflow
+        scaled = gradient * min(
+            scaler.get_scale(), 1.0
+        )  # at most 1 unscaled: steps must not overflow
         iterate(scaler, parameter, optimizer, scaled, 1.0)
         assert low <= scaler.get_scale() <= high
         assert parameter.isfinite().all()

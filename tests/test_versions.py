@@ -110,7 +110,8 @@ def on_another(version: str) -> dict[str, Any]:
 
 def test_on_an_older_one_all_that_needs_torch_says_so_and_the_rest_works() -> None:
     answers = on_another("2.2.2")
-    without_torch = {"Note", "StepEvent", "observe", "Verdict", "__version__"} | {
+    events = {"First", "HealthEvent", "Note", "StepEvent", "Verdict", "observe"}
+    without_torch = {*events, "__version__"} | {
         name for name in precast.__all__ if name.endswith(("Error", "Warning"))
     }
     assert set(answers["errors"]) == set(precast.__all__) - without_torch

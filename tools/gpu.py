@@ -144,7 +144,13 @@ def table(found: dict[str, Any]) -> str:
 
 def _within(limit: float, command: list[str], file: Any) -> int:
     """The exit code of a command that is interrupted, then killed, where it takes too long."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        preexec_fn=_hear_interrupts,  # noqa: PLW1509 -- one system call, no lock
+    )
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -155,6 +161,11 @@ def _within(limit: float, command: list[str], file: Any) -> int:
         process.kill()
         process.wait()
     return 124
+
+
+def _hear_interrupts() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _result(part: Part, out: Path, log: Path, code: int) -> str:
