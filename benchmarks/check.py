@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import click
 
+from benchmarks.sections import put
 from benchmarks.tables import about
 
 __all__ = ["Tree", "measure", "table"]
@@ -235,10 +235,7 @@ def main(write: bool, lines: int, rounds: int) -> None:
     click.echo(table(found))
     if write:
         DATA.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        page = PAGE.read_text(encoding="utf-8")
-        pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-        new = f"{BEGIN}\n{table(found)}\n{END}"
-        PAGE.write_text(re.sub(pattern, lambda _: new, page, flags=re.S), encoding="utf-8")
+        put(PAGE, BEGIN, END, f"\n{table(found)}\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import precast
 from benchmarks import networks
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
+from benchmarks.sections import put
 from benchmarks.tables import about
 from precast.health.monitor import DEFAULT_EVERY
 
@@ -76,9 +77,7 @@ def main(rounds: int, write: bool) -> None:
     text = HEAD + "".join(lines) + where
     click.echo(text)
     if write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
-        PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2], encoding="utf-8")
+        put(PAGE, BEGIN, END, text)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import chart
 from benchmarks.models import title
+from benchmarks.sections import put
 from benchmarks.targets import Result, results
 from benchmarks.variants import ACCUMULATION, BASELINE, TRAINING, kinds
 from precast.files import replace
@@ -34,10 +35,7 @@ _MIB = 2**20
 
 def write(data: dict[str, Any]) -> Iterator[Path]:
     """Puts the rows of `data` into the page, and draws the chart beside it; gives what it wrote."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    made = f"{before}{BEGIN}\n{render(data)}{END}{after}"
-    replace(PAGE, made.encode())
+    put(PAGE, BEGIN, END, f"\n{render(data)}")
     yield PAGE
     replace(PICTURE, chart.png(_measured(data)))
     yield PICTURE

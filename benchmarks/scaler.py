@@ -7,7 +7,6 @@ every run.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import precast
 from benchmarks import networks
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
+from benchmarks.sections import put
 from benchmarks.tables import about
 
 __all__ = ["Search", "cost", "searches", "waits"]
@@ -182,9 +182,7 @@ def main(write: bool) -> None:
     text = "\n".join([where, *tables])
     click.echo(text)
     if write:
-        page = PAGE.read_text(encoding="utf-8")
-        pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-        PAGE.write_text(re.sub(pattern, lambda _: f"{BEGIN}\n{text}\n{END}", page, flags=re.S))
+        put(PAGE, BEGIN, END, f"\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ that place; where somebody moved the line, the finding has no verdict any more.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from benchmarks.sections import put
 
 __all__ = ["DATA", "PAGE", "judged", "text", "write"]
 
@@ -87,7 +88,4 @@ def _page(code: str) -> str:
 
 def write() -> None:
     """Puts the section into docs/check.md."""
-    page = PAGE.read_text(encoding="utf-8")
-    pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-    section = f"{BEGIN}\n{text(*load())}\n{END}"
-    PAGE.write_text(re.sub(pattern, lambda _: section, page, flags=re.S), encoding="utf-8")
+    put(PAGE, BEGIN, END, f"\n{text(*load())}\n")

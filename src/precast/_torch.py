@@ -105,7 +105,6 @@ __all__ = [
     "traced_as_constant",
     "undispatched",
     "unheard",
-    "unseen",
     "update_scale_",
     "version_of",
     "writes_graph",
@@ -572,7 +571,8 @@ unheard: Callable[[], Any] = _DisableTorchFunction
 _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}
 
 
-# A context whose operations no `TorchDispatchMode` sees: what measures a program is no part of it (2.13).
+# A context whose operations no `TorchDispatchMode` and no tensor subclass sees: what measures a program, or reads a
+# number that it computed, is no part of it (2.13).
 undispatched: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
@@ -780,17 +780,6 @@ def on_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
 
     setattr(module, name, not_reentrant)
     module.CheckpointFunction.forward = staticmethod(reentrant)
-
-
-def unseen() -> Any:
-    """A context whose operations no `TorchDispatchMode` and no tensor subclass sees.
-
-    Reading a number that a program computed is no operation of the program's. Nothing public excludes the dispatcher's
-    keys of Python in a thread (2.13).
-    """
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-    keys = keys.add(torch._C.DispatchKey.PythonTLSSnapshot)
-    return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 def on_backward(tell: Callable[[Any, Any], None]) -> Callable[[], None]:
