@@ -81,6 +81,19 @@ def test_a_run_without_regions_is_no_success() -> None:
     assert "has no mixed precision" in verdict(flat())["headline"]  # type: ignore[arg-type]
 
 
+def test_steps_without_regions_are_told_how_to_open_one() -> None:
+    made: Any = document(overflow_at=None)
+    made["counts"], made["trace"]["findings"] = [], []
+    made["run"]["devices"] = ["cpu", "cuda:0"]
+    made["trace"]["totals"] |= {"casts": 0, "cached": 0, "cast_seconds": 0.0, "cast_bytes": 0}
+    assert "Casts took" not in told(made)
+    assert verdict(made)["first"] is None  # it computes in 16 bits already, by hand
+    made["trace"]["rows"] = []
+    assert 'with precast.autocast("cuda"):' in str(verdict(made)["first"])
+    made["run"]["devices"] = []
+    assert 'with precast.autocast("cpu"):' in str(verdict(made)["first"])
+
+
 @pytest.mark.parametrize(
     ("run", "level", "says"),
     [
