@@ -92,7 +92,7 @@ def main() -> None:
     for mistake in MISTAKES:
         print(*textwrap.wrap(message(mistake.program), 80), sep="\n")
         print(f"  means: {mistake.meaning}")
-        print(f"  write: {mistake.instead}")
+        print(f"  write: {mistake.instead}\n")
 
 
 if __name__ == "__main__":

@@ -50,8 +50,10 @@ def main() -> None:
     """Prints the spellings."""
     rows = ((spelling, since, works(spelling)) for spelling, since in SPELLINGS)
     table(("before, and since", "from PyTorch", f"in {torch.__version__}"), *rows)
-    say("`precast fix` writes what `torch.amp` calls it for the first of each three lines,")
-    say("`precast fix --to precast` the third: see 09_fix.py. precast needs PyTorch 2.11.")
+    say(
+        "`precast fix` turns the first of each three lines into torch.amp's spelling of today, "
+        "`precast fix --to precast` into the third: see 09_fix.py. precast needs PyTorch 2.11."
+    )
 
 
 if __name__ == "__main__":

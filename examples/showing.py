@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +51,10 @@ def short(value: object) -> str:
 
 
 def seconds(*functions: Callable[[], object], repeat: int = 15) -> list[float]:
-    """The median time of each function. They take turns, so that a busy moment hits all of them."""
+    """The shortest time of each function, so that a busy machine says the same as an idle one.
+
+    They take turns: a moment in which something else runs hits all of them.
+    """
     times: list[list[float]] = [[] for _ in functions]
     for turn in range(repeat + 1):
         for function, own in zip(functions, times, strict=True):
@@ -60,4 +62,4 @@ def seconds(*functions: Callable[[], object], repeat: int = 15) -> list[float]:
             function()
             if turn:  # the first turn is a warm-up
                 own.append(time.perf_counter() - start)
-    return [statistics.median(own) for own in times]
+    return [min(own) for own in times]
