@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import struct
 from array import array
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,11 +32,25 @@ _PIECE: Final = {"cpu": 1 << 16}  # stays in a core's cache; elsewhere each piec
 _LARGE_PIECE: Final = 1 << 22  # float32 counts of a piece are exact up to 2**24
 _INFINITY: Final = 0x7F800000
 _KEYS: Final = (0x7FFFFFFF >> SHIFT) + 2  # zero, the bins, and those of infinity and NaN
+
+
+def _key(value: float) -> int:
+    """Where a magnitude of float32 is counted."""
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return ((bits - 1) >> SHIFT) + 1
+
+
 _LIMITS: Final = {
     getattr(torch, name): (format.smallest_normal, format.largest)
     for name, format in FORMATS.items()
 } | {torch.float64: (0.0, math.nan)}
 """The smallest normal number and the largest; of float64, neither is one of float32's."""
+
+
+_KEYS_OF: Final = {
+    dtype: (_key(smallest), _key(largest)) for dtype, (smallest, largest) in _LIMITS.items()
+}
+"""Where these are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +133,15 @@ class Tally:
     def _add(self, piece: Tensor, dtype: torch.dtype) -> None:
         magnitude = piece.abs()
         bits = magnitude.view(torch.int32)
-        smallest, largest_of_dtype = _LIMITS[dtype]
-        special = torch.stack(
-            (
-                torch.count_nonzero((magnitude < smallest) & (bits != 0)),
-                torch.count_nonzero(bits == _INFINITY),
-                torch.count_nonzero(magnitude == largest_of_dtype),
-            )
-        )
         # One less, so that an edge belongs to the bin below it; the shift of zero's -1 is -1.
         keys = (bits - 1).bitwise_right_shift_(SHIFT).add_(1)
         bins = _counted(keys)
-        magnitude.nan_to_num_(0.0, 0.0, 0.0)
+        special = _special(magnitude, bits, bins, dtype)
+        if _may_have(bins, BINS, _KEYS):
+            magnitude.nan_to_num_(0.0, 0.0, 0.0)
         largest = magnitude.amax()
-        wide = torch.float32 if piece.device.type == "mps" else torch.float64
-        squares = magnitude.to(wide).square_().sum()
+        wide = magnitude.to(torch.float32 if piece.device.type == "mps" else torch.float64)
+        squares = torch.dot(wide, wide)
         if self._bins is None:
             self._bins, self._special, self._largest, self._squares = (
                 bins,
@@ -179,6 +188,25 @@ def _in_float32(piece: Tensor) -> Tensor:
         return piece.float()
     held = piece.abs().clamp_(FORMATS["float32"].smallest_subnormal, FORMATS["float32"].largest)
     return torch.where(piece.isfinite() & (piece != 0), held, piece).float()
+
+
+def _special(magnitude: Tensor, bits: Tensor, bins: Tensor, dtype: torch.dtype) -> Tensor:
+    """How many are subnormal, infinite, saturated, of shape (3,)."""
+    smallest, largest = _LIMITS[dtype]
+    low, high = _KEYS_OF[dtype]
+    found = [bins.new_zeros(())] * 3
+    if _may_have(bins, 1, low + 1):
+        found[0] = torch.count_nonzero((magnitude < smallest) & (bits != 0))
+    if _may_have(bins, BINS, BINS + 1):
+        found[1] = torch.count_nonzero(bits == _INFINITY)
+    if _may_have(bins, high, high + 1):
+        found[2] = torch.count_nonzero(magnitude == largest)
+    return torch.stack(found)
+
+
+def _may_have(bins: Tensor, begin: int, end: int) -> bool:
+    """Whether something may be counted there: only the CPU can look without waiting."""
+    return bins.device.type != "cpu" or bool(bins[begin:end].any())
 
 
 def _counted(keys: Tensor) -> Tensor:

@@ -121,13 +121,18 @@ def _is_wrapper(place: int, part: str) -> bool:
 
 
 def gradient_hook(tensor: Tensor, tell: Any) -> None:
-    """Has `tell(gradient)` called when backward reaches a tensor; leaves are left alone: their hooks would stay."""
-    if not tensor.requires_grad or tensor.grad_fn is None:
+    """Has `tell(gradient)` called when backward reaches a tensor; leaves are left alone: their hooks would stay.
+
+    The hook is the graph node's: one of the tensor's own costs twice as much to put there, in each step.
+    """
+    node = tensor.grad_fn
+    if node is None:
         return
+    which = tensor.output_nr
 
-    def reached(gradient: Tensor) -> None:
-        if _torch.is_functorch_active() or gradient is None:
-            return
-        unseen(tell, gradient)
+    def reached(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[which]
+        if gradient is not None and not _torch.is_functorch_active():
+            unseen(tell, gradient)
 
-    tensor.register_hook(reached)
+    node.register_prehook(reached)
