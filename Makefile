@@ -78,7 +78,6 @@ bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast, 
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks.check --write
-	$(BIN)/python -m benchmarks.health --write
 
 gpu: $(STAMP)  ## everything that needs a GPU, in about nine minutes; writes docs/gpu.md
 	$(BIN)/python -m tools.gpu

@@ -72,7 +72,7 @@ def _demos(path: Path | None) -> None:
 @_rounds(observing.ROUNDS)
 @_JSON
 def _observing(rounds: int, path: Path | None) -> None:
-    """What watching a training step costs: traced, counted."""
+    """What watching a training step costs: traced, counted, monitored."""
     _measure({"observing": Suite(lambda: observing.run(rounds=rounds))}, path)
 
 

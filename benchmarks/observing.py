@@ -1,7 +1,8 @@
-"""What watching costs: a training step of a decoder of width 512, traced, counted and plain, in turns.
+"""What watching costs: a training step of a decoder of width 512, traced, counted, monitored and plain, in turns.
 
 A ratio is taken within a round, so that the load of the machine cancels. "plain" and "ended" are the same step before a
-trace and after one has ended: their ratio is 1, as nothing of a trace is left.
+trace and after one has ended: their ratio is 1, as nothing of a trace is left. A monitor counts the numbers of a step
+now and then; what it costs at its default interval is made of a step that it does not count and of one that it does.
 """
 
 from __future__ import annotations
@@ -13,75 +14,85 @@ import torch
 
 import precast
 from benchmarks import networks
-from benchmarks.interleave import Variant, compare
+from benchmarks.interleave import Comparison, Variant, compare
+from benchmarks.networks import Network
+from precast.health.monitor import DEFAULT_EVERY
 
-__all__ = ["BASELINE", "CASES", "ROUNDS", "TARGETS", "run"]
+__all__ = ["BASELINE", "CASES", "HEALTH", "ROUNDS", "TARGETS", "WATCHES", "run"]
 
 ROUNDS = 15
 WIDTH = 512
 CASES = ((1, 16), (4, 64))
 """Batch and length."""
 BASELINE = "plain"
-TARGETS: Mapping[str, float] = {"counted": 1.03, "traced": 3.0}
+HEALTH = f"monitored, every {DEFAULT_EVERY}th counted"
+"""What is made of the two steps of a monitor."""
+TARGETS: Mapping[str, float] = {"counted": 1.03, "traced": 3.0, HEALTH: 1.03}
 """The most that a step may take of a plain one's time."""
+_NEVER = 10**9
+_UNTIMED = 2
+"""The first step of a monitor is counted whatever its interval, and read when the second begins."""
 
 Watch = Callable[[Any, torch.optim.Optimizer], Any]
 """Makes the context manager that watches a model and its optimizer."""
 
-
-def _traced(model: torch.nn.Module, _: torch.optim.Optimizer) -> Any:
-    return precast.trace(model)
-
-
-def _counted(model: torch.nn.Module, _: torch.optim.Optimizer) -> Any:
-    return precast.trace(model, full=False)
-
-
-WATCHES: dict[str, Watch] = {"counted": _counted, "traced": _traced}
+WATCHES: dict[str, Watch] = {
+    "counted": lambda model, _: precast.trace(model, full=False),
+    "traced": lambda model, _: precast.trace(model),
+    "monitored, not counted": lambda model, _: precast.monitor(model, every=_NEVER),
+    "monitored, counted": lambda model, _: precast.monitor(model, every=1),
+}
 """What is measured, beside the plain step; one entry for each thing that watches."""
 
 
 def run(
-    *, rounds: int = ROUNDS, cases: tuple[tuple[int, int], ...] = CASES
+    *, rounds: int = ROUNDS, cases: tuple[tuple[int, int], ...] = CASES, width: int = WIDTH
 ) -> Iterator[dict[str, Any]]:
     """A row for each case and each way to watch."""
     for batch, length in cases:
-        network = networks.decoder(WIDTH, batch, length)
-        model, batches = network.seeded(torch.device("cpu"), 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        inputs, target = batches[0]
+        network = networks.decoder(width, batch, length)
+        comparison = compare(_variants(network), rounds=rounds, calls=2, untimed=_UNTIMED)
+        for name in comparison.rounds:
+            times = comparison.median(name) * 1e3, comparison.spread(name) * 1e3
+            yield _row(network, name, times, comparison.ratio(name, BASELINE))
+        yield _row(network, HEALTH, (None, None), _at_default_interval(comparison))
 
-        def step(
-            model: Any = model,
-            optimizer: Any = optimizer,
-            loss_of: Any = network.loss,
-            inputs: Any = inputs,
-            target: Any = target,
-        ) -> None:
-            with precast.autocast("cpu", dtype=torch.bfloat16):
-                loss = loss_of(model(inputs), target)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
-        variants = {BASELINE: Variant(step)}
-        variants |= {
-            name: _watched(step, watch, model, optimizer) for name, watch in WATCHES.items()
-        }
-        variants["ended"] = Variant(step)
-        comparison = compare(variants, rounds=rounds, calls=2)
-        for name in variants:
-            ratio, spread = comparison.ratio(name, BASELINE)
-            yield {
-                "benchmark": "observing",
-                "case": network.case,
-                "kind": name,
-                "median_ms": comparison.median(name) * 1e3,
-                "iqr_ms": comparison.spread(name) * 1e3,
-                "ratio": ratio,
-                "ratio_iqr": spread,
-                "target": TARGETS.get(name),
-            }
+def _variants(network: Network) -> dict[str, Variant]:
+    model, [(inputs, target)] = network.seeded(torch.device("cpu"), 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        with precast.autocast("cpu", dtype=torch.bfloat16):
+            loss = network.loss(model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    watched = {name: _watched(step, watch, model, optimizer) for name, watch in WATCHES.items()}
+    return {BASELINE: Variant(step), **watched, "ended": Variant(step)}
+
+
+def _at_default_interval(comparison: Comparison) -> tuple[float, float]:
+    """The ratio, and the spread of the part that is nearly all of it."""
+    quiet, spread = comparison.ratio("monitored, not counted", BASELINE)
+    counted, _ = comparison.ratio("monitored, counted", BASELINE)
+    return quiet + (counted - quiet) / DEFAULT_EVERY, spread
+
+
+def _row(
+    network: Network, name: str, times: tuple[Any, Any], ratio: tuple[float, float]
+) -> dict[str, Any]:
+    return {
+        "benchmark": "observing",
+        "case": network.case,
+        "kind": name,
+        "median_ms": times[0],
+        "iqr_ms": times[1],
+        "ratio": ratio[0],
+        "ratio_iqr": ratio[1],
+        "target": TARGETS.get(name),
+    }
 
 
 def _watched(

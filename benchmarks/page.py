@@ -191,8 +191,8 @@ def _watching(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for row in rows:
         target = "" if row["target"] is None else f"{row['target']:.2f}"
-        cells = [f"{row['median_ms']:.1f}", _figure(row, "ratio"), target]
-        yield _line([row["case"], row["kind"], *cells])
+        time = "" if row["median_ms"] is None else f"{row['median_ms']:.1f}"
+        yield _line([row["case"], row["kind"], time, _figure(row, "ratio"), target])
     yield ""
 
 

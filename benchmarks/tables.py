@@ -143,7 +143,8 @@ def _observing(rows: list[dict[str, Any]]) -> Table:
     table = _table(title, ("network", "step"), ("ms", "ratio", "at most"))
     for row in rows:
         target = "" if row["target"] is None else f"{row['target']:.2f}"
-        table.add_row(row["case"], row["kind"], f"{row['median_ms']:.2f}", _ratio(row), target)
+        time = "" if row["median_ms"] is None else f"{row['median_ms']:.2f}"
+        table.add_row(row["case"], row["kind"], time, _ratio(row), target)
     return table
 
 

@@ -23,6 +23,7 @@ from precast import _torch
 from precast.errors import MonitorError
 from precast.events import HealthEvent, witnesses
 from precast.health import history as history_of
+from precast.health import tally as tally_of
 from tests.test_scaler_seams import Calls
 
 
@@ -521,6 +522,7 @@ def test_only_counted_steps_wait_for_the_device(monkeypatch: pytest.MonkeyPatch)
     """Copies to the host are `_to_copy` on a CPU, too, where they cost nothing: `read` alone makes them."""
     monkeypatch.setattr(_torch, "undispatched", torch.autograd.grad_mode.inference_mode.__mro__[-1])
     monkeypatch.setattr(_torch, "dispatch_modes", lambda: 0)
+    monkeypatch.setattr(tally_of, "_may_have", lambda *_: True)  # as off the CPU
     reads = []
     monkeypatch.setattr(
         history_of, "read", lambda steps, read=history_of.read: reads.append(1) or read(steps)

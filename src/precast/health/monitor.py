@@ -40,7 +40,7 @@ from precast.scaling.base import Scale
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
 
 DEFAULT_EVERY: Final = 100
-"""A counted step costs about three; the others, a hundredth more than without a monitor (docs/performance.md)."""
+"""A counted step may cost two; the others, a few hundredths more than without a monitor (docs/performance.md)."""
 _UNREAD: Final = 256
 
 
