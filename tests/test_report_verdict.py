@@ -89,9 +89,9 @@ def test_steps_without_regions_are_told_how_to_open_one() -> None:
     assert "Casts took" not in told(made)
     assert verdict(made)["first"] is None  # it computes in 16 bits already, by hand
     made["trace"]["rows"] = []
-    assert 'with precast.autocast("cuda"):' in str(verdict(made)["first"])
+    assert 'with precast.autocast("cuda")' in str(verdict(made)["first"])
     made["run"]["devices"] = []
-    assert 'with precast.autocast("cpu"):' in str(verdict(made)["first"])
+    assert 'with precast.autocast("cpu")' in str(verdict(made)["first"])
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,7 @@ def _advice(document: Document, costs: list[Finding]) -> Advice | None:
 def _open_a_region(devices: list[str]) -> Advice:
     kind = next((each.split(":")[0] for each in devices if not each.startswith("cpu")), "cpu")
     return {
-        "text": f'Run the forward pass and the loss in a region, `with precast.autocast("{kind}"):`, and leave '
-        "backward outside of it.",
+        "text": f'Compute the forward pass and the loss `with precast.autocast("{kind}")`, and backward outside.',
         "gain": "memory, and time where this machine computes faster in 16 bits; precast doctor measures that",
         "policy": None,
     }
