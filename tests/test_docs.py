@@ -24,6 +24,7 @@ import pytest
 
 from precast import Policy
 from precast.cli import main
+from precast.errors import MissingExtraError
 from tools import operations_page
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +33,10 @@ OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
 PROSE = [*PAGES, *(ROOT / name for name in OTHERS)]
 MODULES = sorted((ROOT / "src" / "precast").rglob("*.py"))
 
-NOT_RUN = {"docs/usage.md": 1}  # page -> blocks that begin with `# not run: why`
+NOT_RUN = {
+    "docs/usage.md": 1,
+    "docs/integrations.md": 2,
+}  # page -> blocks that begin with `# not run: why`
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 _CHECKED = re.compile(r"^( *)(\S.*?) {2}# (->|raises) (.+)$", re.M)
@@ -149,7 +153,11 @@ def test_policy_files_in_the_text_load(page: Path, tmp_path: Path) -> None:
 def test_examples_in_docstrings_run(path: Path) -> None:
     name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
     if not name.endswith("__main__"):  # which runs the command line
-        failed, _ = doctest.testmod(importlib.import_module(name.removesuffix(".__init__")))
+        try:
+            module = importlib.import_module(name.removesuffix(".__init__"))
+        except MissingExtraError as error:  # a library that `make test-clients` has
+            pytest.skip(str(error))
+        failed, _ = doctest.testmod(module)
         assert failed == 0
 
 

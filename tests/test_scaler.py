@@ -198,6 +198,19 @@ def test_unscaled_gradients_can_be_clipped() -> None:
     assert torch.equal(parameter, before - 0.125)
 
 
+def test_a_scaler_says_whether_gradients_are_unscaled() -> None:
+    scaler, _, optimizer = started()
+    other = sgd(make_parameter())
+    assert not scaler.is_unscaled(optimizer)
+    scaler.unscale_(optimizer)
+    assert scaler.is_unscaled(optimizer)
+    assert not scaler.is_unscaled(other)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.is_unscaled(optimizer), "the next iteration's are not yet"
+    assert GradScaler("cpu", enabled=False).is_unscaled(optimizer), "never scaled"
+
+
 def test_what_the_optimizers_step_returns_comes_back() -> None:
     class Told(torch.optim.SGD):
         def step(self, closure: Any = None, factor: int = 1) -> Any:

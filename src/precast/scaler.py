@@ -164,6 +164,12 @@ class GradScaler(Steps):
         record.allow("unscale_")
         self._unscale(record)
 
+    @off(lambda *_, **__: True)
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients of `optimizer` were unscaled in this iteration; True for a scaler that is off."""
+        record = self._records.get(id(optimizer))
+        return record is not None and record.stage is OptState.UNSCALED
+
     def clip_grad_norm_(
         self,
         optimizer: Optimizer,
@@ -187,8 +193,7 @@ class GradScaler(Steps):
             the parameters are `DTensor`. Where it is not finite the gradients are left as they are,
             so that `last_step` names the ones that were bad; PyTorch's clipping makes all of them NaN.
         """
-        record = self._records.get(id(optimizer))
-        if self._enabled and (record is None or record.stage is not OptState.UNSCALED):
+        if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return clipped(parameters, max_norm, norm_type, error_if_nonfinite, foreach)

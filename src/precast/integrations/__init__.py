@@ -1,1 +1,14 @@
 """Doors to other libraries, one file each; none is loaded until it is imported by name."""
+
+from __future__ import annotations
+
+from precast.errors import MissingExtraError
+
+__all__ = ["missing"]
+
+
+def missing(package: str, extra: str) -> MissingExtraError:
+    """The error for a library that is not installed."""
+    return MissingExtraError(
+        f"precast.integrations.{extra} needs the package {package}; write: pip install 'precast[{extra}]'."
+    )
