@@ -88,8 +88,9 @@ def message(program: str) -> str:
 
 
 def main() -> None:
-    """Prints the messages that this PyTorch gives, and what they mean."""
+    """Prints the line that each program fails in, the message that this PyTorch gives, and what it means."""
     for mistake in MISTAKES:
+        print(">>>", mistake.program.splitlines()[-1])
         print(*textwrap.wrap(message(mistake.program), 80), sep="\n")
         print(f"  means: {mistake.meaning}")
         print(f"  write: {mistake.instead}\n")
