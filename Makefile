@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 CLIENTS := .venvs/clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples demo-digits demo-distributed doctor test lint format types docs-examples ci bench \
-	test-clients test-versions conformance conformance-nightly bench-clients gpu clean
+.PHONY: help demo examples demo-digits demo-distributed doctor test lint format types docs docs-draft docs-serve docs-examples \
+	ci bench test-clients test-versions conformance conformance-nightly bench-clients gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,6 +69,19 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 
 types: $(STAMP)  ## strict type check
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## the documentation site, in build/site; the programs it shows are run
+	@mkdir -p build/pages
+	$(MKDOCS) build
+	$(BIN)/python -m tools.site.check build/site
+
+docs-draft: $(STAMP)  ## the same while pages are missing: what is wrong is said, and the site is there all the same
+	@mkdir -p build/pages
+	$(MKDOCS) build --no-strict
+
+docs-serve: $(STAMP)  ## the site on http://127.0.0.1:8000, built anew when a page changes
+	@mkdir -p build/pages
+	$(MKDOCS) serve --no-strict
 
 docs-examples: $(STAMP)  ## run every Python example of the README files and docs
 	$(BIN)/python -m pytest tests/test_docs.py

@@ -24,7 +24,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "precast"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-CHECKED = sorted([*SOURCES, *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")])
+CHECKED = sorted([*SOURCES, *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/**/*.py")])
 
 # Private names that a file other than _torch.py may use: (file, name) -> why.
 ALLOWED: dict[tuple[str, str], str] = {}

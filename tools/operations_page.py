@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from precast import _policy_file, _versions
 from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
 
-__all__ = ["page"]
+__all__ = ["for_all_versions", "name_of", "note", "page", "row"]
 
 _HEAD = """\
 # Operations and their rules
@@ -55,7 +55,7 @@ _LEAN = """
 
 def page() -> str:
     """The whole page."""
-    torch, default, lean = map(_for_all_versions, ("torch", "default", "lean"))
+    torch, default, lean = map(for_all_versions, ("torch", "default", "lean"))
     parts = [
         _HEAD,
         *(f"| `{rule}` | {rule.meaning} |\n" for rule in Rule),
@@ -69,7 +69,7 @@ def page() -> str:
     return "".join(parts)
 
 
-def _for_all_versions(name: str) -> Policy:
+def for_all_versions(name: str) -> Policy:
     """The preset with the rows for any PyTorch that precast supports; a row says itself which."""
     tables: dict[str, dict[str, Entry]] = {device: {} for device in DEVICE_TYPES}
     for version in _versions.supported():
@@ -86,26 +86,27 @@ def _lines(lines: Iterable[str]) -> Iterator[str]:
 def _torch_table(policy: Policy) -> Iterator[str]:
     devices = [device for device in DEVICE_TYPES if policy.entries(device)]
     notes: dict[str, int] = {}
-    yield _row(["operation", *devices])
+    yield row(["operation", *devices])
     yield "|---" * (len(devices) + 1) + "|"
     for key in sorted({key for device in devices for key in policy.entries(device)}):
         entries = (policy.entries(device).get(key) for device in devices)
-        yield _row([_name(key), *(_cell(entry, notes) for entry in entries)])
+        yield row([name_of(key), *(_cell(entry, notes) for entry in entries)])
     yield ""
-    yield from (f"{number}. {note}" for note, number in notes.items())
+    yield from (f"{number}. {why}" for why, number in notes.items())
 
 
 def _cell(entry: Entry | None, notes: dict[str, int]) -> str:
     """A rule, with the number of its reason where that is not the rule's own meaning."""
     if entry is None:
         return ""
-    note = _note(entry)
-    if note == entry.rule.meaning:
+    why = note(entry)
+    if why == entry.rule.meaning:
         return entry.rule
-    return f"{entry.rule} ({notes.setdefault(note, len(notes) + 1)})"
+    return f"{entry.rule} ({notes.setdefault(why, len(notes) + 1)})"
 
 
-def _note(entry: Entry) -> str:
+def note(entry: Entry) -> str:
+    """The reason of a row, and where it holds."""
     builds = f"; only in builds for {entry.builds}" if entry.builds else ""
     since = f"; since PyTorch {entry.since}" if entry.since else ""
     until = f"; before PyTorch {entry.until}" if entry.until else ""
@@ -121,21 +122,23 @@ def _changes(base: Policy, policy: Policy) -> Iterator[str]:
             before, after = (each.entries(device).get(key) for each in (base, policy))
             if after is not None and after != before:
                 was = before.rule if before else "no rule"
-                by_change.setdefault((f"{was} -> {after.rule}", _note(after)), []).append(device)
-        for (change, note), devices in by_change.items():
+                by_change.setdefault((f"{was} -> {after.rule}", note(after)), []).append(device)
+        for (change, why), devices in by_change.items():
             where = "all" if len(devices) == len(DEVICE_TYPES) else ", ".join(devices)
-            found.setdefault((change, note, where), []).append(_name(key))
-    yield _row(["change", "reason", "device types", "operations"])
+            found.setdefault((change, why, where), []).append(name_of(key))
+    yield row(["change", "reason", "device types", "operations"])
     yield "|---|---|---|---|"
     for group, names in sorted(found.items()):
-        yield _row([*group, ", ".join(names)])
+        yield row([*group, ", ".join(names)])
 
 
-def _name(key: str) -> str:
+def name_of(key: str) -> str:
+    """An operation as pages spell it."""
     return f"`{key.removeprefix('aten::')}`"
 
 
-def _row(cells: Iterable[str]) -> str:
+def row(cells: Iterable[str]) -> str:
+    """A row of a table."""
     return f"| {' | '.join(cells)} |"
 
 

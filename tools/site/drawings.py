@@ -1,0 +1,100 @@
+"""Draws a picture from what a program of `examples/` computes.
+
+    python -m tools.site.drawings 08_checkerboard.py FOLDER
+
+Invariants: the program's own functions compute all that is shown; the ground is transparent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import rc_context
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from tools.site.pictures import STYLES, file_name
+
+__all__ = ["DRAWINGS", "draw"]
+
+_INK = {"light": "#1f2328", "dark": "#e6edf3"}
+_GRID = {"light": "#d0d7de", "dark": "#3d444d"}
+_COLORS = {"light": ("#1f6feb", "#d1570a", "#2da44e"), "dark": ("#6cb6ff", "#f69d50", "#57ab5a")}
+
+
+def draw(name: str, folder: Path) -> None:
+    """Draws a program's picture in each style."""
+    program = importlib.import_module(name.removesuffix(".py"))
+    inches, paint = DRAWINGS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    paint_on = paint(program)
+    for style in STYLES:
+        with rc_context(_settings(name, style)):
+            figure = Figure(inches, facecolor="none", layout="constrained")
+            FigureCanvasSVG(figure)
+            paint_on(figure, _COLORS[style])
+            figure.savefig(folder / file_name(name, style), metadata={"Date": None})
+
+
+def _settings(name: str, style: str) -> Any:
+    ink = _INK[style]
+    return {
+        "svg.hashsalt": name,  # the same picture has the same bytes
+        "font.size": 10,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "axes.edgecolor": _GRID[style],
+        "grid.color": _GRID[style],
+        "axes.facecolor": "none",
+        "legend.frameon": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+
+
+_Paint = Callable[[Figure, tuple[str, ...]], None]
+
+
+def _checkerboard(program: Any) -> _Paint:
+    task = program.Checkerboard(program.SIZE, torch.device("cpu"))
+    runs = {_short(d): program.learn(task, d) for d in (torch.float32, torch.bfloat16)}
+    images = {"target": task.target} | {name: run.image for name, run in runs.items()}
+
+    def paint(figure: Figure, colors: tuple[str, ...]) -> None:
+        rows: Any = [[*images], ["losses"] * len(images)]
+        places = figure.subplot_mosaic(rows, height_ratios=(1.2, 1))
+        for title, image in images.items():
+            axes = places[title]
+            axes.imshow(image[0, 0].numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+            axes.set_title(title, fontsize=10)
+            axes.set_axis_off()
+        axes = places["losses"]
+        for (name, run), color, width in zip(runs.items(), colors, (2.4, 1), strict=False):
+            axes.plot(run.losses, color=color, label=name, linewidth=width)
+        axes.set(xlabel="step", ylabel="loss")
+        axes.grid(linewidth=0.5)
+        axes.legend()
+
+    return paint
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+DRAWINGS: dict[str, tuple[tuple[float, float], Callable[[Any], _Paint]]] = {
+    "08_checkerboard.py": ((7, 4.6), _checkerboard),
+}
+"""By the program's file name: the size in inches, and what computes once and then paints in each style."""
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "examples")
+    draw(sys.argv[1], Path(sys.argv[2]))

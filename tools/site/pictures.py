@@ -1,0 +1,89 @@
+"""Pictures for the site: which there are, and what is said of each; `drawings.py` draws them.
+
+Invariants: a picture is drawn from what a program of `examples/` computes, in a process of its own, once for
+light and once for dark pages, and is kept by contents as output is.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.site.directives import PageError
+from tools.site.programs import Programs, ran
+
+__all__ = ["PICTURES", "STYLES", "Picture", "Pictures", "file_name"]
+
+STYLES = ("light", "dark")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is said of a picture in each language: instead of it, and below it."""
+
+    alt: dict[str, str]
+    caption: dict[str, str]
+
+
+PICTURES = {
+    "08_checkerboard.py": Picture(
+        {
+            "en": "The target, a checkerboard, and what the network has learnt of it in float32 and in a "
+            "bfloat16 region; below them the loss of each step: the two curves lie on each other",
+            "zh": "目标棋盘图，以及网络在 float32 和 bfloat16 区域中学到的图像；下方是每一步的损失，两条曲线几乎重合",
+        },
+        {
+            "en": "A checkerboard, learnt in float32 and in a bfloat16 region, and the loss of each step.",
+            "zh": "分别在 float32 和 bfloat16 区域中学到的棋盘图，以及每一步的损失。",
+        },
+    ),
+}
+"""By the program's file name."""
+
+
+class Pictures:
+    """The pictures that pages ask for.
+
+    Args:
+        programs: what they are drawn from, and where they are kept.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self.drawn: list[Path] = []
+
+    def figure(self, name: str, folder: str, language: str) -> str:
+        """The picture of a program as HTML with Markdown in it.
+
+        Args:
+            name: the program's file name.
+            folder: where the pictures are, as seen from the page.
+            language: `en` or `zh`.
+
+        Raises:
+            PageError: there is no picture of it, or it cannot be drawn.
+        """
+        if name not in PICTURES:
+            raise PageError(f"there is no picture of {name!r}; there are {', '.join(PICTURES)}")
+        picture = PICTURES[name]
+        self._draw(name)
+        images = "\n".join(
+            f"![{picture.alt[language]}]({folder}/{file_name(name, style)}#only-{style})"
+            for style in STYLES
+        )
+        caption = f"<figcaption>{picture.caption[language]}</figcaption>"
+        return f'<figure markdown="span">\n{images}\n{caption}\n</figure>'
+
+    def _draw(self, name: str) -> None:
+        folder = self._programs.kept("picture", name)
+        paths = [folder / file_name(name, style) for style in STYLES]
+        if not all(path.exists() for path in paths):
+            command = [sys.executable, "-m", "tools.site.drawings", name, str(folder)]
+            ran(command, self._programs.root)
+        self.drawn += [path for path in paths if path not in self.drawn]
+
+
+def file_name(program: str, style: str) -> str:
+    """The file of a program's picture in a style."""
+    return f"{program.removesuffix('.py')}-{style}.svg"
