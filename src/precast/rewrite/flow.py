@@ -86,15 +86,14 @@ class Flow:
 
     @cached_property
     def _events(self) -> list[Event]:
-        found: list[Event] = []
+        found: dict[tuple[Node, str], Event] = {}
 
         def note(state: int, event: Event, _: Say) -> int:
-            if not any(e.node is event.node and e.kind == event.kind for e in found):
-                found.append(event)
+            found.setdefault((event.node, event.kind), event)
             return state
 
         list(self.run(0, note))
-        return found
+        return list(found.values())
 
     def leaks(self, name: str) -> bool:
         """Whether what a key stands for is handed to code that is not seen here.

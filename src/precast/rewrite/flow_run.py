@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from precast.rewrite.flow_events import Event, call_event, key, scaler_of, with_event
 from precast.rewrite.source import Source
@@ -55,8 +56,7 @@ class Say:
                 yield node, message
 
 
-@dataclass(frozen=True)
-class Path:
+class Path(NamedTuple):
     """Where a path has come to: the rule's state, what tests said, which names hold scaled losses."""
 
     state: Hashable
@@ -99,7 +99,10 @@ class Run:
 
     def emit(self, event: Event, paths: _Paths) -> _Paths:
         """Tells the rule of an event on each path."""
-        return frozenset(replace(p, state=self.on(p.state, event, self.say)) for p in paths)
+        states = {state: self.on(state, event, self.say) for state in {p.state for p in paths}}
+        if all(before == after for before, after in states.items()):
+            return paths
+        return frozenset(Path(states[p.state], p.known, p.scaled) for p in paths)
 
     # --- statements ---
 
@@ -160,7 +163,7 @@ class Run:
     def _AugAssign(self, statement: cst.AugAssign, paths: _Paths) -> _Paths:
         paths = self.expression(statement.value, paths)
         name = key(self.source, statement.target) or ""
-        paths = frozenset(replace(p, known=_without(p.known, name)) for p in paths)
+        paths = frozenset(p._replace(known=_without(p.known, name)) for p in paths)
         return self.emit(Event("assign", statement.target, name, value=statement.value), paths)
 
     def _store(self, target: Node, value: Node | None, paths: _Paths) -> _Paths:
@@ -169,13 +172,13 @@ class Run:
                 paths = self._store(element.value, None, paths)
             return paths
         name = key(self.source, target) or ""
-        stored = set()
-        for path in paths:
-            scaler = scaler_of(self.source, value, dict(path.scaled)) if _is_loss(value) else None
-            scaled = frozenset(pair for pair in path.scaled if pair[0] != name)
-            scaled |= {(name, scaler)} if scaler else set()
-            stored.add(replace(path, known=_without(path.known, name), scaled=scaled))
-        return self.emit(Event("assign", target, name, value=value), frozenset(stored))
+        after = {}
+        for before in {path.scaled for path in paths}:
+            scaler = scaler_of(self.source, value, dict(before)) if _is_loss(value) else None
+            left = frozenset(pair for pair in before if pair[0] != name)
+            after[before] = left | {(name, scaler)} if scaler else left
+        stored = frozenset(Path(p.state, _without(p.known, name), after[p.scaled]) for p in paths)
+        return self.emit(Event("assign", target, name, value=value), stored)
 
     def _If(self, statement: cst.If, paths: _Paths) -> _Paths:
         paths = self.expression(statement.test, paths)
@@ -312,13 +315,9 @@ class Run:
     def _split(self, test: Node, paths: _Paths) -> tuple[_Paths, _Paths]:
         """The paths on which a test holds, and those on which it does not."""
         text, holds = _condition(self.source, test)
-        yes, no = set(), set()
-        for path in paths:
-            known = dict(path.known).get(text)
-            if known is not (not holds):
-                yes.add(replace(path, known=path.known | {(text, holds)}))
-            if known is not holds:
-                no.add(replace(path, known=path.known | {(text, not holds)}))
+        said, unsaid = (text, holds), (text, not holds)
+        yes = (p._replace(known=p.known | {said}) for p in paths if unsaid not in p.known)
+        no = (p._replace(known=p.known | {unsaid}) for p in paths if said not in p.known)
         return frozenset(yes), frozenset(no)
 
 
@@ -337,10 +336,11 @@ def _condition(source: Source, test: Node) -> tuple[str, bool]:
     return key(source, test) or "", True
 
 
+@lru_cache(maxsize=4096)  # many paths know the same
 def _without(known: frozenset[tuple[str, bool]], name: str) -> frozenset[tuple[str, bool]]:
     """What tests said, without those in which a name occurs that has a new value now."""
     word = re.compile(rf"(?<![\w.]){re.escape(name)}\b")
-    return frozenset(pair for pair in known if not word.search(pair[0]))
+    return frozenset(pair for pair in known if not (name in pair[0] and word.search(pair[0])))
 
 
 def _is_loss(value: Node | None) -> bool:
@@ -355,7 +355,7 @@ def _is_loss(value: Node | None) -> bool:
 def _bounded(paths: Iterable[Path]) -> _Paths:
     paths = frozenset(paths)
     if len(paths) > _LIMIT:
-        paths = frozenset(replace(path, known=frozenset()) for path in paths)
+        paths = frozenset(path._replace(known=frozenset()) for path in paths)
     if len(paths) > _LIMIT:
         raise TooManyPaths
     return paths
