@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "integrations.md"
 
 PRINTED = {
+    "with_accelerate": r"scaler +none in bfloat16\nlayer 2: 0% lost, 0% .*\nlayer 1: .*\nlayer 0: [1-9]\d?% lost, 0%",
     "with_lightning": r"steps +100, skipped 1\nstep +5 .* layers\.0\.weight, .*\nfirst +In step 5 the gradient of",
 }
 
