@@ -98,8 +98,9 @@ def main() -> None:
         ),
     )
     say(
-        "Below the smallest number y is 0, and 0 / 0 is nan. Beyond the largest it is inf, or "
-        "nan, or for float8_e4m3fn, which has no infinity, the largest. No step says so."
+        "Below the smallest number y is 0, and 0 / 0 is nan. Beyond the largest it is inf, and "
+        "inf / inf is nan. float8_e4m3fn has no infinity: what is beyond it becomes nan in PyTorch "
+        "2.11, and its largest number in 2.13. No step says so."
     )
     x = torch.full((4, 4), 100.0)
     columns = [square_of_a_layer(x, dtype) for dtype in (torch.float16, torch.bfloat16)]
