@@ -1,7 +1,5 @@
 """Draws a picture from what a program of `examples/` computes.
 
-    python -m tools.site.drawings 08_checkerboard.py FOLDER
-
 Invariants: the program's own functions compute all that is shown; the ground is transparent.
 """
 
@@ -29,6 +27,7 @@ _COLORS = {"light": ("#1f6feb", "#d1570a", "#2da44e"), "dark": ("#6cb6ff", "#f69
 
 def draw(name: str, folder: Path) -> None:
     """Draws a program's picture in each style."""
+    sys.path.insert(0, "examples")
     program = importlib.import_module(name.removesuffix(".py"))
     inches, paint = DRAWINGS[name]
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,8 +92,3 @@ DRAWINGS: dict[str, tuple[tuple[float, float], Callable[[Any], _Paint]]] = {
     "08_checkerboard.py": ((7, 4.6), _checkerboard),
 }
 """By the program's file name: the size in inches, and what computes once and then paints in each style."""
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, "examples")
-    draw(sys.argv[1], Path(sys.argv[2]))

@@ -88,8 +88,7 @@ class Site:
         todo = [each for page in pages for each in asked(self._read(page)) if each.words]
         there = {path.name for path in self.programs.folder.glob("*.py")}
         calls = [each.words for each in todo if each.kind == "output" and each.words[0] in there]
-        shown = [(path.name,) for path in self.programs.folder.glob("[0-9]*.py")]
-        self.programs.run([*calls, *shown] if "examples/README.md" in pages else calls)
+        self.programs.run([*calls, *((path.name,) for path in self.programs.numbered)])
 
     def _read(self, path: str) -> str:
         return (self.root / path).read_text(encoding="utf-8")
@@ -143,10 +142,10 @@ class Site:
     def _program_page(self, path: str) -> str:
         """A program: what it says of itself, its text, and what it prints."""
         name = PurePosixPath(path).name
-        text = self._read(path)
+        text = self._read(path).strip("\n")
         says = ast.get_docstring(ast.parse(text)) or ""
-        parts = [f"# {name}\n\n{says}\n", _block(self.programs.text(name), "python", path)]
-        if name[0].isdigit():
+        parts = [f"# {name}\n\n{says}\n", _block(text, "python", path)]
+        if self.root / path in self.programs.numbered:
             try:
                 parts += ["\n## What it prints\n", _block(self.programs.output((name,)), "text")]
             except PageError as problem:

@@ -6,16 +6,18 @@ light and once for dark pages, and is kept by contents as output is.
 
 from __future__ import annotations
 
-import sys
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.site.apart import printed_apart
 from tools.site.directives import PageError
-from tools.site.programs import Programs, ran
+from tools.site.programs import Programs
 
 __all__ = ["PICTURES", "STYLES", "Picture", "Pictures", "file_name"]
 
 STYLES = ("light", "dark")
+_DRAWINGS = Path(__file__).with_name("drawings.py")
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,18 @@ class Pictures:
         return f'<figure markdown="span">\n{images}\n{caption}\n</figure>'
 
     def _draw(self, name: str) -> None:
-        folder = self._programs.kept("picture", name)
+        folder = self._programs.kept("picture", name, _DRAWINGS.read_text(encoding="utf-8"))
         paths = [folder / file_name(name, style) for style in STYLES]
         if not all(path.exists() for path in paths):
-            command = [sys.executable, "-m", "tools.site.drawings", name, str(folder)]
-            ran(command, self._programs.root)
+            printed_apart(f"the picture of {name}", self._programs.root, _draw, name, folder)
         self.drawn += [path for path in paths if path not in self.drawn]
 
 
 def file_name(program: str, style: str) -> str:
     """The file of a program's picture in a style."""
     return f"{program.removesuffix('.py')}-{style}.svg"
+
+
+def _draw(name: str, folder: Path) -> None:
+    drawings = importlib.import_module("tools.site.drawings")  # loads PyTorch and matplotlib
+    drawings.draw(name, folder)

@@ -1,10 +1,9 @@
 """The programs of `examples/` for the site: their text, and what they print when they are run.
 
 Invariants:
-    - Each call, a program and its arguments, runs once, in this Python, from the project's folder; as many at once as
-      there are processors.
+    - Each call, a program and its arguments, runs once, in a process of its own, side by side.
     - What was printed is kept by the contents of all that it can depend on: programs, package, versions.
-    - A program that fails is a `PageError` with the end of what it wrote to stderr; what others write there is dropped.
+    - A program that fails is a `PageError`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,15 +19,13 @@ from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
+from tools.site.apart import printed_apart
 from tools.site.directives import PageError
 
 __all__ = ["Call", "Programs"]
 
 Call = tuple[str, ...]
 """A program's name and its arguments."""
-
-_LIMIT = 300  # seconds that a program may run
-_LINES = 20  # of what a failed program wrote
 
 
 class Programs:
@@ -37,12 +34,16 @@ class Programs:
     Args:
         root: the project's folder.
         cache: where results are kept between builds.
+
+    Attributes:
+        numbered: the files of the course, in its order.
     """
 
     def __init__(self, root: Path, cache: Path) -> None:
         self.root = root
         self.folder = root / "examples"
         self._cache = cache
+        self.numbered = sorted(self.folder.glob("[0-9]*.py"))
         self._printed: dict[Call, str | PageError] = {}
 
     def path(self, name: str) -> Path:
@@ -53,7 +54,7 @@ class Programs:
         """
         path = self.folder / name
         if Path(name).name != name or not path.is_file():
-            there = ", ".join(sorted(each.name for each in self.folder.glob("[0-9]*.py")))
+            there = ", ".join(each.name for each in self.numbered)
             raise PageError(f"there is no program examples/{name}; there are {there}")
         return path
 
@@ -95,9 +96,9 @@ class Programs:
         kept = self.kept("output", *call)
         if kept.exists():
             return kept.read_text(encoding="utf-8")
-        command = [sys.executable, f"examples/{call[0]}", *call[1:]]
+        name = f"python examples/{' '.join(call)}"
         try:
-            printed = ran(command, self.root)
+            printed = printed_apart(name, self.root, _run_program, call)
         except PageError as problem:
             return problem
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -108,37 +109,18 @@ class Programs:
     def _contents(self) -> str:
         """A name for all that what a program prints can depend on."""
         told = hashlib.sha256(f"{sys.version} {version('torch')}".encode())
-        for folder in (self.folder, self.root / "src" / "precast", Path(__file__).parent):
+        for folder in (self.folder, self.root / "src" / "precast"):
             for path in sorted(folder.rglob("*")):
                 if path.suffix in {".py", ".toml"}:
                     told.update(f"\0{path.relative_to(folder)}\0".encode() + path.read_bytes())
         return told.hexdigest()
 
 
-def ran(command: list[str], folder: Path) -> str:
-    """What a command prints.
-
-    Raises:
-        PageError: it fails, or takes too long.
-    """
-    plain = {"COLUMNS": "80", "NO_COLOR": "1", "PYTHONUTF8": "1", "PYTHONWARNINGS": "ignore"}
-    told = " ".join(["python", *command[1:]])
-    try:
-        run = subprocess.run(
-            command,
-            capture_output=True,
-            check=False,
-            cwd=folder,
-            encoding="utf-8",
-            env=os.environ | plain,
-            timeout=_LIMIT,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise PageError(f"`{told}` did not end within {_LIMIT} seconds") from error
-    if run.returncode:
-        end = "\n".join(run.stderr.splitlines()[-_LINES:])
-        raise PageError(f"`{told}` failed with exit code {run.returncode}:\n{end}")
-    return run.stdout
+def _run_program(call: Call) -> None:
+    """Runs a program as Python runs the file that it is asked to."""
+    sys.path[0] = "examples"
+    sys.argv = [f"examples/{call[0]}", *call[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _part(text: str, program: str, name: str) -> str:
