@@ -81,7 +81,7 @@ def attach(
         AttachError: `model` is no module, `optimizer` is none, or has no parameter of the model; `grad_dtype` is not
             one of the two, or comes without an optimizer, or with one that takes many gradients in a step.
 
-    Example:
+    Examples:
         >>> import precast
         >>> model = torch.nn.Linear(256, 256)
         >>> attachment = attach(model)

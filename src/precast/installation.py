@@ -72,7 +72,7 @@ def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
     Raises:
         PolicyError: a policy that cannot be read; nothing has changed then.
 
-    Example:
+    Examples:
         >>> with install("default"), torch.autocast("cpu"):
         ...     torch.cat([torch.ones(2).half(), torch.ones(2).bfloat16()]).dtype  # PyTorch raises
         torch.float32

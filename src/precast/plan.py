@@ -98,7 +98,7 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
         PolicyError: two patterns disagree on a module; a module has two names, whose rules differ; a rule for a
             module that is scripted as a part of another.
 
-    Example:
+    Examples:
         >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
         >>> planned = plan(model, Policy.load("torch").replace(modules={"head": "fp32", "tail": "fp32"}))
         >>> planned.inside("head").precision, planned.unmatched

@@ -83,7 +83,7 @@ class Policy:
             policies have equal fingerprints; names, reasons and the order of rows do not count. Nor do `modules`: a
             region does not look at them, and where they act they open regions, whose policies have fingerprints.
 
-    Example:
+    Examples:
         >>> policy = Policy.load("torch").replace(ops={"softmax": "lower"})
         >>> policy.resolve("softmax", "cuda").rule
         <Rule.LOWER: 'lower'>
@@ -244,7 +244,7 @@ class Policy:
         Raises:
             PolicyError: no such operation; or a bare name whose overloads have different rules.
 
-        Example:
+        Examples:
             >>> policy = Policy.load("torch").replace(modules={"*.head": "fp32"})
             >>> policy.resolve("linear", "cpu", module="model.head").rule
             <Rule.KEEP: 'keep'>

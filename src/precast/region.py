@@ -54,7 +54,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         RegionError: a device type or dtype that cannot be; nothing has changed then.
         PolicyError: a policy that cannot be read.
 
-    Example:
+    Examples:
         >>> linear = torch.nn.Linear(4, 2)
         >>> with autocast("cpu", dtype=torch.bfloat16):
         ...     linear(torch.ones(3, 4)).dtype
@@ -267,7 +267,7 @@ def current(device_type: str | None = None) -> Regions:
     Args:
         device_type: for this device type alone; None is for all that PyTorch or a region has set here.
 
-    Example:
+    Examples:
         >>> with autocast("cpu"):
         ...     here = current()
         >>> with here:  # perhaps in another thread
@@ -283,7 +283,7 @@ def current(device_type: str | None = None) -> Regions:
 def disable() -> Regions:
     """A region in which autocast is off for every device type, with none to be named.
 
-    Example:
+    Examples:
         >>> with autocast("cpu"), disable():
         ...     torch.is_autocast_enabled("cpu")
         False

@@ -72,13 +72,11 @@ def relinked(
 
 
 def _target(link: str, path: str, root: Path) -> str:
-    """The file of the project that a link leads to; for a folder, its README."""
+    """The file of the project that a link leads to; for a folder its README, there or not."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
-    if (root / target / "README.md").is_file():
-        target = f"{target}/README.md"
-    if target.startswith("../") or not (root / target).is_file():
+    if target.startswith("../") or not (root / target).exists():
         raise PageError(f"the link to {link} leads to no file of the project")
-    return target
+    return f"{target}/README.md" if (root / target).is_dir() else target
 
 
 def _undotted(file: PurePosixPath) -> str:

@@ -43,15 +43,13 @@ class Site:
         self.pictures = Pictures(self.programs)
         self._problems: list[str] = []
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> list[str]:
         """Makes all pages and files in a folder, and takes away what no longer belongs there.
 
-        Raises:
-            PageError: something that pages ask for cannot be made; the text has a line for each.
+        Returns:
+            What is wrong, each with its page and line. What cannot be put in is left as it stands.
         """
         pages, files = self.made()
-        if self._problems:
-            raise PageError("\n".join(self._problems))
         names = {*pages, *files}
         for path in [path for path in folder.rglob("*") if path.is_file()]:
             if path.relative_to(folder).as_posix() not in names:
@@ -60,6 +58,7 @@ class Site:
             written(folder / name, text.encode())
         for name, source in files.items():
             written(folder / name, source.read_bytes())
+        return sorted(self._problems)
 
     def made(self) -> tuple[dict[str, str], dict[str, Path]]:
         """The text of each page, and where each other file comes from, by their paths on the site."""
@@ -91,7 +90,10 @@ class Site:
         self.programs.run([*calls, *((path.name,) for path in self.programs.numbered)])
 
     def _read(self, path: str) -> str:
-        return (self.root / path).read_text(encoding="utf-8")
+        file = self.root / path
+        if file.name == "README.md" and not file.exists():
+            return _listing(file.parent.relative_to(self.root).as_posix(), file.parent)
+        return file.read_text(encoding="utf-8")
 
     def _page(self, path: str, use: Callable[[str], None]) -> str:
         if path.startswith("examples/") and path.endswith(".py"):
@@ -163,6 +165,12 @@ def written(path: Path, contents: bytes) -> None:
     if not path.exists() or path.read_bytes() != contents:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(contents)
+
+
+def _listing(name: str, folder: Path) -> str:
+    """A page for a folder that has none of its own."""
+    files = sorted(each.name for each in folder.iterdir() if each.is_file())
+    return "\n".join([f"{_HIDDEN}# {name}\n", *(f"- [{file}]({file})" for file in files)]) + "\n"
 
 
 def _words(each: Asked, least: int, most: int, wanted: str) -> tuple[str, ...]:

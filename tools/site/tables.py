@@ -13,7 +13,7 @@ from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
 from tools.operations_page import for_all_versions, name_of, note, row
 from tools.site.directives import PageError
 
-__all__ = ["difference", "rules"]
+__all__ = ["CHINESE", "difference", "rules"]
 
 _HEADS: dict[str, dict[str, tuple[str, ...]]] = {
     "rules": {
@@ -25,7 +25,7 @@ _HEADS: dict[str, dict[str, tuple[str, ...]]] = {
         "zh": ("`{device}` 上的算子", "`{other}`", "`{name}`", "原因"),
     },
 }
-_CHINESE = {
+CHINESE = {
     Rule.LOWER: "参数转换为区域的 dtype",
     Rule.FP32: "参数转换为 float32",
     Rule.FP32_SET_DTYPE: "通过算子自己的 dtype 参数，以 float32 计算",
@@ -34,6 +34,7 @@ _CHINESE = {
     Rule.BANNED: "在区域内拒绝执行",
     Rule.KEEP: "与区域外相同",
 }
+"""What each rule means."""
 _WRITING = {"en": "and {} forms with `out=`, or in place", "zh": "以及 {} 个带 `out=` 或原地的形式"}
 _FOLDED = 12  # fewer forms are not worth a click
 _NO_RULE = {"en": "no rule", "zh": "无规则"}
@@ -131,7 +132,7 @@ def _writes(key: str) -> bool:
 
 
 def _meaning(rule: Rule, language: str) -> str:
-    return _CHINESE[rule] if language == "zh" else rule.meaning
+    return CHINESE[rule] if language == "zh" else rule.meaning
 
 
 def _cell(entry: Entry | None, language: str) -> str:

@@ -68,7 +68,7 @@ def monitor(
     Raises:
         MonitorError: `model` is no module, `every` or `keep` no number above 0, `scaler` no gradient scaler.
 
-    Example:
+    Examples:
         >>> model = nn.Linear(4, 2)
         >>> with monitor(model) as watched:
         ...     model(torch.ones(3, 4)).sum().backward()

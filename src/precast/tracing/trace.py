@@ -51,7 +51,7 @@ def trace(model: nn.Module | None = None, *, full: bool = True) -> Trace:
     Raises:
         PrecastError: `model` is no module.
 
-    Example:
+    Examples:
         >>> import precast
         >>> model = torch.nn.Linear(4, 2)
         >>> x = torch.ones(3, 4)
