@@ -10,6 +10,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -416,7 +417,9 @@ def test_the_scaler_says_it() -> None:
     with precast.monitor(model), precast.observe(seen.append):
         model[1].factor = 1e30
         with (
-            pytest.raises(precast.BrokenModelError, match="the output of 1 was the first") as error,
+            pytest.raises(
+                precast.BrokenModelError, match="the output of `1` was the first"
+            ) as error,
             precast.autocast("cpu", dtype=torch.float16),
         ):
             take(model, optimizer, scaler=scaler)
@@ -554,6 +557,32 @@ def test_modes_do_not_see_what_it_does() -> None:
                 take(model, optimizer)
             seen.append(calls.counts)
     assert plain == watched
+
+
+def test_without_an_interval_early_steps_are_counted_too() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with precast.monitor(model) as monitor:
+        for _ in range(202):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    early = [0, 1, 2, 4, 8, 16, 32, 64]
+    for entry in monitor.as_dict()["modules"]:
+        assert entry["steps"] == [*early, 100, 200]
+
+
+def test_a_scaler_names_parameters_as_the_monitored_model_does() -> None:
+    model = network()
+    optimizer, scaler = sgd(model), precast.GradScaler("cpu")
+    for watched in (False, True):
+        with precast.monitor(model) if watched else nullcontext():
+            scaler.scale(model(torch.randn(4, 8)).sum()).backward()
+            model[0].weight.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+        names = scaler.last_step(optimizer).names
+        assert names == (("0.weight",) if watched else ("group 0, parameter 0",))
+        scaler.update()
+        optimizer.zero_grad()
 
 
 def test_nothing_is_left_on_the_model() -> None:

@@ -13,10 +13,11 @@ import pytest
 
 from precast import report
 from precast.errors import MissingExtraError, OutputError, ReportError
+from precast.report.numbers import numeric_findings, offender
 from precast.report.page import html
 from precast.report.ranks import common_verdict, worst
 from precast.report.tree import ran_in, seconds_by_dtype, tree
-from precast.report.verdict import offender, verdict
+from precast.report.verdict import verdict
 from tests.documents import document, flat, with_rows
 
 
@@ -118,9 +119,55 @@ def test_gradients_that_underflow_are_said_with_their_share() -> None:
         module["underflow_zeros"] = [0] * len(module["steps"])
     gradients[0]["underflow_zeros"] = [None] * len(gradients[0]["steps"])  # nobody knows
     gradients[3]["underflow_zeros"] = [n // 2 for n in gradients[3]["elements"]]
+    made["findings"] = numeric_findings(made)
     share = 0.5 / len(gradients)
     assert f"{100 * share:.1f}% of the gradients of parameters became zero" in told(made)
     assert f"most in `{gradients[3]['name']}` (50%)" in told(made)
+    advice: Any = verdict(made)["first"]
+    assert "init_scale=" in advice["text"], "there is a scaler, and its scale is too low"
+    for step in made["steps"]:
+        step["scale"] = None
+    advice = numeric_findings(made)[0]["suggestion"]
+    assert "scaler.scale(loss).backward()" in advice
+
+
+@pytest.mark.parametrize(
+    ("what", "does", "policy"),
+    [
+        ({"kind": "output"}, "Run `a.b` in float32", '[modules]\n"a.b" = "fp32"'),
+        ({"kind": "output", "name": ""}, "Run in bfloat16", None),
+        ({"kind": "input"}, "Look at what makes the input of `a.b`", None),
+        ({"kind": "gradient"}, 'init_scale="auto"', None),
+        ({"kind": "parameter", "name": "a.b.weight"}, 'init_scale="auto"', None),
+    ],
+)
+def test_what_to_do_depends_on_what_overflowed(
+    what: dict[str, Any], does: str, policy: str | None
+) -> None:
+    made: Any = document(overflow_at=3)
+    first = made["health"]["first"] | {"name": "a.b"} | what
+    made["health"]["first"] = first
+    for step in made["steps"]:
+        step["first"] = None
+    [finding] = numeric_findings(made)
+    assert (finding["kind"], finding["title"]) == ("overflow", first["message"])
+    assert does in finding["suggestion"]
+    assert finding["policy"] == policy
+    assert finding["where"]["module"] == ("" if what.get("name") == "" else "a.b")
+    made["findings"] = [finding]
+    assert told(made).count(first["message"]) == 1
+
+
+def test_a_gradient_without_a_scaler_and_numbers_in_bfloat16_get_other_advice() -> None:
+    made: Any = document(overflow_at=3)
+    made["health"]["first"] |= {"kind": "parameter", "name": "a.weight"}
+    for step in made["steps"]:
+        step |= {"first": None, "scale": None}
+    assert numeric_findings(made)[0]["policy"] == '[modules]\n"a" = "fp32"'
+    made["health"]["format"] = "bfloat16"
+    [finding] = numeric_findings(made)
+    assert "learning rate" in finding["suggestion"]
+    assert finding["policy"] is None
 
 
 def test_the_costliest_finding_is_what_to_do_first() -> None:

@@ -80,6 +80,9 @@ def test_a_training_program_computes_the_same_bits(tmp_path: Path, method: str) 
     assert [s["skipped"] for s in document["steps"]] == skipped
     assert document["run"]["skipped"] == sum(skipped) > 0
     assert all(bool(s["names"]) == s["skipped"] for s in document["steps"])
+    names = {name for s in document["steps"] for name in s["names"]}
+    assert names <= {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert names, "the first scale is far too high"
     assert document["run"]["traced"] == [2, 5]
     counts = {(c["op"], c["rule"]): c["calls"] for c in document["counts"]}
     assert counts["linear", "lower"] == 2 * 14  # two layers in twelve steps and two evaluations

@@ -184,6 +184,39 @@ def test_a_layer_outside_of_the_region_is_found() -> None:
     assert 'with precast.autocast("cpu")' in found.suggestion
 
 
+class Block(nn.Module):
+    """A needless round trip, a sum of two dtypes and a layer outside of the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with precast.autocast("cpu"):
+            y = self.inside(x).float().bfloat16()
+            y = self.inside(torch.softmax(y, -1)) + x
+        return self.outside(y)
+
+
+def test_alike_blocks_share_their_findings() -> None:
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    model(torch.ones(4, 8))
+    with precast.trace(model) as one_block:
+        model[0](torch.ones(4, 8))
+    with precast.trace(model) as trace:
+        model(torch.ones(4, 8))
+    kinds = sorted(finding.kind for finding in trace.findings)
+    assert kinds == sorted(finding.kind for finding in one_block.findings)
+    assert {"float32-op", "float32-spread", "round-trip"} <= set(kinds)
+    [alone], [several] = of_kind(one_block, "float32-op"), of_kind(trace, "float32-op")
+    assert f"{alone.where.op} in 0.outside at" in alone.title
+    assert f"{alone.where.op} in *.outside (3 modules) at" in several.title
+    assert "3 times" in several.title
+    rows = [row for row in trace.rows if row.op == alone.where.op and row.region is None]
+    assert several.cost.seconds == pytest.approx(sum(row.seconds for row in rows))
+    assert several.where.module in {f"{k}.outside" for k in range(3)}
+
+
 def test_an_operation_without_a_rule_that_should_have_one(tmp_path: Path) -> None:
     policy = Policy.load("default").replace(ops={"mm": None})
 

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -139,7 +139,10 @@ class Verdict:
 
 
 class Witness(Protocol):
-    """What a gradient scaler tells of its steps and asks about bad ones, whatever the thread: a monitor."""
+    """Whom a gradient scaler tells of its steps and asks about bad ones, whatever the thread: a monitor."""
+
+    def names_of(self, parameters: Iterable[Tensor]) -> dict[int, str]:
+        """``id`` of each of `parameters` that it knows -> its name."""
 
     def first_of_step(self, optimizer: Optimizer) -> First | None:
         """Where the step that is being taken went wrong; None where it was not seen."""

@@ -50,9 +50,7 @@ def first_of(step: Step, place: int, extremes: Sequence[Extremes], hint: str = "
     elif slot.kind == "input":
         seen += f"an input of {_called(slot.name)} was the first to be {said}: it was made between modules"
     else:
-        seen += (
-            f"the gradient of {_called(slot.name)}'s output was the first to be {said} in backward"
-        )
+        seen += f"the gradient of the output of {_called(slot.name)} was the first to be {said} in backward"
     message = f"{seen}{_ranges(inputs)}.{_end_of(slot)}{hint}"
     return First(step.number, slot.kind, slot.name, what, inputs, message)  # type: ignore[arg-type]
 
@@ -70,7 +68,7 @@ def of_parameter(step: Step, name: str, what: str, extremes: Sequence[Extremes])
     inputs = tuple(_range(slots[k], extremes[k]) for k in made_from)
     said = "NaN" if what == "nan" else "infinite"
     message = (
-        f"In step {step.number}{_at(step.loss_scale)} the gradient of the parameter {name} was the first to be {said}"
+        f"In step {step.number}{_at(step.loss_scale)} the gradient of the parameter `{name}` was the first to be {said}"
         f"{_ranges(inputs)}."
     )
     return First(step.number, "parameter", name, what, inputs, message)  # type: ignore[arg-type]
@@ -125,7 +123,7 @@ def _numbers(one: dict[str, Any]) -> str:
 
 
 def _called(name: str) -> str:
-    return name or "the whole model"
+    return f"`{name}`" if name else "the whole model"
 
 
 def _at(scale: float | None) -> str:

@@ -2,7 +2,7 @@
 
 Invariants:
 - results keep their bits: what is watched is read, never written, and draws no random numbers;
-- nothing waits for the device but in steps that are counted (every `every`-th), in steps that the scaler skips, where
+- nothing waits for the device but in steps that are counted, in steps that the scaler skips, where
   somebody asks, and after each `_UNREAD` steps;
 - what is kept is bounded: the counts of `keep` steps, the extremes of the latest `_RING`;
 - after `detach`, or when the model is gone, nothing is left of it.
@@ -18,7 +18,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,19 +34,19 @@ from precast.health.history import History
 from precast.health.record import Record
 from precast.health.running import Running
 from precast.health.samples import Samples, figures
-from precast.health.watching import Installed, install, unseen
+from precast.health.watching import Installed, install, names_in, unseen
 from precast.scaling.base import Scale
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
 
 DEFAULT_EVERY: Final = 100
-"""A counted step may cost two; the others, a few hundredths more than without a monitor (docs/performance.md)."""
+"""After the first steps. One that is counted may cost two; the others, a few hundredths more (docs/performance.md)."""
 _UNREAD: Final = 256
 
 
 def monitor(
     model: nn.Module,
-    every: int = DEFAULT_EVERY,
+    every: int | None = None,
     *,
     scaler: Any = None,
     ring: str | os.PathLike[str] | None = None,
@@ -56,8 +56,9 @@ def monitor(
 
     Args:
         model: any module; wrappers as `DistributedDataParallel` too.
-        every: in steps 0, `every`, 2 * `every` ... the numbers are counted by exponent. In the others only the extremes
-            of each tensor are taken, on the device, so that what first became infinite or NaN is known in any step.
+        every: in steps 0, `every`, 2 * `every` ... the numbers are counted by exponent; without it in steps 0, 1, 2, 4,
+            8 ... 64, and in every 100th, so that a short run is seen, too. In the others only the extremes of each
+            tensor are taken, on the device, so that what first became infinite or NaN is known in any step.
         scaler: a `torch.amp.GradScaler`, so that steps that it skips are known. `precast.GradScaler` need not be given.
         ring: a file that has the latest steps after each step that is counted or skipped: for a process that is killed.
         keep: how many counted steps are kept; more are thinned out.
@@ -82,7 +83,8 @@ def monitor(
         raise MonitorError(
             f"monitor(model) got {type(model).__name__}. It takes a torch.nn.Module: the model, or a part of it."
         )
-    for name, value, least in (("every", every, 1), ("keep", keep, 2)):
+    checked = DEFAULT_EVERY if every is None else every
+    for name, value, least in (("every", checked, 1), ("keep", keep, 2)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise MonitorError(
                 f"monitor({name}={value!r}): give a whole number of steps, at least {least}."
@@ -99,10 +101,11 @@ class Monitor:
     """What a model's numbers did; made by `monitor`."""
 
     def __init__(
-        self, model: nn.Module, every: int, scaler: Any, ring: Path | None, keep: int
+        self, model: nn.Module, every: int | None, scaler: Any, ring: Path | None, keep: int
     ) -> None:
         self._model = weakref.ref(model)
-        self._every = every
+        self._every = DEFAULT_EVERY if every is None else every
+        self._early = every is None
         self._path = ring
         self._samples = Samples(keep)
         self._history = History(self._model)
@@ -215,6 +218,11 @@ class Monitor:
 
     # What a gradient scaler asks and tells (`events.Witness`).
 
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, str]:
+        """``id`` of each of `parameters` that is the model's -> its name there."""
+        model = self._model()
+        return {} if model is None else names_in(model, parameters)
+
     def first_of_step(self, optimizer: Optimizer) -> First | None:
         """Where the step of `optimizer`, which is skipped, went wrong; waits for the device."""
         return unseen(self._first_of, optimizer)
@@ -247,10 +255,14 @@ class Monitor:
 
     def _open(self) -> Running:
         if self._running is None:
-            counted = self._number % self._every == 0
-            record = Record(self._number, time.perf_counter(), {} if counted else None)
+            record = Record(self._number, time.perf_counter(), {} if self._is_counted() else None)
             self._running = Running(record)
         return self._running
+
+    def _is_counted(self) -> bool:
+        number = self._number
+        is_early = self._early and number < self._every and number & (number - 1) == 0
+        return is_early or number % self._every == 0
 
     def _first_so_far(self) -> First | None:
         return self._history.first_or(None if self._running is None else self._running.record.first)

@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from precast import _torch
 
-__all__ = ["Installed", "Watcher", "gradient_hook", "install", "plain_name", "unseen"]
+__all__ = ["Installed", "Watcher", "gradient_hook", "install", "names_in", "plain_name", "unseen"]
 
 
 R = TypeVar("R")
@@ -108,6 +108,12 @@ def plain_name(name: str) -> str:
     """A module's or parameter's name without what DistributedDataParallel and `torch.compile` put into it."""
     parts = _parts(name)
     return ".".join(parts)
+
+
+def names_in(model: nn.Module, parameters: Iterable[Tensor]) -> dict[int, str]:
+    """``id`` of each of `parameters` that is one of `model`'s -> its name there."""
+    wanted = set(map(id, parameters))
+    return {id(p): plain_name(name) for name, p in model.named_parameters() if id(p) in wanted}
 
 
 def _parts(name: str) -> Iterator[str]:

@@ -16,10 +16,11 @@ from typing import Any, cast
 from precast import _version, files
 from precast.errors import MissingExtraError
 from precast.report.document import documents, validate
+from precast.report.numbers import offender
 from precast.report.ranks import common_verdict, in_16_bits, on_casts, worst
 from precast.report.schema import Document, Finding, Merged
 from precast.report.tree import tree
-from precast.report.verdict import all_findings, cost_words, lost, offender, verdict
+from precast.report.verdict import all_findings, cost_words, lost, verdict
 from precast.report.words import count, duration, share
 
 __all__ = ["html", "needed", "write"]

@@ -6,9 +6,10 @@ document is named.
 
 from __future__ import annotations
 
+from precast.report.numbers import offender
 from precast.report.schema import Document, Verdict
 from precast.report.tree import seconds_by_dtype
-from precast.report.verdict import lost, offender, verdict
+from precast.report.verdict import lost, verdict
 from precast.report.words import joined, share
 
 __all__ = ["common_verdict", "in_16_bits", "on_casts", "worst"]

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from precast.report.schema import Advice, Document, Finding, First, HealthModule, Totals, Verdict
+from precast.report.numbers import in_words, module_of, offender, overflow
+from precast.report.schema import Advice, Document, Finding, Totals, Verdict
 from precast.report.tree import seconds_by_dtype
 from precast.report.words import count, duration, joined, plural, share, shortened, size
 
-__all__ = ["all_findings", "cost_words", "lost", "offender", "verdict"]
+__all__ = ["all_findings", "cost_words", "lost", "verdict"]
 
 _NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation")
 _TELLING = 0.01  # a part below this is not worth a sentence among the problems
@@ -22,11 +23,10 @@ _MOST = 3  # sentences of one kind; the page lists the rest
 
 def verdict(document: Document) -> Verdict:
     """The verdict on the document of one process."""
-    numeric = [*_lost_steps(document), *_underflow(document)]
     costs = _costly(document)
     problems = [
         *_ending(document),
-        *numeric,
+        *_lost_steps(document),
         *_told(document),
         *(_cost(each) for each in costs[:_MOST]),
     ]
@@ -36,7 +36,7 @@ def verdict(document: Document) -> Verdict:
     level = _level(document, problems)
     return {
         "level": level,
-        "headline": _headline(document, numeric, costs),
+        "headline": _headline(document, costs),
         "precision": list(_precision(document)),
         "problems": problems,
         "first": first,
@@ -53,14 +53,6 @@ def _of_steps(document: Document) -> str:
     skipped = lost(document)
     steps = plural(document["run"]["steps"], "step")
     return f"{count(skipped)} of {steps} {'was' if skipped == 1 else 'were'}"
-
-
-def offender(document: Document) -> First | None:
-    """What went non-finite first in the whole run."""
-    found = [step["first"] for step in document["steps"] if step["first"]]
-    if document["health"] and document["health"]["first"]:
-        found.append(document["health"]["first"])
-    return min(found, key=lambda first: first["step"], default=None)
 
 
 def all_findings(document: Document) -> list[Finding]:
@@ -95,7 +87,7 @@ def _level(document: Document, problems: list[str]) -> Literal["good", "warning"
 # --- what precision does ---
 
 
-def _headline(document: Document, numeric: list[str], costs: list[Finding]) -> str:
+def _headline(document: Document, costs: list[Finding]) -> str:
     run = document["run"]
     if _failed(document):
         return "The run ended with an error" + (
@@ -103,11 +95,12 @@ def _headline(document: Document, numeric: list[str], costs: list[Finding]) -> s
         )
     first, skipped = offender(document), lost(document)
     if skipped:
-        by = f": `{first['name']}` was the first that was not finite" if first else ""
+        by = f": {in_words(first)} was the first that was not finite" if first else ""
         return f"{_of_steps(document)} lost{by}."
     if first:
-        return f"`{first['name']}` was not finite at step {first['step']}, and no step was skipped."
-    if numeric:
+        said = in_words(first)
+        return f"{said[0].upper()}{said[1:]} was not finite at step {first['step']}, and no step was skipped."
+    if any(each["kind"] == "underflow" for each in all_findings(document)):
         return "Small gradients are lost: they are too small for the format they are in."
     part = sum(each["cost"]["share"] or 0 for each in costs)
     if part >= _TELLING:
@@ -188,37 +181,13 @@ def _lost_steps(document: Document) -> Iterator[str]:
         yield _sentence(first["message"])
 
 
-def _underflow(document: Document) -> Iterator[str]:
-    """Gradients that are zero because the format ends before them, the worst first."""
-    health = document["health"]
-    for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
-        modules = [m for m in health["modules"] if m["kind"] == kind] if health else []
-        elements = sum(sum(module["elements"]) for module in modules)
-        gone = sum(map(_underflowed, modules))
-        if health and elements and gone / elements >= _TELLING:
-            worst = max(modules, key=_underflow_share)
-            yield (
-                f"{share(gone / elements)} of the gradients of {what} became zero as {health['format']} "
-                f"ends before them; most in `{worst['name']}` ({share(_underflow_share(worst))})."
-            )
-
-
-def _underflow_share(module: HealthModule) -> float:
-    return _underflowed(module) / max(sum(module["elements"]), 1)
-
-
-def _underflowed(module: HealthModule) -> int:
-    """How many zeros underflow made, as far as that is known."""
-    return sum(number or 0 for number in module["underflow_zeros"])
-
-
 def _told(document: Document) -> Iterator[str]:
     """Findings about numbers that no other sentence here tells."""
     first = offender(document)
     untold = [
         each
         for each in all_findings(document)
-        if (_is_numeric(each) and not (first and each["where"]["module"] == first["name"]))
+        if (_is_numeric(each) and not (first and each["where"]["module"] == module_of(first)))
         or _weight(each) == 0
     ]
     yield from (_sentence(each["title"]) for each in untold[:_MOST])
@@ -261,14 +230,11 @@ def _advice(document: Document, costs: list[Finding]) -> Advice | None:
     numeric = [each for each in all_findings(document) if _is_numeric(each)]
     first, skipped = offender(document), lost(document)
     if numeric:
-        return _from_finding(numeric[0], _steps_back(document) or cost_words(numeric[0]))
+        gain = _steps_back(document) or cost_words(numeric[0])
+        return _from_finding(numeric[0], gain or "numbers that are not lost")
     if first:
-        return {
-            "text": f"Run `{first['name']}` in float32, or the whole run in bfloat16, which has "
-            "float32's range.",
-            "gain": _steps_back(document) or "numbers that stay finite",
-            "policy": f'[modules]\n{_quoted(first["name"])} = "fp32"',
-        }
+        gain = _steps_back(document) or "numbers that stay finite"
+        return _from_finding(overflow(document, first), gain)
     if skipped and document["health"] is None:
         return {
             "text": "Run it once more with `--health`: the report then names what overflows first.",
@@ -303,11 +269,6 @@ def _from_finding(finding: Finding, gain: str) -> Advice:
 def _steps_back(document: Document) -> str:
     skipped, steps = lost(document), document["run"]["steps"]
     return f"{plural(skipped, 'step')} of {count(steps)} that would not be lost" if skipped else ""
-
-
-def _quoted(name: str) -> str:
-    """A name as a key of TOML."""
-    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 # --- what was not seen ---

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from precast._version import __version__
+from precast.report.numbers import numeric_findings
 from precast.running.endings import Ending
 from precast.running.places import Rank
 from precast.running.target import Target
@@ -62,9 +63,9 @@ def document_of(
         "counts": [],
         "trace": None,
         "health": None,
-        "findings": [],
     }
-    return cast("Document", document if watch is None else _with(document, watch))
+    seen = cast("Document", document if watch is None else _with(document, watch))
+    return {**seen, "findings": numeric_findings(seen)}
 
 
 def _with(document: dict[str, Any], watch: Watch) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def said(*sentences: str) -> str:
 def _run(document: Document) -> Iterator[str]:
     run = document["run"]
     steps, after = plural(run["steps"], "step"), duration(run["seconds"])
-    yield f"{_ENDED[run['ended']]} after {steps} in {after}, policy {run['policy']['name']}"
+    who = "" if run["rank"] is None else f"rank {run['rank']} "
+    yield f"{who}{_ENDED[run['ended']]} after {steps} in {after}, policy {run['policy']['name']}"
     if run["steps"] == 0:
         yield "no optimizer stepped in this process, and no module was called"
 

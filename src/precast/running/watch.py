@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from precast import _torch
-from precast.events import StepEvent, observe
+from precast.events import StepEvent, witnesses
 from precast.health.monitor import Monitor, monitor
+from precast.health.watching import names_in
 from precast.installation import install
 from precast.policy import Policy
 from precast.running.steps import Steps
@@ -53,7 +56,8 @@ class Watch:
         install(self.policy)
         self.window.start()
         self._ends.callback(self.window.stop)
-        self._ends.enter_context(observe(self._hear))
+        witnesses.append(self)
+        self._ends.callback(witnesses.remove, self)
         self.steps.start()
         self._ends.callback(self.steps.stop)
         os.register_at_fork(after_in_child=self.stop)
@@ -70,9 +74,22 @@ class Watch:
         """What the monitor saw, as plain values."""
         return None if self._monitor is None else self._monitor.as_dict()
 
-    def _hear(self, event: object) -> None:
-        if isinstance(event, StepEvent):
-            self.steps.scaled(event)
+    # What a gradient scaler asks and tells (`events.Witness`).
+
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, str]:
+        """``id`` of each of `parameters` that is one of a model's -> its name there."""
+        named: dict[int, str] = {}
+        wanted = list(parameters)
+        for module in sorted(self._known, key=_size):  # the largest has the last word
+            named |= names_in(module, wanted)
+        return named
+
+    def first_of_step(self, optimizer: Optimizer) -> None:
+        """The monitor is asked, if there is one."""
+
+    def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:  # noqa: ARG002 -- a witness's
+        """A scaler's step has ended, skipped or not."""
+        self.steps.scaled(event)
 
     def _model(self) -> nn.Module | None:
         return None if self._largest is None else self._largest[1]()
@@ -81,9 +98,13 @@ class Watch:
         if module in self._known or _torch.is_tracing():  # there, to ask for a size is an operation
             return
         self._known.add(module)
-        size = sum(parameter.numel() for parameter in module.parameters())
+        size = _size(module)
         if size and (self._largest is None or self._model() is None or size > self._largest[0]):
             self._largest = size, weakref.ref(module)
         if size and self._health and self._monitor is None:
             self._monitor = monitor(module)
             self._ends.callback(self._monitor.detach)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

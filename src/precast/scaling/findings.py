@@ -75,7 +75,11 @@ class Findings:
 
 def _names(optimizer: Optimizer) -> Iterable[str]:
     bad = list(bad_gradients(optimizer))
-    known = names_of([parameter for _, _, parameter in bad])
+    parameters = [parameter for _, _, parameter in bad]
+    known: dict[int, str] = {}
+    for witness in tuple(witnesses):
+        known |= witness.names_of(parameters)
+    known |= names_of(parameters)
     for number, place, parameter in bad:
         group = optimizer.param_groups[number]
         given = group.get("param_names")

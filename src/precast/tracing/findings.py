@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeVar
 
 from precast.tracing.rows import Cost, Finding, Row, Totals, Where
 
 __all__ = ["MOST", "findings_of", "policy_line"]
 
 MOST: Final = 10
+_T = TypeVar("_T")
 _HEAVY: Final = {
     "mm",
     "addmm",
@@ -64,13 +65,19 @@ def _price(seconds: float, size: int | None, totals: Totals) -> Cost:
 
 
 def _round_trips(trips: Iterable[Any], totals: Totals) -> Iterator[Finding]:
-    for trip in trips:
+    def ends(trip: Any) -> tuple[Any, ...]:
         up = trip.up
+        back = _pattern(trip.module), trip.source, trip.op
+        return _pattern(up.module), up.source, up.op, up.dtype, up.rule, *back
+
+    for some in _alike(trips, ends):
+        up = some[0].up
         dtype = str(up.dtype).removeprefix("torch.")
-        here = _place(up.module, up.source)
+        here = _place([trip.up.module for trip in some], up.source)
+        back = f"{some[0].op}{_place([trip.module for trip in some], some[0].source)}"
         title = (
-            f"{up.op}{here} casts {dtype} to float32, and {trip.op}{_place(trip.module, trip.source)} casts it back: "
-            f"{_times(trip.times)}, and nothing in between needed float32."
+            f"{up.op}{here} casts {dtype} to float32, and {back} casts it back: "
+            f"{_times(sum(trip.times for trip in some))}, and nothing in between needed float32."
         )
         line = None
         if up.rule is None:
@@ -78,10 +85,9 @@ def _round_trips(trips: Iterable[Any], totals: Totals) -> Iterator[Finding]:
         else:
             line = policy_line(up.op, "keep")
             do = f"{up.op} only moves numbers: keep it in {dtype} with the policy line {line}."
-        where = Where(up.module, up.op, up.source)
-        yield Finding(
-            "round-trip", title, _price(trip.seconds, trip.bytes, totals), do, line, where
-        )
+        seconds, size = sum(t.seconds for t in some), sum(t.bytes for t in some)
+        where = Where(max(some, key=lambda trip: trip.seconds).up.module, up.op, up.source)
+        yield Finding("round-trip", title, _price(seconds, size, totals), do, line, where)
 
 
 def _islands(islands: Iterable[Any], totals: Totals) -> Iterator[Finding]:
@@ -108,23 +114,22 @@ def _islands(islands: Iterable[Any], totals: Totals) -> Iterator[Finding]:
 
 
 def _casts_again(weights: Iterable[Any], totals: Totals) -> Iterator[Finding]:
-    by_place: defaultdict[tuple[str | None, str | None, str], list[Any]] = defaultdict(list)
-    for cast in weights:
-        if cast.again:
-            by_place[cast.module, cast.source, cast.op].append(cast)
-    for (module, source, op), some in by_place.items():
+    again_at = (cast for cast in weights if cast.again)
+    for some in _alike(again_at, lambda cast: (_pattern(cast.module), cast.source, cast.op)):
         casts, again = sum(c.casts for c in some), sum(c.again for c in some)
         seconds, size = sum(c.seconds for c in some), sum(c.bytes for c in some)
         most = max(some, key=lambda cast: cast.casts)
         title = (
-            f"{op}{_place(module, source)} casts {_counted(len(some), 'weight')} again and again: {casts:,} casts, "
-            f"{again:,} of them of a weight that had not changed (shape {list(most.shape)}, to {most.dtype})."
+            f"{most.op}{_place([c.module for c in some], most.source)} casts {_counted(len(some), 'weight')} again and "
+            f"again: {casts:,} casts, {again:,} of them of a weight that had not changed "
+            f"(shape {list(most.shape)}, to {most.dtype})."
         )
         one = "open one region around all of them, with its cache on: casts are kept until the outermost region ends"
         hold = "hold the weights, so that they are cast once a step: precast.attach(model, optimizer=optimizer)"
         do = f"{hold}; or {one}." if any(cast.holdable for cast in some) else f"{one}."
         do = do[:1].upper() + do[1:]
-        where = Where(module, op, source)
+        dearest = max(some, key=lambda cast: cast.seconds)
+        where = Where(dearest.module, dearest.op, dearest.source)
         yield Finding("weight-cast-again", title, _price(seconds, size, totals), do, None, where)
 
 
@@ -132,45 +137,80 @@ def _in_float32(rows: list[Row], totals: Totals) -> Iterator[Finding]:
     """Operations that are worth 16 bits and ran in float32, though nothing said so."""
     if not any(row.rule == "lower" for row in rows):
         return
-    for row in rows:
-        base = row.op.partition(".")[0]
-        if row.phase != "forward" or base not in _HEAVY or row.rule == "lower":
-            continue
-        if "float32" not in row.output or row.module_rule is not None:
-            continue
+    for some in _alike(filter(_is_unexpected, rows), _of_row):
+        row, place = some[0], _place([row.module for row in some], some[0].source)
         if row.region is None:
             do = f'Open the region around it, too: with precast.autocast("{row.device}"): ...'
             line = None
-        elif row.rule is None and row.reason.startswith("autocast is off"):
-            continue  # somebody switched it off
         else:
             line = policy_line(row.op, "lower")
             do = f"Have it run in 16 bits: {line} under [ops.{row.device}] of a policy file."
-        title = f"{row.op}{_place(row.module, row.source)} ran in float32 {_times(row.calls)}: {row.reason}."
-        where = Where(row.module, row.op, row.source)
-        yield Finding("float32-op", title, _price(row.seconds, None, totals), do, line, where)
+        calls = _times(sum(each.calls for each in some))
+        title = f"{row.op}{place} ran in float32 {calls}: {row.reason}."
+        yield _of_rows("float32-op", title, some, totals, (do, line))
+
+
+def _is_unexpected(row: Row) -> bool:
+    base = row.op.partition(".")[0]
+    if row.phase != "forward" or base not in _HEAVY or row.rule == "lower":
+        return False
+    if "float32" not in row.output or row.module_rule is not None:
+        return False
+    is_off = row.rule is None and row.reason.startswith("autocast is off")
+    return row.region is None or not is_off  # else somebody switched it off
 
 
 def _spread(rows: list[Row], totals: Totals) -> Iterator[Finding]:
     """Operations without a rule whose inputs are of two dtypes: PyTorch gives the wider one."""
-    for row in rows:
-        mixed = "float32" in row.inputs and {"bfloat16", "float16"} & set(row.inputs)
-        if row.phase != "forward" or not mixed or row.output != ["float32"] or row.casts:
-            continue
-        if row.rule is not None or row.region is None:
-            continue
-        line = policy_line(row.op, "lower")
+    for some in _alike(filter(_is_spreading, rows), lambda row: (*_of_row(row), *row.inputs)):
+        row, line = some[0], policy_line(some[0].op, "lower")
         title = (
-            f"{row.op}{_place(row.module, row.source)} mixes {' and '.join(dict.fromkeys(row.inputs))}, "
-            f"and what follows is float32: {_times(row.calls)}."
+            f"{row.op}{_place([row.module for row in some], row.source)} mixes "
+            f"{' and '.join(dict.fromkeys(row.inputs))}, and what follows is float32: "
+            f"{_times(sum(each.calls for each in some))}."
         )
         do = f"Cast the float32 input once, or run it in 16 bits: {line} under [ops.{row.device}]."
-        where = Where(row.module, row.op, row.source)
-        yield Finding("float32-spread", title, _price(row.seconds, None, totals), do, line, where)
+        yield _of_rows("float32-spread", title, some, totals, (do, line))
 
 
-def _place(module: str | None, source: str | None) -> str:
-    return "".join(f" {word} {text}" for word, text in (("in", module), ("at", source)) if text)
+def _is_spreading(row: Row) -> bool:
+    mixed = "float32" in row.inputs and {"bfloat16", "float16"} & set(row.inputs)
+    if row.phase != "forward" or not mixed or row.output != ["float32"] or row.casts:
+        return False
+    return row.rule is None and row.region is not None
+
+
+def _of_rows(
+    kind: str, title: str, rows: list[Row], totals: Totals, mend: tuple[str, str | None]
+) -> Finding:
+    dearest = max(rows, key=lambda row: row.seconds)
+    cost = _price(sum(row.seconds for row in rows), None, totals)
+    where = Where(dearest.module, dearest.op, dearest.source)
+    return Finding(kind, title, cost, *mend, where)
+
+
+def _of_row(row: Row) -> tuple[Any, ...]:
+    return _pattern(row.module), row.source, row.op, row.device, row.reason, row.region is None
+
+
+def _alike(items: Iterable[_T], key: Callable[[_T], Any]) -> Iterable[list[_T]]:
+    """Lists of items with the same key: the blocks of a stack have one finding, not one each."""
+    groups: defaultdict[Any, list[_T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups.values()
+
+
+def _pattern(module: str | None) -> str:
+    """A module's name without its numbers: "layers.*.mlp"."""
+    return re.sub(r"\d+", "*", module or "")
+
+
+def _place(modules: list[str | None], source: str | None) -> str:
+    """Where it is, of one module or of several whose names differ in their numbers."""
+    names = list(dict.fromkeys(modules))
+    name = names[0] if len(names) == 1 else f"{_pattern(names[0])} ({len(names)} modules)"
+    return "".join(f" {word} {text}" for word, text in (("in", name), ("at", source)) if text)
 
 
 def _times(count: int) -> str:

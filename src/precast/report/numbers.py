@@ -1,0 +1,156 @@
+"""What the numbers of a run say is wrong, as findings: what overflowed first, and gradients that are too small.
+
+Invariants: made of the document alone; every number is of the document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast.report.schema import Document, Finding, First, HealthModule
+from precast.report.words import share
+
+__all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
+
+_TELLING = 0.01  # a share of gradients below this is left alone
+_NOTHING: Finding = {
+    "kind": "",
+    "title": "",
+    "cost": {"seconds": None, "bytes": None, "share": None},
+    "suggestion": "",
+    "policy": None,
+    "where": {"module": None, "op": None, "source": None},
+}
+
+
+def numeric_findings(document: Document) -> list[Finding]:
+    """What was not finite first in the run, and which gradients underflow made zero."""
+    first = offender(document)
+    found = [] if first is None else [overflow(document, first)]
+    return [*found, *_underflow(document)]
+
+
+def offender(document: Document) -> First | None:
+    """What went non-finite first in the whole run."""
+    found = [step["first"] for step in document["steps"] if step["first"]]
+    if document["health"] and document["health"]["first"]:
+        found.append(document["health"]["first"])
+    return min(found, key=lambda first: first["step"], default=None)
+
+
+def in_words(first: First) -> str:
+    """The tensor that was not finite: "the output of `decoder.3`"."""
+    name = f"`{first['name']}`" if first["name"] else "the whole model"
+    return {
+        "output": f"the output of {name}",
+        "input": f"an input of {name}",
+        "gradient": f"the gradient of the output of {name}",
+        "parameter": f"the gradient of the parameter {name}",
+    }[first["kind"]]
+
+
+def module_of(what: First | HealthModule) -> str:
+    """The module that a tensor belongs to: "decoder.3" for its output, and for the parameter decoder.3.weight."""
+    return what["name"].rpartition(".")[0] if what["kind"] == "parameter" else what["name"]
+
+
+def overflow(document: Document, first: First) -> Finding:
+    """The finding about the first tensor that was not finite."""
+    module = module_of(first)
+    suggestion, policy = _mend(document, first, module)
+    return {
+        **_NOTHING,
+        "kind": "overflow" if first["what"] == "inf" else "nan",
+        "title": first["message"],
+        "suggestion": suggestion,
+        "policy": policy,
+        "where": {"module": module, "op": None, "source": None},
+    }
+
+
+def _mend(document: Document, first: First, module: str) -> tuple[str, str | None]:
+    """What to do, and a line of a policy where there is one."""
+    if first["kind"] == "input":
+        return (
+            f"Look at what makes the input of `{module}`: the data, or code between modules."
+            if module
+            else "Look at the data that the model is given."
+        ), None
+    if first["kind"] in {"gradient", "parameter"} and _is_scaled(document):
+        return (
+            "Leave it if it happens now and then: a growing scale finds its limit by a skipped step. If it happens "
+            'often, let the scaler find the scale, `precast.GradScaler(device, init_scale="auto")`; where the scale is '
+            f"low already, look at {_called(module, 'the model')}."
+        ), None
+    if not _is_float16(document):
+        return (
+            f"{_called(module, 'The model')} leaves float32's range, or has no value: look at its inputs, "
+            "at the learning rate, and at what it divides by."
+        ), None
+    if not module:
+        return "Run in bfloat16, which has float32's range.", None
+    return (
+        f"Run `{module}` in float32, or the whole run in bfloat16, which has float32's range.",
+        f'[modules]\n{_quoted(module)} = "fp32"',
+    )
+
+
+def _called(module: str, otherwise: str) -> str:
+    return f"`{module}`" if module else otherwise
+
+
+def _is_float16(document: Document) -> bool:
+    """Whether the run computed in float16; also where nobody looked at its numbers but a scaler."""
+    return document["health"] is None or document["health"]["format"] == "float16"
+
+
+def _is_scaled(document: Document) -> bool:
+    return any(step["scale"] is not None for step in document["steps"])
+
+
+def _underflow(document: Document) -> Iterator[Finding]:
+    """Gradients that are zero because the format ends before them, the worst first."""
+    health = document["health"]
+    if health is None:
+        return
+    for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
+        modules = [m for m in health["modules"] if m["kind"] == kind]
+        elements = sum(sum(module["elements"]) for module in modules)
+        gone = sum(map(_underflowed, modules))
+        if not elements or gone / elements < _TELLING:
+            continue
+        worst = max(modules, key=_underflow_share)
+        yield {
+            **_NOTHING,
+            "kind": "underflow",
+            "title": f"{share(gone / elements)} of the gradients of {what} became zero as {health['format']} ends "
+            f"before them; most in `{worst['name']}` ({share(_underflow_share(worst))}).",
+            "suggestion": _enlarge(document),
+            "where": {"module": module_of(worst), "op": None, "source": None},
+        }
+
+
+def _enlarge(document: Document) -> str:
+    if _is_scaled(document):
+        return (
+            "The scale is too low for them: let the scaler find it, "
+            '`precast.GradScaler(device, init_scale="auto")`, or run in bfloat16, which has float32\'s range.'
+        )
+    return (
+        "Scale the loss: `scaler = precast.GradScaler(device)`, then `scaler.scale(loss).backward()`, "
+        "`scaler.step(optimizer)`, `scaler.update()`; or run in bfloat16, which has float32's range."
+    )
+
+
+def _underflow_share(module: HealthModule) -> float:
+    return _underflowed(module) / max(sum(module["elements"]), 1)
+
+
+def _underflowed(module: HealthModule) -> int:
+    """How many zeros underflow made, as far as that is known."""
+    return sum(number or 0 for number in module["underflow_zeros"])
+
+
+def _quoted(name: str) -> str:
+    """A name as a key of TOML."""
+    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
