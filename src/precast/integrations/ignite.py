@@ -1,0 +1,127 @@
+"""PyTorch Ignite on precast: an update function with a region and a scaler, and the scaler's figures as metrics.
+
+Needs the extra ``ignite``. Ignite's own update function for mixed precision opens its regions for CUDA alone, and with
+PyTorch's policy. A `precast.GradScaler` is one for it, too, and for `ignite.handlers.Checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precast.errors import ScalerError
+from precast.integrations import missing
+from precast.region import autocast
+from precast.scaler import GradScaler
+
+try:
+    from ignite.engine import Engine, Events
+    from ignite.utils import convert_tensor
+except ImportError as error:
+    raise missing("pytorch-ignite", "ignite") from error
+
+__all__ = ["ScalerMetrics", "supervised_training_step"]
+
+
+def supervised_training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor],
+    region: autocast,
+    *,
+    scaler: GradScaler | None = None,
+    device: str | torch.device | None = None,
+    non_blocking: bool = False,
+    prepare_batch: Callable[..., tuple[Any, Any]] | None = None,
+    model_transform: Callable[[Any], Any] = lambda output: output,
+    output_transform: Callable[..., Any] = lambda x, y, y_pred, loss: loss.item(),  # noqa: ARG005
+    gradient_accumulation_steps: int = 1,
+    model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+    max_norm: float | None = None,
+) -> Callable[[Engine, Any], Any]:
+    """An update function for `Engine`, as Ignite's `supervised_training_step_amp`, in a region of precast's.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        loss_fn: Called in the region, with the predictions and the targets.
+        region: ``precast.autocast("cuda", policy=...)``; model and loss run in it.
+        scaler: A scaler, for float16; None is for bfloat16.
+        device: Where batches go; None leaves them where they are.
+        non_blocking: Whether they may be copied asynchronously.
+        prepare_batch: Called as ``prepare_batch(batch, device=device, non_blocking=non_blocking)``, returns inputs and
+            targets. None is for batches of two.
+        model_transform: Makes predictions of the model's output.
+        output_transform: What ``engine.state.output`` becomes of inputs, targets, predictions and the loss.
+        gradient_accumulation_steps: Iterations for each step of the optimizer; their losses are averaged.
+        model_fn: How the model is called.
+        max_norm: What the norm of the gradients, unscaled, is clipped to before each step; None clips nothing.
+
+    Raises:
+        ScalerError: `scaler` is none of precast's.
+        ValueError: `gradient_accumulation_steps` is not 1 or more.
+    """
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ScalerError(
+            f"supervised_training_step(scaler={scaler!r}): give a precast.GradScaler."
+        )
+    if gradient_accumulation_steps < 1:
+        raise ValueError(
+            f"gradient_accumulation_steps must be 1 or more; got {gradient_accumulation_steps!r}."
+        )
+    steps, prepare = gradient_accumulation_steps, prepare_batch or _prepared
+    used = scaler if scaler is not None else GradScaler("cpu", enabled=False)
+
+    def update(engine: Engine, batch: Any) -> Any:
+        if (engine.state.iteration - 1) % steps == 0:
+            optimizer.zero_grad()
+        model.train()
+        x, y = prepare(batch, device=device, non_blocking=non_blocking)
+        with region:
+            y_pred = model_transform(model_fn(model, x))
+            loss = loss_fn(y_pred, y) / steps
+        used.scale(loss).backward()
+        if engine.state.iteration % steps == 0:
+            if max_norm is not None:
+                used.clip_grad_norm_(optimizer, max_norm)
+            used.step(optimizer)
+            used.update()
+        return output_transform(x, y, y_pred, loss * steps)
+
+    return update
+
+
+class ScalerMetrics:
+    """Puts "loss_scale" and "skipped_steps" into ``engine.state.metrics``, where Ignite's loggers find them.
+
+    Args:
+        scaler: A `precast.GradScaler`.
+        prefix: Before both names.
+
+    Example: ``ScalerMetrics(scaler).attach(trainer, Events.ITERATION_COMPLETED(every=10))``.
+    """
+
+    def __init__(self, scaler: GradScaler, prefix: str = "") -> None:
+        if not isinstance(scaler, GradScaler):
+            raise ScalerError(f"ScalerMetrics({scaler!r}): give a precast.GradScaler.")
+        self._scaler, self._prefix = scaler, prefix
+
+    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
+        """Has `engine` do so at each `event`, which waits for the device."""
+        engine.add_event_handler(event, self)
+
+    def __call__(self, engine: Engine) -> None:
+        """Writes both, once."""
+        engine.state.metrics[f"{self._prefix}loss_scale"] = self._scaler.get_scale()
+        engine.state.metrics[f"{self._prefix}skipped_steps"] = self._scaler.counters.skipped
+
+
+def _prepared(batch: Any, device: Any, non_blocking: bool) -> tuple[Any, Any]:
+    x, y = batch
+    return (
+        convert_tensor(x, device=device, non_blocking=non_blocking),
+        convert_tensor(y, device=device, non_blocking=non_blocking),
+    )
