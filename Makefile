@@ -47,7 +47,7 @@ doctor: $(STAMP)  ## what this machine can do in each dtype, measured
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest --numprocesses auto
 
-test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightning ... with and without precast.install()
+test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightning ... with and without precast.install(); the integrations
 	$(CLIENTS)/bin/python -m pytest tests/clients --clients-json docs/data/clients.json
 
 test-versions: $(STAMP)  ## all tests on the oldest and the newest PyTorch that is supported

@@ -9,6 +9,7 @@ fused optimizers, gradients that are unscaled when hooks see them, a step that i
 from __future__ import annotations
 
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -504,8 +505,17 @@ def test_a_broken_model_ends_a_run() -> None:
         def training_step(self, rows: Tensor, index: int) -> Tensor:
             return super().training_step(rows, index) * math.nan
 
+    plugin = Precast("16-mixed")
     with pytest.raises(precast.BrokenModelError, match="not finite"):
-        fit(Precast("16-mixed"), Broken)
+        fit(plugin, Broken)
+    assert plugin.attachments == []
+
+
+def test_a_plugin_can_be_sent_to_another_process() -> None:
+    plugin = Precast("16-mixed", scaler=precast.GradScaler("cpu", init_scale=8.0), policy="lean")
+    sent = pickle.loads(pickle.dumps(plugin))
+    assert (sent.precision, sent.scaler.get_scale()) == ("16-mixed", 8.0)
+    assert sent.policy.fingerprint == plugin.policy.fingerprint
 
 
 # --- what is refused ---

@@ -1,0 +1,52 @@
+"""Doors to other libraries: without its library each says what to install, and none is opened unasked.
+
+What they do is tested beside the libraries, in `tests/clients/`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from precast.errors import MissingExtraError
+
+ROOT = Path(__file__).parent.parent
+DOORS = {  # file -> the library without which it cannot be loaded
+    "lightning": "lightning",
+    "transformers": "transformers",
+    "ignite": "ignite",
+}
+
+
+@pytest.mark.parametrize(("name", "library"), DOORS.items())
+def test_without_its_library_a_door_says_what_to_install(
+    name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"precast.integrations.{name}", raising=False)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'precast\[{name}\]'"):
+        importlib.import_module(f"precast.integrations.{name}")
+
+
+def test_every_door_has_an_extra_of_its_name() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    doors = {path.stem for path in (ROOT / "src/precast/integrations").glob("[a-z]*.py")}
+    assert doors <= set(project["optional-dependencies"])
+    assert set(DOORS) <= doors
+
+
+@pytest.mark.parametrize(
+    "door", ["precast", "precast.integrations", "precast.integrations.accelerate"]
+)
+def test_no_library_is_loaded_unasked(door: str) -> None:
+    program = f"""
+import sys, {door}
+loaded = {{"accelerate", "ignite", "lightning", "tensorboard", "transformers"}} & set(sys.modules)
+sys.exit(str(loaded) if loaded else 0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
