@@ -377,3 +377,54 @@ def test_check_works_where_torch_cannot_be_imported(here: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "AMP001" in done.stdout
+
+
+# --- options that users of ruff expect ---
+
+
+def test_what_is_excluded_on_the_command_line_and_by_force(here: Path) -> None:
+    (here / "old").mkdir()
+    (here / "old" / "b.py").write_text(OLD)
+    assert precast_("check").exit_code == 1
+    assert precast_("check", "--exclude", "old").exit_code == 0
+    (here / "pyproject.toml").write_text('[tool.precast.check]\nexclude = ["old"]\n')
+    assert precast_("check").exit_code == 0
+    assert precast_("check", "old/b.py").exit_code == 1, "it was named"
+    assert precast_("check", "--force-exclude", "old/b.py").exit_code == 0
+    assert precast_("check", "--force-exclude", "old").exit_code == 0
+
+
+def test_isolated_knows_no_pyproject(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    (here / "pyproject.toml").write_text('[tool.precast.check]\nignore = ["AMP0"]\n')
+    assert precast_("check").exit_code == 0
+    assert precast_("check", "--isolated").exit_code == 1
+    assert precast_("check", "--isolated", "--ignore", "AMP0").exit_code == 0
+
+
+def test_output_goes_into_a_file_on_request(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    done = precast_("check", "--output-format", "json", "-o", "out/found.json")
+    assert (done.exit_code, done.stdout) == (1, "")
+    [finding] = json.loads((here / "out" / "found.json").read_text())
+    assert finding["code"] == "AMP001"
+    (here / "a.py").write_text(NEW)
+    assert precast_("check", "--output-format", "json", "-o", "out/found.json").exit_code == 0
+    assert json.loads((here / "out" / "found.json").read_text()) == []
+
+
+def test_quiet_says_only_what_was_found(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    loud, quiet = precast_("check").stdout, precast_("check", "-q").stdout
+    assert loud == quiet + loud[len(quiet) :]
+    assert "Found 1 finding" not in quiet
+    assert "AMP001" in quiet
+    (here / "a.py").write_text(NEW)
+    assert precast_("check", "-q").stdout == ""
+
+
+def test_fixing_fails_a_run_on_request(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    assert precast_("check", "--fix", "--exit-non-zero-on-fix").exit_code == 1
+    assert (here / "a.py").read_text() == NEW
+    assert precast_("check", "--fix", "--exit-non-zero-on-fix").exit_code == 0

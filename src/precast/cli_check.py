@@ -7,6 +7,7 @@ Exit codes: 0 clean or all fixed, 1 findings are left or `--diff` shows somethin
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,13 +46,33 @@ def _shared(command: _Command) -> _Command:
             _codes("--extend-select", help="These rules as well."),
             _codes("--ignore", help="Not these rules."),
             click.option(
+                "--exclude",
+                multiple=True,
+                metavar="PATTERN",
+                help="Leave out files and folders like this.",
+            ),
+            click.option(
+                "--force-exclude", is_flag=True, help="Leave out what is excluded, even if named."
+            ),
+            click.option("--isolated", is_flag=True, help="Read no pyproject.toml."),
+            click.option(
                 "--min-torch", metavar="V", help="The oldest PyTorch that the code is for."
             ),
             click.option(
                 "--output-format", type=click.Choice(_FORMATS), default="full", show_default=True
             ),
             click.option("--exit-zero", is_flag=True, help="Exit with 0 whatever is found."),
+            click.option(
+                "--exit-non-zero-on-fix", is_flag=True, help="Exit with 1 if anything was fixed."
+            ),
             click.option("--statistics", is_flag=True, help="Only count findings by rule."),
+            click.option("--quiet", "-q", is_flag=True, help="No summary."),
+            click.option(
+                "--output-file",
+                "-o",
+                type=click.Path(path_type=Path, dir_okay=False),
+                help="Where to write what was found.  [default: stdout]",
+            ),
             click.option(
                 "--stdin-filename", metavar="F", help="The name of what comes from stdin (-)."
             ),
@@ -111,7 +132,12 @@ def _main(
     as_diff: bool,
     output_format: str,
     exit_zero: bool,
+    exit_non_zero_on_fix: bool,
     statistics: bool,
+    quiet: bool,
+    output_file: Path | None,
+    force_exclude: bool,
+    isolated: bool,
     stdin_filename: str | None,
     no_cache: bool,
     jobs: int | None,
@@ -125,7 +151,10 @@ def _main(
     is_stdin = str(paths[0]) == "-"
     if is_stdin and len(paths) > 1:
         raise click.UsageError("stdin (-) can't be checked together with files.")
-    settings = _settings(Path(stdin_filename or ".") if is_stdin else paths[0], asked)
+    start = Path(stdin_filename or ".") if is_stdin else paths[0]
+    settings = _settings(None if isolated else start, asked)
+    if force_exclude:
+        paths = tuple(path for path in paths if is_stdin or not settings.excludes(path))
     settings = settings if to is None else settings.toward_precast()
     mode = Mode(fix=apply or as_diff, write=apply and not as_diff and not is_stdin)
     if is_stdin:
@@ -138,18 +167,27 @@ def _main(
     if as_diff:
         _print_diff(reports)
     else:
-        _print(reports, output_format, statistics, err=is_stdin and apply)
+        _print(
+            reports,
+            output_format,
+            statistics=statistics,
+            quiet=quiet,
+            path=output_file,
+            err=is_stdin and apply,
+        )
+    if exit_non_zero_on_fix and any(report.fixed for report in reports):
+        sys.exit(1)
     sys.exit(_exit_code(reports, as_diff, exit_zero))
 
 
-def _settings(start: Path, asked: dict[str, Any]) -> Settings:
+def _settings(start: Path | None, asked: dict[str, Any]) -> Settings:
     from precast.rewrite.settings import load
 
     for name in ("select", "extend_select", "ignore"):
         asked[name] = [code for given in asked[name] for code in given.split(",") if code.strip()]
     asked["unsafe_fixes"] = asked["unsafe_fixes"] or None
     try:
-        return load(start if start.is_dir() else start.parent, asked)
+        return load(start.parent if start and not start.is_dir() else start, asked)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
@@ -205,16 +243,26 @@ def _print_diff(reports: Sequence[FileReport]) -> None:
             click.echo(diff(report), nl=False)
 
 
-def _print(reports: Sequence[FileReport], output_format: str, statistics: bool, err: bool) -> None:
+def _print(
+    reports: Sequence[FileReport],
+    output_format: str,
+    *,
+    statistics: bool,
+    quiet: bool,
+    path: Path | None,
+    err: bool,
+) -> None:
     from precast.rewrite import formats
 
     findings = [finding for report in reports for finding in report.findings]
-    if statistics:
-        click.echo(formats.statistics(reports), err=err, nl=bool(findings))
+    text = formats.statistics(reports) if statistics else formats.FORMATS[output_format](findings)
+    if path is not None:
+        from precast import files
+
+        files.replace(path, os.fsencode(f"{text}\n" if text else ""))
     else:
-        text = formats.FORMATS[output_format](findings)
         click.echo(text, err=err, nl=bool(text))
-    if output_format in ("full", "concise"):
+    if output_format in ("full", "concise") and not quiet:
         click.echo(formats.summary(reports), err=err)
 
 

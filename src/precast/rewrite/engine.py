@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from precast.errors import CheckError
+from precast.rewrite.depth import deeper
 from precast.rewrite.edits import apply_parsing, compatible
 from precast.rewrite.look import interesting, looks_at
 from precast.rewrite.model import Applicability, Edit, Finding, Fix, Severity, Span
@@ -42,9 +43,13 @@ def check(text: Text, filename: str, settings: Settings) -> Checked:
     if not interesting(text.data, codes):
         return Checked(text, ())
     try:
-        source = Source(text, filename, settings.min_torch, codes)
+        with deeper():
+            return _checked(text, Source(text, filename, settings.min_torch, codes), codes)
     except (cst.ParserSyntaxError, RecursionError) as error:
         return Checked(text, tuple(_syntax_error(text, error) if "AMP900" in codes else ()))
+
+
+def _checked(text: Text, source: Source, codes: frozenset[str]) -> Checked:
     suppressions = Suppressions(text)
     raw = list(_run(source, codes))
     kept = [f for f in raw if not suppressions.silences(f.code, text.position(f.span.start)[0])]
@@ -80,9 +85,12 @@ def _run(source: Source, codes: frozenset[str]) -> Iterator[Finding]:
         rule = load(code)
         assert rule is not None
         try:
-            yield from rule.check(source)
-        except Exception as error:
+            found = list(rule.check(source))
+        except (KeyboardInterrupt, SystemExit, RecursionError):
+            raise
+        except BaseException as error:  # what fails inside LibCST's parser is no `Exception`
             raise CheckError(f"{code} failed on {source.filename}: {error!r}") from error
+        yield from found
 
 
 def _withheld(raw: list[Finding], kept: list[Finding]) -> frozenset[Fix]:
@@ -103,6 +111,8 @@ def _syntax_error(text: Text, error: Exception) -> Iterator[Finding]:
     row = getattr(error, "raw_line", 1)
     start = text.starts[min(max(row, 1), len(text.starts)) - 1]
     reason = str(getattr(error, "message", error)).partition("\n")[0]
+    if isinstance(error, RecursionError):
+        reason = "it is nested too deeply"
     message = f"this file is not Python that can be read: {reason}"
     yield Finding("AMP900", ENGINE["AMP900"], Severity.ERROR, message, Span(start, start))
 

@@ -163,7 +163,7 @@ class Run:
     def _AugAssign(self, statement: cst.AugAssign, paths: _Paths) -> _Paths:
         paths = self.expression(statement.value, paths)
         name = key(self.source, statement.target) or ""
-        paths = frozenset(p._replace(known=_without(p.known, name)) for p in paths)
+        paths = frozenset(Path(p.state, _without(p.known, name), p.scaled) for p in paths)
         return self.emit(Event("assign", statement.target, name, value=statement.value), paths)
 
     def _store(self, target: Node, value: Node | None, paths: _Paths) -> _Paths:
@@ -316,8 +316,8 @@ class Run:
         """The paths on which a test holds, and those on which it does not."""
         text, holds = _condition(self.source, test)
         said, unsaid = (text, holds), (text, not holds)
-        yes = (p._replace(known=p.known | {said}) for p in paths if unsaid not in p.known)
-        no = (p._replace(known=p.known | {unsaid}) for p in paths if said not in p.known)
+        yes = (Path(p.state, p.known | {said}, p.scaled) for p in paths if unsaid not in p.known)
+        no = (Path(p.state, p.known | {unsaid}, p.scaled) for p in paths if said not in p.known)
         return frozenset(yes), frozenset(no)
 
 
@@ -355,7 +355,7 @@ def _is_loss(value: Node | None) -> bool:
 def _bounded(paths: Iterable[Path]) -> _Paths:
     paths = frozenset(paths)
     if len(paths) > _LIMIT:
-        paths = frozenset(path._replace(known=frozenset()) for path in paths)
+        paths = frozenset(Path(path.state, frozenset(), path.scaled) for path in paths)
     if len(paths) > _LIMIT:
         raise TooManyPaths
     return paths

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from precast._version import __version__
-from precast.rewrite.registry import ENGINE, load, url
+from precast.rewrite.registry import ENGINE, load
 from precast.rewrite.report import FileReport, Reported
 
 __all__ = ["FORMATS", "diff", "statistics", "summary"]
@@ -67,7 +68,7 @@ def _object(finding: Reported) -> dict[str, Any]:
         "end_location": {"row": finding.end_row, "column": finding.end_column},
         "fix": finding.fix,
         "noqa_row": finding.noqa_row,
-        "url": url(finding.code),
+        "url": None,  # the pages have no address: `precast rule CODE` prints them
     }
 
 
@@ -111,12 +112,15 @@ _LEVELS = {"error": "error", "warning": "warning", "information": "note"}
 
 
 def _sarif_rule(code: str) -> dict[str, Any]:
+    from precast.rewrite.pages import page
+
     rule = load(code)
     name = rule.name if rule else ENGINE[code]
-    described = {"id": code, "name": name, "helpUri": url(code)}
+    described = {"id": code, "name": name}
     if rule is None:
         return described
     return described | {
+        "help": {"text": f"{rule.what} {rule.why}", "markdown": page(rule)},
         "shortDescription": {"text": rule.what},
         "fullDescription": {"text": rule.why},
         "defaultConfiguration": {"level": _LEVELS[rule.severity.value]},
@@ -124,13 +128,15 @@ def _sarif_rule(code: str) -> dict[str, Any]:
 
 
 def _sarif_result(finding: Reported) -> dict[str, Any]:
+    from urllib.parse import quote
+
     region = {
         "startLine": finding.row,
         "startColumn": finding.column,
         "endLine": finding.end_row,
         "endColumn": finding.end_column,
     }
-    artifact = {"uri": Path(finding.filename).as_posix()}
+    artifact = {"uri": quote(os.fsencode(Path(finding.filename).as_posix()))}
     return {
         "ruleId": finding.code,
         "level": _LEVELS[finding.severity],
@@ -152,9 +158,13 @@ def summary(reports: Sequence[FileReport]) -> str:
     """How much was found and fixed, and what more could be."""
     left = [finding for report in reports for finding in report.findings]
     fixed = sum(len(report.fixed) for report in reports)
-    if not left and not fixed:
+    failed = sum(report.failed for report in reports)
+    if not left and not fixed and not failed:
         return "All checks passed."
     lines = []
+    if failed:
+        files = "1 file" if failed == 1 else f"{failed} files"
+        lines.append(f"{files} could not be checked, which is a defect of precast.")
     if fixed:
         lines.append(f"Found {_counted(len(left) + fixed)} ({fixed} fixed, {len(left)} left).")
     else:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from precast.rewrite.depth import guard
 from precast.rewrite.syntax import cst
 
 __all__ = ["Broken", "Notebook", "is_notebook"]
@@ -172,6 +173,7 @@ def _shown(source: str) -> str | Broken | None:
 def _error(source: str) -> Broken | None:
     """What is wrong with a text, if it is not Python."""
     try:
+        guard(source)
         cst.parse_module(_ended(source))
     except (cst.ParserSyntaxError, RecursionError) as error:
         rows = source.split("\n")

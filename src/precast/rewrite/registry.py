@@ -23,16 +23,12 @@ __all__ = [
     "index",
     "load",
     "modules",
-    "url",
 ]
 
 # What the engine itself reports: code -> name.
 ENGINE = {"AMP900": "syntax-error", "AMP901": "unused-suppression"}
 # What `precast fix --to precast` selects. The first is a choice, not a fault: only its own code or name selects it.
 TO_PRECAST = ("AMP601", "AMP001", "AMP002", "AMP003", "AMP004", "AMP005", "AMP006", "AMP007")
-_PAGES = "docs/rules"  # in the repository, which has no address yet
-
-
 _PACKAGE = "precast.rewrite.rules"
 
 
@@ -105,8 +101,3 @@ def expand(selectors: Iterable[str]) -> frozenset[str]:
             )
         codes |= fits
     return frozenset(codes)
-
-
-def url(code: str) -> str:
-    """Where a rule's page is; what the engine itself reports is on the page of all rules."""
-    return f"{_PAGES}/{'README' if code in ENGINE else code}.md"

@@ -25,6 +25,8 @@ from precast.rewrite.report import FileReport, Reported, reported
 from precast.rewrite.settings import Settings
 
 if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
     from precast.rewrite.engine import Checked
     from precast.rewrite.notebook import Broken, Notebook
 
@@ -108,14 +110,37 @@ def _all(work: list[tuple[str, bytes, Settings, Mode]], jobs: int | None) -> Ite
     if jobs < 2 or len(work) < _FEW:
         yield from map(_one, work)
         return
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
 
     import libcst  # noqa: F401  # once, before the processes are made from this one
 
+    done = 0
+    try:
+        with _pool(jobs) as pool:
+            size = max(1, min(16, len(work) // (4 * jobs)))
+            for done, report in enumerate(pool.map(_one, work, chunksize=size), 1):  # noqa: B007
+                yield report
+    except BrokenProcessPool:  # a process died, of one file: the others get what it did not bring
+        yield from map(_alone, work[done:])
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     kind = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context(kind)) as pool:
-        yield from pool.map(_one, work, chunksize=max(1, min(16, len(work) // (4 * jobs))))
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context(kind))
+
+
+def _alone(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
+    """One file in a process of its own, which may die of it."""
+    from concurrent.futures.process import BrokenProcessPool
+
+    try:
+        with _pool(1) as pool:
+            return pool.submit(_one, task).result()
+    except BrokenProcessPool:
+        return FileReport(task[0], note="the process that checked it died", failed=True)
 
 
 def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
@@ -133,7 +158,17 @@ def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
 
 
 def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> FileReport:
-    """Checks or fixes the bytes of one file; writes nothing."""
+    """Checks or fixes the bytes of one file; writes nothing. A defect of ours is a note on the file."""
+    try:
+        return _run_text(filename, data, settings, mode)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # what fails inside LibCST's parser is no `Exception`
+        said = str(error) if isinstance(error, CheckError) else f"precast failed on it: {error!r}"
+        return FileReport(filename, note=said, failed=True)
+
+
+def _run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> FileReport:
     from precast.rewrite import engine
     from precast.rewrite.notebook import Notebook, is_notebook
     from precast.rewrite.text import Text, decode
@@ -144,10 +179,7 @@ def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> File
     except ValueError as error:
         return FileReport(filename, note=f"it can't be read: {error}")
     do = engine.fix if mode.fix else engine.check
-    try:
-        checked = do(text, filename, settings)
-    except CheckError as error:
-        return FileReport(filename, note=str(error), failed=True)
+    checked = do(text, filename, settings)
     return _report(filename, data, notebook, checked, settings.codes_for(filename))
 
 

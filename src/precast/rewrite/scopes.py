@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from precast.rewrite.depth import guard
 from precast.rewrite.syntax import Node, children, cst, dotted, strings
 
 __all__ = ["Binding", "Scope", "Scopes"]
@@ -318,6 +319,7 @@ class Scopes:
 
     def _quoted(self, node: Node, text: str, scope: Scope) -> None:
         try:
+            guard(text)
             inner = cst.parse_expression(text)
         except (cst.ParserSyntaxError, ValueError, RecursionError):
             return

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from precast.rewrite.arguments import Arguments
+from precast.rewrite.depth import guard
 from precast.rewrite.model import (
     Applicability,
     Edit,
@@ -43,6 +44,7 @@ class Source:
 
     Raises:
         libcst.ParserSyntaxError: it is not Python.
+        RecursionError: it is nested too deeply.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Source:
         self.filename = filename
         self.min_torch = min_torch
         self.codes = codes
+        guard(text.string)
         self.module = cst.parse_module(text.string)
         self.cache: dict[
             str, object

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from precast.rewrite.guards import is_guarded
 from precast.rewrite.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast.rewrite.old_names import is_listed
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 
@@ -31,6 +32,8 @@ def check(source: Source) -> Iterator[Finding]:
         if match["device"] == "gpu" and match["what"] == "enabled":  # never was one
             continue
         if any(b.node is node for b in source.names.bindings(node)) or is_guarded(source, node):
+            continue
+        if is_listed(source, node):
             continue
         new = f"{match['verb']}_autocast_{match['what']}"
         message = RULE.message.format(old=match[0], new=f"torch.{new}")
@@ -89,6 +92,15 @@ VALID = (
                 return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
         """,
         note="Before 2.4 the function takes no device: what is in the handler is for then.",
+    ),
+    Case(
+        """
+        import torch
+
+        ignored = {torch.get_autocast_gpu_dtype, torch.is_autocast_cpu_enabled}
+        handlers = {torch.get_autocast_cpu_dtype: handle}
+        """,
+        note="Functions that are only listed: the old ones are meant.",
     ),
 )
 

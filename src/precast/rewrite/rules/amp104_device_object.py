@@ -42,6 +42,8 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, value, fix=_typed(source, call, value))
         elif origin not in _QUERIES and _is_indexed(source, value):
             mild = origin == "torch.amp.autocast"
+            if mild and _is_one_of_several(source, value):
+                continue
             message = _NEVER_CAST if origin in _FUNCTIONS else _INDEXED
             severity = Severity.WARNING if mild else Severity.ERROR
             yield source.find(RULE, value, message, _without_index(source, call, value), severity)
@@ -55,6 +57,12 @@ def _is_indexed(source: Source, node: Node) -> bool:
     if _described(source, node) is not None:
         return True
     return any(":" in text for text in texts(source, node))
+
+
+def _is_one_of_several(source: Source, node: Node) -> bool:
+    """Whether a name gets texts with and without an index in different places: each may have its reasons."""
+    several = len(source.names.bindings(node)) > 1
+    return several and not all(":" in text for text in texts(source, node))
 
 
 def _described(source: Source, node: Node) -> Node | None:
@@ -170,6 +178,20 @@ VALID = (
             pass
         """,
         note="The name has two values, and one of them is not known.",
+    ),
+    Case(
+        """
+        import torch
+
+        if torch.accelerator.is_available():
+            DEVICE = "hpu:0"
+        else:
+            DEVICE = "cpu"
+
+        with torch.autocast(DEVICE):
+            pass
+        """,
+        note="A region takes either since PyTorch 2.4, and each has its place.",
     ),
 )
 

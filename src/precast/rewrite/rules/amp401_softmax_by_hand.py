@@ -119,6 +119,17 @@ VALID = (
         """,
         note="An exponent that is never above zero.",
     ),
+    Case(
+        """
+        import torch
+
+        x = torch.linspace(-3, 3, 50)
+        weights = torch.exp(x) / torch.exp(x).sum()
+        steps = torch.arange(8)
+        decay = steps.exp() / steps.exp().sum()
+        """,
+        note="Numbers whose size is written down.",
+    ),
     Case("""
         import numpy as np
         import torch

@@ -1,0 +1,144 @@
+"""`precast check` on what is hard to read: nested deeply, named oddly, or more than a rule can take."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from precast.cli import main
+from precast.rewrite import engine, runner
+from precast.rewrite.registry import load
+from precast.rewrite.runner import Mode, run_text
+from precast.rewrite.settings import Settings
+
+OLD = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"
+
+DEEP = {
+    "brackets": "x = " + "[" * 20_000 + "]" * 20_000,
+    "brackets of another Python": "print 'x'\nx = " + "(" * 20_000 + ")" * 20_000,
+    "signs": "x = " + "-" * 20_000 + "1",
+    "a sum": "x = " + "+".join(["1"] * 20_000),
+    "attributes": "x = a" + ".b" * 20_000,
+    "calls": "x = a" + "()" * 20_000,
+    "negations": "x = " + "not " * 20_000 + "1",
+    "elif": "if a:\n    pass\n" + "elif a:\n    pass\n" * 20_000,
+    "an annotation": f"x: '{'-' * 20_000}1'",
+}
+LONG = {
+    "a sum": "x = " + " + ".join(["'a'"] * 800),
+    "texts": "x = (" + "'a' " * 800 + ")",
+    "elif": "if a:\n    pass\n" + "elif a:\n    pass\n" * 800,
+    "calls": "x = a" + ".b()" * 200,
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[tool.precast.check]\n")
+    return tmp_path
+
+
+def precast_(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_what_is_nested_too_deeply_is_one_finding_not_the_end_of_the_process(kind: str) -> None:
+    """LibCST's parser overflows the stack of such files, or takes minutes."""
+    text = OLD + DEEP[kind] + "\n"
+    report = run_text("a.py", text.encode(), Settings(), Mode())
+    assert not report.failed
+    assert report.note is None
+    codes = [finding.code for finding in report.findings]
+    assert codes == (["AMP001"] if kind == "an annotation" else ["AMP900"])
+
+
+def test_a_cell_that_is_nested_too_deeply_is_one_finding() -> None:
+    cells = [{"cell_type": "code", "source": text} for text in (OLD, DEEP["brackets"])]
+    report = run_text("a.ipynb", json.dumps({"cells": cells}).encode(), Settings(), Mode())
+    assert [finding.code for finding in report.findings] == ["AMP900", "AMP001"]
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_what_programs_write_is_read(kind: str) -> None:
+    text = OLD + LONG[kind] + "\n"
+    report = run_text("a.py", text.encode(), Settings(codes=frozenset({"AMP001"})), Mode(fix=True))
+    assert (report.findings, report.fixed) == ([], ["AMP001"])
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, failure: BaseException) -> None:
+    def fail(source: object) -> None:
+        raise failure
+
+    rule = load("AMP001")
+    assert rule is not None
+    broken = type("Broken", (), {"code": "AMP001", "check": staticmethod(fail)})
+    monkeypatch.setattr(engine, "load", lambda code: broken if code == "AMP001" else load(code))
+
+
+class Panic(BaseException):
+    """As extensions in Rust raise it: no `Exception`."""
+
+
+@pytest.mark.parametrize("failure", [KeyError("x"), Panic("x")])
+def test_a_rule_that_fails_on_a_file_leaves_the_others(
+    here: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    (here / "a.py").write_text(OLD)
+    (here / "b.py").write_text("import apex.amp\napex.amp.init()\n")
+    _failing(monkeypatch, failure)
+    found = precast_("check", "--output-format", "concise")
+    assert found.exit_code == 2
+    assert "b.py:2:1: AMP009" in found.stdout
+    assert found.stderr.startswith("error: skipped a.py: AMP001 failed on a.py: ")
+    (here / "b.py").unlink()
+    alone = precast_("check")
+    assert "passed" not in alone.stdout
+    assert "1 file could not be checked" in alone.stdout
+    assert precast_("check", "--exit-zero").exit_code == 2
+
+
+def test_a_process_that_dies_takes_one_file_with_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2 * runner._FEW):
+        (here / f"f{number:02}.py").write_text(OLD)
+    check_text = runner.run_text
+    parent = os.getpid()
+
+    def dies(filename: str, *rest: object) -> object:
+        if "f05" in filename:
+            assert os.getpid() != parent
+            os.kill(os.getpid(), signal.SIGKILL)
+        return check_text(filename, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "run_text", dies)
+    found = precast_("check", "--jobs", "2", "--no-cache", "--output-format", "concise")
+    assert found.exit_code == 2
+    assert found.stdout.count("AMP001") == 2 * runner._FEW - 1
+    assert "error: skipped f05.py" in found.stderr
+
+
+def test_a_name_that_is_no_text_is_printed_somehow(here: Path) -> None:
+    (here / os.fsdecode(b"\xff.py")).write_text(OLD)
+    for kind in ("full", "concise", "json", "github", "sarif"):
+        found = precast_("check", "--output-format", kind)
+        assert found.exit_code == 1, found.exception
+    assert precast_("check", "--diff").exit_code == 1
+    assert precast_("fix").exit_code == 0
+
+
+def test_a_place_in_sarif_is_an_address(here: Path) -> None:
+    (here / "a b#1.py").write_text(OLD)
+    log = json.loads(precast_("check", "--output-format", "sarif").stdout)["runs"][0]
+    place = log["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "a%20b%231.py"
+    [rule] = log["tool"]["driver"]["rules"]
+    assert rule["help"]["markdown"].startswith("# AMP001 cuda-autocast")
+    assert "helpUri" not in rule
