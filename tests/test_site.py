@@ -186,8 +186,8 @@ def test_a_failure_is_not_kept(programs: Programs) -> None:
         ("src/precast/policies/default.toml", "files/src/precast/policies/default-toml.md"),
         ("CONTRIBUTING.md", "files/CONTRIBUTING.md"),
         ("LICENSE", "files/LICENSE.md"),
-        ("README.md", "index.md"),
-        ("README.zh-CN.md", "index.zh.md"),
+        ("README.md", "files/README.md"),
+        ("README.zh-CN.md", "files/README.zh.md"),
         ("benchmarks/results/a.json", "files/benchmarks/results/a.json"),
     ],
 )

@@ -18,14 +18,12 @@ __all__ = ["is_page", "place", "relinked"]
 
 _LINK = re.compile(r"(?P<code>`+).*?(?P=code)|(?P<before>\]\(|src=\"|href=\")(?P<to>[^)\s\"#]+)")
 _ABROAD = re.compile(r"[a-z]+:|/")
-_HOMES = {"README.md": "index.md", "README.zh-CN.md": "index.zh.md"}
 _RAW = {".json", ".png", ".svg", ".css", ".js"}
 
 
 def place(path: str) -> str:
     """Where a file of the project stands in the folder that MkDocs reads; both with forward slashes."""
-    if path in _HOMES:
-        return _HOMES[path]
+    path = path.replace(".zh-CN.", ".zh.")
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if not is_page(path):
@@ -34,7 +32,7 @@ def place(path: str) -> str:
     if path.startswith("examples/") and file.suffix == ".py":
         return str(file.with_suffix(".md"))
     # a dot in a name would be read as the mark of a language
-    return path and str(file if file.suffix == ".md" else file.with_name(f"{_undotted(file)}.md"))
+    return str(file if file.suffix == ".md" else file.with_name(f"{_undotted(file)}.md"))
 
 
 def is_page(path: str) -> bool:

@@ -73,7 +73,8 @@ class Site:
             if name in pages or name in files:
                 continue
             if links.is_page(path):
-                pages[name] = self._page(path, todo.append)
+                hidden = _HIDDEN if name.startswith("files/") else ""
+                pages[name] = hidden + self._page(path, todo.append)
             else:
                 files[name] = self.root / path
         return pages, files | {f"{_PICTURES}/{path.name}": path for path in self.pictures.drawn}
@@ -157,7 +158,7 @@ class Site:
     def _file_page(self, path: str) -> str:
         file = PurePosixPath(path)
         text = self._read(path).strip("\n")
-        return f"{_HIDDEN}# {path}\n\n{_block(text, _LANGUAGES.get(file.suffix, 'text'))}\n"
+        return f"# {path}\n\n{_block(text, _LANGUAGES.get(file.suffix, 'text'))}\n"
 
 
 def written(path: Path, contents: bytes) -> None:
@@ -170,7 +171,7 @@ def written(path: Path, contents: bytes) -> None:
 def _listing(name: str, folder: Path) -> str:
     """A page for a folder that has none of its own."""
     files = sorted(each.name for each in folder.iterdir() if each.is_file())
-    return "\n".join([f"{_HIDDEN}# {name}\n", *(f"- [{file}]({file})" for file in files)]) + "\n"
+    return "\n".join([f"# {name}\n", *(f"- [{file}]({file})" for file in files)]) + "\n"
 
 
 def _words(each: Asked, least: int, most: int, wanted: str) -> tuple[str, ...]:
