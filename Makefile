@@ -45,10 +45,11 @@ doctor: $(STAMP)  ## what this machine can do in each dtype, measured
 	$(BIN)/precast doctor
 
 test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightning ... with and without precast.install(); the integrations
-	$(CLIENTS)/bin/python -m pytest tests/clients --clients-json docs/data/clients.json
+	$(CLIENTS)/bin/python -m pytest tests/clients --numprocesses auto --dist worksteal \
+		--clients-json docs/data/clients.json
 
 test-versions: $(STAMP)  ## all tests on the oldest and the newest PyTorch that is supported
 	$(BIN)/python -m tools.versions

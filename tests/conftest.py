@@ -1,7 +1,11 @@
-"""What holds for all tests: one thread for PyTorch (tensors are tiny), no region left open, one seed for programs."""
+"""What holds for all tests: one thread for PyTorch (tensors are tiny), no region left open, one seed for programs.
+
+And what PyTorch and Python would do beside it, and no test asks for: see `_leave_out`.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -20,6 +24,26 @@ torch.set_num_threads(1)
 # A deadline would test how busy the machine is.
 settings.register_profile("precast", deadline=None)
 settings.load_profile("precast")
+
+
+def _leave_out() -> None:
+    """Has tests take a fraction of their time, by what has no part in what they say.
+
+    - A seed for devices that are not there: PyTorch keeps it for the day on which they are, with the caller's whole
+      stack as text (2.13): 1 ms for each `torch.manual_seed` in a test, most of what some tests took.
+    - Headers that Inductor compiles before it compiles the first kernel of a process, for those that may follow: 10 s;
+      and a process that waits for more kernels.
+    - The collector's looks at all that tests have loaded: fewer. Who asks for a collection gets a whole one.
+    """
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            vars(device)["manual_seed_all"] = lambda seed: None
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    gc.set_threshold(10_000, 20, 20)
+
+
+_leave_out()
 
 
 def pytest_report_header() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -90,10 +91,7 @@ def outcome(
     """What one call gives in a region: its results, then the gradients of its floating arguments."""
     fresh = cast(sample, dtypes)
     leaves = floating(fresh)
-    writes = any(
-        a.alias_info is not None and a.alias_info.is_write for a in _schema(name).arguments
-    )
-    for leaf in () if writes else leaves:
+    for leaf in () if _writes(name) else leaves:
         leaf.requires_grad_()
     torch.manual_seed(0)
     try:
@@ -146,9 +144,10 @@ def same_bits(mine: Tensor, expected: Tensor) -> bool:
     )
 
 
-def _schema(name: str) -> torch.FunctionSchema:
+@functools.cache
+def _writes(name: str) -> bool:
+    """Whether an operation writes to one of its arguments."""
     operation, _, overload = name.removeprefix("aten::").partition(".")
-    schema: torch.FunctionSchema = getattr(
-        getattr(torch.ops.aten, operation), overload or "default"
-    )._schema
-    return schema
+    packet = getattr(torch.ops.aten, operation)
+    schema: torch.FunctionSchema = getattr(packet, overload or "default")._schema
+    return any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)

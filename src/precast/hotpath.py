@@ -17,8 +17,9 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Final, cast
 
 import torch
@@ -160,11 +161,17 @@ def entry_point(
         f"default{i}": a.default_value for i, a in enumerate(schema) if a.has_default_value()
     }
     text = source(op, takes_weights=takes_weights, needs_keyset=needs_keyset)
-    exec(compile(text, f"<precast: {op.name} on {op.device_type}>", "exec"), namespace)
+    exec(_compiled(text, f"<precast: {op.name} on {op.device_type}>"), namespace)
     written: Kernel = namespace["entry_point"]
     namespace["skip"] = int(needs_keyset)
     namespace["plain"] = _twin(written)
     return _torch.never_compiled(written)
+
+
+@functools.cache
+def _compiled(text: str, filename: str) -> CodeType:
+    """The code of a kernel: to compile it is half of what putting a kernel on the dispatcher takes."""
+    return compile(text, filename, "exec")
 
 
 def watch(entry: Kernel, watcher: Watcher) -> None:

@@ -27,7 +27,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--clients-json")
-    if path is not None:
+    if path is not None and not hasattr(
+        session.config, "workerinput"
+    ):  # the rows are the first process's
         _write(path, sorted(_rows, key=lambda row: [str(value) for value in row.values()]))
 
 
