@@ -10,8 +10,10 @@ from torch import Tensor
 
 STEPS, RATE = 250, 0.5
 
+Function = Callable[[Tensor], Tensor]
 
-def derivative(function: Callable[[Tensor], Tensor], at: float, region: Region) -> float:
+
+def derivative(function: Function, at: float, region: Region) -> float:
     """The slope of a function of one number."""
     x = torch.tensor([[at]], requires_grad=True)
     with region():

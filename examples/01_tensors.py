@@ -29,7 +29,7 @@ def largest_error(result: Tensor, exact: Array) -> float:
 
 
 def product_dtypes(array: Array) -> dict[str, torch.dtype]:
-    """How an array was brought to PyTorch, and what a product with it gives inside a region."""
+    """How an array came to PyTorch, and what a product with it gives in a region."""
     ways = {
         "torch.from_numpy(array)": torch.from_numpy(array),
         "torch.tensor(array)": torch.tensor(array),

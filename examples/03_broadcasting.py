@@ -11,14 +11,16 @@ STEPS = 100
 
 
 def silent_sum(dtype: torch.dtype) -> Tensor:
-    """All of a column, (2, 1), plus a row, (2,): the sum has four elements, not two."""
-    column, row = torch.tensor([[1.0], [2.0]], dtype=dtype), torch.tensor([1.0, 2.0], dtype=dtype)
+    """All of a column, (2, 1), plus a row, (2,): it has four elements, not two."""
+    column = torch.tensor([[1.0], [2.0]], dtype=dtype)
+    row = torch.tensor([1.0, 2.0], dtype=dtype)
     return (column + row).sum()
 
 
 def sum_over_the_columns(dtype: torch.dtype) -> Tensor:
     """The same with the dimension named: two numbers, where one was expected, show the mistake."""
-    column, row = torch.tensor([[1.0], [2.0]], dtype=dtype), torch.tensor([1.0, 2.0], dtype=dtype)
+    column = torch.tensor([[1.0], [2.0]], dtype=dtype)
+    row = torch.tensor([1.0, 2.0], dtype=dtype)
     return (column + row).sum(0)
 
 

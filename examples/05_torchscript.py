@@ -14,7 +14,10 @@ from torch.nn import functional as F
 
 
 def gather_by_loop(x: Tensor, indices: Tensor) -> Tensor:
-    """For each sample, the rows of x that its indices name: (batch, n, ...) and (batch, k) -> (batch, k, ...)."""
+    """The rows of each sample that its indices name.
+
+    (batch, n, ...) and (batch, k) -> (batch, k, ...).
+    """
     rows = []
     for i in range(x.shape[0]):
         rows.append(x[i].index_select(0, indices[i]))
@@ -22,7 +25,7 @@ def gather_by_loop(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """The same in one call. Each sample's number is made where x lives, and broadcast over its indices."""
+    """The same in one call: each sample's number, made where x is, beside its indices."""
     samples = torch.arange(x.shape[0], device=x.device)[:, None]
     return x[samples, indices]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+UNREADABLE = (UnidentifiedImageError, OSError, SyntaxError)  # what Pillow raises
 TILE, PHOTOGRAPHS = 32, ("china.jpg", "flower.jpg")
 Sample = tuple[Tensor, int]
 
@@ -37,9 +38,9 @@ def write_tiles(folder: Path, stride: int = 64) -> int:
 
 
 class ImageFolder(Dataset[Sample | None]):
-    """`folder/class/file.png`: an image as 8-bit tensor, (3, height, width), and the number of its class.
+    """Images of `folder/class/file.png`, 8-bit, (3, height, width), and numbers of classes.
 
-    A file that is no image is None, after a message, once; `collate` leaves it out of its batch.
+    A file that is no image is None, after a message, once; `collate` leaves it out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,31 +56,32 @@ class ImageFolder(Dataset[Sample | None]):
         try:
             with Image.open(file) as image:
                 pixels = np.array(image.convert("RGB"))
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:  # what Pillow raises
+        except UNREADABLE as error:
             if file not in self.broken:
                 why = type(error).__name__
                 print(f"skipped {file.parent.name}/{file.name}: {why}", file=sys.stderr)
             self.broken.add(file)
             return None
-        return torch.from_numpy(pixels).permute(2, 0, 1), self.classes.index(file.parent.name)
+        number = self.classes.index(file.parent.name)
+        return torch.from_numpy(pixels).permute(2, 0, 1), number
 
 
 def collate(samples: list[Sample | None]) -> list[Tensor]:
-    """A batch of the samples that could be read: images (batch, 3, height, width), classes (batch,).
+    """A batch of what could be read: images, (batch, 3, height, width), classes, (batch,).
 
-    Where none could, the list is empty: `filter(None, loader)` passes over it.
+    Where nothing could, the list is empty: `filter(None, loader)` passes over it.
     """
     whole = [sample for sample in samples if sample is not None]
     return default_collate(whole) if whole else []
 
 
-def train(folder: Path, region: Region, epochs: int = 3, seed: int = 0) -> tuple[float, Tensor]:
-    """The share of tiles that a small network has learnt to name, and its last outputs.
+def train(folder: Path, region: Region, epochs: int = 3) -> tuple[float, Tensor]:
+    """The share of tiles that a small network has learnt to name, and its outputs.
 
-    The region is around the model, not around the loop: in this process, and in workers that are
-    forked from it, datasets would run inside it too.
+    The region is around the model, not around the loop: in this process, and in
+    workers that are forked from it, datasets would run inside it too.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 4, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 2)
     )

@@ -40,13 +40,13 @@ def write_tar(path: Path, count: int, broken: int | None = None) -> None:
 
 
 class TarStream(IterableDataset[Sample]):
-    """Names and 8-bit images, (3, height, width), of a tar file, read once from front to back.
+    """Names and 8-bit images, (3, height, width), of a tar file, from front to back.
 
     Args:
         path: the file.
         rank: which of the processes that train this one is.
-        ranks: how many there are; with `torch.distributed`, `get_rank()` and `get_world_size()`.
-        shard: whether each worker of each rank keeps a share of its own. Without, all have all.
+        ranks: how many there are: `get_world_size()` of `torch.distributed`.
+        shard: whether each worker of each rank has a share of its own, or all have all.
     """
 
     def __init__(self, path: Path, rank: int = 0, ranks: int = 1, shard: bool = True) -> None:

@@ -32,9 +32,10 @@ class Limits:
 def measured(dtype: torch.dtype) -> Limits:
     """Looks for the limits with nothing but rounding.
 
-    The largest number: doubled while it stays what it is, then each next bit is added that stays.
-    The smallest: halved until it is zero. The smallest normal one: the last whose successor by one
-    part in 1/epsilon is told apart. Epsilon: the step from 1 to the next number.
+    Epsilon: the step from 1 to the next number. The largest number: doubled while it
+    stays what it is, then each next bit is added that stays. The smallest: halved until
+    it is zero. The smallest normal one: the last that is told apart from a number that
+    is larger by one part in 1/epsilon.
     """
     epsilon = 1.0
     while rounded(1 + epsilon / 2, dtype) == 1 + epsilon / 2:
@@ -65,14 +66,15 @@ def there_and_back(x: float, y: float, dtype: torch.dtype) -> float:
 
 
 def square_of_a_layer(x: Tensor, dtype: torch.dtype) -> dict[str, float]:
-    """The mean square of what a layer gives inside a region, written in three ways."""
+    """The mean square of what a layer gives in a region, written in three ways."""
     layer = nn.Linear(x.shape[1], 1, bias=False)
     nn.init.ones_(layer.weight)
     with torch.no_grad(), precast.autocast("cpu", dtype=dtype):
         output = layer(x)
+        wide = output.float()
         return {
             "(y * y).mean()": (output * output).mean().item(),
-            "(y.float() * y.float()).mean()": (output.float() * output.float()).mean().item(),
+            "(y.float() * y.float()).mean()": (wide * wide).mean().item(),
             "F.mse_loss(y, 0)": F.mse_loss(output, torch.zeros_like(output)).item(),
         }
 

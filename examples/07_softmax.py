@@ -44,7 +44,7 @@ def naive_softmax(x: Tensor, keep: Keep) -> Tensor:
 
 
 def stable_softmax(x: Tensor, keep: Keep) -> Tensor:
-    """The same with the largest taken off first, which changes nothing but the range of exp."""
+    """The same with the largest taken off, which changes nothing but the range of exp."""
     return naive_softmax(keep(x - x.max()), keep)
 
 
@@ -54,7 +54,7 @@ def naive_cross_entropy(x: Tensor, keep: Keep) -> Tensor:
 
 
 def stable_cross_entropy(x: Tensor, keep: Keep) -> Tensor:
-    """log(sum(exp(x))) - x of the first class, with the largest taken off: no logarithm of a tiny number."""
+    """log(sum(exp(x))) - x of the first class: no logarithm of a tiny number."""
     shifted = keep(x - x.max())
     return keep(keep(keep(shifted.exp()).sum()).log() - shifted[0])
 

@@ -31,7 +31,7 @@ class Learnt:
 
 
 def learn(task: Checkerboard, dtype: torch.dtype, seed: int = 0) -> Learnt:
-    """Trains from the weights of `seed`: in float32 without a region, in bfloat16 in one."""
+    """Trains from the weights of `seed`: float32 without a region, bfloat16 in one."""
     torch.manual_seed(seed)
     model = task.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -40,13 +40,15 @@ def learn(task: Checkerboard, dtype: torch.dtype, seed: int = 0) -> Learnt:
         step = partial(float32_step, model, optimizer, task.loss)
     else:
         scaler = precast.GradScaler("cpu", enabled=False)  # bfloat16 needs none
-        step = partial(mixed_step, model, optimizer, task.loss, dtype=dtype, scaler=scaler)
+        mixed_steps = partial(mixed_step, model, optimizer, task.loss)
+        step = partial(mixed_steps, dtype=dtype, scaler=scaler)
     losses, times = [], []
     for number in range(STEPS):
         start = perf_counter()
         losses.append(step(task.batch(number)).item())
         times.append(perf_counter() - start)
-    return Learnt(losses, look(model, task, plain if dtype == torch.float32 else mixed), min(times))
+    region = plain if dtype == torch.float32 else mixed
+    return Learnt(losses, look(model, task, region), min(times))
 
 
 def look(model: nn.Module, task: Checkerboard, region: Region) -> Tensor:

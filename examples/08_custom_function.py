@@ -44,7 +44,7 @@ class InTheRegion(Bilinear):
 
 
 class InFloat32(Bilinear):
-    """The same. A region casts its inputs to float32, and is off inside: for a kernel that has nothing else."""
+    """The same, for a kernel of float32: a region casts its inputs, and is off inside."""
 
     @staticmethod
     @precast.custom_fwd(device_type="cpu", cast_inputs=torch.float32)

@@ -53,9 +53,10 @@ def whole_batch(
 def accumulated(
     model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Parts of the batch in turn: each loss divided by their number, one scale, unscaled once."""
+    """Parts of the batch in turn: each loss divided by their number, unscaled once."""
     optimizer, scaler = prepared(model, dtype)
-    for part, aim in zip(x.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True):
+    parts = zip(x.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True)
+    for part, aim in parts:
         with region(dtype):
             loss = F.mse_loss(model(part), aim) / MICRO_BATCHES
         scaler.scale(loss).backward()
@@ -64,7 +65,7 @@ def accumulated(
 
 
 def clipped(model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
-    """`clip_grad_norm_` of the scaler divides by the scale first, so that the limit means what it says."""
+    """The scaler divides by the scale first, so that the limit means what it says."""
     optimizer, scaler = prepared(model, dtype)
     with region(dtype):
         loss = F.mse_loss(model(x), target)
@@ -89,11 +90,12 @@ def clipped_too_early(
 def penalised(
     model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """The loss plus the norm of its gradient, which comes out scaled: divided before it is used."""
+    """The loss plus the norm of its gradient, which is divided by the scale."""
     optimizer, scaler = prepared(model, dtype)
     with region(dtype):
         loss = F.mse_loss(model(x), target)
-    scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
+    parameters = list(model.parameters())
+    scaled = torch.autograd.grad(scaler.scale(loss), parameters, create_graph=True)
     with region(dtype):
         penalty = torch.cat([(g / scaler.get_scale()).flatten() for g in scaled]).norm()
         total = loss + penalty

@@ -17,7 +17,7 @@ Tree = list["Tree"]
 
 
 def nested(autocast: Autocast) -> dict[str, object]:
-    """Which dtype one linear layer gives at each place, or "error" where it raises."""
+    """The dtype that one linear layer gives at each place; "error" where it raises."""
     linear, x = nn.Linear(4, 4), torch.randn(2, 4)
     seen: dict[str, object] = {}
 

@@ -35,7 +35,8 @@ def two_models(broken: bool) -> Step:
     x = torch.randn(16, 4)
     with precast.autocast("cpu", dtype=torch.float16):
         first, second = (model(x) for model in models)
-        losses = F.mse_loss(first, x[:, :1]), F.mse_loss(first.detach() + second, x[:, 1:2])
+        both = first.detach() + second
+        losses = F.mse_loss(first, x[:, :1]), F.mse_loss(both, x[:, 1:2])
     for loss in losses:
         scaler.scale(loss).backward()
     if broken:
@@ -45,9 +46,8 @@ def two_models(broken: bool) -> Step:
         scaler.step(optimizer)
     before = scaler.get_scale()
     scaler.update()
-    moved = [
-        not torch.equal(model.weight, weight) for model, weight in zip(models, weights, strict=True)
-    ]
+    pairs = zip(models, weights, strict=True)
+    moved = [not torch.equal(model.weight, weight) for model, weight in pairs]
     return Step((moved[0], moved[1]), before, scaler.get_scale())
 
 
@@ -81,8 +81,8 @@ def gradients_with_one_scale(model: nn.Module, x: Tensor, scale: float = 1024.0)
 
 
 def gradients_with_a_scale_each(model: nn.Module, x: Tensor) -> Tensor:
-    """The same in float16, with a scale for each loss, found from the gradients of the first iterations."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # which leaves the weights alone
+    """The same in float16, with a scale for each loss, found in the first iterations."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # leaves weights alone
     scalers = precast.LossScalers("cpu", list(SIZES), init_scale="auto")
     for _ in range(4):
         optimizer.zero_grad()

@@ -14,7 +14,7 @@ import precast
 
 
 def dtypes_seen() -> dict[str, torch.dtype]:
-    """What a linear layer gives in this thread, and in another, while a region is open here."""
+    """What a linear layer gives here, in a region, and in another thread meanwhile."""
     linear, x = nn.Linear(4, 4), torch.randn(2, 4)
     with precast.autocast("cpu", dtype=torch.bfloat16), ThreadPoolExecutor(1) as pool:
         here = precast.current()

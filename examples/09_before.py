@@ -1,4 +1,4 @@
-"""A program as it was written for PyTorch 1.12: `09_fix.py` runs it, has it fixed, and runs it again."""
+"""A program as it was written for PyTorch 1.12; `09_fix.py` runs it and has it fixed."""
 
 # mypy: ignore-errors
 # Programs of that time have no types.
