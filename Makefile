@@ -87,7 +87,7 @@ docs-serve: $(STAMP)  ## the site on http://127.0.0.1:8000, built anew when a pa
 docs-examples: $(STAMP)  ## run every Python example of the README files and docs
 	$(BIN)/python -m pytest tests/test_docs.py
 
-ci: lint types test test-clients  ## everything CI runs (the layer test and the docs examples are part of `test`)
+ci: lint types docs test test-clients  ## everything CI runs (the layer test and the docs examples are part of `test`)
 
 bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast, and the checker; writes docs/performance.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json

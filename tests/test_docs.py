@@ -20,17 +20,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+import markdown
 import pytest
+from markdown_it import MarkdownIt
 
 from precast import Policy
 from precast.cli import main
 from precast.errors import MissingExtraError
 from tools import operations_page
+from tools.site.directives import asked
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(ROOT.glob("docs/*.md"))]
+DOCS = sorted(p for p in ROOT.glob("docs/**/*.md") if p.parent.name not in {"rules", "api"})
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *DOCS]
+IN_TWO_LANGUAGES = ("index", "start", "decides", "comparison", "guide/*", "recipes/*")
 OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
-PROSE = [*PAGES, *(ROOT / name for name in OTHERS)]
+PROSE = [*PAGES, *sorted(ROOT.glob("docs/api/*.md")), *(ROOT / name for name in OTHERS)]
 MODULES = sorted((ROOT / "src" / "precast").rglob("*.py"))
 
 NOT_RUN = {
@@ -120,12 +125,34 @@ def test_a_check_in_an_example_can_fail(text: str, holds: bool) -> None:
         assert holds
 
 
-def test_both_readmes_have_the_same_examples_and_structure() -> None:
-    english, chinese = PAGES[:2]
-    for language in ("python", "sh"):
-        ours, theirs = (list(_blocks(page, language)) for page in (english, chinese))
+def _chinese(page: Path) -> Path:
+    name = page.name.replace(".md", ".zh-CN.md" if page.name == "README.md" else ".zh.md")
+    return page.with_name(name)
+
+
+PAIRS = [page for page in PAGES if _chinese(page).exists()]
+
+
+def test_pages_for_everybody_exist_in_both_languages() -> None:
+    chinese = {page for page in DOCS if page.name.endswith(".zh.md")}
+    english = {page for name in IN_TWO_LANGUAGES for page in ROOT.glob(f"docs/{name}.md")} - chinese
+    assert {page.stem for page in english} >= {*IN_TWO_LANGUAGES[:4], "01-tensors", "train"}
+    assert {*map(_id, chinese)} == {_id(_chinese(page)) for page in english}
+
+
+@pytest.mark.parametrize("page", PAIRS, ids=_id)
+def test_both_languages_have_the_same_examples_and_structure(page: Path) -> None:
+    for language in ("python", "sh", "diff", "text"):
+        ours, theirs = (list(_blocks(each, language)) for each in (page, _chinese(page)))
         assert [_bare(text) for _, text in ours] == [_bare(text) for _, text in theirs]
-    assert _skeleton(english) == _skeleton(chinese)
+    assert _skeleton(page) == _skeleton(_chinese(page))
+    english, chinese = (list(_directives(each)) for each in (page, _chinese(page)))
+    assert english == chinese
+
+
+def _directives(page: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What the site's build puts into a page."""
+    return ((each.kind, each.words) for each in asked(_read(page)))
 
 
 def _bare(text: str) -> list[str]:
@@ -159,6 +186,15 @@ def test_examples_in_docstrings_run(path: Path) -> None:
             pytest.skip(str(error))
         failed, _ = doctest.testmod(module)
         assert failed == 0
+
+
+@pytest.mark.parametrize("page", DOCS, ids=_id)
+def test_a_page_is_the_same_on_the_site_as_on_a_code_host(page: Path) -> None:
+    """Both read Markdown, in two dialects: lists, tables and headings have to be those of both."""
+    host = MarkdownIt("commonmark").enable("table").render(_read(page))
+    site = markdown.markdown(_read(page), extensions=["pymdownx.superfences", "tables"])
+    for tag in ("li", "ul", "ol", "td", "th", "h1", "h2", "h3", "h4", "blockquote", "a"):
+        assert len(re.findall(f"<{tag}[ >]", site)) == len(re.findall(f"<{tag}[ >]", host)), tag
 
 
 # --- what the text points at ---

@@ -214,6 +214,13 @@ def test_links_out_of_the_docs_lead_to_pages_of_the_site() -> None:
     assert used[:2] == ["examples/01_tensors.py", "examples/README.md"]
 
 
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_a_page_leads_to_its_own_language(page: str) -> None:
+    text, problems = relinked("[zh](README.zh-CN.md)", page, ROOT, lambda path: None)
+    assert not problems
+    assert text == ("[zh](README.md)" if page == "README.md" else "[zh](README.zh.md)")
+
+
 @pytest.mark.parametrize("link", ["gone.md", "../gone.py", "../../outside.md", "../gone"])
 def test_a_link_to_nothing_is_a_problem_with_its_line(link: str) -> None:
     _, problems = relinked(f"one\n[two]({link})", "docs/usage.md", ROOT, lambda path: None)

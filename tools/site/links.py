@@ -2,6 +2,7 @@
 
 Invariants:
     - What is in a code block, between backticks, or on another host stays as it is.
+    - A page leads to pages in its own language.
     - `place` is the only one that knows where a file of the project stands on the site.
 """
 
@@ -58,7 +59,10 @@ def relinked(
             return match[0]
         target = _target(match["to"], path, root)
         use(target)
-        there = posixpath.relpath(place(target), posixpath.dirname(place(path)) or ".")
+        there = place(target)
+        if not place(path).endswith(".zh.md"):
+            there = there.replace(".zh.md", ".md")  # the theme leads to the other language
+        there = posixpath.relpath(there, posixpath.dirname(place(path)) or ".")
         return f"{match['before']}{there}"
 
     for number, line in outside_code(text):

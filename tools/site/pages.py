@@ -109,13 +109,13 @@ class Site:
         self._note(path, problems)
         text, problems = expanded(text, self._makers(path))
         self._note(path, problems)
-        return _joined(text) if path.endswith(".zh.md") else text
+        return _joined(text) if links.place(path).endswith(".zh.md") else text
 
     def _note(self, path: str, problems: list[tuple[int, str]]) -> None:
         self._problems += [f"{path}:{line}: {problem}" for line, problem in problems]
 
     def _makers(self, path: str) -> Mapping[str, Callable[[Asked], str]]:
-        language = "zh" if path.endswith(".zh.md") else "en"
+        language = "zh" if links.place(path).endswith(".zh.md") else "en"
 
         def program(each: Asked) -> str:
             name, *parts = _words(each, 1, 2, "the name of a program, and perhaps of a part of it")

@@ -1,0 +1,133 @@
+"""The documentation site in a real browser, where `make docs` has built it: it fits, loads nothing, is searched."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.browser.conftest import resize
+
+SITE = Path(__file__).parent.parent.parent / "build" / "site"
+PAGES = [
+    "",
+    "guide/01-tensors/",
+    "operations/",
+    "decides/",
+    "comparison/",
+    "api/regions/",
+    "zh/guide/08-mixed-precision/",
+]
+
+
+class _Silent(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    if not (SITE / "search" / "search_index.json").exists():
+        pytest.skip("the site is not built here; write: make docs")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Silent, directory=str(SITE)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def visit(browser: Any, address: str, page: str, scheme: str = "light") -> None:
+    """Opens a page as somebody who has never been there, and prefers light or dark."""
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.get(address + page)
+    browser.execute_script("localStorage.clear()")
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)
+    browser.refresh()
+
+
+def wait(browser: Any, script: str) -> Any:
+    """What a script gives as soon as it gives something."""
+    found = browser.execute_async_script(
+        "const done = arguments[1], until = Date.now() + 20000;"
+        "const look = () => { const it = (0, eval)(arguments[0]);"
+        "if (it || Date.now() > until) done(it); else setTimeout(look, 100) }; look()",
+        script,
+    )
+    assert found, script
+    return found
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_fits_and_loads_nothing_from_elsewhere(
+    browser: Any, address: str, page: str, width: int
+) -> None:
+    resize(browser, width)
+    visit(browser, address, page)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    sent = [json.loads(each["message"])["message"] for each in browser.get_log("performance")]
+    asked = [
+        m["params"]["request"]["url"] for m in sent if m["method"] == "Network.requestWillBeSent"
+    ]
+    assert asked
+    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {
+        urlsplit(address).netloc
+    }
+    told = [each["message"] for each in browser.get_log("browser")]
+    assert [message for message in told if "sitemap.xml" not in message] == []  # asked for in vain
+
+
+@pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])
+def test_a_page_is_light_or_dark_as_its_reader_prefers(
+    browser: Any, address: str, scheme: str, dark: bool
+) -> None:
+    visit(browser, address, "guide/08-mixed-precision/", scheme)
+    ground = (
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + +b, 0)"
+    )
+    assert (browser.execute_script(f"return {ground}") < 380) is dark
+    images = "[...document.querySelectorAll('figure img')].filter(image => image.offsetParent)"
+    shown = f"{images}.map(image => image.src.match(/(\\w+).svg/)[1])"
+    assert browser.execute_script(f"return {shown}") == [scheme]
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "leads"),
+    [
+        ("", "gradient scaler", "/scaler/"),
+        ("", "LossScalers", "#precast.LossScalers"),
+        ("", "softmax naive", "/guide/07-stability/"),
+        ("zh/", "混合精度", "/zh/guide/08-mixed-precision/"),
+        ("zh/", "梯度缩放", "/zh/"),
+    ],
+)
+def test_what_is_typed_is_found(
+    browser: Any, address: str, page: str, words: str, leads: str
+) -> None:
+    resize(browser, 1280)
+    visit(browser, address, page)
+    browser.execute_script("document.querySelector('.md-search__input').focus()")
+    browser.switch_to.active_element.send_keys(words)
+    links = "[...document.querySelectorAll('.md-search-result__link')].map(a => decodeURI(a.href))"
+    wait(browser, f"{links}.length && document.querySelector('.md-search-result__meta')")
+    found = browser.execute_script(f"return {links}")
+    assert any(leads in link for link in found), found
+
+
+def test_a_page_leads_to_itself_in_the_other_language(browser: Any, address: str) -> None:
+    resize(browser, 1280)
+    visit(browser, address, "guide/03-broadcasting/")
+    browser.execute_script("document.querySelector('.md-select__link[hreflang=zh]').click()")
+    wait(browser, "location.pathname.startsWith('/zh/')")
+    assert browser.current_url == f"{address}zh/guide/03-broadcasting/"
