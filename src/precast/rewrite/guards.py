@@ -66,11 +66,22 @@ def _asks_for_failure(item: Node) -> bool:
 
 def _is_guard(source: Source, node: Node) -> bool:
     if isinstance(node, cst.Try):
+        if _only_imports(node):
+            return bool(node.handlers)
         caught = _CAUGHT | {"TypeError"} if _tries_amp(node) else _CAUGHT
         return any(_catches(handler, caught) for handler in node.handlers)
     if isinstance(node, (cst.If, cst.IfExp, cst.While)):
         return is_version_test(source, node.test)
     return False
+
+
+def _only_imports(node: cst.Try) -> bool:
+    """Whether nothing but imports is tried."""
+    return all(
+        isinstance(line, cst.SimpleStatementLine)
+        and all(isinstance(part, (cst.Import, cst.ImportFrom)) for part in line.body)
+        for line in node.body.body
+    )
 
 
 def _tries_amp(node: cst.Try) -> bool:

@@ -17,6 +17,17 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        try:
+            from torch.amp import GradScaler
+        except Exception:
+            GradScaler = torch.cuda.amp.GradScaler
+        """,
+        note="The fallback of an import, whatever it catches.",
+    ),
     Case("""
         import torch
 
