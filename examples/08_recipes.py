@@ -14,18 +14,19 @@ from torch.nn import functional as F
 
 import precast
 
-Recipe = Callable[[nn.Module, Tensor, Tensor, torch.dtype | None], list[Tensor]]
+Lower = torch.dtype | None
+"""What a region lowers to; None switches it off: float32."""
+
+Recipe = Callable[[nn.Module, Tensor, Tensor, Lower], list[Tensor]]
 MICRO_BATCHES, MAX_NORM, SCALE = 4, 0.1, 2.0**12
 
 
-def region(dtype: torch.dtype | None) -> precast.autocast:
-    """A region in `dtype`; None switches it off: float32."""
+def region(dtype: Lower) -> precast.autocast:
+    """A region in `dtype`, or none."""
     return precast.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def prepared(
-    model: nn.Module, dtype: torch.dtype | None
-) -> tuple[torch.optim.Optimizer, precast.GradScaler]:
+def prepared(model: nn.Module, dtype: Lower) -> tuple[torch.optim.Optimizer, precast.GradScaler]:
     """An optimizer, and a scaler that is on for float16 alone."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
@@ -38,9 +39,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def whole_batch(
-    model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | None
-) -> list[Tensor]:
+def whole_batch(model: nn.Module, x: Tensor, target: Tensor, dtype: Lower) -> list[Tensor]:
     """No recipe: one loss of all samples."""
     optimizer, scaler = prepared(model, dtype)
     with region(dtype):
@@ -50,9 +49,7 @@ def whole_batch(
     return gradients(model)
 
 
-def accumulated(
-    model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | None
-) -> list[Tensor]:
+def accumulated(model: nn.Module, x: Tensor, target: Tensor, dtype: Lower) -> list[Tensor]:
     """Parts of the batch in turn: each loss divided by their number, unscaled once."""
     optimizer, scaler = prepared(model, dtype)
     parts = zip(x.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True)
@@ -64,7 +61,7 @@ def accumulated(
     return gradients(model)
 
 
-def clipped(model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
+def clipped(model: nn.Module, x: Tensor, target: Tensor, dtype: Lower) -> list[Tensor]:
     """The scaler divides by the scale first, so that the limit means what it says."""
     optimizer, scaler = prepared(model, dtype)
     with region(dtype):
@@ -74,9 +71,7 @@ def clipped(model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | No
     return gradients(model)
 
 
-def clipped_too_early(
-    model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | None
-) -> list[Tensor]:
+def clipped_too_early(model: nn.Module, x: Tensor, target: Tensor, dtype: Lower) -> list[Tensor]:
     """The mistake: the limit is held against scaled gradients, and the division follows."""
     optimizer, scaler = prepared(model, dtype)
     with region(dtype):
@@ -87,9 +82,7 @@ def clipped_too_early(
     return gradients(model)
 
 
-def penalised(
-    model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | None
-) -> list[Tensor]:
+def penalised(model: nn.Module, x: Tensor, target: Tensor, dtype: Lower) -> list[Tensor]:
     """The loss plus the norm of its gradient, which is divided by the scale."""
     optimizer, scaler = prepared(model, dtype)
     with region(dtype):
