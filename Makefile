@@ -7,10 +7,12 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 CLIENTS := .venvs/clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start some hundred programs; without bytecode on disk each compiles precast, which takes as long as the rest.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples demo-digits demo-distributed doctor test lint format types docs docs-draft docs-serve docs-examples \
-	ci bench test-clients test-versions conformance conformance-nightly bench-clients gpu clean
+	ci bench test-clients test-package test-versions conformance conformance-nightly bench-clients gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +53,9 @@ test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightni
 	$(CLIENTS)/bin/python -m pytest tests/clients --numprocesses auto --dist worksteal \
 		--clients-json docs/data/clients.json
 
+test-package: $(STAMP)  ## the wheel and the source distribution in empty environments, and under a user's type checker
+	$(BIN)/python -m pytest tests/package
+
 test-versions: $(STAMP)  ## all tests on the oldest and the newest PyTorch that is supported
 	$(BIN)/python -m tools.versions
 
@@ -87,12 +92,13 @@ docs-serve: $(STAMP)  ## the site on http://127.0.0.1:8000, built anew when a pa
 docs-examples: $(STAMP)  ## run every Python example of the README files and docs
 	$(BIN)/python -m pytest tests/test_docs.py
 
-ci: lint types docs test test-clients  ## everything CI runs (the layer test and the docs examples are part of `test`)
+ci: lint types docs test test-package test-clients  ## everything CI runs (the layer test and the docs examples are part of `test`)
 
 bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast, and the checker; writes docs/performance.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks.check --write
+	$(BIN)/python -m benchmarks.importing --write
 
 gpu: $(STAMP)  ## everything that needs a GPU, in about nine minutes; writes docs/gpu.md
 	$(BIN)/python -m tools.gpu

@@ -284,3 +284,18 @@ def test_torch_is_loaded_when_it_is_needed(code: str) -> None:
         [sys.executable, "-c", check], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr or "torch was imported"
+
+
+def test_an_import_loads_nothing_but_what_is_used() -> None:
+    """On top of PyTorch: two files; with all public names, no package but the one that writes policy files."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import precast\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+        "for name in precast.__all__: getattr(precast, name)\n"
+        "tops = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
+        "print(*sorted(tops - sys.stdlib_module_names))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert done == "precast precast._version\nprecast tomli_w\n"

@@ -108,17 +108,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'precast' has no attribute {name!r}")
-    module = _MODULE_OF[name]
-    if module not in _WITHOUT_TORCH:
-        import_module(
-            "precast._torch"
-        )  # first: it refuses a PyTorch that the others cannot be loaded with
-    value = getattr(import_module(module), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for granted
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'precast' has no attribute {name!r}")
+        module = _MODULE_OF[name]
+        if module not in _WITHOUT_TORCH:
+            # First: it refuses a PyTorch that the others cannot be loaded with.
+            import_module("precast._torch")
+        value = getattr(import_module(module), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
