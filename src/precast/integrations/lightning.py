@@ -110,11 +110,8 @@ class Precast(_InTrainer, _InFabric):
     @property
     def scaler(self) -> GradScaler | None:
         """The scaler, once the iteration that has stepped is over; None for "bf16-mixed"."""
-        scaler = self._made()
-        if scaler is not None and self._has_stepped:
-            self._has_stepped = False
-            scaler.update()
-        return scaler
+        self._end_iteration()
+        return self._made()
 
     @scaler.setter
     def scaler(self, scaler: GradScaler | None) -> None:
@@ -126,6 +123,11 @@ class Precast(_InTrainer, _InFabric):
         if self._scaler is None and self.precision == "16-mixed":
             self._scaler = GradScaler(self.device)
         return self._scaler
+
+    def _end_iteration(self) -> None:
+        if self._has_stepped and self._scaler is not None:
+            self._has_stepped = False
+            self._scaler.update()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Learns of a model: its device, the names of its parameters, the rules for its modules."""
@@ -167,7 +169,7 @@ class Precast(_InTrainer, _InFabric):
         if self._is_trainers:
             return self._step_for_trainer(scaler, optimizer, **kwargs)
         if kwargs.get("closure") is not None:
-            _ = self.scaler  # a closure computes gradients of its own: the iteration before is over
+            self._end_iteration()  # a closure computes gradients of its own
         result = scaler.step(optimizer, **kwargs)
         self._has_stepped = True
         return result
@@ -194,7 +196,7 @@ class Precast(_InTrainer, _InFabric):
         result = scaler.step(optimizer, **kwargs)
         self._has_stepped = True
         if model.automatic_optimization:
-            _ = self.scaler  # the only optimizer of this iteration
+            self._end_iteration()  # it has no other optimizer
         return result
 
     def unscale_gradients(self, optimizer: Any) -> None:
