@@ -142,3 +142,53 @@ def test_a_place_in_sarif_is_an_address(here: Path) -> None:
     [rule] = log["tool"]["driver"]["rules"]
     assert rule["help"]["markdown"].startswith("# AMP001 cuda-autocast")
     assert "helpUri" not in rule
+
+
+def _cells(*sources: object) -> bytes:
+    return json.dumps({"cells": [{"cell_type": "code", "source": s} for s in sources]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.py", b"# coding: rot13\n" + OLD.encode()),
+        ("a.py", b"# coding: nonsense\n" + OLD.encode()),
+        ("a.py", OLD.encode("utf-16")),
+        ("a.ipynb", b'{"autocast": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        ("a.ipynb", b'{"autocast": 1, "cells": [3]}'),
+        ("a.ipynb", b'{"autocast": 1, "cells": {"a": 1}}'),
+    ],
+)
+def test_what_cannot_be_read_is_a_note_and_no_defect(name: str, data: bytes) -> None:
+    report = run_text(name, data, Settings(), Mode(fix=True))
+    assert report.note is not None
+    assert report.note.startswith("it can't be read: ")
+    assert not report.failed
+
+
+@pytest.mark.parametrize("odd", [None, 3, ["import torch", 3], {"a": 1}])
+def test_a_cell_without_text_is_left_alone(odd: object) -> None:
+    report = run_text("a.ipynb", _cells(odd, OLD), Settings(), Mode(fix=True))
+    assert (report.note, report.fixed) == (None, ["AMP001"])
+    assert report.after is not None
+    assert json.loads(report.after)["cells"][0]["source"] == odd
+
+
+def test_lines_of_a_cell_end_where_jupyter_ends_them() -> None:
+    lines = ['x = "\x0c\u2028"\n', *OLD.splitlines(keepends=True)]
+    report = run_text("a.ipynb", _cells(lines), Settings(), Mode())
+    assert [finding.row for finding in report.findings] == [4]
+    fixed = run_text("a.ipynb", _cells(lines), Settings(), Mode(fix=True))
+    assert fixed.after is not None
+    changed = json.loads(fixed.after)["cells"][0]["source"]
+    assert len(changed) == len(lines)
+    assert [a for a, b in zip(changed, lines, strict=True) if a != b] == [
+        'with torch.amp.autocast("cuda"):\n'
+    ]
+
+
+def test_a_notebook_keeps_its_byte_order_mark() -> None:
+    mark = b"\xef\xbb\xbf"
+    report = run_text("a.ipynb", mark + _cells(OLD), Settings(), Mode(fix=True))
+    assert report.fixed == ["AMP001"]
+    assert (report.after or b"").startswith(mark + b'{"cells"')

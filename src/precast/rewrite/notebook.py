@@ -72,7 +72,7 @@ class Notebook:
     def place(self, row: int) -> tuple[int, int]:
         """The number of the cell and the row in it, both from 1, of a row of `code`."""
         number, first = 1, 0
-        for at, line in enumerate(self.code.splitlines()[:row], 1):
+        for at, line in enumerate(self.code.split("\n")[:row], 1):
             if found := re.fullmatch(r"#%%precast-cell-(\d+)", line):
                 number, first = int(found[1]), at
         return number, max(1, row - first)
@@ -94,7 +94,7 @@ class Notebook:
 
 
 def _cells(text: str) -> Iterator[_Cell]:
-    start = re.compile(r"\s*").match(text).end()  # type: ignore[union-attr]
+    start = re.compile(r"[\s\ufeff]*").match(text).end()  # type: ignore[union-attr]
     top = dict(_members(text, start))
     if "cells" not in top:
         raise ValueError('a notebook has "cells"')
@@ -107,9 +107,14 @@ def _cells(text: str) -> Iterator[_Cell]:
         begin, end = members["source"]
         kind = json.loads(text[slice(*members["cell_type"])])
         source = json.loads(text[begin:end])
-        if kind == "code":
-            lines = source.splitlines(keepends=True) if isinstance(source, str) else source
+        lines = _lines(source) if isinstance(source, str) else source
+        if kind == "code" and isinstance(lines, list) and all(isinstance(s, str) for s in lines):
             yield _Cell(number, begin, end, tuple(lines))
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a text with their ends, as Jupyter sees them: a form feed ends none."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _speaks_python(metadata: Any) -> bool:
@@ -197,7 +202,6 @@ def _written(value: str, lines: tuple[str, ...], after: str) -> str:
     opening, closing = value[: spans[0][0]], value[spans[-1][1] :]
     between = value[spans[0][1] : spans[1][0]] if len(spans) > 1 else "," + opening[1:]
     new = [
-        literals.get(line) or json.dumps(line, ensure_ascii=ascii_only)
-        for line in after.splitlines(keepends=True)
+        literals.get(line) or json.dumps(line, ensure_ascii=ascii_only) for line in _lines(after)
     ]
     return opening + between.join(new) + closing

@@ -176,7 +176,7 @@ def _run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> Fil
     try:
         notebook = Notebook(data) if is_notebook(filename) else None
         text = Text(notebook.code.encode("utf-8")) if notebook else decode(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return FileReport(filename, note=f"it can't be read: {error}")
     do = engine.fix if mode.fix else engine.check
     checked = do(text, filename, settings)

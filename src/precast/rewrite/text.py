@@ -86,7 +86,10 @@ def decode(data: bytes) -> Text:
     if encoding in ("utf-8", "utf-8-sig"):
         body.decode("utf-8")
         return Text(body, "utf-8", mark)
-    text = Text(body.decode(encoding).encode("utf-8"), encoding, mark)
+    try:
+        text = Text(body.decode(encoding).encode("utf-8"), encoding, mark)
+    except LookupError as error:  # rot13 is an encoding, but not one of texts
+        raise ValueError(str(error)) from error
     if text.encode() != data:
         raise ValueError(f"it cannot be written back in its encoding, {encoding}")
     return text
