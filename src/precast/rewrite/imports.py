@@ -17,13 +17,14 @@ def name_for(source: Source, module: str, at: Node) -> tuple[str, tuple[Edit, ..
 
     None where its own name stands for something else there.
     """
-    scope = source.scopes.scope_of.get(at, source.scopes.module)
+    scope = source.scope(at)
     for name, bindings in source.scopes.module.bindings.items():
         binds = all(b.kind == "import" and b.path == module for b in bindings)
         if binds and scope.lookup(name) is bindings:
             return name, ()
-    if scope.lookup(module):
-        return None
+    if found := scope.lookup(module):
+        is_it = all(b.kind == "import" and b.path == module for b in found)
+        return (module, ()) if is_it else None
     return module, (_insert(source, f"import {module}"),)
 
 

@@ -23,8 +23,8 @@ from precast.rewrite.model import (
     version,
 )
 from precast.rewrite.names import Names
-from precast.rewrite.scopes import Scopes
-from precast.rewrite.syntax import Node, children, cst
+from precast.rewrite.scopes import Scope, Scopes
+from precast.rewrite.syntax import Node, children, cst, walk
 from precast.rewrite.text import Text
 from precast.rewrite.values import Values
 
@@ -161,6 +161,11 @@ class Source:
     def instance(self, node: Node | None) -> str | None:
         """The documented dotted name of the class that an expression is an instance of, or None."""
         return self.values.instance(node)
+
+    def scope(self, node: Node) -> Scope:
+        """The scope in which an expression's names are read."""
+        known = self.scopes.scope_of
+        return next((known[name] for name in walk(node) if name in known), self.scopes.module)
 
     def calls(self, *origins: str) -> Iterator[tuple[cst.Call, Arguments]]:
         """The calls of functions and classes, by their documented dotted names."""

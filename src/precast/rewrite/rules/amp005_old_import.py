@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast.rewrite import old_names
+from precast.rewrite.guards import is_guarded
 from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
 from precast.rewrite.source import Source
+from precast.rewrite.syntax import cst, dotted
 
 __all__ = ["RULE"]
+
+_MODULES = ("torch.cuda.amp", "torch.cpu.amp")
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each name that an import takes from there."""
     yield from old_names.findings(source, RULE)
+    for statement in source.all(cst.ImportFrom):
+        module = None if statement.relative else dotted(statement.module)
+        is_old = isinstance(statement.names, cst.ImportStar) and module in _MODULES
+        if is_old and source.allows("2.4") and not is_guarded(source, statement):
+            yield source.find(RULE, statement, RULE.message.format(old=f"{module}.*"))
 
 
 VALID = (
@@ -26,9 +35,25 @@ VALID = (
         except ImportError:
             from torch.cuda.amp import GradScaler
     """),
+    Case("""
+        try:
+            from torch.amp import *
+        except ImportError:
+            from torch.cuda.amp import *
+    """),
 )
 
 INVALID = (
+    Case(
+        """
+        from torch.cuda.amp import *
+
+        with autocast():
+            pass
+        """,
+        count=1,
+        note="Which names come from there is not known, so nothing is changed.",
+    ),
     Case(
         """
         from torch.cuda.amp import (
@@ -80,7 +105,15 @@ RULE = Rule(
     what="Imports of names of `torch.cuda.amp` and `torch.cpu.amp`, or of these modules under a name.",
     why="What is imported is deprecated since PyTorch 2.4. All uses of the name are changed with the import.",
     fine="The file offers the name to others, which call it in the old way.",
-    words=("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd"),
+    words=(
+        "cuda autocast",
+        "cpu autocast",
+        "GradScaler",
+        "custom_fwd",
+        "custom_bwd",
+        "torch.cuda.amp import *",
+        "torch.cpu.amp import *",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

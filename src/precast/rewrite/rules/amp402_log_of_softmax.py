@@ -103,7 +103,7 @@ def _logsumexp(source: Source, total: Operation) -> tuple[str | None, tuple[Edit
 
 def _functional(source: Source, at: Node) -> tuple[str, tuple[Edit, ...]] | None:
     """A name for torch.nn.functional."""
-    scope = source.scopes.scope_of.get(at, source.scopes.module)
+    scope = source.scope(at)
     for name, bindings in source.scopes.module.bindings.items():
         is_it = all(b.path == "torch.nn.functional" for b in bindings)
         if is_it and scope.lookup(name) is bindings:
@@ -244,6 +244,44 @@ INVALID = (
         """,
         count=2,
         note="The softmax is needed elsewhere; `logsumexp` wants a dim.",
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def f(F, x):
+            return torch.log(torch.sigmoid(x))
+        """,
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def f(F, x):
+            return torch.nn.functional.logsigmoid(x)
+        """,
+        note="`F` is something else here.",
+    ),
+    Case(
+        """
+        def f(x):
+            import torch
+            return torch.log(torch.exp(x).sum(1)) + torch.log(torch.sigmoid(x))
+        """,
+        """
+        def f(x):
+            import torch
+            return torch.logsumexp(x, dim=1) + torch.nn.functional.logsigmoid(x)
+        """,
+    ),
+    Case(
+        """
+        from torch import exp, log
+
+        def f(torch, x):
+            return log(exp(x).sum(1))
+        """,
+        note="There is no name for the module `torch` here.",
     ),
 )
 
