@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+import griffe
 import pytest
 
 import precast
@@ -369,13 +371,39 @@ _MODULES = ["distributed.py", "report/__init__.py", "integrations/[a-z]*.py"]
 _INTERNAL = {"precast.distributed.chosen_for", "precast.report.needed"}  # for precast itself
 
 
+def _told() -> list[str]:
+    pages = [path.read_text("utf-8") for path in (ROOT / "docs" / "api").glob("*.md")]
+    return [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
+
+
 def test_every_public_name_is_on_one_page_of_the_api() -> None:
     public = {f"precast.{name}" for name in precast.__all__ if name != "__version__"}
     for path in (path for pattern in _MODULES for path in (ROOT / "src/precast").glob(pattern)):
         public |= {f"{_module(path)}.{name}" for name in _all(path)}
-    pages = [path.read_text("utf-8") for path in (ROOT / "docs" / "api").glob("*.md")]
-    told = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
-    assert sorted(told) == sorted(public - _INTERNAL)
+    assert sorted(_told()) == sorted(public - _INTERNAL)
+
+
+@pytest.mark.parametrize("name", _told())
+def test_a_docstring_reads_as_markdown(name: str) -> None:
+    """Examples are in a section of their own; stars and colons that Markdown or reST would take are not bare."""
+    found = _package()[name.removeprefix("precast.")]
+    members = found.members.values() if found.is_class else ()
+    for each in [found, *(member for member in members if member.is_public)]:
+        for section in each.docstring.parse("google") if each.docstring else ():
+            if section.kind is not griffe.DocstringSectionKind.examples:
+                values = section.value if isinstance(section.value, list) else [section.value]
+                text = "\n".join(
+                    getattr(value, "description", None) or str(value) for value in values
+                )
+                bare = re.sub(r"(`+).+?\1", "", text, flags=re.S)
+                assert not re.search(r"^>>>|\*\*|::$", bare, re.M), f"{each.path}: {bare}"
+
+
+@functools.cache
+def _package() -> griffe.Module:
+    found = griffe.load("precast", search_paths=[ROOT / "src"], resolve_aliases=True)
+    assert isinstance(found, griffe.Module)
+    return found
 
 
 def _module(path: Path) -> str:

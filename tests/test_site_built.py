@@ -102,12 +102,12 @@ def test_what_cannot_be_put_in_fails_the_build(tmp_path: Path) -> None:
 
 def test_what_mkdocs_warns_of_fails_the_build(tmp_path: Path) -> None:
     wrong = {
-        "docs/guide/one.md": "# One\n\n[x](#gone)\n\n::: precast.Rule\n\n::: precast.Gone\n",
+        "docs/guide/one.md": "# One\n\n[x](#gone) [2] [3]\n",
         "docs/other.md": "# Not in the navigation\n",
     }
     built = mkdocs(project(tmp_path, **wrong))
     assert built.returncode
-    for says in ("'#gone'", "precast.Gone", "other.md"):
+    for says in ("'#gone'", "target '3'", "other.md"):
         assert re.search(f"(WARNING|ERROR).*{says}|\\n *- {says}", built.stderr)
 
 

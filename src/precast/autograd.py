@@ -56,20 +56,21 @@ def custom_fwd(
     Raises:
         RegionError: `device_type` is missing, or not the name of a device type with autocast.
 
-    >>> class Multiply(torch.autograd.Function):
-    ...     @staticmethod
-    ...     @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    ...     def forward(ctx, a, b):
-    ...         ctx.save_for_backward(a, b)
-    ...         return a @ b
-    ...     @staticmethod
-    ...     @custom_bwd(device_type="cpu")
-    ...     def backward(ctx, gradient):
-    ...         a, b = ctx.saved_tensors
-    ...         return gradient @ b.T, a.T @ gradient
-    >>> with autocast("cpu"):
-    ...     Multiply.apply(torch.ones(2, 2), torch.ones(2, 2).bfloat16()).dtype
-    torch.float32
+    Examples:
+        >>> class Multiply(torch.autograd.Function):
+        ...     @staticmethod
+        ...     @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        ...     def forward(ctx, a, b):
+        ...         ctx.save_for_backward(a, b)
+        ...         return a @ b
+        ...     @staticmethod
+        ...     @custom_bwd(device_type="cpu")
+        ...     def backward(ctx, gradient):
+        ...         a, b = ctx.saved_tensors
+        ...         return gradient @ b.T, a.T @ gradient
+        >>> with autocast("cpu"):
+        ...     Multiply.apply(torch.ones(2, 2), torch.ones(2, 2).bfloat16()).dtype
+        torch.float32
     """
     _require_device_type("custom_fwd", device_type)
     if fwd is None:

@@ -39,7 +39,7 @@ class Reduction:
     Raises:
         ScalerError: There is no process group yet, or a place is none of these.
 
-    A pipeline stage, whose optimizer sees only its own parameters, gives the group of all stages::
+    A pipeline stage, whose optimizer sees only its own parameters, gives the group of all stages:
 
         scaler = precast.GradScaler("cuda", reduce_found_inf=precast.distributed.Reduction())
     """

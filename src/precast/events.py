@@ -168,11 +168,12 @@ def observe(callback: Callable[[Any], None]) -> Iterator[None]:
 
     Observers nest: each gets every event, the outermost first.
 
-    >>> seen = []
-    >>> with observe(seen.append):
-    ...     emit(Note("mse_loss", "cpu", "ran in float32"))
-    >>> seen[0].op
-    'mse_loss'
+    Examples:
+        >>> seen = []
+        >>> with observe(seen.append):
+        ...     emit(Note("mse_loss", "cpu", "ran in float32"))
+        >>> seen[0].op
+        'mse_loss'
     """
     _here.callbacks = (*_here.callbacks, callback)
     try:

@@ -40,15 +40,16 @@ class LossScalers(Mapping[str, GradScaler]):
     Raises:
         ScalerError: No name, or one twice; a setting out of its range.
 
-    >>> parameter = torch.nn.Parameter(torch.ones(1))
-    >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
-    >>> scalers = LossScalers("cpu", ["fit", "penalty"], init_scale=1024.0)
-    >>> scalers.backward("fit", parameter.sum() * 3, optimizer)
-    >>> scalers.backward("penalty", parameter.sum() * 1e-9, optimizer)
-    >>> scalers.step(optimizer)
-    >>> scalers.update()
-    >>> scalers["penalty"].last_step(optimizer).skipped
-    False
+    Examples:
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
+        >>> scalers = LossScalers("cpu", ["fit", "penalty"], init_scale=1024.0)
+        >>> scalers.backward("fit", parameter.sum() * 3, optimizer)
+        >>> scalers.backward("penalty", parameter.sum() * 1e-9, optimizer)
+        >>> scalers.step(optimizer)
+        >>> scalers.update()
+        >>> scalers["penalty"].last_step(optimizer).skipped
+        False
     """
 
     def __init__(self, device: str, names: Iterable[str], **settings: Any) -> None:

@@ -54,8 +54,8 @@ class GradScaler(Steps):
 
     Args:
         device: Device type of the gradients. ``"cuda"`` without CUDA warns and is off.
-        init_scale: First scale, above 0. PyTorch's 2**16 is just above float16's largest number:
-            the first iterations find the scale that the model bears. ``"auto"`` finds it from the
+        init_scale: First scale, above 0. PyTorch's ``2**16`` is just above float16's largest
+            number: the first iterations find the scale that the model bears. ``"auto"`` finds it from the
             size of the first gradients, which those iterations wait for.
         growth_factor: What the scale grows by after `growth_interval` good iterations, above 1.
         backoff_factor: What the scale is multiplied by after a skipped step, between 0 and 1.
@@ -65,8 +65,8 @@ class GradScaler(Steps):
             tensor of shape () a device, nonzero where a gradient was not finite. Combines them in
             place over processes, so that all skip the same steps: a `precast.distributed.Reduction`
             or a function. None: chosen from what the optimizer's parameters are.
-        min_scale: The scale never falls below it; at least 2**-126. None is 2**-14, float16's
-            smallest normal number, or `init_scale` where that is lower.
+        min_scale: The scale never falls below it; at least ``2**-126``. None is ``2**-14``,
+            float16's smallest normal number, or `init_scale` where that is lower.
         max_scale: The scale never grows above it. None is float32's largest number.
         max_consecutive_skips: This many skipped iterations in a row are a verdict.
         max_nonfinite_losses: Skipped iterations in a row whose loss itself was not finite that are
@@ -79,16 +79,17 @@ class GradScaler(Steps):
     Raises:
         ScalerError: A setting is out of its range, or the device is unknown.
 
-    >>> parameter = torch.nn.Parameter(torch.ones(1))
-    >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
-    >>> scaler = GradScaler("cpu", init_scale=1024.0)
-    >>> scaler.scale(parameter * 3).backward()
-    >>> scaler.step(optimizer)
-    >>> scaler.update()
-    >>> parameter.item()
-    -0.5
-    >>> scaler.last_step(optimizer).skipped
-    False
+    Examples:
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
+        >>> scaler = GradScaler("cpu", init_scale=1024.0)
+        >>> scaler.scale(parameter * 3).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> parameter.item()
+        -0.5
+        >>> scaler.last_step(optimizer).skipped
+        False
     """
 
     def __init__(  # noqa: PLR0917 -- the signature is PyTorch's

@@ -32,7 +32,7 @@ class TensorBoard:
     Raises:
         MissingExtraError: A folder was given, and TensorBoard is not installed.
 
-    Use it as an observer of the thread that trains::
+    Use it as an observer of the thread that trains:
 
         with TensorBoard("runs/first") as board, precast.observe(board):
             train()
