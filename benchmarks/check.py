@@ -144,9 +144,12 @@ def measure(
     tree = make(folder / "tree", lines=lines, using=using)
     (tree.folder / "pyproject.toml").write_text("[tool.precast.check]\n", encoding="utf-8")
     _check(tree)  # fills the cache
+    small = make(folder / "small", lines=1, using=0)
     work = {
         "precast check": lambda: _check(tree, "--no-cache"),
         "precast check, from its cache": lambda: _check(tree),
+        "precast check, of one file without AMP": lambda: _check(small, "--no-cache"),
+        "import precast.rewrite": lambda: seconds(sys.executable, "-c", "import precast.rewrite"),
         "ruff check": lambda: seconds(
             *(sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--quiet"),
             str(tree.folder),

@@ -28,6 +28,7 @@ def test_all_numbers_are_there_and_make_a_table(tmp_path: Path) -> None:
     text = check.table(found)
     assert "| precast check |" in text
     assert "| ruff check |" in text
+    assert found["seconds"]["import precast.rewrite"] < found["seconds"]["precast check"]
 
 
 def test_a_program_that_fails_is_no_measurement() -> None:
@@ -45,5 +46,7 @@ def test_the_page_is_that_of_the_numbers() -> None:
         times = found["seconds"]
         assert times["LibCST parses it all"] >= 20 * times["precast check"]
         assert times["precast check, from its cache"] < 2
+        assert times["precast check, of one file without AMP"] < 0.15
+        assert times["import precast.rewrite"] < 0.15
     else:
         assert not between
