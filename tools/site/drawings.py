@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,61 @@ def _checkerboard(program: Any) -> _Paint:
     return paint
 
 
+def _formats(program: Any) -> _Paint:
+    found = {_short(dtype): program.measured(dtype) for dtype in reversed(program.FORMATS)}
+
+    def paint(figure: Figure, colors: tuple[str, ...]) -> None:
+        axes = figure.subplots()
+        for row, limits in enumerate(found.values()):
+            edges = [log2(x) for x in (limits.smallest, limits.smallest_normal, limits.largest)]
+            axes.barh(row, edges[1] - edges[0], 0.5, edges[0], color=colors[1])
+            axes.barh(row, edges[2] - edges[1], 0.5, edges[1], color=colors[0])
+        axes.set_yticks(range(len(found)), list(found))
+        axes.set_xticks(range(-150, 151, 50), [f"$2^{{{k}}}$" for k in range(-150, 151, 50)])
+        axes.legend(axes.containers[:2], ["subnormal", "normal"], loc="lower right")
+        axes.grid(axis="x", linewidth=0.5)
+        axes.set_axisbelow(True)
+
+    return paint
+
+
+def _scaler(program: Any) -> _Paint:
+    float16, bfloat16 = torch.float16, torch.bfloat16
+    runs = {
+        "float32": program.train(None, program.a_scaler(enabled=False)),
+        "float16, no scaler": program.train(float16, program.a_scaler(enabled=False)),
+        "float16, scaler from $2^{40}$": program.train(
+            float16, program.a_scaler(init_scale=2.0**40)
+        ),
+        'float16, scaler "auto"': program.train(float16, program.a_scaler(init_scale="auto")),
+        "bfloat16, no scaler": program.train(bfloat16, program.a_scaler(enabled=False)),
+    }
+
+    def paint(figure: Figure, colors: tuple[str, ...]) -> None:
+        losses, scales = figure.subplots(1, 2)
+        lines = dict(zip(runs, (*colors, colors[0], colors[1]), strict=True))
+        for number, (name, run) in enumerate(runs.items()):
+            style = {"color": lines[name], "linestyle": "-" if number < 3 else "--"}
+            losses.plot(run.losses, label=name, **style)
+            if "scaler " in name:
+                scales.plot(run.scales, **style)
+        losses.set(xlabel="step", ylabel="loss", yscale="log")
+        scales.set(xlabel="step", ylabel="scale")
+        scales.set_yscale("log", base=2)
+        for axes in (losses, scales):
+            axes.grid(linewidth=0.5)
+        figure.legend(loc="outside lower center", ncols=2)
+
+    return paint
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 DRAWINGS: dict[str, tuple[tuple[float, float], Callable[[Any], _Paint]]] = {
+    "07_limits.py": ((7, 2.4), _formats),
     "08_checkerboard.py": ((7, 4.6), _checkerboard),
+    "08_scaler.py": ((7, 3.8), _scaler),
 }
 """By the program's file name: the size in inches, and what computes once and then paints in each style."""

@@ -29,6 +29,18 @@ class Picture:
 
 
 PICTURES = {
+    "07_limits.py": Picture(
+        {
+            "en": "From the smallest number of each format to its largest, on a scale of powers of two: float32 and "
+            "bfloat16 reach from about 2^-149 and 2^-133 to 2^128, float16 from 2^-24 to 2^16, the two of 8 bits less",
+            "zh": "以 2 的幂为刻度，各格式从最小数到最大数的范围：float32 和 bfloat16 大约从 2^-149 和 2^-133 "
+            "到 2^128，float16 从 2^-24 到 2^16，两种 8 位格式更窄",
+        },
+        {
+            "en": "From the smallest number of each format to its largest, as measured.",
+            "zh": "实测的各格式范围：从最小的数到最大的数。",
+        },
+    ),
     "08_checkerboard.py": Picture(
         {
             "en": "The target, a checkerboard, and what the network has learnt of it in float32 and in a "
@@ -38,6 +50,18 @@ PICTURES = {
         {
             "en": "A checkerboard, learnt in float32 and in a bfloat16 region, and the loss of each step.",
             "zh": "分别在 float32 和 bfloat16 区域中学到的棋盘图，以及每一步的损失。",
+        },
+    ),
+    "08_scaler.py": Picture(
+        {
+            "en": "The loss of each step: in float16 without a scaler it stays where it was, with one it falls as in "
+            "float32; beside it the scale, which falls from 2^40 by halves, or is found at once",
+            "zh": "每一步的损失：float16 不用梯度缩放时原地不动，用了之后和 float32 一样下降；"
+            "旁边是缩放因子：从 2^40 逐次减半，或者一步找到",
+        },
+        {
+            "en": "The loss of each step, and the scale. Without a scaler float16 learns nothing.",
+            "zh": "每一步的损失和缩放因子。没有梯度缩放，float16 什么也学不到。",
         },
     ),
 }
