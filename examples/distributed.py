@@ -33,11 +33,18 @@ def network() -> nn.Sequential:
 
 
 def main(ddp: bool) -> None:
-    """Trains for a few steps, and prints what the first process sees."""
+    """Trains in all processes, and ends what they share."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    train(device, ddp)
+    # Not before the model is gone: DistributedDataParallel, ended as the last, may wait for gloo forever (2.13).
+    dist.destroy_process_group()
+
+
+def train(device: str, ddp: bool) -> None:
+    """Trains for a few steps, and prints what the first process sees."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     model: nn.Module = network().to(device)
@@ -76,7 +83,6 @@ def main(ddp: bool) -> None:
     check_same(scaler)
     if rank == 0:
         print(scaler.counters)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -27,6 +26,7 @@ from markdown_it import MarkdownIt
 from precast import Policy
 from precast.cli import main
 from precast.errors import MissingExtraError
+from tests.pages import BLOCK, CHECKS, NOT_RUN, blocks, with_checks
 from tools import operations_page
 from tools.site.directives import asked
 
@@ -38,14 +38,6 @@ OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
 PROSE = [*PAGES, *sorted(ROOT.glob("docs/api/*.md")), *(ROOT / name for name in OTHERS)]
 MODULES = sorted((ROOT / "src" / "precast").rglob("*.py"))
 
-NOT_RUN = {
-    "docs/usage.md": 1,
-    "docs/integrations.md": 5,
-}  # page -> blocks that begin with `# not run: why`
-
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-_CHECKED = re.compile(r"^( *)(\S.*?) {2}# (->|raises) (.+)$", re.M)
-
 
 def _id(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
@@ -55,53 +47,20 @@ def _read(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-def _blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
-    """The line in which each block of a language begins, and its text."""
-    text = _read(page)
-    for match in _BLOCK.finditer(text):
-        if match[1] == language:
-            yield text[: match.start(2)].count("\n"), match[2]
-
-
 # --- examples ---
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {"__name__": "__main__"} | vars(_CHECKS)
+    namespace: dict[str, Any] = {"__name__": "__main__"} | vars(CHECKS)
     not_run = 0
-    for line, text in _blocks(page, "python"):
+    for line, text in blocks(page, "python"):
         if text.startswith("# not run: "):
             not_run += 1
             continue
-        exec(compile("\n" * line + _with_checks(text), str(page), "exec"), namespace)
+        exec(compile("\n" * line + with_checks(text), str(page), "exec"), namespace)
     assert not_run == NOT_RUN.get(_id(page), 0)
-
-
-def _with_checks(text: str) -> str:
-    """`f(x)  # -> 3` becomes a call that compares, in the same line."""
-
-    def call(match: re.Match[str]) -> str:
-        indent, expression, kind, expected = match.groups()
-        check = "_shows" if kind == "->" else "_raises"
-        return f"{indent}{check}(lambda: ({expression}), {expected!r})"
-
-    return _CHECKED.sub(call, text)
-
-
-def _shows(expression: Any, expected: str) -> None:
-    assert repr(expression()) == expected
-
-
-def _raises(expression: Any, expected: str) -> None:
-    name, _, message = expected.partition(": ")
-    with pytest.raises(Exception, match=re.escape(message)) as caught:
-        expression()
-    assert caught.type.__name__ == name
-
-
-_CHECKS = SimpleNamespace(_shows=_shows, _raises=_raises)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +77,7 @@ _CHECKS = SimpleNamespace(_shows=_shows, _raises=_raises)
 )
 def test_a_check_in_an_example_can_fail(text: str, holds: bool) -> None:
     try:
-        exec(_with_checks(text), vars(_CHECKS))
+        exec(with_checks(text), vars(CHECKS))
     except (AssertionError, pytest.fail.Exception):
         assert not holds
     else:
@@ -143,7 +102,7 @@ def test_pages_for_everybody_exist_in_both_languages() -> None:
 @pytest.mark.parametrize("page", PAIRS, ids=_id)
 def test_both_languages_have_the_same_examples_and_structure(page: Path) -> None:
     for language in ("python", "sh", "diff", "text"):
-        ours, theirs = (list(_blocks(each, language)) for each in (page, _chinese(page)))
+        ours, theirs = (list(blocks(each, language)) for each in (page, _chinese(page)))
         assert [_bare(text) for _, text in ours] == [_bare(text) for _, text in theirs]
     assert _skeleton(page) == _skeleton(_chinese(page))
     english, chinese = (list(_directives(each)) for each in (page, _chinese(page)))
@@ -163,14 +122,14 @@ def _bare(text: str) -> list[str]:
 
 def _skeleton(page: Path) -> list[str]:
     """What a page is made of: levels of headings, columns of tables, links of its own project."""
-    text = _BLOCK.sub("", _read(page))
+    text = BLOCK.sub("", _read(page))
     shapes = re.findall(r"^(#+) |^(\|.*\|)$|^([-*]) ", text, re.M)
     return [heading or ("|" * row.count("|")) or item for heading, row, item in shapes]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_policy_files_in_the_text_load(page: Path, tmp_path: Path) -> None:
-    for line, text in _blocks(page, "toml"):
+    for line, text in blocks(page, "toml"):
         path = tmp_path / f"line{line}.toml"
         path.write_text(text, encoding="utf-8")
         assert Policy.load(path).tables
@@ -215,7 +174,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def _anchors(page: Path) -> set[str]:
     """The headings of a page as GitHub names them in links."""
-    headings = re.findall(r"^#+ (.+)$", _BLOCK.sub("", _read(page)), re.M)
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", _read(page)), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -246,8 +205,8 @@ def test_commands_that_are_named_exist(page: Path) -> None:
 
 def _commands(page: Path, program: str) -> Iterator[list[str]]:
     """The calls of a program in shell blocks and between backticks, as words."""
-    shell = "\n".join(text for _, text in _blocks(page, "sh"))
-    text = _BLOCK.sub("", _read(page))
+    shell = "\n".join(text for _, text in blocks(page, "sh"))
+    text = BLOCK.sub("", _read(page))
     for line in [*shell.splitlines(), *re.findall(r"`([^`\n]+)`", text)]:
         words = re.sub(r"\s+#.*", "", line).split()
         if words[:1] == [program] and len(words) > 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -135,10 +137,13 @@ def test_a_fix_of_a_formula_computes_the_same(before: str, after: str) -> None:
     x, q = torch.randn(3, 4), torch.randn(4, 4)
     results = []
     for code in (before, after):
-        values: dict[str, object] = {"x": x, "t": 2.0}
+        values: dict[str, Any] = {"x": x, "t": 2.0}
         exec(textwrap.dedent(code), values)
-        if callable(attend := values.get("attend")):
-            values["y"] = attend(q, x.T @ x)
+        if "attend" in values:
+            values["y"] = values["attend"](q, x.T @ x)
+        if "f" in values:
+            names = inspect.signature(values["f"]).parameters
+            values["y"] = values["f"](*(q if name == "x" else None for name in names))
         results.append({k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
     assert results[0].keys() == results[1].keys() != {"x"}
     for name, value in results[0].items():

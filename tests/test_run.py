@@ -55,8 +55,9 @@ def start(command: list[str], folder: Path, **extra: str) -> subprocess.Popen[st
 
 
 def hear_interrupts() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so does all that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """What a shell starts in the background ignores Ctrl-C, under nohup a hang-up, and so does all that it starts."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def ended(process: subprocess.Popen[str], folder: Path) -> Done:

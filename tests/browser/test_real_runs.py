@@ -49,7 +49,7 @@ def test_a_run_that_overflows_is_told_and_shown(
     browser.get((tmp_path / "run.html").as_uri())
     assert browser.get_log("browser") == []
     headline = ask(browser, "document.querySelector('#headline').textContent")
-    assert headline == "1 of 9 steps was lost: 2 was the first that was not finite."
+    assert headline == "1 of 9 steps was lost: the output of 2 was the first that was not finite."
     chart = "document.querySelector('[data-chart=steps]')"
     assert ask(browser, f"{chart}.data[1].x") == [6]
     assert column(browser, "skipped", "First that was not finite") == ["2"]

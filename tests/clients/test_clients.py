@@ -22,7 +22,7 @@ from precast.engine import ENGINES, use_engine
 from precast.policy import Policy, Rule
 from tests.clients.clients import CASES
 from tests.clients.outcome import Outcome, differences, not_finite, steps_in
-from tests.test_docs import _blocks
+from tests.pages import blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,7 +96,7 @@ def test_clients_imported_after_precast_was_installed_compute_the_same(
 def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
     [example] = [
         text
-        for _, text in _blocks(ROOT / "docs" / "usage.md", "python")
+        for _, text in blocks(ROOT / "docs" / "usage.md", "python")
         if text.startswith("# not run: needs the libraries of the extra test-clients")
     ]
     script = tmp_path / "example.py"

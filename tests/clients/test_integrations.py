@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_docs import _CHECKS, NOT_RUN, _blocks, _with_checks
+from tests.pages import CHECKS, NOT_RUN, with_checks
+from tests.pages import blocks as blocks_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "integrations.md"
@@ -43,10 +44,10 @@ def _one_accelerator() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 def test_the_examples_on_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {"__name__": "__main__"} | vars(_CHECKS)
-    blocks = list(_blocks(PAGE, "python"))
+    namespace: dict[str, Any] = {"__name__": "__main__"} | vars(CHECKS)
+    blocks = list(blocks_of(PAGE, "python"))
     for line, text in blocks:
-        exec(compile("\n" * line + _with_checks(text), str(PAGE), "exec"), namespace)
+        exec(compile("\n" * line + with_checks(text), str(PAGE), "exec"), namespace)
     assert len(blocks) == NOT_RUN["docs/integrations.md"], "what needs no library runs elsewhere"
 
 
