@@ -18,7 +18,6 @@ import click
 from precast import cli_check, cli_run
 from precast._version import __version__
 from precast.errors import PrecastError
-from precast.running.endings import Interrupted
 
 if TYPE_CHECKING:
     from precast.demo.compare import Comparison
@@ -40,7 +39,10 @@ class _Commands(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().main(*args, **kwargs)
-        except Interrupted:
+        except BaseException as ended:
+            endings = sys.modules.get("precast.running.endings")  # not there: nothing was run
+            if endings is None or not isinstance(ended, endings.Interrupted):
+                raise
             # Click would make exit code 1 of it. Python ends by the signal; what it would print was printed.
             sys.excepthook = lambda *_: None
             raise KeyboardInterrupt from None
