@@ -52,12 +52,15 @@ def build(source: Path, out: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    out = tmp_path_factory.mktemp("dist")
+def made(out: Path) -> Built:
     build(ROOT, out)
     [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
     return Built(wheel, sdist)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return made(tmp_path_factory.mktemp("dist"))
 
 
 def contents(wheel: Path) -> dict[str, bytes]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import precast
-from tests.test_docs import _blocks
-from tests.test_package import ROOT, Built, build, contents, run
+from tests.pages import blocks
+from tests.test_package import ROOT, Built, contents, made, run
 
 README, START = ROOT / "README.md", ROOT / "docs" / "start.md"
 CONSTRAINTS = ["--constraint", str(ROOT / "constraints.txt")]
@@ -24,10 +24,7 @@ WITHOUT_NUMPY = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWar
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    out = tmp_path_factory.mktemp("dist")
-    build(ROOT, out)
-    [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
-    return Built(wheel, sdist)
+    return made(tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,7 @@ def programs(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def page(path: Path) -> str:
     """The Python of a page as one program; a line that raises is told to."""
-    text = "\n\n".join(block for _, block in _blocks(path, "python"))
+    text = "\n\n".join(block for _, block in blocks(path, "python"))
     return re.sub(
         r"^(\S.*?) {2}# raises (\w+):.*$", r"try:\n    \1\nexcept \2:\n    pass", text, flags=re.M
     )
