@@ -144,15 +144,10 @@ def test_a_private_name_is_seen(text: str, name: str) -> None:
         "from precast import _torch\n_torch.version_of",
         "class A:\n    def f(self):\n        return self._x",
         "class A:\n    _x: int\ndef f(a):\n    return a._x",
-        "def f(point):\n    return point._replace(x=1)",
     ],
 )
 def test_other_underscores_are_none_of_its_business(text: str) -> None:
     assert list(_private(ast.parse(text))) == []
-
-
-OF_TUPLES = frozenset({"_asdict", "_field_defaults", "_fields", "_make", "_replace"})
-"""Public names of a NamedTuple, whose underscore keeps them apart from its fields."""
 
 
 def _private(tree: ast.Module) -> Iterator[str]:
@@ -165,12 +160,7 @@ def _private(tree: ast.Module) -> Iterator[str]:
             chains = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
             chains = [_chain(node, aliases)]
-            if (
-                not chains[0]
-                and node.attr not in OF_TUPLES
-                and _is_private(node.attr)
-                and _is_foreign(node, own)
-            ):
+            if not chains[0] and _is_private(node.attr) and _is_foreign(node, own):
                 yield node.attr
         elif isinstance(node, ast.Call):
             chains = [_asked_by_name(node, aliases)]
