@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,16 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
 
 _rows: list[dict[str, Any]] = []
+
+
+@pytest.fixture
+def one_accelerator() -> Iterator[None]:
+    """Accelerate keeps one state for the process: none is left by other tests, nor to them."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

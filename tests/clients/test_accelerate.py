@@ -10,7 +10,7 @@ gradients that are clipped unscaled, a skipped step that is told, a scaler that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,7 @@ from accelerate.utils import AutocastKwargs  # noqa: E402
 
 BATCHES, BROKEN = 8, 3
 
-
-@pytest.fixture(autouse=True)
-def _one_accelerator() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("one_accelerator")
 
 
 def accelerator(precision: str, **settings: Any) -> Any:

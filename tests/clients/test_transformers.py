@@ -8,7 +8,6 @@ right, resuming gives what a run without a break does, gradients are accumulated
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,7 @@ from precast.integrations.transformers import PrecastCallback  # noqa: E402
 
 STEPS, BROKEN = 8, 3
 
-
-@pytest.fixture(autouse=True)
-def _one_accelerator() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("one_accelerator")
 
 
 class Net(nn.Module):
