@@ -32,7 +32,7 @@ from precast.held import Holding
 from precast.lower_gradients import LowerGradients
 from precast.module_rules import apply
 from precast.plan import Plan, plan
-from precast.policy import Policy
+from precast.policy import Policy, as_policy
 
 __all__ = ["Attachment", "Memory", "attach", "attached_models", "names_of"]
 
@@ -95,7 +95,7 @@ def attach(
     _check_gradients(grad_dtype, optimizer, hold=hold)
     planned = None
     if policy is not None:
-        planned = plan(model, policy if isinstance(policy, Policy) else Policy.load(policy))
+        planned = plan(model, as_policy(policy))
         for complaint in planned.complaints():
             warnings.warn(complaint, PrecastWarning, stacklevel=2)
     return Attachment(model, planned, optimizer, hold=hold, grad_dtype=grad_dtype)

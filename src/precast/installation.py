@@ -22,7 +22,7 @@ import torch
 from precast import _torch, engine, unseen
 from precast._standins import STAND_INS
 from precast.frames import Frame, installed
-from precast.policy import DEVICE_TYPES, Policy
+from precast.policy import DEVICE_TYPES, Policy, as_policy
 
 __all__ = ["Installation", "install", "uninstall"]
 
@@ -77,7 +77,7 @@ def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
         ...     torch.cat([torch.ones(2).half(), torch.ones(2).bfloat16()]).dtype  # PyTorch raises
         torch.float32
     """
-    installation = Installation(policy if isinstance(policy, Policy) else Policy.load(policy))
+    installation = Installation(as_policy(policy))
     with _lock:
         _installations.append(installation)
         _put_in_force()

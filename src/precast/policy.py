@@ -54,6 +54,7 @@ __all__ = [
     "Precision",
     "Resolution",
     "Rule",
+    "as_policy",
     "policy_of",
 ]
 
@@ -286,6 +287,11 @@ class Policy:
 
 _alive: defaultdict[str, weakref.WeakValueDictionary[int, Policy]]
 _alive = defaultdict(weakref.WeakValueDictionary)
+
+
+def as_policy(given: Policy | str | os.PathLike[str]) -> Policy:
+    """A policy as it is; that of a preset's name or a file's path, loaded."""
+    return given if isinstance(given, Policy) else Policy.load(given)
 
 
 def policy_of(fingerprint: str) -> Policy:

@@ -20,7 +20,7 @@ from precast.attachment import attach
 from precast.errors import ScalerError
 from precast.health.monitor import monitor
 from precast.installation import install
-from precast.policy import Policy
+from precast.policy import Policy, as_policy
 from precast.scaler import GradScaler
 
 __all__ = ["Use", "use"]
@@ -80,7 +80,7 @@ class Use:
         every: int | None,
         precision: str,
     ) -> None:
-        policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+        policy = as_policy(policy)
         self.scaler = _chosen(theirs, device, scaler, precision)
         rules = policy if policy.modules else None
         with ExitStack() as parts:

@@ -25,7 +25,7 @@ from torch import nn
 from precast.attachment import Attachment, attach
 from precast.errors import RegionError, ScalerError
 from precast.integrations import missing
-from precast.policy import Policy
+from precast.policy import Policy, as_policy
 from precast.region import autocast
 from precast.scaler import GradScaler
 
@@ -85,9 +85,7 @@ class Precast(_InTrainer, _InFabric):
     ) -> None:
         _check(precision, scaler)
         self.precision = precision
-        self.policy = (
-            policy if policy is None or isinstance(policy, Policy) else Policy.load(policy)
-        )
+        self.policy = None if policy is None else as_policy(policy)
         self.attachments: list[Attachment] = []
         self._desired_input_dtype = _DTYPES[precision]  # Fabric's `MixedPrecision` reads it
         self._device, self._scaler, self._hold = device, scaler, hold

@@ -13,7 +13,7 @@ from typing import Any
 
 from precast.integrations import missing
 from precast.integrations.accelerate import Use
-from precast.policy import Policy
+from precast.policy import Policy, as_policy
 from precast.scaler import GradScaler
 
 try:
@@ -51,7 +51,7 @@ class PrecastCallback(TrainerCallback):
         scaler: GradScaler | None = None,
         every: int | None = None,
     ) -> None:
-        self.policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+        self.policy = as_policy(policy)
         self.used: Use | None = None
         self._scaler, self._every, self._has_told = scaler, every, False
 
