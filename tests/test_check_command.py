@@ -333,8 +333,6 @@ _LIGHT = {
     "precast.rewrite.report",
     "precast.rewrite.runner",
     "precast.rewrite.settings",
-    "precast.running",
-    "precast.running.endings",
 }
 
 
