@@ -287,6 +287,11 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
+def is_real() -> bool:
+    """Whether what runs in this thread gives numbers: nothing is traced, no `torch.func` transform is running."""
+    return not is_tracing() and torch._C._functorch.peek_interpreter_stack() is None
+
+
 class ObservingMode(TorchDispatchMode):
     """A `TorchDispatchMode` that sees what runs, and changes nothing: what is compiled is compiled as without it.
 
@@ -579,6 +584,21 @@ undispatched: Callable[[], Any] = torch._C._DisableTorchDispatch
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, as what a checkpoint runs again does; it asks the same (2.13)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None], None]) -> None:
+    """Has `hook` called with the gradient of a tensor that is no leaf; it stays on the graph, not on the tensor.
+
+    As `Tensor.register_hook`, at a third of its cost: that makes a dictionary for the tensor and a handle for the hook
+    in Python (2.13). The tensor's own hooks, where it has some, are left as they are.
+    """
+    own = tensor._backward_hooks
+    if own is not None:
+        tensor.register_hook(hook)
+        return
+    tensor._backward_hooks = {0: hook}
+    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    tensor._backward_hooks = None
 
 
 def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

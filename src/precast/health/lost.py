@@ -70,9 +70,13 @@ class Operation:
         return arriving, list(zip(wanted, found, strict=True))
 
 
-def operation(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Operation | None:
+def operation(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Operation | None:
     """A call as one that is known; None if it is not, or gave no float16."""
-    if output.dtype is not torch.float16 or len(args) != 1 or not isinstance(args[0], Tensor):
+    if not isinstance(output, Tensor) or output.dtype is not torch.float16:
+        return None
+    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         return None
     kind = type(module)
     if not args[0].is_floating_point():

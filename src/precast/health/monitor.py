@@ -34,6 +34,7 @@ from precast.health.history import History
 from precast.health.record import Record
 from precast.health.running import Running
 from precast.health.samples import Samples, figures
+from precast.health.waiting import Key
 from precast.health.watching import Installed, install, names_in, unseen
 from precast.scaling.base import Scale
 
@@ -111,6 +112,10 @@ class Monitor:
         self._history = History(self._model)
         self._running: Running | None = None
         self._number = 0
+        self.running_whole: Running | None = None
+        """The step that runs, while the whole model does: what its modules give may wait until that ends."""
+        self._hurried: set[Key] = set()
+        """What may not wait to be looked at."""
         self._over = False
         """Whether the step that runs ends where the next forward begins."""
         self._stepped_by: set[int] = set()
@@ -186,27 +191,36 @@ class Monitor:
 
     # What hooks on modules and optimizers tell (`watching.Watcher`).
 
-    def saw_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A module has ended."""
-        model, learns = self._model(), torch.is_grad_enabled()
-        if model is None or (self._trains and not learns and not model.training):
+    def begins(self) -> None:
+        """The whole model is called."""
+        self.running_whole = None if _torch.in_backward() else self._running_now()
+
+    def ends(self) -> None:
+        """It has ended, well or not."""
+        running, self.running_whole = self.running_whole, None
+        if running is None:
             return
-        if _torch.in_backward():
-            if self._running is not None:
-                self._running.called_again(name, output)
-            return
-        if learns and not self._trains:
-            self._begin_training()
-        self._current().called(name, module, args, kwargs, output)
-        if not self._trains and module is model:
+        running.look()
+        if not self._trains:
             self._finish()
+        elif not running.record.slots:  # it failed before anything was made
+            self._running = None
+
+    def saw_call(self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A module has ended that was called by itself, or by a checkpoint in backward."""
+        if not _torch.in_backward():
+            running = self._running_now()
+            if running is not None:
+                running.called(key, module, args, kwargs, output, now=True)
+        elif self._running is not None:
+            self._running.called_again(key[1], output)
 
     def steps_now(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: its gradients are there."""
         if self._is_mine(optimizer):
             if id(optimizer) in self._stepped_by:  # no forward was seen between: it is compiled
                 self._finish()
-            self._open()
+            self._open().look()  # while the gradients are in the processor's caches
             scaled = getattr(optimizer, "grad_scale", None) is not None
             self._count_parameters(optimizer, scaled=scaled)
 
@@ -249,14 +263,20 @@ class Monitor:
 
     # From here on the names are ours alone.
 
-    def _current(self) -> Running:
+    def _running_now(self) -> Running | None:
+        """The step that a call belongs to; None where it is not looked at."""
+        model, learns = self._model(), torch.is_grad_enabled()
+        if model is None or (self._trains and not learns and not model.training):
+            return None
+        if learns and not self._trains:
+            self._begin_training()
         self._finish_if_over()
         return self._open()
 
     def _open(self) -> Running:
         if self._running is None:
             record = Record(self._number, time.perf_counter(), {} if self._is_counted() else None)
-            self._running = Running(record)
+            self._running = Running(record, self._hurried)
         return self._running
 
     def _is_counted(self) -> bool:

@@ -111,7 +111,6 @@ class Record:
         if place >= MOST:
             self.dropped += 1
             return None
-        memory = memory.detach()
         dtype, places, numbers = self._part(memory.device, memory.dtype)
         places.append(place)
         numbers += torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
@@ -186,6 +185,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a module's arguments or output, in any nesting."""
     if type(value) is Tensor:
         return [value]
+    if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
+        return [value[0]]
     found: list[Tensor] = []
     _collect(value, found)
     return found

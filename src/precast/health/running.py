@@ -6,8 +6,8 @@ Invariants: as of a record; what a checkpoint runs again in backward is noted on
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import Any
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,30 +16,75 @@ from torch.optim import Optimizer
 from precast.health.lost import Lost, Operation, operation
 from precast.health.record import Record, Step, tensors_in
 from precast.health.tally import memory_of
+from precast.health.waiting import Key, Waiting
 from precast.health.watching import gradient_hook, plain_name
 
 __all__ = ["Running"]
 
 
-class Running:
-    """A record that is being written."""
+class _Call(NamedTuple):
+    """A module that has ended."""
 
-    def __init__(self, record: Record) -> None:
+    name: str
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    output: Any
+    learns: bool
+    """Whether a graph was made."""
+
+
+class _Made(NamedTuple):
+    """What a gradient is of."""
+
+    name: str
+    place: int | None = None
+    """Of the output in the record, if it is there."""
+    known: Operation | None = None
+    """What made it, in a step that is counted."""
+    before: int | None = None
+    """The place of what it was made from, if that is one tensor."""
+
+
+class Running:
+    """A record that is being written.
+
+    Args:
+        record: of this step.
+        hurried: what may not wait to be looked at, of all steps; added to.
+    """
+
+    def __init__(self, record: Record, hurried: set[Key]) -> None:
         self.record = record
         self._lost = Lost()
+        self._waiting = Waiting(hurried, counts=record.tallies is not None)
         self._is_over = False
 
-    def called(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A module has ended: notes its inputs and outputs, and waits for their gradients."""
-        record = self.record
-        outputs = list(tensors_in(output))
-        inputs = self._inputs(name, (args, kwargs) if kwargs else args, outputs)
-        known = None
-        if record.tallies is not None and isinstance(output, Tensor) and not kwargs:
-            known = operation(module, args, output)
-        for tensor in outputs:
-            if record.place_of(tensor) is None:  # else another module's, handed on
-                self._output(name, tensor, inputs, known)
+    def called(
+        self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any, *, now: bool = False
+    ) -> None:
+        """A module has ended: notes its inputs and outputs, and waits for their gradients.
+
+        Args:
+            key: "output", and the name of the module.
+            module: this.
+            args: what it was given.
+            kwargs: this, too.
+            output: what it gave.
+            now: whether to look at it at once; else `look` is called before backward begins.
+        """
+        call = _Call(key[1], module, args, kwargs, output, torch.is_grad_enabled())
+        if now:
+            self._waiting.look_now(key, (), self._look_at_call, call)
+        elif type(output) is Tensor and len(args) == 1 and type(args[0]) is Tensor and not kwargs:
+            self._waiting.add(key, (args[0], output), self._look_at_call, call)
+        else:
+            tensors = *tensors_in((args, kwargs)), *tensors_in(output)
+            self._waiting.add(key, tensors, self._look_at_call, call)
+
+    def look(self) -> None:
+        """Looks at what still waits."""
+        self._waiting.look()
 
     def called_again(self, name: str, output: Any) -> None:
         """A checkpoint runs a module again: gradients come only now where it first ran without a graph."""
@@ -47,7 +92,7 @@ class Running:
             if not self.record.without_gradient[name]:
                 return
             self.record.without_gradient[name] -= 1
-            gradient_hook(tensor, partial(self._gradient, name, None, None, None))
+            self._follow(tensor, _Made(name))
 
     def count_parameters(
         self, model: nn.Module, optimizer: Optimizer | None, *, scaled: bool
@@ -79,6 +124,7 @@ class Running:
 
     def so_far(self) -> Step:
         """The step as it would be if it ended now."""
+        self.look()
         return self.record.close(time.perf_counter() - self.record.begun)
 
     def end(self) -> Step:
@@ -86,47 +132,60 @@ class Running:
         self._is_over = True
         return self.so_far()
 
-    def _inputs(self, name: str, given: Any, outputs: list[Tensor]) -> tuple[int, ...]:
+    def _look_at_call(self, call: _Call, _tensors: Sequence[Tensor], stale: Set[int]) -> None:
+        record, name = self.record, call.name
+        known = None
+        if record.tallies is not None:
+            known = operation(call.module, call.args, call.kwargs, call.output)
+        outputs = tensors_in(call.output)
+        inputs = self._inputs(call, outputs, stale)
+        for tensor in outputs:
+            if id(tensor) in stale or record.place_of(tensor) is not None:
+                continue  # written since, or another module's, handed on
+            memory = record.note("output", name, tensor, inputs)
+            if memory is None:
+                continue
+            if record.tallies is not None:
+                record.tally("output", name).add(memory)
+                record.tally("output", name).add_lost(None if known is None else known.lost(memory))
+            if tensor.requires_grad:
+                before = inputs[0] if len(inputs) == 1 else None
+                self._follow(tensor, _Made(name, len(record.slots) - 1, known, before))
+            elif not call.learns:
+                record.without_gradient[name] += 1
+
+    def _inputs(self, call: _Call, outputs: list[Tensor], stale: Set[int]) -> tuple[int, ...]:
         places = []
-        for tensor in tensors_in(given):
+        for tensor in tensors_in((call.args, call.kwargs) if call.kwargs else call.args):
             place = self.record.place_of(tensor, unchanged=False)
-            if place is None and not any(tensor is output for output in outputs):
-                memory = self.record.note("input", name, tensor)
-                place = None if memory is None else len(self.record.slots) - 1
+            if place is None and id(tensor) not in stale:
+                place = self._input(call.name, tensor, outputs)
             if place is not None:
                 places.append(place)
         return tuple(places)
 
-    def _output(
-        self, name: str, tensor: Tensor, inputs: tuple[int, ...], known: Operation | None
-    ) -> None:
-        record = self.record
-        memory = record.note("output", name, tensor, inputs)
-        if memory is None:
-            return
-        place = len(record.slots) - 1
-        if record.tallies is not None:
-            record.tally("output", name).add(memory)
-            record.tally("output", name).add_lost(None if known is None else known.lost(memory))
-        if tensor.requires_grad:
-            before = inputs[0] if len(inputs) == 1 else None
-            gradient_hook(tensor, partial(self._gradient, name, place, known, before))
-        elif not torch.is_grad_enabled():
-            record.without_gradient[name] += 1
+    def _input(self, name: str, tensor: Tensor, outputs: list[Tensor]) -> int | None:
+        """The place of what was made between modules, if it is looked at."""
+        if any(tensor is output for output in outputs):
+            return None
+        memory = self.record.note("input", name, tensor)
+        return None if memory is None else len(self.record.slots) - 1
 
-    def _gradient(
-        self,
-        name: str,
-        place: int | None,
-        known: Operation | None,
-        before: int | None,
-        gradient: Tensor,
-    ) -> None:
-        if self._is_over:
-            return
-        memory = self.record.note("gradient", name, gradient)
+    def _follow(self, tensor: Tensor, made: _Made) -> None:
+        """Has the gradient of a tensor noted when backward reaches it."""
+        key = "gradient", made.name
+
+        def reached(gradient: Tensor) -> None:
+            if not self._is_over:
+                self._waiting.add(key, (gradient,), self._look_at_gradient, made)
+
+        gradient_hook(tensor, reached)
+
+    def _look_at_gradient(self, made: _Made, tensors: Sequence[Tensor], stale: Set[int]) -> None:
+        [gradient] = tensors
+        memory = None if stale else self.record.note("gradient", made.name, gradient)
         if memory is None or self.record.tallies is None:
             return
-        tally = self.record.tally("gradient", name)
+        tally = self.record.tally("gradient", made.name)
         tally.add(memory)
-        tally.add_lost(self._lost.back(place, known, before, memory))
+        tally.add_lost(self._lost.back(made.place, made.known, made.before, memory))

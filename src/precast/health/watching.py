@@ -29,11 +29,32 @@ __all__ = ["Installed", "Watcher", "gradient_hook", "install", "names_in", "plai
 R = TypeVar("R")
 
 
+class Taker(Protocol):
+    """Who takes what modules were given and what they gave."""
+
+    def called(
+        self, key: tuple[str, str], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """A module has ended."""
+
+
 class Watcher(Protocol):
     """Who is told."""
 
-    def saw_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A module has ended."""
+    @property
+    def running_whole(self) -> Taker | None:
+        """Who is told of each module that ends while the whole model runs."""
+
+    def begins(self) -> None:
+        """The whole model is called."""
+
+    def ends(self) -> None:
+        """It has ended, well or not."""
+
+    def saw_call(
+        self, key: tuple[str, str], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """A module has ended, and nobody takes it."""
 
     def steps_now(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
@@ -43,22 +64,38 @@ class Watcher(Protocol):
 
 
 class _Watched:
-    """The forward hook of one module."""
+    """The forward hooks of one module."""
 
     def __init__(self, watcher: Watcher | None = None, name: str = "") -> None:
         self._watcher = watcher
-        self._name = name
+        self._key = "output", name
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Watched, ()
 
     @_torch.runs_uncompiled
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
+        watcher = self._watcher
+        if torch.compiler.is_dynamo_compiling() or watcher is None or not _torch.is_real():
             return
-        if self._watcher is None or _torch.is_tracing() or _torch.is_functorch_active():
-            return
-        unseen(self._watcher.saw_call, self._name, module, args, kwargs, output)
+        if watcher.running_whole is None:
+            unseen(watcher.saw_call, self._key, module, args, kwargs, output)
+        else:
+            watcher.running_whole.called(self._key, module, args, kwargs, output)
+
+    @_torch.runs_uncompiled
+    def begin(self, _module: nn.Module, _args: Any) -> None:
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            and self._watcher is not None
+            and _torch.is_real()
+        ):
+            unseen(self._watcher.begins)
+
+    @_torch.runs_uncompiled
+    def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling() and self._watcher is not None:
+            unseen(self._watcher.ends)
 
 
 class Installed:
@@ -80,6 +117,9 @@ def install(model: nn.Module, watcher: Watcher) -> Installed:
         hook = _Watched(watcher, plain_name(name))
         # Not `module.register...`: that of a scripted module refuses, though its hooks are called.
         handles.append(nn.Module.register_forward_hook(module, hook.leave, with_kwargs=True))
+        if module is model:
+            handles.append(nn.Module.register_forward_pre_hook(module, hook.begin))
+            handles.append(nn.Module.register_forward_hook(module, hook.end, always_call=True))
     handles.append(register_optimizer_step_pre_hook(_telling(watcher, "steps_now")))
     handles.append(register_optimizer_step_post_hook(_telling(watcher, "has_stepped")))
     return Installed(handles)
@@ -126,19 +166,12 @@ def _is_wrapper(place: int, part: str) -> bool:
     )
 
 
-def gradient_hook(tensor: Tensor, tell: Any) -> None:
-    """Has `tell(gradient)` called when backward reaches a tensor; leaves are left alone: their hooks would stay.
+def gradient_hook(tensor: Tensor, tell: Callable[[Tensor], None]) -> None:
+    """Has `tell(gradient)` called when backward reaches a tensor; leaves are left alone: their hooks would stay."""
 
-    The hook is the graph node's: one of the tensor's own costs twice as much to put there, in each step.
-    """
-    node = tensor.grad_fn
-    if node is None:
-        return
-    which = tensor.output_nr
-
-    def reached(gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[which]
+    def reached(gradient: Tensor | None) -> None:
         if gradient is not None and not _torch.is_functorch_active():
-            unseen(tell, gradient)
+            tell(gradient)
 
-    node.register_prehook(reached)
+    if tensor.grad_fn is not None:
+        _torch.hook_gradient(tensor, reached)
