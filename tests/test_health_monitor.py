@@ -563,12 +563,12 @@ def test_without_an_interval_early_steps_are_counted_too() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with precast.monitor(model) as monitor:
-        for _ in range(202):
+        for _ in range(402):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-    early = [0, 1, 2, 4, 8, 16, 32, 64]
+    early = [0, 1, 2, 4, 8, 16, 32, 64, 128]
     for entry in monitor.as_dict()["modules"]:
-        assert entry["steps"] == [*early, 100, 200]
+        assert entry["steps"] == [*early, 200, 400]
 
 
 def test_a_scaler_names_parameters_as_the_monitored_model_does() -> None:

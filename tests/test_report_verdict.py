@@ -72,6 +72,20 @@ def test_a_healthy_run_is_said_to_be_healthy() -> None:
     assert "Mixed precision works" in judged["headline"]
 
 
+def test_a_run_that_mostly_casts_is_no_success() -> None:
+    made: Any = document(overflow_at=None)
+    made["trace"]["findings"] = []
+    totals = made["trace"]["totals"]
+    totals["cast_seconds"] = 0.45 * totals["seconds"]
+    judged: Any = verdict(made)
+    assert judged["level"] == "warning"
+    assert judged["headline"].endswith("casts took 45% of its time.")
+    assert "float32" in judged["first"]["text"]
+    assert judged["first"]["gain"] == "at most 45% of the time"
+    totals["cast_seconds"] = 0.1 * totals["seconds"]
+    assert verdict(made)["level"] == "good"
+
+
 def test_what_was_not_watched_is_not_said_to_be_healthy() -> None:
     notes = " ".join(verdict(flat())["notes"])  # type: ignore[arg-type]
     assert "`--steps 2:5`" in notes

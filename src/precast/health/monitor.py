@@ -40,7 +40,7 @@ from precast.scaling.base import Scale
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
 
-DEFAULT_EVERY: Final = 100
+DEFAULT_EVERY: Final = 200
 """After the first steps. One that is counted may cost two; the others, a few hundredths more (docs/performance.md)."""
 _UNREAD: Final = 256
 
@@ -58,7 +58,7 @@ def monitor(
     Args:
         model: any module; wrappers as `DistributedDataParallel` too.
         every: in steps 0, `every`, 2 * `every` ... the numbers are counted by exponent; without it in steps 0, 1, 2, 4,
-            8 ... 64, and in every 100th, so that a short run is seen, too. In the others only the extremes of each
+            8 ... 128, and in every 200th, so that a short run is seen, too. In the others only the extremes of each
             tensor are taken, on the device, so that what first became infinite or NaN is known in any step.
         scaler: a `torch.amp.GradScaler`, so that steps that it skips are known. `precast.GradScaler` need not be given.
         ring: a file that has the latest steps after each step that is counted or skipped: for a process that is killed.

@@ -51,10 +51,8 @@ class _Part(NamedTuple):
     numbers: list[Tensor]
 
 
-class _Known(NamedTuple):
-    tensor: weakref.ref[Tensor]
-    version: int
-    slot: int
+_Known = tuple[weakref.ref[Tensor], int, int]
+"""A tensor that was noted, its version then, and the place of its slot."""
 
 
 @dataclass(eq=False)
@@ -116,7 +114,7 @@ class Record:
         numbers += torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
         self.slots.append(Slot(kind, name, dtype, inputs))
         if kind != "gradient":
-            self._known[id(tensor)] = _Known(weakref.ref(tensor), _version(tensor), place)
+            self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), place
         return memory
 
     def _part(self, device: torch.device, dtype: torch.dtype) -> _Part:
@@ -128,11 +126,12 @@ class Record:
     def place_of(self, tensor: Tensor, *, unchanged: bool = True) -> int | None:
         """The place of a tensor that was noted; where `unchanged`, only if it was not written since."""
         known = self._known.get(id(tensor))
-        if known is None or known.tensor() is not tensor:
+        if known is None:
             return None
-        if unchanged and known.version != _version(tensor):
+        noted, version, place = known
+        if noted() is not tensor or (unchanged and version != _version(tensor)):
             return None
-        return known.slot
+        return place
 
     def tally(self, kind: str, name: str) -> Tally:
         """The counts of a tensor."""

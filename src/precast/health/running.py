@@ -13,25 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from precast import _torch
 from precast.health.lost import Lost, Operation, operation
 from precast.health.record import Record, Step, tensors_in
 from precast.health.tally import memory_of
 from precast.health.waiting import Key, Waiting
-from precast.health.watching import gradient_hook, plain_name
+from precast.health.watching import plain_name
 
 __all__ = ["Running"]
 
 
-class _Call(NamedTuple):
-    """A module that has ended."""
-
-    name: str
-    module: nn.Module
-    args: Any
-    kwargs: Any
-    output: Any
-    learns: bool
-    """Whether a graph was made."""
+_Call = tuple[str, nn.Module, Any, Any, Any, bool]
+"""A module that has ended: its name, it, arguments, keyword arguments, output, and whether a graph was made."""
 
 
 class _Made(NamedTuple):
@@ -73,7 +66,7 @@ class Running:
             output: what it gave.
             now: whether to look at it at once; else `look` is called before backward begins.
         """
-        call = _Call(key[1], module, args, kwargs, output, torch.is_grad_enabled())
+        call = key[1], module, args, kwargs, output, torch.is_grad_enabled()
         if now:
             self._waiting.look_now(key, (), self._look_at_call, call)
         elif type(output) is Tensor and len(args) == 1 and type(args[0]) is Tensor and not kwargs:
@@ -133,12 +126,11 @@ class Running:
         return self.so_far()
 
     def _look_at_call(self, call: _Call, _tensors: Sequence[Tensor], stale: Set[int]) -> None:
-        record, name = self.record, call.name
-        known = None
-        if record.tallies is not None:
-            known = operation(call.module, call.args, call.kwargs, call.output)
-        outputs = tensors_in(call.output)
-        inputs = self._inputs(call, outputs, stale)
+        record, (name, module, args, kwargs, output, learns) = self.record, call
+        known = None if record.tallies is None else operation(module, args, kwargs, output)
+        outputs = tensors_in(output)
+        given = tensors_in((args, kwargs) if kwargs else args)
+        inputs = self._inputs(name, given, outputs, stale)
         for tensor in outputs:
             if id(tensor) in stale or record.place_of(tensor) is not None:
                 continue  # written since, or another module's, handed on
@@ -151,15 +143,17 @@ class Running:
             if tensor.requires_grad:
                 before = inputs[0] if len(inputs) == 1 else None
                 self._follow(tensor, _Made(name, len(record.slots) - 1, known, before))
-            elif not call.learns:
+            elif not learns:
                 record.without_gradient[name] += 1
 
-    def _inputs(self, call: _Call, outputs: list[Tensor], stale: Set[int]) -> tuple[int, ...]:
+    def _inputs(
+        self, name: str, given: list[Tensor], outputs: list[Tensor], stale: Set[int]
+    ) -> tuple[int, ...]:
         places = []
-        for tensor in tensors_in((call.args, call.kwargs) if call.kwargs else call.args):
+        for tensor in given:
             place = self.record.place_of(tensor, unchanged=False)
             if place is None and id(tensor) not in stale:
-                place = self._input(call.name, tensor, outputs)
+                place = self._input(name, tensor, outputs)
             if place is not None:
                 places.append(place)
         return tuple(places)
@@ -173,13 +167,15 @@ class Running:
 
     def _follow(self, tensor: Tensor, made: _Made) -> None:
         """Has the gradient of a tensor noted when backward reaches it."""
-        key = "gradient", made.name
+        if tensor.grad_fn is None:
+            return  # of a leaf the hook would stay
+        key, add, look = ("gradient", made.name), self._waiting.add, self._look_at_gradient
 
-        def reached(gradient: Tensor) -> None:
-            if not self._is_over:
-                self._waiting.add(key, (gradient,), self._look_at_gradient, made)
+        def reached(gradient: Tensor | None) -> None:
+            if gradient is not None and not self._is_over and not _torch.is_functorch_active():
+                add(key, (gradient,), look, made)
 
-        gradient_hook(tensor, reached)
+        _torch.hook_gradient(tensor, reached)
 
     def _look_at_gradient(self, made: _Made, tensors: Sequence[Tensor], stale: Set[int]) -> None:
         [gradient] = tensors

@@ -30,7 +30,7 @@ _Entry = tuple[Key, Sequence[Tensor], Sequence[int], Look, Any]
 """A name, the tensors, their versions when they began to wait, what looks, and at what."""
 
 _MOST: Final = 64
-_ELEMENTS: Final = 1 << 20
+_ELEMENTS: Final = 1 << 22
 _NONE: Final[frozenset[int]] = frozenset()
 
 
@@ -50,18 +50,26 @@ class Waiting:
 
     def add(self, key: Key, tensors: Sequence[Tensor], look: Look, what: Any) -> None:
         """Has something looked at, soon or now."""
-        versions = _versions(tensors)
-        if self._counts or not versions or key in self._hurried:
+        # Each function that is called here, and each attribute, is slow for the same reason: there are few.
+        versions = []
+        elements = self._elements
+        for tensor in tensors:
+            if type(tensor) is not Tensor:
+                break
+            try:
+                versions.append(_torch.version_of(tensor))
+            except RuntimeError:  # made in inference mode: nobody counts what is written
+                break
+            elements += tensor.numel()
+        waits = len(versions) == len(tensors)
+        if self._counts or not waits or key in self._hurried:
             self.look_now(key, tensors, look, what)
             look = _not_again
-        if not versions:
-            return
-        entries = self._entries
-        entries.append((key, tensors, versions, look, what))
-        for tensor in tensors:
-            self._elements += tensor.numel()
-        if self._elements >= _ELEMENTS or len(entries) >= _MOST:
-            self.look()
+        if waits:
+            self._entries.append((key, tensors, versions, look, what))
+            self._elements = elements
+            if elements >= _ELEMENTS or len(self._entries) >= _MOST:
+                self.look()
 
     def look_now(self, key: Key, tensors: Sequence[Tensor], look: Look, what: Any) -> None:
         """Has it looked at, after all that waits."""
@@ -85,16 +93,6 @@ class Waiting:
             if stale:
                 self._hurried.add(key)
             look(what, tensors, stale)
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was written; nothing where one cannot wait: no plain tensor, or one that counts no writes."""
-    versions = []
-    for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.is_inference():
-            return []
-        versions.append(_torch.version_of(tensor))
-    return versions
 
 
 def _not_again(_what: Any, _tensors: Sequence[Tensor], _stale: Set[int]) -> None:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from precast import _torch
 
-__all__ = ["Installed", "Watcher", "gradient_hook", "install", "names_in", "plain_name", "unseen"]
+__all__ = ["Installed", "Watcher", "install", "names_in", "plain_name", "unseen"]
 
 
 R = TypeVar("R")
@@ -78,10 +78,11 @@ class _Watched:
         watcher = self._watcher
         if torch.compiler.is_dynamo_compiling() or watcher is None or not _torch.is_real():
             return
-        if watcher.running_whole is None:
+        running = watcher.running_whole
+        if running is None:
             unseen(watcher.saw_call, self._key, module, args, kwargs, output)
         else:
-            watcher.running_whole.called(self._key, module, args, kwargs, output)
+            running.called(self._key, module, args, kwargs, output)
 
     @_torch.runs_uncompiled
     def begin(self, _module: nn.Module, _args: Any) -> None:
@@ -164,14 +165,3 @@ def _is_wrapper(place: int, part: str) -> bool:
     return part in {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"} or (
         part == "module" and place == 0
     )
-
-
-def gradient_hook(tensor: Tensor, tell: Callable[[Tensor], None]) -> None:
-    """Has `tell(gradient)` called when backward reaches a tensor; leaves are left alone: their hooks would stay."""
-
-    def reached(gradient: Tensor | None) -> None:
-        if gradient is not None and not _torch.is_functorch_active():
-            tell(gradient)
-
-    if tensor.grad_fn is not None:
-        _torch.hook_gradient(tensor, reached)

@@ -18,6 +18,7 @@ __all__ = ["all_findings", "cost_words", "lost", "verdict"]
 
 _NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation")
 _TELLING = 0.01  # a part below this is not worth a sentence among the problems
+_DEAR = 0.3  # of the time: with so much for casts, float32 is worth a try
 _MOST = 3  # sentences of one kind; the page lists the rest
 
 
@@ -28,6 +29,7 @@ def verdict(document: Document) -> Verdict:
         *_ending(document),
         *_lost_steps(document),
         *_told(document),
+        *_dear_casts(document),
         *(_cost(each) for each in costs[:_MOST]),
     ]
     if len(costs) > _MOST:
@@ -102,6 +104,9 @@ def _headline(document: Document, costs: list[Finding]) -> str:
         return f"{said[0].upper()}{said[1:]} was not finite at step {first['step']}, and no step was skipped."
     if any(each["kind"] == "underflow" for each in all_findings(document)):
         return "Small gradients are lost: they are too small for the format they are in."
+    if _part_of_casts(document) >= _DEAR:
+        part = _part_of_casts(document)
+        return f"Mixed precision may not pay for this run: casts took {share(part)} of its time."
     part = sum(each["cost"]["share"] or 0 for each in costs)
     if part >= _TELLING:
         return (
@@ -193,6 +198,17 @@ def _told(document: Document) -> Iterator[str]:
     yield from (_sentence(each["title"]) for each in untold[:_MOST])
 
 
+def _dear_casts(document: Document) -> Iterator[str]:
+    """Where casts take so much of the time that float32 may be faster."""
+    if _part_of_casts(document) >= _DEAR:
+        yield "Operations may be too small for 16 bits to pay: casts took much of the traced time."
+
+
+def _part_of_casts(document: Document) -> float:
+    totals = document["trace"]["totals"] if document["trace"] else None
+    return totals["cast_seconds"] / totals["seconds"] if totals and totals["seconds"] else 0.0
+
+
 def _costly(document: Document) -> list[Finding]:
     """Findings that cost a part of the time worth a sentence."""
     return [
@@ -243,6 +259,13 @@ def _advice(document: Document, costs: list[Finding]) -> Advice | None:
         }
     if costs:
         return _from_finding(costs[0], cost_words(costs[0]))
+    if _part_of_casts(document) >= _DEAR:
+        return {
+            "text": "Compare its time with float32's, and with that of weights which are held between regions: "
+            "`precast.attach(model, optimizer=optimizer)`.",
+            "gain": f"at most {share(_part_of_casts(document))} of the time",
+            "policy": None,
+        }
     if document["run"]["steps"] and not document["counts"] and not _in_16_bits(document):
         return _open_a_region(document["run"]["devices"])
     return None
