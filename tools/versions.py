@@ -185,7 +185,8 @@ def _test(python: Path, arguments: Sequence[str]) -> Run:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        tests = ["--quiet", "--numprocesses", "auto", f"--junitxml={report}", *arguments]
+        spread = ["--numprocesses", "auto", "--dist", "worksteal"]
+        tests = ["--quiet", *spread, f"--junitxml={report}", *arguments]
         run = subprocess.run(
             [str(python), "-m", "pytest", *tests], cwd=ROOT, stdout=sys.stderr, check=False
         )

@@ -54,7 +54,7 @@ class Waiting:
         versions = []
         elements = self._elements
         for tensor in tensors:
-            if type(tensor) is not Tensor:
+            if type(tensor) is not Tensor or (tensor.is_cuda and _torch.is_captured(tensor)):
                 break
             try:
                 versions.append(_torch.version_of(tensor))
