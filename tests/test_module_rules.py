@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import precast
-from precast import Policy, _torch
+from precast import Policy, _torch, held
 from precast.errors import PolicyError, RegionError
 from precast.module_rules import Applied, apply
 from precast.plan import plan
@@ -613,6 +614,22 @@ def test_a_graph_that_breaks_inside_a_module(region: Region) -> None:
         before = _state()
         assert torch.equal(compiled(X), model(X))
         assert _state() == before
+
+
+def test_a_model_may_go_while_another_function_is_compiled() -> None:
+    """The collector may come at any time, and PyTorch drops no compiled code in the middle of a compilation."""
+    models = [nn.Sequential(nn.Linear(4, 4))]
+    attachment = precast.attach(models[0], TORCH.replace(modules={"0": "fp32"}))
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        models.clear()
+        gc.collect()
+        return graph.forward
+
+    compiled = torch.compile(lambda x: torch.sin(x) * 2, backend=backend)
+    assert torch.equal(compiled(X), torch.sin(X) * 2)
+    assert not models
+    assert attachment not in held.attached
 
 
 @pytest.mark.parametrize("first", ["rule", "program"])

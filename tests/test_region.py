@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import precast
-from precast import Policy, PrecastWarning, RegionError, RegionTypeError
+from precast import Policy, PrecastWarning, RegionError, RegionTypeError, _torch
+from precast.frames import regions
 
 State = tuple[bool, torch.dtype, bool]
 
@@ -224,6 +226,36 @@ def test_disable_needs_no_device() -> None:
         assert product_dtype() is torch.bfloat16
         assert torch.is_autocast_enabled("xpu")
         assert product() is torch.float32
+
+
+def test_disable_takes_no_mark_of_policies_for_a_region() -> None:
+    """The mark is in autocast flags of device types that nobody has, of a second one where there were many policies."""
+    torchs, seen = Policy.load("torch"), set()
+    rules = ["keep", "fp32", "lower", "promote"]
+    for one, two, three in itertools.product(rules, rules, rules):
+        policy = torchs.replace(ops={"relu": one, "tanh": two, "sigmoid": three})
+        with precast.autocast("cpu", policy=policy):
+            flags = [torch.is_autocast_enabled(device) for device in _torch.UNUSED_DEVICE_TYPES]
+            seen.add(tuple(flags))
+            with precast.disable():
+                assert product_dtype() is torch.float32
+                assert {record.device_type for record in regions.records} == {"cpu"}
+            with precast.current():
+                assert product_dtype() is torch.bfloat16
+            here = [torch.is_autocast_enabled(device) for device in _torch.UNUSED_DEVICE_TYPES]
+            assert here == flags
+    assert (True, True) in seen
+
+
+@pytest.mark.parametrize("device", ["mtia", "maia", "hpu", "xla", "ipu"])
+@pytest.mark.parametrize("policy", ["torch", "default", "lean"])
+def test_regions_for_devices_that_are_not_there_do_nothing_here(device: str, policy: str) -> None:
+    with precast.autocast(device, dtype=torch.bfloat16, policy=policy):
+        assert torch.is_autocast_enabled(device)
+        assert product_dtype() is torch.float32
+        with precast.autocast("cpu"):
+            assert product_dtype() is torch.bfloat16
+    assert not torch.is_autocast_enabled(device)
 
 
 def test_a_region_left_out_of_order_is_taken_out_from_under_the_others() -> None:

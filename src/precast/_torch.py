@@ -162,7 +162,8 @@ def all_dtypes() -> list[torch.dtype]:
 
 
 def _key(device_type: str) -> Any:
-    return getattr(torch._C.DispatchKey, autocast_key(device_type))
+    """The dispatch key; `torch._C.DispatchKey` has no names for MTIA's, MAIA's and XLA's (2.11 to 2.13)."""
+    return torch._C._dispatch_key_parse(autocast_key(device_type))
 
 
 def keyset_of(device_type: str) -> Any:
@@ -212,7 +213,7 @@ def compiled_kernel(overload: OpOverload, device_type: str) -> Kernel:
 
     `torch.library.get_kernel` is public (2.9 and later); the object that it returns is not.
     """
-    kernel: Kernel = torch.library.get_kernel(overload, autocast_key(device_type)).call_boxed
+    kernel: Kernel = torch.library.get_kernel(overload, _key(device_type)).call_boxed
     return kernel
 
 
@@ -768,8 +769,12 @@ def nesting() -> int:
 
 
 def forget_compiled() -> None:
-    """Drops what `torch.compile` made in this process, if it made anything; does not load it to find out."""
-    if "torch._dynamo" in sys.modules:
+    """Drops what `torch.compile` made in this process, if it made anything; does not load it to find out.
+
+    In the middle of a compilation, where PyTorch refuses, it stays: only the garbage collector comes then, for a model
+    that is gone. `CompileContext` is what PyTorch's own guards ask (2.11 to 2.15).
+    """
+    if "torch._dynamo" in sys.modules and torch._guards.CompileContext.current_compile_id() is None:
         torch.compiler.reset()
 
 

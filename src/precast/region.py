@@ -310,7 +310,12 @@ _torch.on_checkpoint(_again_in_this_region)
 def _autocast_devices() -> tuple[str, ...]:
     """The device types for which this thread has autocast on, or a region of ours."""
     entered = {record.device_type for record in regions.records}
-    return tuple(d for d in DEVICE_TYPES if d in entered or torch.is_autocast_enabled(d))
+    marked = _torch.UNUSED_DEVICE_TYPES  # their flags are not the program's: see `marks`
+    return tuple(
+        d
+        for d in DEVICE_TYPES
+        if d in entered or (d not in marked and torch.is_autocast_enabled(d))
+    )
 
 
 class _Captured(autocast):
