@@ -101,7 +101,7 @@ class Record:
     def note(
         self, kind: str, name: str, tensor: Tensor, inputs: tuple[int, ...] = ()
     ) -> Tensor | None:
-        """Notes a tensor; what was looked at of it, None where nothing was."""
+        """Notes a tensor, where no graph is made; what was looked at of it, None where nothing was."""
         memory = memory_of(tensor)
         if memory is None or not memory.numel() or (memory.is_cuda and _torch.is_captured(memory)):
             return None

@@ -104,9 +104,9 @@ def _headline(document: Document, costs: list[Finding]) -> str:
         return f"{said[0].upper()}{said[1:]} was not finite at step {first['step']}, and no step was skipped."
     if any(each["kind"] == "underflow" for each in all_findings(document)):
         return "Small gradients are lost: they are too small for the format they are in."
-    if _part_of_casts(document) >= _DEAR:
-        part = _part_of_casts(document)
-        return f"Mixed precision may not pay for this run: casts took {share(part)} of its time."
+    dear = _dear_part(document)
+    if dear:
+        return f"Mixed precision may not pay for this run: casts took {share(dear)} of its time."
     part = sum(each["cost"]["share"] or 0 for each in costs)
     if part >= _TELLING:
         return (
@@ -151,9 +151,8 @@ def _precision(document: Document) -> Iterator[str]:
 
 
 def _casts(totals: Totals) -> str:
-    part = totals["cast_seconds"] / totals["seconds"] if totals["seconds"] else 0.0
     return (
-        f"Casts took {share(part)} of the time ({duration(totals['cast_seconds'])}): "
+        f"Casts took {share(_part_of_casts(totals))} of the time ({duration(totals['cast_seconds'])}): "
         f"{count(totals['casts'])} casts wrote {size(totals['cast_bytes'])}, and "
         f"{count(totals['cached'])} were saved by the cache."
     )
@@ -199,14 +198,18 @@ def _told(document: Document) -> Iterator[str]:
 
 
 def _dear_casts(document: Document) -> Iterator[str]:
-    """Where casts take so much of the time that float32 may be faster."""
-    if _part_of_casts(document) >= _DEAR:
+    if _dear_part(document):
         yield "Operations may be too small for 16 bits to pay: casts took much of the traced time."
 
 
-def _part_of_casts(document: Document) -> float:
-    totals = document["trace"]["totals"] if document["trace"] else None
-    return totals["cast_seconds"] / totals["seconds"] if totals and totals["seconds"] else 0.0
+def _dear_part(document: Document) -> float:
+    """The part of the time that casts took, where it is so much that float32 may be faster; else 0."""
+    part = _part_of_casts(document["trace"]["totals"]) if document["trace"] else 0.0
+    return part if part >= _DEAR else 0.0
+
+
+def _part_of_casts(totals: Totals) -> float:
+    return totals["cast_seconds"] / totals["seconds"] if totals["seconds"] else 0.0
 
 
 def _costly(document: Document) -> list[Finding]:
@@ -259,11 +262,12 @@ def _advice(document: Document, costs: list[Finding]) -> Advice | None:
         }
     if costs:
         return _from_finding(costs[0], cost_words(costs[0]))
-    if _part_of_casts(document) >= _DEAR:
+    dear = _dear_part(document)
+    if dear:
         return {
             "text": "Compare its time with float32's, and with that of weights which are held between regions: "
             "`precast.attach(model, optimizer=optimizer)`.",
-            "gain": f"at most {share(_part_of_casts(document))} of the time",
+            "gain": f"at most {share(dear)} of the time",
             "policy": None,
         }
     if document["run"]["steps"] and not document["counts"] and not _in_16_bits(document):
