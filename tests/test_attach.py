@@ -416,6 +416,10 @@ def test_a_fused_optimizer_which_moves_no_version_counter_is_followed(given: boo
 class TestGuard:
     """Writes that no version counter sees."""
 
+    @pytest.fixture(autouse=True)
+    def in_which_no_thread_writes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(unseen, "LONGEST_WRITE", 0.0)
+
     @staticmethod
     def used(*shape: int) -> tuple[nn.Sequential, precast.Attachment]:
         model = nn.Sequential(*(nn.Linear(*shape, bias=False) for _ in range(4)))

@@ -130,6 +130,7 @@ class Holding:
         "parameter",
         "spoiled",
         "suspended",
+        "threads",
     )
 
     def __init__(self, name: str, parameter: Parameter) -> None:
@@ -144,6 +145,8 @@ class Holding:
         """Whether a write was found that no version counter saw, at the end of a region that could not raise."""
         self.suspended = 0
         """How many blocks of `Attachment.writing` are open."""
+        self.threads: set[int] = set()
+        """The threads that have used a copy, by their `ident`."""
 
     def drop(self) -> None:
         """Forgets all copies."""
@@ -211,6 +214,7 @@ def copy_of(parameter: Tensor, dtype: torch.dtype) -> Copy | None:
     holding = holdings.get(id(parameter))
     if holding is None or holding.suspended or holding.parameter() is not parameter:
         return None
+    holding.threads.add(threading.get_ident())
     copy = holding.copies.get(dtype)
     if copy is not None and copy.is_of(parameter):
         if holding.spoiled:

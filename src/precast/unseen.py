@@ -6,11 +6,16 @@ Invariants:
   once all had their turn, the next part;
 - what is found stays found until the copies are renewed;
 - nothing is compared while operations are recorded or transformed;
+- a thread gets the error for weights that it uses, at an entry; where another thread's entry found the write, the next
+  use of the weight raises it;
+- what another thread is in the middle of writing is no unseen write: the counter moves when the operation ends;
 - on other devices than the CPU the answer is read at the next entry, when it has long been computed.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import ClassVar, Final, NamedTuple
 
@@ -21,7 +26,10 @@ from precast._torch import dispatch_modes, is_captured, is_functorch_active, unh
 from precast.errors import StaleWeightError
 from precast.held import Copy, Holding, before_next_region, guarded, stale
 
-__all__ = ["enter_region", "leave_region_of_pytorchs"]
+__all__ = ["LONGEST_WRITE", "enter_region", "leave_region_of_pytorchs"]
+
+LONGEST_WRITE: Final = 1.0
+"""Seconds after which no operation that another thread has begun still writes: one on many GiB takes less."""
 
 _YES: Final = torch.tensor(True)
 _GUARD_ELEMENTS: Final = 16384
@@ -44,8 +52,13 @@ def leave_region_of_pytorchs() -> None:
     """The same for a region that cannot raise an error: the next use of that weight does."""
     found = _find_unseen_write()
     if found is not None:
-        found[0].spoiled = True
-        found[0].copies[found[1]].withdraw()
+        _spoil(*found)
+
+
+def _spoil(holding: Holding, dtype: torch.dtype) -> None:
+    """Has the next use of a weight raise the error."""
+    holding.spoiled = True
+    holding.copies[dtype].withdraw()
 
 
 class _Answer(NamedTuple):
@@ -56,6 +69,8 @@ class _Answer(NamedTuple):
     copy: Copy
     writes: int
     agrees: Tensor
+    asked: float
+    """When, in seconds of the monotonic clock."""
 
     def says_unseen(self) -> bool:
         """Whether the parameter was written, and nothing has been seen of it since."""
@@ -63,6 +78,18 @@ class _Answer(NamedTuple):
         still = self.holding.copies.get(self.dtype) is copy and copy.writes == self.writes
         parameter = copy.parameter
         return still and parameter is not None and copy.is_of(parameter) and not self.agrees
+
+    def still_says_unseen(self) -> bool:
+        """The same, once no thread can be in the middle of that write."""
+        while self.says_unseen():
+            if threading.active_count() == 1 or self.is_old():
+                return True
+            time.sleep(0.001)
+        return False
+
+    def is_old(self) -> bool:
+        """Whether what was being written then has been written."""
+        return time.monotonic() - self.asked > LONGEST_WRITE
 
 
 class _Guard:
@@ -89,9 +116,15 @@ def _find_unseen_write() -> tuple[Holding, torch.dtype] | None:
         for answer in _compared(waiting[_Guard.turn], _Guard.rounds):
             (asked if answer.agrees.is_cpu else _Guard.answers).append(answer)
         for answer in asked:
-            if answer.says_unseen():
-                _Guard.answers.append(answer)  # until the copies are renewed
-                return answer.holding, answer.dtype
+            if threading.get_ident() in answer.holding.threads:
+                if answer.still_says_unseen():
+                    _Guard.answers.append(answer)  # until the copies are renewed
+                    return answer.holding, answer.dtype
+            elif answer.says_unseen():
+                if answer.is_old():
+                    _spoil(answer.holding, answer.dtype)
+                elif all(other.copy is not answer.copy for other in _Guard.answers):
+                    _Guard.answers.append(answer)  # until the write has ended
     _Guard.turn += 1
     return None
 
@@ -103,7 +136,7 @@ def _compared(holding: Holding, part: int) -> Iterator[_Answer]:
     for dtype, copy in list(holding.copies.items()):
         if copy.is_of(parameter):
             agrees = _agrees(copy, parameter, part)
-            yield _Answer(holding, dtype, copy, copy.writes, agrees)
+            yield _Answer(holding, dtype, copy, copy.writes, agrees, time.monotonic())
 
 
 def _agrees(copy: Copy, parameter: Tensor, part: int) -> Tensor:
