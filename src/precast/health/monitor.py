@@ -4,12 +4,13 @@ Invariants:
 - results keep their bits: what is watched is read, never written, and draws no random numbers;
 - nothing waits for the device but in steps that are counted, in steps that the scaler skips, where
   somebody asks, and after each `_UNREAD` steps;
-- what is kept is bounded: the counts of `keep` steps, the extremes of the latest `_RING`;
+- what is kept is bounded: the counts of `keep` steps, the extremes of the latest ones;
+- one thread at a time is in here;
 - after `detach`, or when the model is gone, nothing is left of it.
 
 A step ends where a forward begins after an optimizer with parameters of the model has stepped, or a scaler has skipped
 its step: so an iteration with several optimizers is one, and so is one that accumulates gradients. As long as no
-gradients were asked for and no optimizer has stepped, each call of the model is a step.
+gradients were asked for and no optimizer has stepped, each call of the model is a step, beside those of other threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,9 +35,9 @@ from precast.health.history import History
 from precast.health.record import Record
 from precast.health.running import Running
 from precast.health.samples import Samples, figures
+from precast.health.turns import Here, Turn, alone
 from precast.health.waiting import Key
-from precast.health.watching import Installed, install, names_in, unseen
-from precast.scaling.base import Scale
+from precast.health.watching import Installed, follow, install, names_in, unseen
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
 
@@ -111,9 +112,11 @@ class Monitor:
         self._samples = Samples(keep)
         self._history = History(self._model)
         self._running: Running | None = None
-        self._number = 0
-        self.running_whole: Running | None = None
-        """The step that runs, while the whole model does: what its modules give may wait until that ends."""
+        """The step that runs; in inference, a call of the model in another thread has one of its own."""
+        self._begun = self._number = 0
+        """How many steps have begun, and how many of them have ended."""
+        self.turn = Turn()
+        self._here = Here()
         self._hurried: set[Key] = set()
         """What may not wait to be looked at."""
         self._over = False
@@ -123,12 +126,13 @@ class Monitor:
         self._trains = False
         self._mine: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._installed = install(model, self)
-        self._leave_scaler = _follow(scaler, self)
+        self._leave_scaler = follow(scaler, self)
         witnesses.append(self)
         self._end = weakref.finalize(model, _end, weakref.ref(self), self._installed)
         self._end.atexit = False
 
     @property
+    @alone
     def first(self) -> First | None:
         """Where numbers first became infinite or NaN, of all steps so far; waits for the device."""
         self._finish_if_over()
@@ -140,11 +144,13 @@ class Monitor:
         return self._number
 
     @property
+    @alone
     def ring(self) -> list[dict[str, Any]]:
         """The latest steps, the one that runs among them, as plain data; waits for the device."""
         self._finish_if_over()
         return self._ring_so_far()
 
+    @alone
     def as_dict(self) -> dict[str, Any]:
         """All that was seen, as plain data for JSON: docs/health.md has the shape; waits for the device."""
         ring = self.ring
@@ -165,13 +171,15 @@ class Monitor:
         """
         _write(Path(path), self.as_dict())
 
+    @alone
     def end_step(self) -> None:
         """Ends the step now, for loops without an optimizer of `torch.optim`."""
         model = self._model()
         if self._running is not None and model is not None:
             self._running.count_parameters(model, None, scaled=False)
-        self._finish()
+        self._finish(self._running)
 
+    @alone
     def detach(self) -> None:
         """Stops watching; what was seen stays. A second call does nothing."""
         self._finish_if_over()
@@ -191,21 +199,30 @@ class Monitor:
 
     # What hooks on modules and optimizers tell (`watching.Watcher`).
 
+    @property
+    def running_whole(self) -> Running | None:
+        """The step that runs, while this thread calls the whole model: what its modules give may wait till it ends."""
+        running: Running | None = self._here.whole  # another thread may have ended the step
+        return None if running is None or running.is_over else running
+
+    @alone
     def begins(self) -> None:
         """The whole model is called."""
-        self.running_whole = None if _torch.in_backward() else self._running_now()
+        self._here.whole = None if _torch.in_backward() else self._running_now(whole=True)
 
+    @alone
     def ends(self) -> None:
         """It has ended, well or not."""
-        running, self.running_whole = self.running_whole, None
+        running, self._here.whole = self.running_whole, None
         if running is None:
             return
         running.look()
         if not self._trains:
-            self._finish()
-        elif not running.record.slots:  # it failed before anything was made
-            self._running = None
+            self._finish(running)
+        elif running is self._running and not running.record.slots:  # it failed at once
+            running.is_over, self._running, self._begun = True, None, self._number
 
+    @alone
     def saw_call(self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A module has ended that was called by itself, or by a checkpoint in backward."""
         if not _torch.in_backward():
@@ -215,15 +232,17 @@ class Monitor:
         elif self._running is not None:
             self._running.called_again(key[1], output)
 
+    @alone
     def steps_now(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: its gradients are there."""
         if self._is_mine(optimizer):
             if id(optimizer) in self._stepped_by:  # no forward was seen between: it is compiled
-                self._finish()
+                self._finish(self._running)
             self._open().look()  # while the gradients are in the processor's caches
             scaled = getattr(optimizer, "grad_scale", None) is not None
             self._count_parameters(optimizer, scaled=scaled)
 
+    @alone
     def has_stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over when the next forward begins."""
         if self._is_mine(optimizer):
@@ -241,6 +260,7 @@ class Monitor:
         """Where the step of `optimizer`, which is skipped, went wrong; waits for the device."""
         return unseen(self._first_of, optimizer)
 
+    @alone
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
         """A scaler's step has ended, skipped or not."""
         if self._running is None or not self._is_mine(optimizer):
@@ -254,6 +274,7 @@ class Monitor:
             record.names = event.names
             self._keep_ring()
 
+    @alone
     def updated(self, scale: Any) -> None:
         """A scaler of PyTorch's ends its iteration: where no optimizer has stepped, the step was skipped."""
         if self._running is not None:
@@ -263,24 +284,28 @@ class Monitor:
 
     # From here on the names are ours alone.
 
-    def _running_now(self) -> Running | None:
-        """The step that a call belongs to; None where it is not looked at."""
+    def _running_now(self, *, whole: bool = False) -> Running | None:
+        """The step that a call belongs to, of the whole model or of a part; None where it is not looked at."""
         model, learns = self._model(), torch.is_grad_enabled()
         if model is None or (self._trains and not learns and not model.training):
             return None
         if learns and not self._trains:
             self._begin_training()
         self._finish_if_over()
-        return self._open()
+        running = self._open()
+        is_anothers = whole and not self._trains and not running.is_called_here()
+        return self._new() if is_anothers else running
 
     def _open(self) -> Running:
-        if self._running is None:
-            record = Record(self._number, time.perf_counter(), {} if self._is_counted() else None)
-            self._running = Running(record, self._hurried)
+        self._running = self._running or self._new()
         return self._running
 
-    def _is_counted(self) -> bool:
-        number = self._number
+    def _new(self) -> Running:
+        number, self._begun = self._begun, self._begun + 1
+        record = Record(number, time.perf_counter(), {} if self._is_counted(number) else None)
+        return Running(record, self._hurried, self.turn)
+
+    def _is_counted(self, number: int) -> bool:
         is_early = self._early and number < self._every and number & (number - 1) == 0
         return is_early or number % self._every == 0
 
@@ -288,11 +313,14 @@ class Monitor:
         return self._history.first_or(None if self._running is None else self._running.record.first)
 
     def _ring_so_far(self) -> list[dict[str, Any]]:
-        return self._history.entries(None if self._running is None else self._running.so_far())
+        running = self._running
+        if running is not None:
+            running.record.number = self._number
+        return self._history.entries(None if running is None else running.so_far())
 
     def _finish_if_over(self) -> None:
         if self._over:
-            self._finish()
+            self._finish(self._running)
 
     def _first_of(self, optimizer: Optimizer) -> First | None:
         running = self._running
@@ -308,16 +336,19 @@ class Monitor:
     def _begin_training(self) -> None:
         """What a trial before training did is dropped, and steps are counted from 0."""
         self._trains = True
-        self._running, self._number, self._over = None, 0, False
+        self._running, self._over = None, False
+        self._begun = self._number = 0
         self._samples.clear()
         self._history = History(self._model)
 
-    def _finish(self) -> None:
-        running, self._running = self._running, None
+    def _finish(self, running: Running | None) -> None:
         self._over = False
         self._stepped_by.clear()
         if running is None:
             return
+        if running is self._running:
+            self._running = None
+        running.record.number = self._number
         self._history.add(running.end())
         self._number += 1
         if running.record.tallies is not None:
@@ -365,23 +396,3 @@ def _end(monitor: weakref.ref[Monitor], installed: Installed) -> None:
     there = monitor()
     if there is not None:
         there.detach()
-
-
-def _follow(scaler: Any, monitor: Monitor) -> Callable[[], None]:
-    """Hears of the updates of a scaler of PyTorch's, which tells nobody; what undoes that is returned."""
-    if scaler is None or isinstance(scaler, Scale):
-        return lambda: None
-    plain_update, known = scaler.update, weakref.ref(monitor)
-
-    def update(*args: Any, **kwargs: Any) -> Any:
-        there = known()
-        if there is not None:
-            there.updated(_torch.scale_of(scaler))
-        return plain_update(*args, **kwargs)
-
-    def leave() -> None:
-        if vars(scaler).get("update") is update:
-            del scaler.update
-
-    scaler.update = update
-    return leave

@@ -47,8 +47,8 @@ class _Part(NamedTuple):
     """What was noted on one device in one dtype."""
 
     dtype: str
-    places: list[int]
-    numbers: list[Tensor]
+    noted: list[tuple[int, tuple[Tensor, Tensor]]]
+    """Places, and the extremes there."""
 
 
 _Known = tuple[weakref.ref[Tensor], int, int]
@@ -109,10 +109,11 @@ class Record:
         if place >= MOST:
             self.dropped += 1
             return None
-        dtype, places, numbers = self._part(memory.device, memory.dtype)
-        places.append(place)
-        numbers += torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
-        self.slots.append(Slot(kind, name, dtype, inputs))
+        low, high = torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
+        part = self._part(memory.device, memory.dtype)
+        # A signal may have the step closed anywhere: each statement leaves it whole.
+        self.slots.append(Slot(kind, name, part.dtype, inputs))
+        part.noted.append((place, (low, high)))
         if kind != "gradient":
             self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), place
         return memory
@@ -120,7 +121,7 @@ class Record:
     def _part(self, device: torch.device, dtype: torch.dtype) -> _Part:
         part = self._parts.get((device, dtype))
         if part is None:
-            part = self._parts[device, dtype] = _Part(str(dtype).removeprefix("torch."), [], [])
+            part = self._parts[device, dtype] = _Part(str(dtype).removeprefix("torch."), [])
         return part
 
     def place_of(self, tensor: Tensor, *, unchanged: bool = True) -> int | None:
@@ -150,7 +151,11 @@ class Record:
 
     def close(self, seconds: float) -> Step:
         """What stays of the step."""
-        parts = [(part.places[:], torch.stack(part.numbers)) for part in self._parts.values()]
+        noted = [part.noted for part in self._parts.values() if part.noted]
+        parts = [
+            ([place for place, _ in one], torch.stack([n for _, both in one for n in both]))
+            for one in noted
+        ]
         return Step(
             self.number,
             tuple(self.slots),

@@ -5,6 +5,7 @@ Invariants: as of a record; what a checkpoint runs again in backward is noted on
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from precast import _torch
 from precast.health.lost import Lost, Operation, operation
 from precast.health.record import Record, Step, tensors_in
 from precast.health.tally import memory_of
+from precast.health.turns import Turn
 from precast.health.waiting import Key, Waiting
 from precast.health.watching import plain_name
 
@@ -45,13 +47,22 @@ class Running:
     Args:
         record: of this step.
         hurried: what may not wait to be looked at, of all steps; added to.
+        turn: who has it may be in here.
     """
 
-    def __init__(self, record: Record, hurried: set[Key]) -> None:
+    def __init__(self, record: Record, hurried: set[Key], turn: Turn) -> None:
         self.record = record
         self._lost = Lost()
         self._waiting = Waiting(hurried, counts=record.tallies is not None)
-        self._is_over = False
+        self._turn = turn
+        self._thread: int | None = None
+        self.is_over = False
+
+    def is_called_here(self) -> bool:
+        """Whether the call of the whole model that this step is can be this thread's; from now on it is."""
+        if self._thread is None:
+            self._thread = threading.get_ident()
+        return self._thread == threading.get_ident()
 
     def called(
         self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any, *, now: bool = False
@@ -122,7 +133,7 @@ class Running:
 
     def end(self) -> Step:
         """The step; what backward still reaches of it is not noted."""
-        self._is_over = True
+        self.is_over = True
         return self.so_far()
 
     def _look_at_call(self, call: _Call, _tensors: Sequence[Tensor], stale: Set[int]) -> None:
@@ -170,10 +181,14 @@ class Running:
         if tensor.grad_fn is None:
             return  # of a leaf the hook would stay
         key, add, look = ("gradient", made.name), self._waiting.add, self._look_at_gradient
+        turn = self._turn
 
         def reached(gradient: Tensor | None) -> None:
-            if gradient is not None and not self._is_over and not _torch.is_functorch_active():
-                add(key, (gradient,), look, made)
+            if gradient is None or _torch.is_functorch_active():
+                return
+            with turn:
+                if not self.is_over:
+                    add(key, (gradient,), look, made)
 
         _torch.hook_gradient(tensor, reached)
 

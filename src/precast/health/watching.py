@@ -1,4 +1,4 @@
-"""The hooks of a monitor: on each module of a model, on its outputs' graph, and on all optimizers.
+"""The hooks of a monitor: on each module of a model, on all optimizers, and on a scaler of PyTorch's.
 
 Invariants:
 - a copy of a model, by `deepcopy` or pickle, is not watched: its hooks do nothing;
@@ -22,8 +22,10 @@ from torch.optim.optimizer import (
 )
 
 from precast import _torch
+from precast.health.turns import Turn
+from precast.scaling.base import Scale
 
-__all__ = ["Installed", "Watcher", "install", "names_in", "plain_name", "unseen"]
+__all__ = ["Installed", "Watcher", "follow", "install", "names_in", "plain_name", "unseen"]
 
 
 R = TypeVar("R")
@@ -41,9 +43,12 @@ class Taker(Protocol):
 class Watcher(Protocol):
     """Who is told."""
 
+    turn: Turn
+    """Who has it may tell."""
+
     @property
     def running_whole(self) -> Taker | None:
-        """Who is told of each module that ends while the whole model runs."""
+        """Who is told of each module that ends while this thread calls the whole model."""
 
     def begins(self) -> None:
         """The whole model is called."""
@@ -62,6 +67,9 @@ class Watcher(Protocol):
     def has_stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
 
+    def updated(self, scale: Any) -> None:
+        """A scaler of PyTorch's ends its iteration."""
+
 
 class _Watched:
     """The forward hooks of one module."""
@@ -78,11 +86,12 @@ class _Watched:
         watcher = self._watcher
         if torch.compiler.is_dynamo_compiling() or watcher is None or not _torch.is_real():
             return
-        running = watcher.running_whole
-        if running is None:
-            unseen(watcher.saw_call, self._key, module, args, kwargs, output)
-        else:
-            running.called(self._key, module, args, kwargs, output)
+        with watcher.turn:
+            running = watcher.running_whole
+            if running is None:
+                unseen(watcher.saw_call, self._key, module, args, kwargs, output)
+            else:
+                running.called(self._key, module, args, kwargs, output)
 
     @_torch.runs_uncompiled
     def begin(self, _module: nn.Module, _args: Any) -> None:
@@ -124,6 +133,26 @@ def install(model: nn.Module, watcher: Watcher) -> Installed:
     handles.append(register_optimizer_step_pre_hook(_telling(watcher, "steps_now")))
     handles.append(register_optimizer_step_post_hook(_telling(watcher, "has_stepped")))
     return Installed(handles)
+
+
+def follow(scaler: Any, watcher: Watcher) -> Callable[[], None]:
+    """Hears of the updates of a scaler of PyTorch's, which tells nobody; what undoes that is returned."""
+    if scaler is None or isinstance(scaler, Scale):
+        return lambda: None
+    plain_update, known = scaler.update, weakref.ref(watcher)
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        there = known()
+        if there is not None:
+            there.updated(_torch.scale_of(scaler))
+        return plain_update(*args, **kwargs)
+
+    def leave() -> None:
+        if vars(scaler).get("update") is update:
+            del scaler.update
+
+    scaler.update = update
+    return leave
 
 
 def _telling(watcher: Watcher, method: str) -> Any:
