@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -205,6 +207,48 @@ def test_calls_that_record_gradients_are_steps_when_no_backward_pass_comes() -> 
             other(torch.randn(3, 4))
             model(torch.randn(3, 4))
     assert [step.step for step in seen.kept] == [0, 1, 2]
+
+
+def test_calls_in_several_threads_are_all_steps() -> None:
+    """What is told of steps is told by one thread at a time."""
+    inside, together = [], []
+
+    def boundary(number: int) -> None:
+        inside.append(number)
+        together.append(len(inside))
+        time.sleep(0.0005)
+        inside.remove(number)
+
+    def serve() -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                model(torch.randn(3, 4))
+
+    seen, model = Watched(), net()
+    seen.steps = Steps(boundary, seen.roots.append)
+    with watched(seen), ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(serve) for _ in range(4)]:
+            done.result()
+    assert seen.steps.history.count == 80
+    assert set(together) == {1}
+
+
+def test_a_call_that_another_threads_training_overtakes_is_no_step() -> None:
+    class Trains(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(train).result()
+            return x
+
+    def train() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watched() as seen, torch.no_grad():
+        Trains()(torch.ones(1))
+    assert seen.steps.history.count == 1
 
 
 def test_calls_before_training_are_forgotten() -> None:

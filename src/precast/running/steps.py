@@ -7,7 +7,8 @@ Invariants:
 - in one that does not, a step is a module's call from outside of all modules. A call that records gradients may belong
   to training: it is a step when the module is called again before a backward pass. Steps before the first backward
   pass are forgotten when it comes, and the count begins anew;
-- nothing here is an operation of the program's or waits for a device; nothing but numbers is kept of a step.
+- nothing here is an operation of the program's or waits for a device; nothing but numbers is kept of a step;
+- one thread at a time is in here, but for what the program computes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.optim.optimizer import (
 from precast import _torch
 from precast.events import StepEvent
 from precast.health.first import plain
+from precast.health.turns import Turn, alone
 from precast.running.history import History, Step
 
 __all__ = ["Steps"]
@@ -51,6 +53,7 @@ class Steps:
     ) -> None:
         self.history = History()
         self.trains = False
+        self.turn = Turn()
         self._boundary = boundary
         self._outermost = outermost
         self._number = 0
@@ -76,6 +79,7 @@ class Steps:
         ]
         self._boundary(0)
 
+    @alone
     def stop(self) -> None:
         """Looks no more, and waits for numbers that are on their way."""
         while self._stop:
@@ -84,6 +88,7 @@ class Steps:
             self._end()
         self._settle(wait=True)
 
+    @alone
     def scaled(self, event: StepEvent) -> None:
         """A scaler's step has ended: after the optimizer's own, or in its place."""
         self._train()
@@ -101,21 +106,30 @@ class Steps:
     # --- what PyTorch calls ---
 
     def _call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
-        if self.trains:
-            self._outermost(module)
-            return run()
-        if id(module) in self._called:
-            self._end()
-        self._call_began = time.perf_counter()
-        self._outermost(module)
+        self._call_begins(module)
         try:
             return run()
         finally:
-            if torch.is_grad_enabled():
-                self._called.add(id(module))
-            else:
-                self._end()
+            self._call_ends(module)
 
+    @alone
+    def _call_begins(self, module: nn.Module) -> None:
+        if not self.trains:
+            if id(module) in self._called:
+                self._end()
+            self._call_began = time.perf_counter()
+        self._outermost(module)
+
+    @alone
+    def _call_ends(self, module: nn.Module) -> None:
+        if self.trains:  # perhaps only since it began
+            return
+        if torch.is_grad_enabled():
+            self._called.add(id(module))
+        else:
+            self._end()
+
+    @alone
     def _backward(self, roots: object, gradients: object) -> None:
         self._train()
         if not self._stepping:
@@ -126,9 +140,11 @@ class Steps:
             tensors = roots if isinstance(roots, list | tuple) else [roots]
             self._losses += [_Number(t) for t in tensors if isinstance(t, Tensor) and _is_a_loss(t)]
 
+    @alone
     def _optimizer_begins(self, *_: object) -> None:
         self._stepping = True
 
+    @alone
     def _optimizer_ends(self, optimizer: Optimizer, *_: object) -> None:
         self._stepping = False
         self._train()

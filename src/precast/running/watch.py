@@ -80,7 +80,9 @@ class Watch:
         """``id`` of each of `parameters` that is one of a model's -> its name there."""
         named: dict[int, str] = {}
         wanted = list(parameters)
-        for module in sorted(self._known, key=_size):  # the largest has the last word
+        with self.steps.turn:
+            known = sorted(self._known, key=_size)
+        for module in known:  # the largest has the last word
             named |= names_in(module, wanted)
         return named
 
