@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from precast.errors import ScalerError
+from precast.errors import BrokenModelError, ScalerError
 from precast.losses import LossScalers
 from tests.scaling import KINDS, bits
 
@@ -133,3 +133,92 @@ def test_wrong_calls_say_what_to_do() -> None:
     with pytest.raises(ScalerError, match=r"no backward\(name, loss, optimizer\)"):
         scalers.step(optimizer)
     assert len(scalers) == 1
+
+
+def test_a_loss_need_not_reach_all_of_its_optimizers() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([p], lr=0.5) for p in parameters]
+    scalers = LossScalers("cpu", ["both", "first"])
+    scalers.backward("both", parameters[0].sum() + parameters[1].sum(), *optimizers)
+    scalers.backward("first", parameters[0].sum(), *optimizers)
+    for optimizer in optimizers:
+        scalers.step(optimizer)
+    scalers.update()
+    assert [p.tolist() for p in parameters] == [[0.0, 0.0], [0.5, 0.5]]
+    assert scalers["first"].last_step(optimizers[1]) is None
+
+
+def test_what_backward_refuses_or_breaks_off_leaves_gradients_as_they_were() -> None:
+    parameter, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scalers = LossScalers("cpu", ["a"])
+    scalers.backward("a", parameter.sum(), optimizer)
+    assert parameter.grad is not None
+    with pytest.raises(ScalerError, match="share a parameter"):
+        scalers.backward("a", parameter.sum(), optimizer, torch.optim.SGD([parameter, other]))
+    assert parameter.grad.tolist() == [1.0, 1.0]
+    out_of_memory = other * 2
+    out_of_memory.register_hook(fail)
+    with pytest.raises(MemoryError):
+        scalers.backward("a", out_of_memory.sum() + parameter.sum(), optimizer)
+    assert parameter.grad.tolist() == [1.0, 1.0]
+    scalers.step(optimizer)
+    with pytest.raises(ScalerError, match=r"after step\(\).*update\(\) first"):
+        scalers.backward("a", parameter.sum(), optimizer)
+    assert parameter.grad.tolist() == [1.0, 1.0]
+
+
+def fail(_: Tensor) -> None:
+    raise MemoryError
+
+
+def test_an_iteration_ends_for_all_losses_where_one_is_broken() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scalers = LossScalers("cpu", ["bad", "good"], max_nonfinite_losses=0)
+    for factor in (math.nan, 1.0):
+        optimizer.zero_grad()
+        scalers.backward("bad", parameter.sum() * factor, optimizer)
+        scalers.backward("good", parameter.sum(), optimizer)
+        scalers.step(optimizer)
+        if math.isnan(factor):
+            with pytest.raises(BrokenModelError):
+                scalers.update()
+    scalers.update()
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_a_sparse_gradient_and_a_dense_one_are_added() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, 1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scalers = LossScalers("cpu", ["a", "b"])
+    for names in (["a", "b"], ["b", "a"]):
+        optimizer.zero_grad()
+        losses = {
+            "a": nn.functional.embedding(torch.tensor([0, 2]), weight, sparse=True).sum(),
+            "b": weight.sum(),
+        }
+        for name in names:
+            scalers.backward(name, losses[name], optimizer)
+        assert weight.grad is not None
+        assert weight.grad.flatten().tolist() == [2.0, 1.0, 2.0]
+        scalers.step(optimizer)
+        scalers.update()
+
+
+def test_gradients_whose_memory_backward_writes_again() -> None:
+    """As those of DistributedDataParallel with gradient_as_bucket_view."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    bucket = torch.empty(2)
+
+    def into_bucket(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad = bucket.view(2).copy_(p.grad)
+
+    parameter.register_post_accumulate_grad_hook(into_bucket)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scalers = LossScalers("cpu", ["a", "b"])
+    scalers.backward("a", parameter.sum() * 3, optimizer)
+    scalers.backward("b", parameter.sum() * 5, optimizer)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [8.0, 8.0]

@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast.errors import ScalerError
+from precast.errors import BrokenModelError, ScalerError
 from precast.scaler import GradScaler
 from precast.scaling.findings import Findings
 from precast.scaling.states import by_loss
@@ -79,7 +79,8 @@ class LossScalers(Mapping[str, GradScaler]):
             retain_graph: As for `torch.Tensor.backward`: for a graph that another loss shares.
 
         Raises:
-            ScalerError: An unknown name, or no optimizer.
+            ScalerError: An unknown name, no optimizer, one that has stepped in this iteration, or a
+                parameter in two of them. What was in `.grad` is there again, after any exception.
         """
         scaler = self._of(name)
         if not optimizers:
@@ -88,13 +89,15 @@ class LossScalers(Mapping[str, GradScaler]):
                 "their gradients are unscaled at once."
             )
         parameters = _parameters(optimizers)
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        scaler.allow(optimizers, len(parameters))
+        before = [_put_aside(parameter) for parameter in parameters]
         try:
             scaler.take(loss, optimizers, retain_graph)
-        finally:
-            _add(parameters, before)
+        except BaseException:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+            raise
+        _add(parameters, before)
 
     def step(self, optimizer: Optimizer) -> float | None:
         """Runs ``optimizer.step()`` if the gradients of all losses are finite; returns what it returns.
@@ -108,7 +111,7 @@ class LossScalers(Mapping[str, GradScaler]):
             if any(scaler.is_enabled() for scaler in self._scalers.values()):
                 raise ScalerError(
                     "step() was called for an optimizer that no backward(name, loss, optimizer) "
-                    "of this iteration had."
+                    "of this iteration had, or had gradients for."
                 )
             return optimizer.step()  # type: ignore[return-value, no-any-return, unused-ignore]
         found = torch.stack([scaler.found(optimizer) for scaler in taking])
@@ -127,10 +130,20 @@ class LossScalers(Mapping[str, GradScaler]):
         return result
 
     def update(self) -> None:
-        """Ends the iteration: adapts the scale of each loss that had its `backward`."""
+        """Ends the iteration: adapts the scale of each loss that had its `backward`.
+
+        Raises:
+            BrokenModelError: As `GradScaler.update`, for the first of the losses; it has ended for all.
+        """
+        broken: list[BrokenModelError] = []
         for scaler in self._scalers.values():
             if scaler.is_used():
-                scaler.update()
+                try:
+                    scaler.update()
+                except BrokenModelError as error:
+                    broken.append(error)
+        if broken:
+            raise broken[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each scaler by the name of its loss."""
@@ -168,13 +181,30 @@ class LossScalers(Mapping[str, GradScaler]):
 class _Scaler(GradScaler):
     """The scaler of one loss."""
 
+    def allow(self, optimizers: Iterable[Optimizer], parameters: int) -> None:
+        """Refuses a backward whose gradients could not be unscaled; of so many different parameters."""
+        if not self.is_enabled():
+            return
+        if sum(len(group["params"]) for o in optimizers for group in o.param_groups) > parameters:
+            raise ScalerError(
+                "backward() got optimizers that share a parameter, whose gradient would be unscaled "
+                "twice. Give each parameter to one optimizer."
+            )
+        known = [self._record_of(optimizer) for optimizer in optimizers if self.knows(optimizer)]
+        if any(record.stage is OptState.STEPPED for record in known):
+            raise ScalerError(
+                "backward() was called after step() for the same optimizer: call update() first, "
+                "which ends the iteration."
+            )
+
     def take(self, loss: Tensor, optimizers: tuple[Optimizer, ...], retain_graph: bool) -> None:
         torch.autograd.backward(self.scale(loss), retain_graph=retain_graph)
         for optimizer in optimizers if self.is_enabled() else ():
             record = self._record_of(optimizer)
-            record.allow("unscale_")
             self._unscale(record)
             record.stage = OptState.READY  # the same loss may come again, in accumulation
+            if not record.found_inf:  # the loss does not reach its parameters
+                del self._records[id(optimizer)]
 
     def knows(self, optimizer: Optimizer) -> bool:
         return id(optimizer) in self._records
@@ -202,10 +232,22 @@ def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 @torch.no_grad()
+def _put_aside(parameter: Tensor) -> Tensor | None:
+    """The gradient, taken off its parameter; a copy where backward may write into its memory."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None or _torch.is_dtensor(gradient) or gradient.layout is not torch.strided:
+        return gradient
+    return gradient.clone() if _torch.is_shared(gradient) else gradient  # DDP's buckets
+
+
+@torch.no_grad()
 def _add(parameters: list[Tensor], before: list[Tensor | None]) -> None:
     """Adds gradients that were put aside to those that there are now."""
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is None:
             continue
         new = parameter.grad
-        parameter.grad = gradient if new is None else gradient.add_(new)
+        if new is None:
+            parameter.grad = gradient
+        else:  # a dense gradient takes a sparse one, not the reverse
+            parameter.grad = new.add_(gradient) if gradient.is_sparse else gradient.add_(new)
