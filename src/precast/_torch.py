@@ -637,7 +637,22 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 def is_captured(tensor: torch.Tensor) -> bool:
     """Whether what is computed on the tensor's device now is written into a CUDA graph, and not run."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and is_capturing()
+
+
+def is_capturing() -> bool:
+    """The same of the device that is the current one."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(device: torch.device) -> Any:
+    """The stream in which this thread's work on a device waits for its turn; None on the CPU, which works at once.
+
+    Nothing private: like `on_its_way`, one of the few places that differ by device. Never run on CUDA yet.
+    """
+    if device.type not in ("cuda", "xpu"):
+        return None
+    return torch.get_device_module(device).current_stream(device)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precast import held
+from precast._torch import is_captured
 from precast.errors import AttachError, PrecastWarning
 from precast.held import Holding
 from precast.lower_gradients import LowerGradients
@@ -258,13 +259,17 @@ def _watch() -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if parameters and is_captured(parameters[0]):
+        held.leave_to_graphs(parameters)
+        for attachment in held.attached:
+            attachment._look()
     its = [a for a in held.attached if a._optimizer is not None and a._optimizer() is optimizer]
     renewed: set[int] = set()
     for attachment in its:
         if attachment._gradients is not None:
             renewed |= attachment._gradients.after_step()
-    for group in optimizer.param_groups:
-        held.distrust(p for p in group["params"] if id(p) not in renewed)
+    held.distrust(p for p in parameters if id(p) not in renewed)
     for attachment in its:
         held.renew(
             copy

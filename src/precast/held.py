@@ -7,7 +7,10 @@ Invariants:
 - it is used only while the parameter has the version and the memory that were copied; one that is out of
   date is renewed by itself on the CPU, elsewhere with all of the same device and dtype in one fused copy;
 - the copies carry no gradient: `held_gradients` makes one that does, for one region;
-- parameters are held weakly, and the copies are in no module: no state dict, pickle or deepcopy has them.
+- parameters are held weakly, and the copies are in no module: no state dict, pickle or deepcopy has them;
+- where a device has streams, one that uses a copy which another wrote waits for that write;
+- a CUDA graph plays back without any of this: what is captured uses copies of frozen parameters alone, and a parameter
+  whose optimizer's step is captured is held no longer.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from torch.nn import Parameter
 from precast._torch import (
     counts_versions,
     fused_copy,
+    is_captured,
+    stream_of,
     unheard,
     version_of,
 )
@@ -41,6 +46,7 @@ __all__ = [
     "guarded",
     "hold",
     "holdings",
+    "leave_to_graphs",
     "reason_not_held",
     "release",
     "renew",
@@ -62,15 +68,18 @@ class Copy:
         version: the parameter's version counter when it was copied.
         pointer: the parameter's address when it was copied.
         gradient: memory for the parameter's gradient.
+        stream: the stream that wrote it last; None where the device has none.
         writes: how often it was written.
     """
 
     __slots__ = (
+        "_event",
         "_layout",
         "_parameter",
         "_users",
         "gradient",
         "pointer",
+        "stream",
         "tensor",
         "version",
         "writes",
@@ -82,6 +91,8 @@ class Copy:
         self.gradient = GradientMemory()
         self.version = -1
         self.writes = 0
+        self.stream: Any = None
+        self._event: Any = None
         self.pointer = parameter.data_ptr()
         self._layout = parameter.stride()
         with torch.inference_mode(False), unheard():
@@ -95,6 +106,27 @@ class Copy:
     def is_of(self, parameter: Tensor) -> bool:
         """Whether the contents are still what was copied."""
         return self.version == version_of(parameter) and self.pointer == parameter.data_ptr()
+
+    def written(self, version: int, pointer: int, stream: Any) -> None:
+        """Notes that a stream has been given a write to do: what the parameter was then."""
+        self.version, self.pointer = version, pointer
+        self.writes += 1
+        self.stream = stream
+        self._event = None if stream is None else stream.record_event()
+
+    def has_run(self) -> bool:
+        """Whether the last write is done, so that any stream may read the copy."""
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
+
+    def join(self, stream: Any) -> None:
+        """Has a stream wait for the last write, and the memory, once it is free, for the stream."""
+        if self.stream is None or self.stream == stream:
+            return
+        if self._event is not None:
+            stream.wait_event(self._event)
+        self.tensor.record_stream(stream)
 
     def fits(self, parameter: Tensor) -> bool:
         """Whether the parameter, as it is now, can be copied into it."""
@@ -181,7 +213,17 @@ def reason_not_held(parameter: Tensor) -> str | None:
         return "it was made in inference mode, where no writes are counted"
     if parameter.device.type == "meta":
         return "it has no numbers yet (meta device)"
+    if _in_graphs.get(id(parameter)) is parameter:
+        return "a CUDA graph writes it, unseen"
     return None
+
+
+_in_graphs: Final[weakref.WeakValueDictionary[int, Tensor]] = weakref.WeakValueDictionary()
+
+
+def leave_to_graphs(parameters: Iterable[Tensor]) -> None:
+    """Has these parameters not be held from now on: a CUDA graph writes them."""
+    _in_graphs.update((id(parameter), parameter) for parameter in parameters)
 
 
 _NO_DISPATCH: Final = Tensor.__torch_dispatch__
@@ -216,9 +258,13 @@ def copy_of(parameter: Tensor, dtype: torch.dtype) -> Copy | None:
         return None
     holding.threads.add(threading.get_ident())
     copy = holding.copies.get(dtype)
-    if copy is not None and copy.is_of(parameter):
-        if holding.spoiled:
-            raise StaleWeightError(stale(holding.name, dtype))
+    current = copy is not None and copy.is_of(parameter)
+    if current and holding.spoiled:
+        raise StaleWeightError(stale(holding.name, dtype))
+    if is_captured(parameter):
+        return copy if current and not parameter.requires_grad else None
+    if copy is not None and current:
+        copy.join(stream_of(parameter.device))
         return copy
     with _lock:
         return _renewed(holding, parameter, dtype)
@@ -282,10 +328,11 @@ def _renewed(holding: Holding, parameter: Tensor, dtype: torch.dtype) -> Copy:
 
 
 def _out_of_date(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Copy, Tensor]]:
+    here = stream_of(device)
     for holding in list(holdings.values()):
         copy, parameter = holding.copies.get(dtype), holding.parameter()
-        if copy is None or parameter is None or holding.suspended:
-            continue
+        if copy is None or parameter is None or holding.suspended or copy.stream != here:
+            continue  # of another stream this one knows neither what it writes nor what it reads
         if copy.tensor.device == device and copy.fits(parameter) and not copy.is_of(parameter):
             yield copy, parameter
 
@@ -293,13 +340,15 @@ def _out_of_date(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Cop
 def _write(pairs: list[tuple[Copy, Tensor]]) -> None:
     # Versions first: what is written meanwhile by another thread is then found out of date at the next use.
     seen = [(version_of(parameter), parameter.data_ptr()) for _, parameter in pairs]
+    stream = stream_of(pairs[0][0].tensor.device)
+    for copy, _ in pairs:
+        copy.join(stream)
     with unheard(), torch.inference_mode(False), torch.no_grad():
         fused_copy(
             [copy.tensor for copy, _ in pairs], [parameter.detach() for _, parameter in pairs]
         )
     for (copy, parameter), (version, pointer) in zip(pairs, seen, strict=True):
-        copy.version, copy.pointer = version, pointer
-        copy.writes += 1
+        copy.written(version, pointer, stream)
         holdings[id(parameter)].spoiled = False
 
 

@@ -93,9 +93,12 @@ _SWAP = """\
         first_is_pytorchs = inference_mode()
         cache = here.cache.in_inference_mode if first_is_pytorchs else here.cache
         used = cache.used
-        leaves = cache.lasting if holdings and not grad_enabled() else cache.leaves
+        leaves = cache.lasting if {lasting} else cache.leaves
         find = nothing if dispatch_modes() or is_tracing() else leaves[dtype].get
 """
+
+# A CUDA graph keeps what it was given, whatever becomes of the weights.
+_LASTING = "holdings and not grad_enabled()"
 
 # What the cache holds is float32, and most activations are not: their dtype is all that is looked at.
 # In inference mode PyTorch keeps no copies, nor does the cache at first: what is only noted costs the least.
@@ -136,6 +139,7 @@ def entry_point(
         "DELEGATE": DELEGATE,
         "Parameter": Parameter,
         "Tensor": Tensor,
+        "capturing": _torch.is_capturing,
         "cache_enabled": torch.is_autocast_cache_enabled,
         "device_type": op.device_type,
         "dispatch_modes": _torch.dispatch_modes,
@@ -226,7 +230,9 @@ def _swap(op: Operation, slots: tuple[int, ...]) -> str:
     # Copies have names of their own: where dtypes are promoted, it is the weight that is, not its rounded copy.
     schema = _torch.schema_of(op.overload).arguments
     head = _SWAP.format(
-        copies=", ".join(f"b{i}" for i in slots), originals=", ".join(f"a{i}" for i in slots)
+        copies=", ".join(f"b{i}" for i in slots),
+        originals=", ".join(f"a{i}" for i in slots),
+        lasting=_LASTING + (" and not capturing()" if op.device_type == "cuda" else ""),
     )
     return head + "".join(_replacement(f"a{i}", f"b{i}", str(schema[i].type)) for i in slots)
 

@@ -22,7 +22,7 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from precast._torch import dispatch_modes, is_captured, is_functorch_active, unheard
+from precast._torch import dispatch_modes, is_capturing, is_functorch_active, stream_of, unheard
 from precast.errors import StaleWeightError
 from precast.held import Copy, Holding, before_next_region, guarded, stale
 
@@ -104,7 +104,7 @@ def _find_unseen_write() -> tuple[Holding, torch.dtype] | None:
     """Compares a part of one held weight with its parameter: another at each call, another part in each round."""
     while before_next_region:
         before_next_region.popitem()[1]()
-    if dispatch_modes() or is_functorch_active():
+    if dispatch_modes() or is_functorch_active() or is_capturing():
         return None
     waiting = tuple(guarded)
     if _Guard.turn >= len(waiting):
@@ -131,10 +131,10 @@ def _find_unseen_write() -> tuple[Holding, torch.dtype] | None:
 
 def _compared(holding: Holding, part: int) -> Iterator[_Answer]:
     parameter = holding.parameter()
-    if parameter is None or holding.suspended or is_captured(parameter):
+    if parameter is None or holding.suspended:
         return
     for dtype, copy in list(holding.copies.items()):
-        if copy.is_of(parameter):
+        if copy.is_of(parameter) and (copy.stream == stream_of(parameter.device) or copy.has_run()):
             agrees = _agrees(copy, parameter, part)
             yield _Answer(holding, dtype, copy, copy.writes, agrees, time.monotonic())
 

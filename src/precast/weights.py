@@ -41,6 +41,7 @@ from precast._torch import (
     dispatch_modes,
     in_ddp,
     innermost_dispatch_mode,
+    is_captured,
     is_functorch_active,
     is_functorch_wrapper,
     is_on,
@@ -254,7 +255,8 @@ class WeightCache:
 
     def _lend(self, copy: held.Copy, tensor: Tensor, dtype: torch.dtype) -> None:
         """Has a held copy stand for its parameter, until either changes."""
-        table = self.leaves if is_grad_enabled() else self.lasting
+        lasts = not is_grad_enabled() and not is_captured(tensor) and copy.has_run()
+        table = self.lasting if lasts else self.leaves
         entry = table[dtype][id(tensor)] = self._entry(tensor, copy.tensor, dtype)
         copy.used_by(entry)
 
