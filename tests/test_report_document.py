@@ -224,6 +224,17 @@ def test_folders_are_made_and_a_link_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "3" / "run.json").read_bytes() == b"second"
 
 
+def test_a_pipe_or_a_device_stays_what_it_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.replace(pipe, b"new")
+    assert os.read(reader, 9) == b"new"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     report.save(flat(), path)

@@ -188,6 +188,12 @@ ENDINGS = {
     ),
     "a base exception": ("raise GeneratorExit", "exception", 1, "GeneratorExit"),
     "an interrupt": ("raise KeyboardInterrupt('x')", "interrupted", 130, "KeyboardInterrupt: x"),
+    "what is like an interrupt": (
+        "class Stop(KeyboardInterrupt): pass\nraise Stop",
+        "exception",
+        1,
+        "Stop",
+    ),
     "an interrupt in an exit function": (
         "import atexit\natexit.register(lambda: print('bye'))\nraise KeyboardInterrupt",
         "interrupted",
@@ -367,6 +373,15 @@ def test_a_folder_that_went_away_is_made_again(tmp_path: Path) -> None:
     done = ended(start([*RUN, "--report", "out/r.html", "program.py"], tmp_path), tmp_path)
     assert done.code == 0
     assert (tmp_path / "out" / "r.html").exists()
+
+
+def test_data_can_go_into_a_pipe(tmp_path: Path) -> None:
+    write(tmp_path, "print('done', flush=True)")
+    command = [*RUN, "--report", "r.html", "--json", "/dev/stdout", "program.py"]
+    done = ended(start(command, tmp_path), tmp_path)
+    said, _, data = done.stdout.partition("\n")
+    assert said == "done"
+    assert json.loads(data)["run"]["ended"] == "ended"
 
 
 def test_a_report_that_cannot_be_written_goes_elsewhere(tmp_path: Path) -> None:

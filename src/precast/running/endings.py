@@ -80,7 +80,7 @@ class Endings:
             self._ending = _of_exit(exit)
             raise
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
+            interrupted = type(error) is KeyboardInterrupt  # of a subclass, Python does not die
             how: Literal["interrupted", "exception"] = "interrupted" if interrupted else "exception"
             self._ending = Ending(how, _INTERRUPTED if interrupted else 1, _said(error))
             _print(error)

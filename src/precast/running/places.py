@@ -12,6 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from precast.files import is_no_file
+
 __all__ = ["Places", "Rank", "rank_from_environment"]
 
 
@@ -102,6 +104,8 @@ def _try(path: Path) -> None:
     """Whether a file can be made there; what is there stays as it is."""
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; name a file in it")
+    if is_no_file(path) and os.access(path, os.W_OK):
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent) as file:
