@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import inspect
 import math
@@ -83,6 +84,35 @@ def mistaken(kind: type[Any]) -> int:
         del optimizer
         gc.collect(0)  # an optimizer is in a cycle
     return count
+
+
+def test_an_optimizer_need_not_be_hashable() -> None:
+    """As a dataclass of optimizers is not."""
+    parameter = make_parameter()
+    before = parameter.detach().clone()
+    both: Any = Both([sgd(parameter)])
+    scaler = GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(both)
+    scaler.update()
+    assert torch.equal(parameter, before - 0.25)
+    event = scaler.last_step(both)
+    assert event is not None
+    assert not event.skipped
+    assert scaler.last_step(Both(both.parts)) is None  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Both:
+    parts: list[torch.optim.Optimizer]
+
+    @property
+    def param_groups(self) -> list[Any]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
 
 
 # --- closures ---

@@ -243,6 +243,20 @@ def test_clipping_in_one_call(kind: str, unscaled_before: bool) -> None:
     assert norm > 0.25
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_finite_gradients_whose_norm_overflows_become_0_as_in_pytorch(enabled: bool) -> None:
+    parameter, by_hand = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0, enabled=enabled)
+    scaler.scale(parameter.sum() * 1e20).backward()
+    (by_hand.sum() * 1e20).backward()
+    assert scaler.clip_grad_norm_(optimizer, 1.0).isinf()
+    nn.utils.clip_grad_norm_([by_hand], 1.0)
+    assert bits(parameter.grad) == bits(by_hand.grad)
+    scaler.step(optimizer)
+    assert parameter.tolist() == [1.0, 1.0]
+
+
 def test_clipping_with_a_scaler_that_is_off_and_of_bad_gradients() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -128,6 +128,19 @@ def test_float16_gradients_are_divided_in_float32_and_rounded_once(
         assert bits(parameter.grad) == bits(expected)
 
 
+def test_a_step_without_any_gradient_leaves_the_next_one_alone() -> None:
+    parameter = make_parameter()
+    optimizer, scaler = sgd(parameter), GradScaler("cpu")
+    scaler.scale(make_parameter().sum()).backward()
+    with pytest.raises(ScalerError, match="no gradients were checked"):
+        scaler.step(optimizer)
+    before = parameter.detach().clone()
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(parameter, before - 0.25)
+
+
 def test_no_gradient_at_all_is_explained() -> None:
     scaler, _, _ = started()
     with pytest.raises(ScalerError, match=r"no parameter of the optimizer has one.*leave"):
@@ -242,6 +255,30 @@ def test_a_closure_that_goes_bad_undoes_its_step(bad_call: int, error: bool) -> 
         assert scaler.get_scale() == 2.0**15
     assert [bits(x), str(optimizer.state_dict())] == before
     assert calls == bad_call
+
+
+def test_a_step_that_its_closure_broke_off_may_be_tried_again() -> None:
+    x = torch.nn.Parameter(torch.tensor([-1.0, 1.5]))
+    optimizer = torch.optim.LBFGS([x], max_iter=5)
+    scaler = GradScaler("cpu")
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = rosenbrock(x)
+        scaler.scale(loss).backward()
+        if calls == 3:
+            raise MemoryError
+        return loss
+
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer, closure)
+    scaler.step(optimizer, closure)
+    scaler.update()
+    assert scaler.counters.steps == 1
+    assert calls > 4
 
 
 def test_closures_that_cannot_be_are_refused() -> None:

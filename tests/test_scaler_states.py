@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precast.errors import PrecastWarning, ScalerError
+from precast.errors import BrokenModelError, PrecastWarning, ScalerError
 from precast.scaler import GradScaler
-from tests.scaling import started
+from tests.scaling import make_parameter, sgd, started
 
 FIVE = {
     "scale": 3.0,
@@ -56,6 +56,64 @@ def test_every_setting_comes_back(setup: dict[str, Any], begun: bool) -> None:
 
 def test_a_state_is_pytorchs_where_all_else_is_the_default() -> None:
     assert GradScaler("cpu").state_dict() == torch.amp.GradScaler("cpu").state_dict()
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_an_interval_below_the_good_iterations_so_far_grows_with_the_next(loaded: bool) -> None:
+    """PyTorch's scaler grows no more until a step is skipped: it compares by ``==``."""
+    scales = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        scaler: Any = kind("cpu", init_scale=4.0, growth_interval=10)
+        for turn in range(6):
+            if turn == 4 and loaded:
+                scaler.load_state_dict({**scaler.state_dict(), "growth_interval": 2})
+            elif turn == 4:
+                scaler.set_growth_interval(2)
+            good_iteration(scaler)
+        scales.append(scaler.get_scale())
+        if kind is GradScaler:
+            assert scaler.counters.growths == 1
+    assert scales == [8.0, 4.0]
+
+
+def good_iteration(scaler: Any) -> None:
+    parameter = make_parameter()
+    optimizer = sgd(parameter)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_a_state_that_is_loaded_begins_anew_after_a_verdict() -> None:
+    scaler, parameter = GradScaler("cpu"), make_parameter()
+    state, optimizer = scaler.state_dict(), sgd(parameter)
+
+    def bad_batch() -> None:
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum() * math.nan).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(2):
+        bad_batch()
+        with pytest.raises(BrokenModelError):
+            bad_batch()
+        scaler.load_state_dict(state)
+        assert scaler.counters.consecutive_skips == 0
+    assert scaler.counters.skipped == 4
+
+
+def test_a_search_that_is_loaded_leaves_no_room_for_the_overflows_before() -> None:
+    scaler, parameter = GradScaler("cpu", "auto", growth_interval=1), make_parameter()
+    state, optimizer = scaler.state_dict(), sgd(parameter)
+    for turn in range(40):
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum() * (1e36 if turn % 2 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    scaler.load_state_dict(state)
+    good_iteration(scaler)
+    assert scaler.get_scale() == 2.0**14
 
 
 def test_an_old_state_leaves_the_limits_alone() -> None:

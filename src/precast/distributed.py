@@ -7,8 +7,8 @@ gradients and decide alike; pipeline stages, and tensor parallelism by hand, giv
 
 Invariants:
 - what is reduced is decided by parameters, which all processes have, and not by gradients;
-- a collective runs only where all processes of the group run it: verdicts are reduced once an
-  optimizer and iteration, findings only in iterations that all of them skip;
+- a collective runs only where all processes of the group run it: verdicts are reduced where an
+  optimizer's gradients are checked, findings only in iterations that all of them skip;
 - on `torch.distributed` alone; one process without a process group needs none of it.
 """
 
@@ -45,11 +45,7 @@ class Reduction:
     """
 
     def __init__(self, *places: Any) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ScalerError(
-                "Reduction() needs a process group: call torch.distributed.init_process_group() "
-                "first, and start the program with torchrun."
-            )
+        _require_process_group("Reduction")
         self._groups = [group for place in places or (None,) for group in _groups_of(place)]
 
     def __call__(self, verdicts: list[Tensor]) -> None:
@@ -61,6 +57,10 @@ class Reduction:
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
         for verdict in verdicts:
             verdict.copy_(total)
+
+    def __deepcopy__(self, memo: Any) -> Reduction:
+        """Itself: process groups cannot be copied."""
+        return self
 
     def gather(self, names: Iterable[str], loss_finite: bool) -> tuple[list[str], bool]:
         """What all processes found about one step: names with their rank, and whether no loss was bad.
@@ -100,7 +100,9 @@ def check_same(scaler: Any = None, *, group: Any = None, **others: Any) -> None:
 
     Raises:
         ScalerError: A process differs from the first; every process gets it, with rank and values.
+            Or there is no process group yet.
     """
+    _require_process_group("check_same")
     settings = {name: _said(value) for name, value in others.items()}
     if scaler is not None:
         settings |= {f"scaler {key}": repr(value) for key, value in scaler.state_dict().items()}
@@ -117,6 +119,14 @@ def check_same(scaler: Any = None, *, group: Any = None, **others: Any) -> None:
         raise ScalerError(
             "processes do not agree: " + "; ".join(differing) + ". Give all of them the same "
             "settings, and load the same checkpoint everywhere."
+        )
+
+
+def _require_process_group(call: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ScalerError(
+            f"{call}() needs a process group: call torch.distributed.init_process_group() first, "
+            "and start the program with torchrun."
         )
 
 

@@ -6,7 +6,7 @@ step is skipped and the scale shrinks; after `growth_interval` good iterations i
 
 Invariants:
 - nothing waits for a device but `step` (once, not at all with a fused optimizer), steps that are
-  skipped, the search for a first scale, `get_scale`, `state_dict` and pickling: while nothing
+  skipped, the search for a first scale, `get_scale`, `state_dict`, pickling and loading: while nothing
   overflows, exactly where `torch.amp.GradScaler` waits;
 - no optimizer steps on gradients that are not finite, or that are scaled;
 - the scale is finite and between its limits after every `update`.
@@ -61,10 +61,12 @@ class GradScaler(Steps):
         backoff_factor: What the scale is multiplied by after a skipped step, between 0 and 1.
         growth_interval: Good iterations in a row until the scale grows, at least 1.
         enabled: If False, `scale` returns what it gets and `step` is the optimizer's.
-        reduce_found_inf: Called once per optimizer and iteration with its verdicts, one float32
-            tensor of shape () a device, nonzero where a gradient was not finite. Combines them in
-            place over processes, so that all skip the same steps: a `precast.distributed.Reduction`
-            or a function. None: chosen from what the optimizer's parameters are.
+        reduce_found_inf: Called whenever gradients of an optimizer are checked (in `unscale_`, and in
+            `step`) with its verdicts, one float32 tensor of shape () a device, nonzero where one was
+            not finite; while a first scale is searched for, also with the largest gradient. Replaces
+            each in place by the largest over processes, so that all skip the same steps: a
+            `precast.distributed.Reduction` or a function. None: chosen from what the optimizer's
+            parameters are.
         min_scale: The scale never falls below it; at least ``2**-126``. None is ``2**-14``,
             float16's smallest normal number, or `init_scale` where that is lower.
         max_scale: The scale never grows above it. None is float32's largest number.
@@ -191,13 +193,15 @@ class GradScaler(Steps):
 
         Returns:
             The norm of the unscaled gradients before clipping, shape (); over all processes where
-            the parameters are `DTensor`. Where it is not finite the gradients are left as they are,
-            so that `last_step` names the ones that were bad; PyTorch's clipping makes all of them NaN.
+            the parameters are `DTensor`. Gradients that are not finite are left as they are, so that
+            `last_step` names the ones that were bad; PyTorch's clipping makes all of them NaN.
+            Finite ones whose norm overflows become 0, as in PyTorch.
         """
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return clipped(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        how = max_norm, norm_type, error_if_nonfinite, foreach
+        return clipped(parameters, *how, verdicts=self._found_inf_per_device(optimizer))
 
     @off(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

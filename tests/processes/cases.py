@@ -23,7 +23,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -224,6 +224,42 @@ def the_first_scale() -> Any:
     scaler.step(optimizer)
     scaler.update()
     return scaler.get_scale()
+
+
+@case
+def parameters_that_are_spread_come_later() -> Any:
+    """A group that is added after the first step has its gradients on one process broken."""
+    plain = nn.Parameter(torch.ones(2, device=DEVICE))
+    spread = nn.Parameter(distribute_tensor(torch.ones(4, device=DEVICE), mesh(), [Shard(0)]))
+    optimizer = torch.optim.SGD([plain], lr=0.1, foreach=False)
+    scaler = precast.GradScaler(DEVICE, init_scale=64.0)
+    for turn in range(2):
+        scaler.scale(plain.sum()).backward()
+        if turn:
+            optimizer.add_param_group({"params": [spread]})
+            spread.grad = torch.ones_like(spread) * (1.0 if dist.get_rank() else float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+@case
+def losses_apart_and_buckets() -> Any:
+    """DDP writes gradients of the next backward into the memory of those that are there."""
+    found = []
+    for is_view in (True, False):
+        model = DistributedDataParallel(Network(), gradient_as_bucket_view=is_view)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scalers = precast.LossScalers(DEVICE, ["near", "far"], init_scale=64.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for name, target in (("near", 1.0), ("far", 9.0)):
+                loss = (model(inputs()) - target).square().mean()
+                scalers.backward(name, loss, optimizer)
+            scalers.step(optimizer)
+            scalers.update()
+        found.append([whole(p) for p in model.parameters()])
+    return found[0] == found[1]
 
 
 @case

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from precast.distributed import Reduction, chosen_for
+from precast.distributed import Reduction, check_same, chosen_for
 from precast.errors import ScalerError
 from tests.processes.cases import CASES
 
@@ -129,6 +129,16 @@ def test_all_ranks_find_the_same_first_scale(runs: Runs, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_groups_that_are_added_decide_too(runs: Runs, size: int) -> None:
+    assert of(runs, size, "parameters_that_are_spread_come_later") == [32.0] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_losses_apart_keep_gradients_that_are_in_buckets(runs: Runs, size: int) -> None:
+    assert of(runs, size, "losses_apart_and_buckets") == [True] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_the_rank_whose_settings_differ_is_named(runs: Runs, size: int) -> None:
     for errors in of(runs, size, "settings_that_differ"):
         assert len(errors) == 2
@@ -177,6 +187,8 @@ def test_without_a_process_group_a_reduction_says_what_to_do() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ScalerError, match=r"init_process_group.*torchrun"):
         Reduction()
+    with pytest.raises(ScalerError, match=r"check_same\(\).*init_process_group"):
+        check_same(dtype=torch.float16)
     parameter = torch.nn.Parameter(torch.ones(1))
     assert chosen_for(torch.optim.SGD([parameter], lr=0.1)) is None
 

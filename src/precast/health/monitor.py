@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch, files
 from precast.errors import MonitorError
@@ -124,7 +125,7 @@ class Monitor:
         self._stepped_by: set[int] = set()
         """Optimizers that have stepped in the step that runs."""
         self._trains = False
-        self._mine: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._mine = WeakIdKeyDictionary()  # optimizers: some are unhashable
         self._installed = install(model, self)
         self._leave_scaler = follow(scaler, self)
         witnesses.append(self)
@@ -381,7 +382,7 @@ class Monitor:
             return model is not None
         of_model = set(map(id, model.parameters()))
         if any(id(p) in of_model for group in optimizer.param_groups for p in group["params"]):
-            self._mine.add(optimizer)
+            self._mine[optimizer] = True
             return True
         return False
 

@@ -104,6 +104,8 @@ class Scale(torch.amp.GradScaler):
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the number of iterations until the scale grows, at least 1."""
         self._growth_interval = require_count("growth_interval", new_interval)
+        if self._enabled:
+            self._let_grow()
 
     def is_enabled(self) -> bool:
         """Whether this scaler scales."""
@@ -141,12 +143,14 @@ class Scale(torch.amp.GradScaler):
         self._backoff_factor = state.backoff_factor or self._backoff_factor
         self._growth_interval = state.growth_interval or self._growth_interval
         self._limits = state.limits or self._limits
-        self._search = Search() if state.searching else None
+        self._ledger.resume(state.growth_tracker)
+        self._search = Search(self._ledger.counters.backoffs) if state.searching else None
         self._init_scale = state.scale
-        self._init_growth_tracker = self._ledger.good = state.growth_tracker
+        self._init_growth_tracker = state.growth_tracker
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(self._init_scale)
             self._growth_tracker.fill_(self._init_growth_tracker)
+        self._let_grow()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._records:
@@ -186,6 +190,14 @@ class Scale(torch.amp.GradScaler):
             "_scale": None,
             "_growth_tracker": None,
         }
+
+    def _let_grow(self) -> None:
+        """Has the next good iteration grow the scale where there were enough: the tracker is compared by ``==``."""
+        most = self._growth_interval - 1
+        self._ledger.good = min(self._ledger.good, most)
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
+        if self._growth_tracker is not None:
+            self._growth_tracker.clamp_(max=most)
 
     @property
     def _searching(self) -> bool:

@@ -23,10 +23,8 @@ _SMALL = 64  # numbers of a loss that are kept as they are
 
 def noted(loss: Tensor) -> Tensor:
     """As much of a loss as says whether it was finite, without its graph; shape () if it was large."""
-    loss = loss.detach()
-    if loss.numel() <= _SMALL:
-        return loss
-    return local(loss).abs().amax()
+    loss = local(loss.detach())
+    return loss if loss.numel() <= _SMALL else loss.abs().amax()
 
 
 class Findings:
@@ -69,7 +67,7 @@ class Findings:
     def loss_finite(self) -> bool:
         """Whether every number of the losses was finite before they were scaled."""
         if not isinstance(self._losses, bool):
-            self._losses = all(bool(local(loss).isfinite().all()) for loss in self._losses)
+            self._losses = all(bool(loss.isfinite().all()) for loss in self._losses)
         return self._losses
 
 

@@ -106,13 +106,18 @@ def clipped(
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
+    *,
+    verdicts: Verdicts,
 ) -> Tensor:
-    """The norm of all gradients, which are clipped to `max_norm` where it is finite; waits for nothing."""
+    """The norm of all gradients, which are clipped to `max_norm` where they are finite; waits for nothing."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    finite = torch.where(norm.isfinite(), norm, 0.0)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, finite, foreach)
+    bad = norm.isnan()
+    for verdict in verdicts.values():
+        bad = bad | (moved(verdict, norm.device) != 0)
+    used = torch.where(bad, 0.0, norm)  # of finite gradients it may be infinite: then they become 0
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, used, foreach)
     total: Tensor = norm
     return total
 

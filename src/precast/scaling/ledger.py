@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast.events import StepEvent
@@ -85,7 +85,7 @@ class Ledger:
         """Iterations in a row, up to the latest closed one, whose loss was not finite."""
         self.good = good
         """Good iterations in a row since the scale changed, as the growth tracker counts them."""
-        self._latest: WeakKeyDictionary[Optimizer, StepEvent] = WeakKeyDictionary()
+        self._latest = WeakIdKeyDictionary()  # not by what they equal: some are unhashable
         self._open: deque[Iteration] = deque()
         self._now: list[StepEvent] = []
 
@@ -101,7 +101,15 @@ class Ledger:
 
     def latest(self, optimizer: Optimizer) -> StepEvent | None:
         """The latest step of an optimizer."""
-        return self._latest.get(optimizer)
+        event: StepEvent | None = self._latest.get(optimizer)
+        return event
+
+    def resume(self, good: int) -> None:
+        """A state was loaded: what runs of iterations there were ends with what came before."""
+        for _ in self.closed(wait=True):
+            pass
+        self.good, self.bad_losses = good, 0
+        self.counters = replace(self.counters, consecutive_skips=0)
 
     def end_iteration(
         self, number: int, scale: Tensor, skipped: bool | Tensor, interval: int

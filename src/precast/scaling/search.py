@@ -40,6 +40,8 @@ ROOM = 2.0
 SMALLER_ROOM = 1.5
 """The same from the second measurement on, as long as nothing has overflowed."""
 
+_MOST_BACKOFFS = 100  # that leave more room: it stays a number
+
 
 def fitting(peak: float) -> float:
     """The largest power of two that keeps gradients of absolute value `peak` in float16's range."""
@@ -47,12 +49,15 @@ def fitting(peak: float) -> float:
 
 
 class Search:
-    """Where a search is: `found_at` is the iteration that found the scale, None before."""
+    """Where a search is: `found_at` is the iteration that found the scale, None before.
 
-    def __init__(self) -> None:
+    Args:
+        backoffs: How many there were before it.
+    """
+
+    def __init__(self, backoffs: int = 0) -> None:
         self.found_at: int | None = None
-        self._room = ROOM
-        self._backoffs = 0
+        self._before = backoffs
 
     def measures(self, iteration: int, growth_interval: int) -> bool:
         """Whether this iteration's gradients are measured."""
@@ -70,8 +75,7 @@ class Search:
         back off, the room that is left doubles.
         """
         searching, counters = self.found_at is None, ledger.counters
-        self._room *= 2.0 ** (counters.backoffs - self._backoffs)
-        self._backoffs = counters.backoffs
+        backoffs = min(counters.backoffs - self._before, _MOST_BACKOFFS)
         if counters.consecutive_skips:
             return max(scale * FALL, limits.min_scale) if searching else scale
         peak = max(map(float, peaks), default=0.0)
@@ -80,6 +84,6 @@ class Search:
         if peak == 0.0 or not math.isfinite(peak):
             return scale
         self.found_at = iteration if searching else self.found_at
-        room = SMALLER_ROOM if self._room == ROOM and not searching else self._room
+        room = ROOM * 2.0**backoffs if backoffs or searching else SMALLER_ROOM
         found = min(max(fitting(peak * room), limits.min_scale), limits.max_scale)
         return found if searching else max(found, scale)

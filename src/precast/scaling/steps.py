@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from precast.distributed import Reduction, chosen_for
 from precast.errors import ScalerError
@@ -37,14 +37,15 @@ class Steps(Scale):
     def __init__(self, device: str, enabled: bool, settings: dict[str, Any]) -> None:
         super().__init__(device, enabled, settings)
         self._reduce_found_inf: Callable[[list[Tensor]], None] | None = settings["reduce_found_inf"]
-        self._chosen: WeakKeyDictionary[Optimizer, Reduction | None] = WeakKeyDictionary()
+        self._chosen = WeakIdKeyDictionary()
+        """By optimizer how many groups it had, and its reduction."""
         self._losses: tuple[Tensor, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_chosen": None, "_losses": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({**state, "_chosen": WeakKeyDictionary()})
+        vars(self).update({**state, "_chosen": WeakIdKeyDictionary()})
 
     # These keep names of torch.amp.GradScaler that optimizers with a scaling of their own
     # (`_get_scale_async`, `_check_inf_per_device`, `_found_inf_per_device`) and subclasses call.
@@ -76,7 +77,8 @@ class Steps(Scale):
         scale, _ = self._started("unscale_")
         inverse, record.scale = reciprocal(scale)
         self._check_gradients(record, inverse, allow_fp16=False)
-        record.stage = OptState.UNSCALED
+        if record.found_inf:  # else there was nothing to unscale, and what comes later still is
+            record.stage = OptState.UNSCALED
 
     def _check_gradients(self, record: Record, inverse: Tensor, allow_fp16: bool) -> Verdicts:
         """Multiplies gradients by `inverse`; what was found before, if anything, stays found."""
@@ -139,7 +141,12 @@ class Steps(Scale):
             self._unscale(record)
             return not self._is_bad(record)
 
-        return step_with(record.optimizer, closure, good, args, kwargs)
+        try:
+            return step_with(record.optimizer, closure, good, args, kwargs)
+        except BaseException:  # all is as it was before: the step may be tried again
+            record.end()
+            self._records.pop(id(record.optimizer), None)
+            raise
 
     def _is_bad(self, record: Record) -> bool:
         """Whether the step is to be skipped; waits for the device. If so, what there is to know is noted."""
@@ -156,6 +163,10 @@ class Steps(Scale):
     def _reduction_for(self, optimizer: Optimizer) -> Callable[[list[Tensor]], None] | None:
         if self._reduce_found_inf is not None:
             return self._reduce_found_inf
-        if optimizer not in self._chosen:
-            self._chosen[optimizer] = chosen_for(optimizer)
-        return self._chosen[optimizer]
+        groups = len(optimizer.param_groups)
+        known, reduction = self._chosen.get(optimizer, (None, None))
+        if known != groups:
+            reduction = chosen_for(optimizer)
+            self._chosen[optimizer] = groups, reduction
+        chosen: Reduction | None = reduction
+        return chosen
