@@ -266,6 +266,45 @@ def test_the_flow_is_that_of_the_document(opened: Opened) -> None:
     assert link["value"] == [each["bytes"] for each in made["trace"]["flow"]]
 
 
+@pytest.mark.parametrize("name", ["a run that overflows", "the shortest run"])
+def test_charts_stay_clear_of_tables_when_the_window_changes(name: str, opened: Opened) -> None:
+    browser = opened(DOCUMENTS[name]())
+    drawn = """[...document.querySelectorAll('.js-plotly-plot')].filter((chart) => chart.offsetHeight).map((chart) =>
+        [chart.querySelectorAll('table').length, chart.querySelector('.main-svg').getBoundingClientRect().bottom
+        - chart.getBoundingClientRect().bottom])"""
+    for width, height in ((1280, 900), (900, 500), (360, 800)):
+        resize(browser, width, height)
+        for tables, below in ask(browser, drawn):
+            assert tables == 0
+            assert below <= 0.5
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 15])
+def test_a_short_run_has_whole_steps_and_all_its_losses(count: int, opened: Opened) -> None:
+    made = document(layers=1, steps=count, overflow_at=None)
+    browser = opened(made)
+    chart = "document.querySelector('[data-chart=steps]')"
+    ticks = ask(browser, f"[...{chart}.querySelectorAll('.xtick text')].map((t) => t.textContent)")
+    assert len(set(ticks)) == len(ticks)
+    assert set(ticks) <= {str(step["step"]) for step in made["steps"]}
+    points = ask(
+        browser,
+        f"{chart}.querySelectorAll('.scatterlayer .trace')[0].querySelectorAll('.point').length",
+    )
+    assert points == count
+
+
+def test_modules_whose_numbers_are_all_nan_have_their_line(opened: Opened) -> None:
+    made = document(layers=1)
+    for module in made["health"]["modules"]:
+        module["histogram"]["counts"] = [[0 for _ in row] for row in module["histogram"]["counts"]]
+    browser = opened(made)
+    chart = "document.querySelector('[data-chart=exponents]')"
+    names = ask(browser, f"[...{chart}.querySelectorAll('.ytick text')].map((t) => t.textContent)")
+    outputs = [m["name"] for m in made["health"]["modules"] if m["kind"] == "output"]
+    assert names == outputs
+
+
 def test_modules_open_by_keyboard(opened: Opened) -> None:
     browser = opened(document())
     names = "[...document.querySelectorAll('.tree code')].map((name) => name.textContent)"

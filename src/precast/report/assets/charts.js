@@ -45,16 +45,17 @@ function drawSteps(host, steps) {
   host.hidden = !panels.length;
   if (!panels.length) return;
   const skipped = steps.filter((step) => step.skipped);
+  const [first, last] = [steps[0].step, steps[steps.length - 1].step];
   const layout = { height: 90 + 190 * panels.length, xaxis: axis({ title: { text: "Step" }, tickformat: ",d",
-    anchor: panels.length > 1 ? "y2" : "y" }), annotations: [] };
+    anchor: panels.length > 1 ? "y2" : "y", ...(last - first < 10 ? { dtick: 1, range: [first - 0.5, last + 0.5] } : {}) }), annotations: [] };
   const traces = panels.flatMap(([key, title, line, type], place) => {
     const y = place ? "y2" : "y";
     const domain = panels.length === 1 ? [0, 1] : place ? [0, 0.42] : [0.54, 1];
     const ticks = type === "log" ? powers(steps.map((step) => step[key])) : {};
     layout[place ? "yaxis2" : "yaxis"] = axis({ title: { text: title }, type, domain, ...ticks });
     return [
-      { type: "scatter", mode: "lines", name: title, yaxis: y, x: steps.map((step) => step.step),
-        y: steps.map((step) => step[key]), line: { color: line, width: 2, shape: place ? "hv" : "linear" },
+      { type: "scatter", mode: steps.length < 60 ? "lines+markers" : "lines", name: title, yaxis: y, x: steps.map((step) => step.step),
+        y: steps.map((step) => step[key]), line: { color: line, width: 2, shape: place ? "hv" : "linear" }, marker: { color: line, size: 5 },
         hovertemplate: `step %{x}: ${title.toLowerCase()} %{y}<extra></extra>` },
       { type: "scatter", mode: "markers", name: "skipped", yaxis: y, x: skipped.map((step) => step.step),
         y: skipped.map((step) => lastKnown(steps, step, key)), marker: { symbol: "x", size: 9, color: css("bad") },
@@ -132,7 +133,7 @@ function drawExponents(host, watched, format) {
         ticktext: ["0.01%", "1%", "100%"], outlinewidth: 0 } },
     ...windows(format),
   ], { height, xaxis: axis({ title: { text: "Binary exponent" }, range: [low - 0.5, high + 0.5], anchor: "y" }),
-    yaxis: axis({ domain: [0, split], autorange: "reversed", tickvals: shown.map((_, place) => place), ticktext: names,
+    yaxis: axis({ domain: [0, split], range: [shown.length - 0.5, -0.5], tickvals: shown.map((_, place) => place), ticktext: names,
       showgrid: false, zeroline: false, tickfont: { size: 10 } }),
     yaxis2: axis({ domain: [split + 0.02, 1], type: "category", showgrid: false, fixedrange: true, tickfont: { size: 10 } }),
     shapes: lines });

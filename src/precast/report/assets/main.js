@@ -3,7 +3,8 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const documents = data.document.ranks ?? [data.document];
 const find = (selector) => document.querySelector(selector);
-const host = (name) => find(`[data-table="${name}"], [data-chart="${name}"]`);
+const tableAt = (name) => find(`[data-table="${name}"]`);
+const chartAt = (name) => find(`[data-chart="${name}"]`);
 const unique = (values) => [...new Set(values)];
 const KINDS = { output: "module outputs", gradient: "gradients of outputs", parameter: "gradients of parameters" };
 let chosen = data.chosen;
@@ -30,8 +31,8 @@ function show() {
 }
 
 function charts() {
-  drawSteps(host("steps"), here().steps);
-  drawFlow(host("flow"), here().trace?.flow ?? [], find("#flow-by").value);
+  drawSteps(chartAt("steps"), here().steps);
+  drawFlow(chartAt("flow"), here().trace?.flow ?? [], find("#flow-by").value);
   showHealth();
 }
 
@@ -46,7 +47,7 @@ const text = (title, key, more = {}) => ({ title, value: (row) => row[key], show
 const amount = (title, key, show, more = {}) => ({ title, number: true, value: (row) => row[key], show: (row) => show(row[key]), ...more });
 
 function rowsTable(rows) {
-  new Table(host("rows"), {
+  new Table(tableAt("rows"), {
     caption: "Operations that were traced: one row for each place, operation and dtypes", rows, sort: 8,
     columns: [text("Operation", "op"), { ...text("Module", "module", { name: true }), show: (row) => row.module || (row.module === null ? "-" : "the model") },
       text("Phase", "phase", { wide: true, word: true }), dtypes("Inputs", "inputs"), dtypes("Output", "output"),
@@ -66,7 +67,7 @@ function dtypes(title, key) {
 }
 
 function countsTable(rows) {
-  new Table(host("counts"), {
+  new Table(tableAt("counts"), {
     caption: "Calls of operations with a rule, and casts made for them, in the whole run", rows, sort: 3,
     columns: [text("Operation", "op"), text("Device", "device"), text("Rule", "rule"), amount("Calls", "calls", number),
       amount("Casts", "casts", number)],
@@ -75,7 +76,7 @@ function countsTable(rows) {
 }
 
 function skippedTable(rows) {
-  new Table(host("skipped"), {
+  new Table(tableAt("skipped"), {
     caption: "Steps that were skipped, as gradients were not finite", rows,
     columns: [amount("Step", "step", number), amount("Scale", "scale", scientific),
       { title: "First that was not finite", name: true, value: (row) => row.first?.name, show: (row) => row.first?.name ?? "-" },
@@ -88,7 +89,7 @@ function skippedTable(rows) {
 }
 
 function flowTable(rows) {
-  new Table(host("flow"), {
+  new Table(tableAt("flow"), {
     caption: "Casts between dtypes in the steps that were traced", rows, sort: 2,
     columns: [{ ...text("From", "from"), show: (row) => chip(row.from) }, { ...text("To", "to"), show: (row) => chip(row.to) },
       amount("Casts", "casts", number), amount("Bytes", "bytes", size), amount("Time", "seconds", duration, { wide: true })],
@@ -96,7 +97,7 @@ function flowTable(rows) {
 }
 
 function ranksTable() {
-  new Table(host("ranks"), {
+  new Table(tableAt("ranks"), {
     caption: "The processes of this run", rows: data.parts.map((part) => part.numbers), sort: 0, descending: false,
     columns: [amount("Rank", "rank", number), text("Ended", "ended", { wide: true }), amount("Steps", "steps", number, { wide: true }),
       amount("Skipped", "skipped", number), amount("Time", "seconds", duration), amount("In 16 bits", "lower", share, { wide: true }),
@@ -134,7 +135,7 @@ function showHealth() {
   const words = find("#modules-shown").value.toLowerCase();
   const rows = here().health.modules.filter((module) => module.kind === find("#kind").value && module.steps.includes(step)
     && module.name.toLowerCase().includes(words)).map((module) => atStep(module, module.steps.indexOf(step), format));
-  const shown = drawExponents(host("exponents"), rows, format);
+  const shown = drawExponents(chartAt("exponents"), rows, format);
   find(".heat-note").textContent = `Lines: what ${format} can hold; left of the dotted one numbers become zero, between it and the `
     + "next they lose digits, right of the last they overflow. The brighter, the more numbers." + (shown < rows.length
     ? ` ${shown} of ${rows.length} modules are drawn, those that ${format} would lose most of: narrow the names down.` : "");
@@ -153,7 +154,7 @@ function atStep(module, place, format) {
 function healthTable(rows) {
   const what = (title, pick, show) => ({ title, number: true, wide: true, value: (row) => row.what && pick(row.what),
     show: (row) => show(row.what ? pick(row.what) : null) });
-  return new Table(host("health"), {
+  return new Table(tableAt("health"), {
     caption: "What was watched at this step; the last four columns say what the chosen format would make of it", rows, sort: null,
     columns: [text("Module", "name", { name: true }), amount("Largest", "maximum", scientific, { wide: true }), amount("RMS", "rms", scientific, { wide: true }),
       amount("Underflow", "underflow", share), amount("Subnormal", "subnormal", share, { wide: true }), amount("Overflow", "overflow", share),
