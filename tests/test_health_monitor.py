@@ -179,6 +179,23 @@ def test_containers_are_looked_into() -> None:
     assert entries(monitor)["gradient", "several"]["elements"] == [2 * 6 * 8]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_cannot_be_looked_at_does_no_harm() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> list[Any]:
+            nested = torch.nested.nested_tensor([x, x[:2]])
+            found = [x * 2, nested, (v for v in (x,)), {1, 2}, None, x[:0], x.to("meta"), x > 0]
+            found.append(found)  # what is in itself
+            return found
+
+    model = nn.Sequential(nn.Linear(8, 8), Odd())
+    for every in (1, 1000):
+        with precast.monitor(model, every=every) as monitor, torch.no_grad():
+            for _ in range(2):
+                model(torch.randn(6, 8))
+        assert entries(monitor)["output", "1"]["elements"][0] == 48
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_runs_again_counts_once(reentrant: bool) -> None:
     class Checked(nn.Module):

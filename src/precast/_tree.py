@@ -1,4 +1,4 @@
-"""The one walk over containers: a function applied to every tensor, whatever the nesting.
+"""The one walk over containers: a function applied to every tensor, whatever the nesting, or a list of the tensors.
 
 Invariants:
 - containers are lists, deques, tuples (named tuples, `PackedSequence`, `torch.return_types` too),
@@ -15,13 +15,15 @@ import dataclasses
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
-__all__ = ["map_tensors"]
+__all__ = ["map_tensors", "tensors_in"]
 
 T = TypeVar("T")
+
+_PLAIN: Final = (int, float, str, type(None))
 
 
 def map_tensors(
@@ -56,6 +58,26 @@ def map_tensors(
         if new is not child:
             changed[key] = new
     return _replaced(value, changed) if changed else value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value, in their order; a container that is met again, as in itself, is looked into once.
+
+    >>> inner = [torch.ones(2)]
+    >>> inner.append(inner)
+    >>> tensors_in({"a": inner, "b": 1})
+    [tensor([1., 1.])]
+    """
+    found: list[torch.Tensor] = []
+    waiting, seen = [value], {}
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif not isinstance(value, _PLAIN) and id(value) not in seen:
+            seen[id(value)] = value
+            waiting += [child for _, child in _items(value) or ()][::-1]
+    return found
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:

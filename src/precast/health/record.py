@@ -11,15 +11,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from precast import _torch
-from precast._tree import map_tensors
+from precast import _torch, _tree
 from precast.events import First
 from precast.health.tally import NARROW, Counts, Tally, memory_of
 
@@ -191,33 +190,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [value]
     if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
         return [value[0]]
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
-    elif not isinstance(value, _PLAIN):
-        map_tensors(value, _collector(found))
-
-
-_PLAIN: Final = (int, float, str, type(None))
-
-
-def _collector(found: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    return collect
+    return _tree.tensors_in(value)
 
 
 def _version(tensor: Tensor) -> int:

@@ -160,8 +160,10 @@ def memory_of(tensor: Tensor) -> Tensor | None:
     """A tensor's numbers as a real and dense tensor; None for those that are not looked at.
 
     This process's part of a `DTensor`, the stored values of a sparse one, real and imaginary parts of complex ones.
-    Not looked at: integers, tensors without data, other subclasses.
+    Not looked at: integers, tensors without data, nested ones, other subclasses.
     """
+    if tensor.is_nested:
+        return None
     kind = type(tensor)
     if kind is Tensor and tensor.dtype in _USUAL and tensor.layout is torch.strided:
         return None if tensor.is_meta else tensor
