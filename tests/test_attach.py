@@ -293,6 +293,104 @@ def test_what_is_added_or_replaced_is_held_from_the_next_region_on(casts: list[A
         assert "2 parameters" in repr(attachment)
 
 
+def test_what_a_conversion_puts_in_the_place_of_a_parameter_is_held(casts: list[Any]) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    with precast.attach(model) as attachment:
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        model.double().float()
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+        gc.collect()
+        with torch.no_grad(), region():
+            model(x)
+        assert casts == []
+        assert attachment.memory() == 2 * WIDTH * (WIDTH + 1)
+
+
+def test_a_lazy_module_is_held_once_it_has_numbers(casts: list[Any]) -> None:
+    model, x = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyLinear(WIDTH)), torch.randn(2, WIDTH)
+    with precast.attach(model, "torch") as attachment:
+        for _ in range(2):
+            with torch.no_grad(), region():
+                model(x)
+        assert casts == []
+        assert attachment.left_alone == {}
+        assert attachment.memory() == 2 * 2 * WIDTH * (WIDTH + 1)
+
+
+def test_other_data_twice_in_a_row_is_seen() -> None:
+    # It can bring the first address back, and moves no counter.
+    model, x = nn.Linear(256, 256, bias=False), torch.randn(2, 256)
+    with precast.attach(model), torch.no_grad():
+        for _ in range(20):
+            with region():
+                model(x)
+            model.weight.data = model.weight.data * 2
+            model.weight.data = model.weight.data * -2
+            with region():
+                assert torch.equal(model(x), F.linear(x.to(BF16), model.weight.to(BF16)))
+            model.weight.data = model.weight.data / 4
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [lambda t: t[:, :WIDTH], lambda t: t[:, :WIDTH].t(), lambda t: t[:1, :WIDTH].expand(WIDTH, -1)],
+)
+def test_a_parameter_that_is_a_part_of_a_tensor(cut: Callable[[Tensor], Tensor]) -> None:
+    ours, theirs = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    whole, x = torch.randn(WIDTH, 2 * WIDTH), torch.randn(2, WIDTH)
+    for model in (ours, theirs):
+        model.weight = nn.Parameter(cut(whole))
+    with precast.attach(ours):
+        for _ in range(4):
+            assert_same(outcome(ours, x), outcome(theirs, x))
+        for model in (ours, theirs):
+            with region():
+                y = model(x)
+            y.float().sum().backward()
+        assert ours.weight.grad.stride() == theirs.weight.grad.stride()
+
+
+class TestEnd:
+    """An attachment that has ended holds nothing again."""
+
+    @staticmethod
+    def model() -> tuple[nn.Sequential, precast.Attachment]:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        return model, precast.attach(model)
+
+    def test_refreshed(self) -> None:
+        _model, attachment = self.model()
+        attachment.detach()
+        attachment.refresh()
+        assert held.holdings == {}
+
+    def test_in_a_block_that_writes(self) -> None:
+        _model, attachment = self.model()
+        with attachment.writing():
+            attachment.detach()
+        assert held.holdings == {}
+
+    def test_before_it_looked_for_what_was_added(self) -> None:
+        model, attachment = self.model()
+        other = nn.Linear(2, 2)
+        with precast.attach(other):
+            model.append(nn.Linear(WIDTH, WIDTH))
+            attachment.detach()
+            with region():
+                pass
+            assert len(held.holdings) == 2
+
+    def test_inside_a_region(self) -> None:
+        model, attachment = self.model()
+        x = torch.randn(2, WIDTH)
+        with region():
+            model(x)
+            gone = weakref.ref(held.holdings[id(model[0].weight)].copies[BF16].tensor)
+            attachment.detach()
+            assert gone() is None
+            assert model(x).dtype is BF16
+
+
 def test_a_model_that_is_converted_holds_nothing_any_more() -> None:
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
     with precast.attach(model) as attachment:
@@ -511,6 +609,31 @@ class TestGuard:
         self.round(8)
         attachment.detach()
 
+    @pytest.mark.parametrize("frozen", [False, True])
+    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+    def test_writes_on_purpose_are_seen_in_an_open_region(self, frozen: bool, mode: Any) -> None:
+        model, x = nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen), torch.randn(2, WIDTH)
+
+        def is_right() -> bool:
+            weight, bias = model.weight.detach(), model.bias.detach()
+            return torch.equal(model(x), F.linear(x.to(BF16), weight.to(BF16), bias.to(BF16)))
+
+        with precast.attach(model) as attachment, mode(), region():
+            assert is_right()
+            with attachment.writing():
+                for _ in range(3):
+                    model.weight.data.mul_(-2)
+                    model.bias.data.add_(1)
+                    assert is_right()
+                    assert is_right()
+            assert is_right()
+            for _ in range(2):
+                model.weight.data.mul_(-2)
+                model.bias.data.add_(1)
+                attachment.refresh()
+                assert is_right()
+                assert is_right()
+
     def test_regions_of_pytorchs_find_it_while_precast_is_installed(self) -> None:
         model, attachment = self.used(64, 64)
         x = torch.randn(2, 64)
@@ -606,6 +729,25 @@ class TestGradients:
                 penalty = slope.square().sum() + sum(g.square().sum() for g in first)
                 found.append(list(torch.autograd.grad(penalty, list(model.parameters()))))
             assert_same(*found)
+
+    @pytest.mark.parametrize("vmap", [torch.func.vmap, None], ids=["vmap", "is_grads_batched"])
+    def test_many_at_once(self, vmap: Any) -> None:
+        ours, theirs, x = self.linear()
+        found = []
+        with precast.attach(ours):
+            for model in (ours, theirs):
+                with region():
+                    y = model(x)
+                directions = torch.eye(y.numel(), dtype=y.dtype)[:5].view(5, *y.shape)
+
+                def pulled(direction: Tensor, y: Any = y, model: Any = model) -> tuple[Tensor, ...]:
+                    weights = list(model.parameters())
+                    return torch.autograd.grad(
+                        y, weights, direction, retain_graph=True, is_grads_batched=vmap is None
+                    )
+
+                found.append(list((vmap(pulled) if vmap else pulled)(directions)))
+        assert_same(*found)
 
     def test_hooks_hear_float32(self) -> None:
         ours, _, x = self.linear()

@@ -239,6 +239,23 @@ def test_what_the_optimizer_does_not_train_or_is_used_in_float32_has_gradients_i
         assert first.weight.grad.dtype is BF16  # as was asked, whatever the region's dtype
 
 
+def test_the_default_dtype_changes_nothing() -> None:
+    theirs = net()
+    ours = copy.deepcopy(theirs)
+    mine, other = (SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (ours, theirs))
+    with precast.attach(ours, optimizer=mine, grad_dtype=BF16):
+        for x in batches(3):
+            for model, optimizer in ((ours, mine), (theirs, other)):
+                optimizer.zero_grad()
+                loss_of(model, x).backward()
+                torch.set_default_dtype(torch.float64)
+                try:
+                    optimizer.step()
+                finally:
+                    torch.set_default_dtype(torch.float32)
+            assert same(ours, theirs)
+
+
 def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
     theirs = net()
     ours = copy.deepcopy(theirs)

@@ -273,8 +273,27 @@ def test_a_region_left_out_of_order_is_taken_out_from_under_the_others() -> None
     assert state() == before
 
 
-def test_a_region_cannot_end_in_another_thread() -> None:
-    region = precast.autocast("cpu")
+def test_regions_entered_as_one_and_left_out_of_order_are_each_taken_out() -> None:
+    def suspended() -> Any:
+        with precast.disable():
+            yield product_dtype()
+
+    before = state()
+    with precast.autocast("cpu", dtype=torch.bfloat16):
+        here = precast.current()
+        body = suspended()
+        assert next(body) is torch.float32
+        with here:
+            with pytest.warns(PrecastWarning, match="suspended generator"):
+                body.close()
+            assert product_dtype() is torch.bfloat16
+        assert product_dtype() is torch.bfloat16
+    assert state() == before
+
+
+@pytest.mark.parametrize("make", [lambda: precast.autocast("cpu"), precast.current])
+def test_a_region_cannot_end_in_another_thread(make: Callable[[], Any]) -> None:
+    region = make()
     errors: list[BaseException] = []
 
     def elsewhere() -> None:

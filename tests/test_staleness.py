@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -172,6 +173,23 @@ def test_views_with_one_geometry_and_two_signs() -> None:
     x = torch.randn(2, 3)
     with precast.autocast("cpu"):
         assert torch.equal(F.linear(x, weight.imag), -F.linear(x, weight.conj().imag))
+
+
+def test_a_view_with_a_tangent_is_not_one_without() -> None:
+    weight, tangent = ones().requires_grad_(False), torch.randn(3, 3)
+    x = torch.randn(2, 3)
+
+    def pushed(used: Tensor) -> Tensor | None:
+        found: Tensor | None = forward_ad.unpack_dual(F.linear(x, used)).tangent
+        return found
+
+    with precast.autocast("cpu", dtype=torch.bfloat16), forward_ad.dual_level():
+        expected = F.linear(x.bfloat16(), tangent.bfloat16())
+        for _ in range(2):
+            assert pushed(weight.view(3, 3)) is None
+            found = pushed(forward_ad.make_dual(weight, tangent))
+            assert found is not None
+            assert torch.equal(found, expected)
 
 
 def test_a_window_that_slides_over_a_table_is_not_kept_in_every_place() -> None:

@@ -60,6 +60,7 @@ __all__ = [
     "has_device",
     "in_backward",
     "in_ddp",
+    "in_forward_mode",
     "in_pool_thread",
     "innermost_dispatch_mode",
     "innermost_other_mode",
@@ -277,8 +278,15 @@ def is_functorch_active() -> bool:
 
 
 def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one that a `torch.func` transform made to stand for another."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Whether a tensor is one that a `torch.func` transform, or `is_grads_batched`, made to stand for others (2.13)."""
+    functorch = torch._C._functorch
+    wraps: bool = functorch.is_functorch_wrapped_tensor(tensor)
+    return wraps or functorch.is_legacy_batchedtensor(tensor)
+
+
+def in_forward_mode() -> bool:
+    """Whether a `torch.autograd.forward_ad.dual_level` is open: any tensor may have a tangent (2.13)."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 # How many `TorchDispatchMode`s are active in this thread; the kernel that `hotpath` writes asks it at each call.

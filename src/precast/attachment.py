@@ -29,7 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from precast import held
 from precast._torch import is_captured
 from precast.errors import AttachError, PrecastWarning
-from precast.held import Holding
+from precast.frames import regions
+from precast.held import Copy, Holding
 from precast.lower_gradients import LowerGradients
 from precast.module_rules import apply
 from precast.plan import Plan, plan
@@ -162,19 +163,19 @@ class Attachment:
 
     def memory(self) -> Memory:
         """Bytes of the copies that exist now: 2 for each number of each parameter that was used, and dtype."""
-        tensors = (copy.tensor for holding in self._each() for copy in holding.copies.values())
+        tensors = (copy.tensor for copy in self._copies())
         return Memory(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
     def refresh(self) -> None:
         """Renews all copies, whatever version counters say: for after a write through `.data`."""
-        self._look()
-        for holding in self._each():
-            parameter = holding.parameter()
-            for dtype, copy in list(holding.copies.items()):
-                if parameter is None or not copy.fits(parameter):
-                    copy.withdraw()
-                    del holding.copies[dtype]
-        held.renew(copy for holding in self._each() for copy in holding.copies.values())
+        with held.lock:
+            self._look()
+            for holding in self._each():
+                holding.drop_unfit()
+            for copy in self._copies():
+                copy.withdraw()
+            held.renew(self._copies())
+        self._distrust()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -184,6 +185,7 @@ class Attachment:
         """
         some = list(self._each())
         held.suspend(some, 1)
+        self._distrust()
         try:
             yield
         finally:
@@ -207,24 +209,34 @@ class Attachment:
     def _each(self) -> Iterable[Holding]:
         return self._holdings.values()
 
+    def _copies(self) -> Iterator[Copy]:
+        return (copy for holding in self._each() for copy in holding.copies.values())
+
+    def _distrust(self) -> None:
+        """Has an open region of this thread cast again what it has cast itself."""
+        parameters = (holding.parameter() for holding in self._each())
+        regions.cache.distrust([p for p in parameters if p is not None])
+
     def _look(self) -> None:
         """Finds the model's parameters as they are now."""
-        model = self._model()
-        if model is None or not self._hold:
-            return
-        self._modules = frozenset(map(id, model.modules()))
-        managed = _managed_by_fsdp(model)
-        before, self._holdings, self._left_alone = self._holdings, {}, {}
-        for name, parameter in model.named_parameters():
-            reason = managed.get(id(parameter)) or held.reason_not_held(parameter)
-            if reason is None:
-                self._holdings[name] = held.hold(name, parameter)
-            else:
-                self._left_alone[name] = reason
-        for holding in before.values():
-            held.release(holding)
-        if self._gradients is not None:
-            self._gradients.ask_for(self._each())
+        with held.lock:
+            model = self._model()
+            if model is None or not self._hold:
+                return
+            self._modules = frozenset(map(id, model.modules()))
+            managed = _managed_by_fsdp(model)
+            holdings, left_alone = {}, {}
+            for name, parameter in model.named_parameters():
+                reason = managed.get(id(parameter)) or held.reason_not_held(parameter)
+                if reason is None:
+                    holdings[name] = held.hold(name, parameter)
+                else:
+                    left_alone[name] = reason
+            before, self._holdings, self._left_alone = self._holdings, holdings, left_alone
+            for holding in before.values():
+                held.release(holding)
+            if self._gradients is not None:
+                self._gradients.ask_for(self._each())
 
 
 def _end(attachment: Attachment) -> None:
@@ -234,10 +246,13 @@ def _end(attachment: Attachment) -> None:
     attachment._hooks = []
     if attachment._gradients is not None:
         attachment._gradients.end(attachment._each())
-    for holding in attachment._holdings.values():
-        held.release(holding)
-    attachment._holdings, attachment._left_alone = {}, {}
+    with held.lock:
+        attachment._hold = False  # what is still to look for parameters finds none
+        for holding in attachment._each():
+            held.release(holding)
+        attachment._holdings, attachment._left_alone = {}, {}
     _living.discard(attachment)
+    held.before_next_region.pop(id(attachment), None)
     if attachment in held.attached:
         held.attached.remove(attachment)
         _watch()
@@ -253,9 +268,11 @@ def _watch() -> None:
         _registrations.append(register_module_parameter_registration_hook(_registered))
         _registrations.append(register_module_module_registration_hook(_registered))
         _registrations.append(register_optimizer_step_post_hook(_stepped))
+        held.on_gone.append(_look_again)
     elif not held.attached:
         while _registrations:
             _registrations.pop().remove()
+        held.on_gone.clear()
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -271,18 +288,18 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
             renewed |= attachment._gradients.after_step()
     held.distrust(p for p in parameters if id(p) not in renewed)
     for attachment in its:
-        held.renew(
-            copy
-            for holding in attachment._each()
-            for copy in holding.copies.values()
-            if id(holding.parameter()) not in renewed
-        )
+        held.renew(c for c in attachment._copies() if id(c.parameter) not in renewed)
 
 
 def _registered(module: nn.Module, _name: str, _value: object) -> None:
     for attachment in held.attached:
         if id(module) in attachment._modules:  # what it gets is not in it yet
             held.before_next_region[id(attachment)] = attachment._look
+
+
+def _look_again() -> None:
+    for attachment in held.attached:
+        held.before_next_region[id(attachment)] = attachment._look
 
 
 def _managed_by_fsdp(model: nn.Module) -> dict[int, str]:

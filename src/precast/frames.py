@@ -100,7 +100,7 @@ class ThreadRegions(threading.local):
     def __init__(self) -> None:
         self.records = Records()
         _threads.append(weakref.ref(self.records, _threads.remove))
-        self.groups: list[ExitStack] = []
+        self.groups: list[tuple[object, ExitStack]] = []
         # A thread of PyTorch's own ends no region, so nothing would empty its cache.
         self.cache = WeightCache(holds=not in_pool_thread())
         self.mark = NO_MARK

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Parameter, UninitializedParameter
 
 from precast._torch import (
     counts_versions,
@@ -33,7 +33,8 @@ from precast._torch import (
     version_of,
 )
 from precast.errors import StaleWeightError
-from precast.held_gradients import GradientMemory, forget_moments
+from precast.held_copy import Copy, lock
+from precast.held_gradients import forget_moments
 
 __all__ = [
     "WORTH_A_NODE",
@@ -47,6 +48,8 @@ __all__ = [
     "hold",
     "holdings",
     "leave_to_graphs",
+    "lock",
+    "on_gone",
     "reason_not_held",
     "release",
     "renew",
@@ -56,99 +59,6 @@ __all__ = [
 
 WORTH_A_NODE: Final = 16384
 """From how many numbers on a cast is dearer than a node of its own in the graph: 128x128 (2-core CPU, torch 2.13)."""
-
-_lock: Final = threading.RLock()
-
-
-class Copy:
-    """A parameter in one lower precision.
-
-    Attributes:
-        tensor: the copy, without gradient; of the parameter's shape and layout.
-        version: the parameter's version counter when it was copied.
-        pointer: the parameter's address when it was copied.
-        gradient: memory for the parameter's gradient.
-        stream: the stream that wrote it last; None where the device has none.
-        writes: how often it was written.
-    """
-
-    __slots__ = (
-        "_event",
-        "_layout",
-        "_parameter",
-        "_users",
-        "gradient",
-        "pointer",
-        "stream",
-        "tensor",
-        "version",
-        "writes",
-    )
-
-    def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
-        self._parameter = weakref.ref(parameter)
-        self._users: list[weakref.ref[Any]] = []
-        self.gradient = GradientMemory()
-        self.version = -1
-        self.writes = 0
-        self.stream: Any = None
-        self._event: Any = None
-        self.pointer = parameter.data_ptr()
-        self._layout = parameter.stride()
-        with torch.inference_mode(False), unheard():
-            self.tensor = torch.empty_like(parameter.detach(), dtype=dtype)
-
-    @property
-    def parameter(self) -> Tensor | None:
-        """What it is a copy of, while that is alive."""
-        return self._parameter()
-
-    def is_of(self, parameter: Tensor) -> bool:
-        """Whether the contents are still what was copied."""
-        return self.version == version_of(parameter) and self.pointer == parameter.data_ptr()
-
-    def written(self, version: int, pointer: int, stream: Any) -> None:
-        """Notes that a stream has been given a write to do: what the parameter was then."""
-        self.version, self.pointer = version, pointer
-        self.writes += 1
-        self.stream = stream
-        self._event = None if stream is None else stream.record_event()
-
-    def has_run(self) -> bool:
-        """Whether the last write is done, so that any stream may read the copy."""
-        if self._event is not None and self._event.query():
-            self._event = None
-        return self._event is None
-
-    def join(self, stream: Any) -> None:
-        """Has a stream wait for the last write, and the memory, once it is free, for the stream."""
-        if self.stream is None or self.stream == stream:
-            return
-        if self._event is not None:
-            stream.wait_event(self._event)
-        self.tensor.record_stream(stream)
-
-    def fits(self, parameter: Tensor) -> bool:
-        """Whether the parameter, as it is now, can be copied into it."""
-        return (
-            parameter.dtype is torch.float32
-            and parameter.shape == self.tensor.shape
-            and parameter.device == self.tensor.device
-            and parameter.stride() == self._layout
-        )
-
-    def used_by(self, entry: Any) -> None:
-        """Notes a cache's entry that stands for this copy between regions."""
-        self._users = [user for user in self._users if user() is not None]
-        self._users.append(weakref.ref(entry))
-
-    def withdraw(self) -> None:
-        """Takes the copy out of all caches."""
-        for user in self._users:
-            entry = user()
-            if entry is not None:
-                entry.withdraw()
-        self._users = []
 
 
 class Holding:
@@ -169,7 +79,8 @@ class Holding:
         key = id(parameter)
         self.name = name
         self.parameter = weakref.ref(parameter, lambda _: _forget(key))
-        self.copies: dict[torch.dtype, Copy] = {}
+        self.copies: Mapping[torch.dtype, Copy] = {}
+        """By dtype; exchanged and never changed, so that another thread may go through it meanwhile."""
         self.attachments = 0
         self.grad_dtype: torch.dtype | None = None
         """The dtype in which gradients stay until the optimizer's step; None for float32."""
@@ -180,11 +91,27 @@ class Holding:
         self.threads: set[int] = set()
         """The threads that have used a copy, by their `ident`."""
 
+    def new_copy(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
+        """A copy that has yet to be written, in place of the one in that dtype, if there is one."""
+        if dtype in self.copies:
+            self.copies[dtype].end()
+        copy = Copy(parameter, dtype)
+        self.copies = {**self.copies, dtype: copy}
+        return copy
+
+    def drop_unfit(self) -> None:
+        """Forgets copies that the parameter, as it is now, cannot be copied into."""
+        parameter = self.parameter()
+        self._keep(lambda copy: parameter is not None and copy.fits(parameter))
+
     def drop(self) -> None:
         """Forgets all copies."""
-        for copy in self.copies.values():
-            copy.withdraw()
-        self.copies = {}
+        self._keep(lambda _: False)
+
+    def _keep(self, wanted: Callable[[Copy], bool]) -> None:
+        before, self.copies = self.copies, {d: c for d, c in self.copies.items() if wanted(c)}
+        for dtype in before.keys() - self.copies.keys():
+            before[dtype].end()
 
 
 holdings: Final[dict[int, Holding]] = {}
@@ -197,12 +124,17 @@ guarded: Final[list[Holding]] = []
 attached: Final[list[Any]] = []
 """The attachments that hold; while there are some, a region looks after them when it is entered."""
 
+on_gone: Final[list[Callable[[], None]]] = []
+"""Who is told that a held parameter is gone while its model lives, which may have another in its place."""
+
 before_next_region: Final[dict[int, Callable[[], None]]] = {}
 """What has to be done before copies are used again, by whoever asked for it."""
 
 
 def reason_not_held(parameter: Tensor) -> str | None:
     """Why a parameter cannot be held; None where it can."""
+    if isinstance(parameter, UninitializedParameter):
+        return None  # a lazy module's: it gets its numbers in place
     if type(parameter) is not Parameter and type(parameter).__torch_dispatch__ is not _NO_DISPATCH:
         return f"it is a {type(parameter).__name__}, which casts itself"
     if parameter.dtype is not torch.float32:
@@ -231,7 +163,7 @@ _NO_DISPATCH: Final = Tensor.__torch_dispatch__
 
 def hold(name: str, parameter: Parameter) -> Holding:
     """Holds a parameter, once more if it is held already."""
-    with _lock:
+    with lock:
         holding = holdings.get(id(parameter))
         if holding is None:
             holding = holdings[id(parameter)] = Holding(name, parameter)
@@ -241,7 +173,7 @@ def hold(name: str, parameter: Parameter) -> Holding:
 
 def release(holding: Holding) -> None:
     """Ends one hold; the last one ends the copies."""
-    with _lock:
+    with lock:
         holding.attachments -= 1
         if holding.attachments:
             return
@@ -266,7 +198,9 @@ def copy_of(parameter: Tensor, dtype: torch.dtype) -> Copy | None:
     if copy is not None and current:
         copy.join(stream_of(parameter.device))
         return copy
-    with _lock:
+    with lock:
+        if holdings.get(id(parameter)) is not holding:
+            return None  # another thread has ended the attachment
         return _renewed(holding, parameter, dtype)
 
 
@@ -278,8 +212,9 @@ def renew(copies: Iterable[Copy]) -> None:
         if parameter is not None and copy.fits(parameter):
             key = copy.tensor.dtype, copy.tensor.device
             by_dtype.setdefault(key, []).append((copy, parameter))
-    for pairs in by_dtype.values():
-        _write(pairs)
+    with lock:
+        for pairs in by_dtype.values():
+            _write(pairs)
 
 
 def distrust(parameters: Iterable[Tensor]) -> None:
@@ -294,7 +229,7 @@ def distrust(parameters: Iterable[Tensor]) -> None:
 
 def suspend(some: Iterable[Holding], change: int) -> None:
     """Opens (1) or closes (-1) a time in which parameters are written unseen, and no copy of them is used."""
-    with _lock:
+    with lock:
         for holding in some:
             holding.suspended += change
             for copy in holding.copies.values():
@@ -314,9 +249,7 @@ def stale(name: str, dtype: torch.dtype) -> str:
 def _renewed(holding: Holding, parameter: Tensor, dtype: torch.dtype) -> Copy:
     copy = holding.copies.get(dtype)
     if copy is None or not copy.fits(parameter):
-        if copy is not None:
-            copy.withdraw()
-        copy = holding.copies[dtype] = Copy(parameter, dtype)
+        copy = holding.new_copy(parameter, dtype)
         if holding not in guarded:
             guarded.append(holding)
         _write([(copy, parameter)])
@@ -347,9 +280,11 @@ def _write(pairs: list[tuple[Copy, Tensor]]) -> None:
         fused_copy(
             [copy.tensor for copy, _ in pairs], [parameter.detach() for _, parameter in pairs]
         )
-    for (copy, parameter), (version, pointer) in zip(pairs, seen, strict=True):
-        copy.written(version, pointer, stream)
-        holdings[id(parameter)].spoiled = False
+    for (copy, parameter), what in zip(pairs, seen, strict=True):
+        copy.written(parameter, *what, stream)
+        holding = holdings.get(id(parameter))
+        if holding is not None:
+            holding.spoiled = False
 
 
 def _end(holding: Holding) -> None:
@@ -364,3 +299,5 @@ def _forget(key: int) -> None:
     holding = holdings.pop(key, None)
     if holding is not None:
         _end(holding)
+        for tell in on_gone:
+            tell()

@@ -17,7 +17,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from precast._torch import dispatch_modes, is_shared, outside_inference_mode, unheard
+from precast._torch import (
+    dispatch_modes,
+    is_functorch_wrapper,
+    is_shared,
+    outside_inference_mode,
+    unheard,
+)
 
 __all__ = ["GradientMemory", "forget_moments", "see_modes", "with_gradient"]
 
@@ -41,7 +47,7 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor, memory: GradientMemory) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.layout, ctx.memory = parameter.stride(), memory
+        ctx.layout, ctx.memory = copy.stride(), memory
         ctx.stays_low = parameter.grad_dtype is copy.dtype
         return copy.view_as(copy)
 
@@ -105,7 +111,8 @@ def forget_moments() -> None:
 def _in_layout(
     gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype, memory: GradientMemory
 ) -> Tensor:
-    if gradient.layout is not torch.strided or torch.is_grad_enabled() or dispatch_modes():
+    is_recorded = torch.is_grad_enabled() or dispatch_modes() or is_functorch_wrapper(gradient)
+    if is_recorded or gradient.layout is not torch.strided:
         return gradient.to(dtype)
     if gradient.stride() != layout and dtype is not gradient.dtype:
         # Two steps: to cast and move at once takes 0.66 ms for 512x512 transposed, this 0.37 (2.13, 2-core CPU).

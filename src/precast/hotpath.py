@@ -100,7 +100,8 @@ _SWAP = """\
 # A CUDA graph keeps what it was given, whatever becomes of the weights.
 _LASTING = "holdings and not grad_enabled()"
 
-# What the cache holds is float32, and most activations are not: their dtype is all that is looked at.
+# What the cache holds is float32, and most activations are not: their dtype is all that is looked at. The copy is read
+# before the pointer: another thread that withdraws it writes them in the other order.
 # In inference mode PyTorch keeps no copies, nor does the cache at first: what is only noted costs the least.
 _TENSOR = """\
         if {condition}:
@@ -108,11 +109,12 @@ _TENSOR = """\
             entry = find(key)
             if (
                 entry is not None
+                and (copy := entry.cast) is not None
                 and entry.pointer == {a}.data_ptr()
                 and entry.version == {a}._version
                 and entry.requires_grad is {a}.requires_grad
             ):
-                {b} = entry.cast
+                {b} = copy
             elif first_is_pytorchs and key not in used and key not in holdings and type({a}) is Parameter:
                 used.add(key)
             elif type({a}) is not Tensor or {a}.requires_grad or {a}._base is not None:

@@ -156,7 +156,7 @@ class LowerGradients:
             return
         memory = self._memory
         if memory is None or memory.numel() < numbers or memory.device != device:
-            memory = self._memory = torch.empty(numbers, device=device)
+            memory = self._memory = torch.empty(numbers, dtype=torch.float32, device=device)
         start = 0
         for gradient in gradients:
             yield memory.as_strided(gradient.shape, gradient.stride(), start)

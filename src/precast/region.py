@@ -252,12 +252,16 @@ class Regions(DecoratorRegion):
         with ExitStack() as group:  # where one can't be entered, those before it end
             for region in self._members():
                 group.enter_context(region)
-            regions.groups.append(group.pop_all())
+            regions.groups.append((self, group.pop_all()))
         return self
 
     @_torch.never_compiled
     def __exit__(self, *exc_info: object) -> None:
-        regions.groups.pop().close()
+        groups = regions.groups
+        latest = next((i for i in reversed(range(len(groups))) if groups[i][0] is self), None)
+        if latest is None:
+            raise _ended_elsewhere(self)
+        groups.pop(latest)[1].close()
 
 
 @_torch.never_compiled
@@ -340,10 +344,7 @@ def _splice_out(owner: autocast) -> None:
     records = regions.records
     index = next((i for i in reversed(range(len(records))) if records[i].owner is owner), None)
     if index is None:
-        raise RegionError(
-            f"{owner!r} ends in a thread that it was not entered in (or was never entered). A region belongs to its "
-            "thread: to take it to another, use `region = precast.current()` and `with region:` there."
-        )
+        raise _ended_elsewhere(owner)
     record = records.pop(index)
     later = records[index:]
     if later:
@@ -356,6 +357,13 @@ def _splice_out(owner: autocast) -> None:
         _restore_device(record)
     else:
         above.enabled, above.dtype, above.frame = record.enabled, record.dtype, record.frame
+
+
+def _ended_elsewhere(owner: object) -> RegionError:
+    return RegionError(
+        f"{owner!r} ends in a thread that it was not entered in (or was never entered). A region belongs to its "
+        "thread: to take it to another, use `region = precast.current()` and `with region:` there."
+    )
 
 
 def _warn_out_of_order(owner: autocast) -> None:

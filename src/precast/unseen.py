@@ -31,7 +31,7 @@ __all__ = ["LONGEST_WRITE", "enter_region", "leave_region_of_pytorchs"]
 LONGEST_WRITE: Final = 1.0
 """Seconds after which no operation that another thread has begun still writes: one on many GiB takes less."""
 
-_YES: Final = torch.tensor(True)
+_YES: Final = torch.tensor(True, device="cpu")
 _GUARD_ELEMENTS: Final = 16384
 """How many numbers one check compares: 64 KiB of float32, some us."""
 
@@ -58,7 +58,8 @@ def leave_region_of_pytorchs() -> None:
 def _spoil(holding: Holding, dtype: torch.dtype) -> None:
     """Has the next use of a weight raise the error."""
     holding.spoiled = True
-    holding.copies[dtype].withdraw()
+    if (copy := holding.copies.get(dtype)) is not None:
+        copy.withdraw()
 
 
 class _Answer(NamedTuple):
@@ -77,7 +78,9 @@ class _Answer(NamedTuple):
         copy = self.copy
         still = self.holding.copies.get(self.dtype) is copy and copy.writes == self.writes
         parameter = copy.parameter
-        return still and parameter is not None and copy.is_of(parameter) and not self.agrees
+        if not still or self.holding.suspended or parameter is None:
+            return False
+        return copy.is_of(parameter) and not self.agrees
 
     def still_says_unseen(self) -> bool:
         """The same, once no thread can be in the middle of that write."""
@@ -102,18 +105,19 @@ class _Guard:
 
 def _find_unseen_write() -> tuple[Holding, torch.dtype] | None:
     """Compares a part of one held weight with its parameter: another at each call, another part in each round."""
-    while before_next_region:
-        before_next_region.popitem()[1]()
+    for key in list(before_next_region):
+        if (act := before_next_region.pop(key, None)) is not None:
+            act()
     if dispatch_modes() or is_functorch_active() or is_capturing():
         return None
-    waiting = tuple(guarded)
-    if _Guard.turn >= len(waiting):
-        _Guard.turn, _Guard.rounds = 0, _Guard.rounds + 1
+    waiting, turn = tuple(guarded), _Guard.turn
+    if turn >= len(waiting):
+        turn, _Guard.rounds = 0, _Guard.rounds + 1
     if not waiting:
         return None
     with unheard():
         asked, _Guard.answers = _Guard.answers, []
-        for answer in _compared(waiting[_Guard.turn], _Guard.rounds):
+        for answer in _compared(waiting[turn], _Guard.rounds):
             (asked if answer.agrees.is_cpu else _Guard.answers).append(answer)
         for answer in asked:
             if threading.get_ident() in answer.holding.threads:
@@ -125,7 +129,7 @@ def _find_unseen_write() -> tuple[Holding, torch.dtype] | None:
                     _spoil(answer.holding, answer.dtype)
                 elif all(other.copy is not answer.copy for other in _Guard.answers):
                     _Guard.answers.append(answer)  # until the write has ended
-    _Guard.turn += 1
+    _Guard.turn = turn + 1
     return None
 
 
@@ -141,16 +145,18 @@ def _compared(holding: Holding, part: int) -> Iterator[_Answer]:
 
 def _agrees(copy: Copy, parameter: Tensor, part: int) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        held, source = _part(copy.tensor, part), _part(parameter.detach(), part)
+        as_in_memory = copy.tensor.stride() == parameter.stride()
+        held, source = (_part(t, part, as_in_memory) for t in (copy.tensor, parameter.detach()))
         cast = source.to(held.dtype)
         if cast.is_cpu and torch.equal(cast, held):
             return _YES
         return ((cast == held) | (cast.isnan() & held.isnan())).all()
 
 
-def _part(tensor: Tensor, part: int) -> Tensor:
-    """Some of a tensor's numbers, neighbours in memory; others in each part, until all had their turn."""
-    flat = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
+def _part(tensor: Tensor, part: int, as_in_memory: bool) -> Tensor:
+    """Some of a tensor's numbers, neighbours in memory if possible; others in each part, until all had their turn."""
+    dense = as_in_memory and _is_dense(tensor)
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1)
     parts = max(1, -(-flat.numel() // _GUARD_ELEMENTS))
     start = part % parts * _GUARD_ELEMENTS
     return flat[start : start + _GUARD_ELEMENTS]

@@ -40,6 +40,7 @@ from precast._torch import (
     counts_versions,
     dispatch_modes,
     in_ddp,
+    in_forward_mode,
     innermost_dispatch_mode,
     is_captured,
     is_functorch_active,
@@ -72,6 +73,7 @@ class CachedCast:
     __slots__ = (
         "__weakref__",
         "cast",
+        "is_lent",
         "other",
         "owner",
         "pointer",
@@ -86,6 +88,8 @@ class CachedCast:
         self.cast = cast
         self.other: CachedCast | None = None
         """The one from before its source was frozen, or thawed, in this region."""
+        self.is_lent = False
+        """Whether it stands for a held copy."""
         self.version = version_of(source)
         self.requires_grad = source.requires_grad
         self.owner = weakref.ref(owner, forget)
@@ -106,8 +110,8 @@ class CachedCast:
 
     def withdraw(self) -> None:
         """Ends what stands for a held copy, in whichever thread's cache it is."""
+        self.pointer = -1  # first: see `hotpath`
         self.cast = None
-        self.pointer = -1
 
     def renew(self, source: Tensor, cast: Tensor) -> None:
         """Takes a copy of the same source, which was written or has lost its copy."""
@@ -210,7 +214,7 @@ class WeightCache:
         base = base_of(tensor)
         if not isinstance(base, Parameter) or _needs_grad(tensor):
             return None
-        if not _holdable(tensor, _is_plain(type(tensor))):
+        if in_forward_mode() or not _holdable(tensor, _is_plain(type(tensor))):
             return None
         return self._view(tensor, base, dtype)
 
@@ -229,8 +233,10 @@ class WeightCache:
     def _held(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The copy that an attachment holds; for this region with a gradient where one is recorded."""
         holding = held.holdings.get(id(tensor))
-        if holding is None or dispatch_modes() or is_functorch_active():
+        if holding is None or dispatch_modes() or is_functorch_active() or in_forward_mode():
             return None
+        if holding.suspended:  # it may be written unseen between two uses
+            return quiet_cast(tensor, dtype)
         needs_grad = _needs_grad(tensor)
         if needs_grad and tensor.numel() < held.WORTH_A_NODE:
             return None
@@ -247,8 +253,10 @@ class WeightCache:
             tensor.grad_dtype = torch.float32 if in_ddp() else holding.grad_dtype
         cast = with_gradient(tensor, copy.tensor, copy.gradient)
         known = self._known[dtype].get(id(tensor))
-        if known is None or known.pointer != tensor.data_ptr() or not known.requires_grad:
+        is_lent = known is not None and known.is_lent and known.requires_grad
+        if known is None or not is_lent or known.pointer != tensor.data_ptr():
             known = self._entry(tensor, cast, dtype)
+            copy.used_by(known)
         known.renew(tensor, cast)
         self._put(known, tensor, dtype)
         return cast

@@ -1,0 +1,145 @@
+"""One held copy: a parameter in a lower precision, and who uses it.
+
+Invariants:
+
+- it is of the parameter's shape, and of its layout where that has neither gaps nor overlaps;
+- what stands for it in the caches of threads ends when it does, whichever thread ends it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from precast._torch import unheard, version_of
+from precast.held_gradients import GradientMemory
+
+__all__ = ["Copy", "lock"]
+
+lock: Final = threading.RLock()
+"""Taken by whoever begins, ends or writes what is held; to use a copy that is up to date needs none."""
+
+
+class Copy:
+    """A parameter in one lower precision.
+
+    Attributes:
+        tensor: the copy, without gradient; of the parameter's shape and layout.
+        version: the parameter's version counter when it was copied.
+        pointer: the parameter's address when it was copied.
+        gradient: memory for the parameter's gradient.
+        stream: the stream that wrote it last; None where the device has none.
+        writes: how often it was written.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_event",
+        "_has_ended",
+        "_layout",
+        "_parameter",
+        "_storage",
+        "_users",
+        "gradient",
+        "pointer",
+        "stream",
+        "tensor",
+        "version",
+        "writes",
+    )
+
+    def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._storage: weakref.ref[Any] | None = None
+        self._users: list[weakref.ref[Any]] = []
+        self._has_ended = False
+        self.gradient = GradientMemory()
+        self.version = -1
+        self.writes = 0
+        self.stream: Any = None
+        self._event: Any = None
+        self.pointer = -1
+        self._layout = parameter.stride()
+        with torch.inference_mode(False), unheard():
+            self.tensor = torch.empty_like(parameter.detach(), dtype=dtype)
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """What it is a copy of, while that is alive."""
+        return self._parameter()
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Whether the contents are still what was copied."""
+        return self.version == version_of(parameter) and self.pointer == parameter.data_ptr()
+
+    def written(self, parameter: Tensor, version: int, pointer: int, stream: Any) -> None:
+        """Notes that a stream has been given a write to do: what the parameter was then."""
+        if pointer != self.pointer:
+            # An address is given out again when its storage is freed.
+            forget = _forgetting_address(weakref.ref(self))
+            self._storage = weakref.ref(parameter.untyped_storage(), forget)
+        self.version, self.pointer = version, pointer
+        self.writes += 1
+        self.stream = stream
+        self._event = None if stream is None else stream.record_event()
+
+    def has_run(self) -> bool:
+        """Whether the last write is done, so that any stream may read the copy."""
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
+
+    def join(self, stream: Any) -> None:
+        """Has a stream wait for the last write, and the memory, once it is free, for the stream."""
+        if self.stream is None or self.stream == stream:
+            return
+        if self._event is not None:
+            stream.wait_event(self._event)
+        self.tensor.record_stream(stream)
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether the parameter, as it is now, can be copied into it."""
+        return (
+            parameter.dtype is torch.float32
+            and parameter.shape == self.tensor.shape
+            and parameter.device == self.tensor.device
+            and parameter.stride() == self._layout
+        )
+
+    def used_by(self, entry: Any) -> None:
+        """Notes a cache's entry that stands for this copy."""
+        with lock:
+            self._users = [user for user in self._users if user() is not None]
+            self._users.append(weakref.ref(entry))
+            entry.is_lent = True
+            if self._has_ended:  # in another thread, meanwhile
+                self.withdraw()
+
+    def withdraw(self) -> None:
+        """Takes the copy out of all caches."""
+        with lock:
+            users, self._users = self._users, []
+        for user in users:
+            entry = user()
+            if entry is not None:
+                entry.withdraw()
+
+    def end(self) -> None:
+        """Takes the copy out of all caches, for good."""
+        with lock:
+            self._has_ended = True
+            self.withdraw()
+
+
+def _forgetting_address(copy: weakref.ref[Copy]) -> Callable[[Any], None]:
+    def forget(_: Any) -> None:
+        it = copy()
+        if it is not None:
+            it.pointer = -1
+
+    return forget
