@@ -159,6 +159,35 @@ def test_arguments_in_containers_are_cast_without_breaking_them() -> None:
     assert text == "text"
 
 
+def test_a_function_may_be_decorated_for_two_devices() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+        @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(x: Tensor) -> Tensor:
+            return x.square()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @custom_bwd(device_type="cuda")
+        @custom_bwd(device_type="cpu")
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            assert x.dtype is torch.float32
+            return 2 * gradient * x
+
+    x = torch.full((2,), 3.0, dtype=torch.bfloat16, requires_grad=True)
+    with autocast("cpu"):
+        result = Square.apply(x)
+    result.sum().backward()
+    assert result.dtype is torch.float32
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0, 6.0]
+
+
 def test_setup_context_sees_the_inputs_that_forward_saw() -> None:
     class Keeps(torch.autograd.Function):
         @staticmethod

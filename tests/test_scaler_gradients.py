@@ -326,6 +326,19 @@ def test_the_scale_is_found_from_the_first_gradients(kind: str, size: float) -> 
     assert not scaler._searching
 
 
+@pytest.mark.parametrize(
+    ("limits", "first"),
+    [
+        ({}, 2.0**10),
+        ({"min_scale": 2.0**20}, 2.0**20),
+        ({"max_scale": 16.0}, 16.0),
+        ({"min_scale": 1.0, "max_scale": 2.0**20}, 2.0**10),
+    ],
+)
+def test_a_search_begins_inside_the_limits(limits: dict[str, float], first: float) -> None:
+    assert GradScaler("cpu", "auto", **limits).get_scale() == first  # type: ignore[arg-type]
+
+
 def test_gradients_that_vanished_are_found() -> None:
     """Of 1e-12 float16 keeps nothing at the first scale."""
     parameter = make_parameter()

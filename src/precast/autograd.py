@@ -76,7 +76,7 @@ def custom_fwd(
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     later = _WrapsSetupContext(device_type, cast_inputs)
-    _class_body(inspect.currentframe())["_precast_custom_fwd"] = later
+    _class_body(inspect.currentframe())[f"_precast_custom_fwd_{device_type}"] = later
     return _forward(fwd, device_type, cast_inputs)
 
 

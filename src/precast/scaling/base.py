@@ -227,6 +227,5 @@ class Scale(torch.amp.GradScaler):
 
 def _within(first: float, floor: Any, ceiling: Any) -> float:
     """Where a search begins: its own first scale, moved into limits that are numbers."""
-    low = floor if isinstance(floor, int | float) else first
-    high = ceiling if isinstance(ceiling, int | float) else first
-    return min(max(first, low), high)
+    first = max(first, floor) if isinstance(floor, int | float) else first
+    return min(first, ceiling) if isinstance(ceiling, int | float) else first
