@@ -558,6 +558,26 @@ def test_explain_names_the_rule_that_gave_a_tensor_its_dtype() -> None:
     assert "not made while" in str(trace.explain(torch.ones(2)))
 
 
+def test_explain_follows_gradients() -> None:
+    layer = nn.Linear(4, 4)
+    for op in ("_to_copy", "add_.Tensor"):  # the first is the gradient, the next is added to it
+        with precast.trace(layer) as trace, precast.autocast("cpu"):
+            layer(torch.randn(2, 4)).sum().backward()
+        assert layer.weight.grad is not None
+        explained = trace.explain(layer.weight.grad)
+        assert explained.steps[0].op == op
+        assert "_to_copy (bfloat16 -> float32)" in str(explained)
+        assert "backward of linear" in str(explained)
+
+
+def test_explain_says_what_it_does_not_follow() -> None:
+    with precast.trace() as trace:
+        place = torch.randn(4).argmax()
+    assert str(trace.explain(place)) == "int64: only floating-point tensors are followed"
+    with pytest.raises(PrecastError, match=r"explain\(tensor\) got int"):
+        trace.explain(3)  # type: ignore[arg-type]
+
+
 def test_explain_stays_short_and_keeps_nothing_alive() -> None:
     with precast.trace() as trace:
         x = torch.ones(2)

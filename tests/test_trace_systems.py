@@ -42,6 +42,17 @@ def frames() -> int:
     return int(counters["frames"]["total"])
 
 
+def test_a_trace_may_be_opened_inside_a_compiled_function(compiled: Any) -> None:
+    def traced(x: torch.Tensor) -> tuple[torch.Tensor, precast.Trace]:
+        with precast.trace() as trace:
+            y = x + 1
+        return y, trace
+
+    y, trace = compiled(traced)(torch.ones(2))
+    assert y.tolist() == [2.0, 2.0]
+    assert any("torch.compile" in note for note in trace.notes)
+
+
 @pytest.mark.parametrize("full", [True, False])
 def test_a_compiled_function_is_neither_compiled_again_nor_run_uncompiled(
     compiled: Any, full: bool

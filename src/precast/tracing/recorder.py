@@ -317,11 +317,11 @@ class Recorder:
                 row.casts += 1
                 row.cast_bytes += size
                 row.cast_seconds += seconds
-            if place.phase in ("forward", "other"):
-                at = decided.op, place.module, place.source
-                up = self._follow(at, None, source, target, seconds)
-                link = self._link(target, decided, place, (text_of(source),), None)
-                link.up = up
+            if place.phase == "optimizer":
+                continue
+            at, in_backward = (decided.op, place.module, place.source), place.phase == "backward"
+            up = None if in_backward else self._follow(at, None, source, target, seconds)
+            self._link(target, decided, place, (text_of(source),), None).up = up
 
     def _follow(
         self,

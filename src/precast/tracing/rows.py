@@ -104,7 +104,9 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.steps:
-            return f"{self.dtype}: it was not made while the trace saw everything"
+            is_followed = "float" in self.dtype
+            why = "it was not made while the trace saw everything"
+            return f"{self.dtype}: {why if is_followed else 'only floating-point tensors are followed'}"
         return "\n".join([f"{self.dtype}, because of", *(f"  {step}" for step in self.steps)])
 
 

@@ -36,6 +36,7 @@ from precast.tracing.saved import SavedTrace
 __all__ = ["Trace", "trace"]
 
 
+@_torch.never_compiled
 def trace(model: nn.Module | None = None, *, full: bool = True) -> Trace:
     """Watches what runs inside ``with``: a row for each operation and place, with its rule and the reason.
 
@@ -87,6 +88,7 @@ class Trace(SavedTrace):
         self._thread = 0
         self._is_seeing = False
 
+    @_torch.never_compiled
     def __enter__(self) -> Trace:
         if self._depth and self._thread != threading.get_ident():
             raise PrecastError(
@@ -99,6 +101,7 @@ class Trace(SavedTrace):
             self._go_on()
         return self
 
+    @_torch.never_compiled
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -123,7 +126,14 @@ class Trace(SavedTrace):
 
         Args:
             tensor: any that was made while the full trace was open, and is still there.
+
+        Raises:
+            PrecastError: it is no tensor.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise PrecastError(
+                f"trace.explain(tensor) got {type(tensor).__name__}. It takes a tensor."
+            )
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Explanation(dtype, chain(self._recorder.lineage.of(tensor)))
 
