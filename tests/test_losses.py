@@ -222,3 +222,18 @@ def test_gradients_whose_memory_backward_writes_again() -> None:
     scalers.backward("b", parameter.sum() * 5, optimizer)
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [8.0, 8.0]
+
+
+def test_gradients_are_unscaled_for_whoever_clips_them_and_only_once() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scalers = LossScalers("cpu", ["a", "b"], init_scale=16.0)
+    for scaler in scalers.values():  # one that has no loss in this iteration knows it as well
+        scaler.scale(torch.ones(()))
+    scalers.backward("a", parameter.sum() * 3, optimizer)
+    assert scalers["b"].clip_grad_norm_(optimizer, 3.0).item() == 6.0
+    for call in (scalers["a"].unscale_, scalers["a"].step):
+        with pytest.raises(ScalerError, match="one scaler of a LossScalers"):
+            call(optimizer)
+    scalers.step(optimizer)
+    assert torch.allclose(parameter, torch.full((4,), -0.5))

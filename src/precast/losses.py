@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast.errors import BrokenModelError, ScalerError
 from precast.scaler import GradScaler
+from precast.scaling.base import off
 from precast.scaling.findings import Findings
 from precast.scaling.states import by_loss
 from precast.scaling.turns import lent, verdict_on
@@ -178,8 +179,26 @@ class LossScalers(Mapping[str, GradScaler]):
         return self._scalers[name]
 
 
+_WHOLE = (
+    "{}() was called for one scaler of a LossScalers, whose backward(name, loss, optimizer) has "
+    "unscaled the gradients of all losses: clip them as they are, and call step(optimizer) and "
+    "update() of the LossScalers."
+)
+
+
 class _Scaler(GradScaler):
     """The scaler of one loss."""
+
+    def is_unscaled(self, optimizer: Optimizer) -> bool:  # noqa: ARG002 -- of any, by `backward`
+        return True
+
+    @off(lambda *_: None)
+    def unscale_(self, optimizer: Optimizer) -> None:  # noqa: ARG002
+        raise ScalerError(_WHOLE.format("unscale_"))
+
+    @off(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:  # noqa: ARG002
+        raise ScalerError(_WHOLE.format("step"))
 
     def allow(self, optimizers: Iterable[Optimizer], parameters: int) -> None:
         """Refuses a backward whose gradients could not be unscaled; of so many different parameters."""

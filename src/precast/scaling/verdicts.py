@@ -73,8 +73,9 @@ def _verdict(
     began = f"{first.message} " if first else ""
     count = ledger.counters.consecutive_skips
     scales = ", ".join(f"{value:g}" for value in _scales(ledger.history))
+    like = f", like the {count - 1} before it" if count > 1 else ""
     message = (
-        f"iteration {iteration.number} was skipped, like the {count - 1} before it: "
+        f"iteration {iteration.number} was skipped{like}: "
         f"{_listed(names)} not finite at scale {scale:g} (scales of the latest steps: {scales}). "
         f"No parameter was changed. {began}{_CAUSES[reason].format(floor=limits.min_scale, count=count)} "
         "on_verdict='warn' or 'ignore' goes on skipping."
