@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import precast
 from precast import _torch
-from precast.errors import MonitorError
+from precast.errors import MonitorError, PrecastWarning
 from precast.events import HealthEvent, witnesses
 from precast.health import history as history_of
 from precast.health import tally as tally_of
@@ -712,6 +712,20 @@ def test_what_is_told_is_strict_json(tmp_path: Any) -> None:
     assert (found["first"]["kind"], found["first"]["name"]) == ("gradient", "0")
     assert found["ring"][0]["worst"][0]["maximum"] is None
     assert found["modules"][0]["what_if"].keys() == set(precast.health.formats.WHAT_IF)
+
+
+def test_a_ring_that_cannot_be_written_ends_no_training(tmp_path: Any) -> None:
+    model, folder = network(), tmp_path / "folder"
+    optimizer = sgd(model)
+    folder.touch()
+    with precast.monitor(model, every=1, ring=folder / "ring.json") as monitor:
+        take(model, optimizer)
+        with pytest.warns(PrecastWarning, match=r"cannot write .*ring\.json"):
+            take(model, optimizer)
+        folder.unlink()  # someone makes room
+        take(model, optimizer)
+    assert monitor.steps == 3
+    assert len(json.loads((folder / "ring.json").read_text())["ring"]) == 3
 
 
 def test_the_ring_survives_an_exception_in_the_model() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,13 +30,14 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch, files
-from precast.errors import MonitorError
+from precast.errors import OutputError, PrecastWarning
 from precast.events import First, HealthEvent, StepEvent, emit, observed, witnesses
 from precast.health.first import plain
 from precast.health.history import History
 from precast.health.record import Record
 from precast.health.running import Running
 from precast.health.samples import Samples, figures
+from precast.health.settings import check
 from precast.health.turns import Here, Turn, alone
 from precast.health.waiting import Key
 from precast.health.watching import Installed, follow, install, names_in, unseen
@@ -82,21 +84,7 @@ def monitor(
         >>> watched.first is None
         True
     """
-    if not isinstance(model, nn.Module):
-        raise MonitorError(
-            f"monitor(model) got {type(model).__name__}. It takes a torch.nn.Module: the model, or a part of it."
-        )
-    checked = DEFAULT_EVERY if every is None else every
-    for name, value, least in (("every", checked, 1), ("keep", keep, 2)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise MonitorError(
-                f"monitor({name}={value!r}): give a whole number of steps, at least {least}."
-            )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise MonitorError(
-            f"monitor(scaler=...) got {type(scaler).__name__}. It takes a torch.amp.GradScaler; a precast.GradScaler "
-            "need not be given."
-        )
+    check(model, DEFAULT_EVERY if every is None else every, keep, scaler)
     return Monitor(model, every, scaler, None if ring is None else Path(ring), keep)
 
 
@@ -257,6 +245,7 @@ class Monitor:
         model = self._model()
         return {} if model is None else names_in(model, parameters)
 
+    @alone
     def first_of_step(self, optimizer: Optimizer) -> First | None:
         """Where the step of `optimizer`, which is skipped, went wrong; waits for the device."""
         return unseen(self._first_of, optimizer)
@@ -373,8 +362,13 @@ class Monitor:
             self._running.count_parameters(model, optimizer, scaled=scaled)
 
     def _keep_ring(self) -> None:
-        if self._path is not None:
-            _write(self._path, {"first": plain(self._first_so_far()), "ring": self._ring_so_far()})
+        if self._path is None:
+            return
+        ring = {"first": plain(self._first_so_far()), "ring": self._ring_so_far()}
+        try:
+            _write(self._path, ring)
+        except OutputError as error:  # it is tried again; no reason to end a training
+            warnings.warn(f"monitor(ring=...): {error}", PrecastWarning, stacklevel=2)
 
     def _is_mine(self, optimizer: Optimizer) -> bool:
         model = self._model()
