@@ -281,6 +281,29 @@ def test_a_step_that_its_closure_broke_off_may_be_tried_again() -> None:
     assert calls > 4
 
 
+def test_what_an_optimizer_counts_in_its_groups_is_put_back_too() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["count"] += 1
+            return super().step(closure)
+
+    parameter = make_parameter()
+    optimizer = Counting([parameter], lr=0.1)
+    optimizer.param_groups[0]["count"] = 0
+    scaler = GradScaler("cpu")
+
+    def closure(factor: float) -> Tensor:
+        optimizer.zero_grad()
+        loss = parameter.sum()
+        scaler.scale(loss * factor).backward()
+        return loss
+
+    for factor, count in ((math.inf, 0), (1.0, 1)):
+        scaler.step(optimizer, functools.partial(closure, factor))
+        scaler.update()
+        assert optimizer.param_groups[0]["count"] == count
+
+
 def test_closures_that_cannot_be_are_refused() -> None:
     scaler, parameter, optimizer = started()
     before = bits(parameter)

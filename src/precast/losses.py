@@ -23,7 +23,6 @@ from precast import _torch
 from precast.errors import BrokenModelError, ScalerError
 from precast.scaler import GradScaler
 from precast.scaling.base import off
-from precast.scaling.findings import Findings
 from precast.scaling.states import by_loss
 from precast.scaling.turns import lent, verdict_on
 
@@ -240,8 +239,7 @@ class _Scaler(GradScaler):
         record.allow("step")
         record.stage, record.skipped = OptState.STEPPED, skipped
         if skipped is True:
-            record.findings = Findings(optimizer, self._losses)
-            record.findings.look()
+            self._look(record)
         self._tell(record, seconds)
 
 

@@ -263,6 +263,23 @@ def losses_apart_and_buckets() -> Any:
 
 
 @case
+def one_of_the_losses_is_bad_in_one_process() -> Any:
+    stage = nn.Linear(3, 3).to(DEVICE)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    settings = {"reduce_found_inf": Reduction(), "max_nonfinite_losses": 0}
+    scalers = precast.LossScalers(DEVICE, ["good", "bad"], init_scale=64.0, **settings)
+    for name in scalers:
+        factor = float("nan") if name == "bad" and dist.get_rank() == 1 else 1.0
+        scalers.backward(name, stage(torch.ones(2, 3, device=DEVICE)).sum() * factor, optimizer)
+    scalers.step(optimizer)
+    try:
+        scalers.update()
+    except BrokenModelError as error:
+        return [error.verdict.reason, list(error.verdict.names)]  # type: ignore[attr-defined]
+    return "no verdict"
+
+
+@case
 def settings_that_differ() -> Any:
     last = dist.get_rank() == dist.get_world_size() - 1
     check_same(precast.GradScaler(DEVICE), policy=precast.Policy.load("default"))

@@ -139,6 +139,13 @@ def test_losses_apart_keep_gradients_that_are_in_buckets(runs: Runs, size: int) 
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_one_of_several_losses_is_everybodys_verdict(runs: Runs, size: int) -> None:
+    ranks = of(runs, size, "one_of_the_losses_is_bad_in_one_process")
+    bad = ["rank 1: group 0, parameter 0", "rank 1: group 0, parameter 1"]
+    assert ranks == [["loss", bad]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_the_rank_whose_settings_differ_is_named(runs: Runs, size: int) -> None:
     for errors in of(runs, size, "settings_that_differ"):
         assert len(errors) == 2

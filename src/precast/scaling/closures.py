@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from precast.errors import ScalerError
@@ -64,7 +65,7 @@ def step_with(
 
 
 class _Keep:
-    """Parameters and state of an optimizer as they are now."""
+    """Parameters, state and settings of an optimizer as they are now."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -72,6 +73,10 @@ class _Keep:
             (p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]
         ]
         self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+        self._settings = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+            for group in optimizer.param_groups
+        ]  # some optimizers count there
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -79,3 +84,5 @@ class _Keep:
             parameter.copy_(value)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)

@@ -153,12 +153,16 @@ class Steps(Scale):
         scale, _ = self._started("step")
         if not verdict_on(scale.device, [record]):
             return False
+        self._look(record)
+        return True
+
+    def _look(self, record: Record) -> None:
+        """Notes what there is to know of a step that is skipped, with all processes that skip it."""
         findings = record.findings = Findings(record.optimizer, self._losses)
         findings.look()
         gather = getattr(self._reduction_for(record.optimizer), "gather", None)
         if gather is not None:
             findings.replace(*gather(findings.names, findings.loss_finite))
-        return True
 
     def _reduction_for(self, optimizer: Optimizer) -> Callable[[list[Tensor]], None] | None:
         if self._reduce_found_inf is not None:
