@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,12 @@ LONG = {
     "texts": "x = (" + "'a' " * 800 + ")",
     "elif": "if a:\n    pass\n" + "elif a:\n    pass\n" * 800,
     "calls": "x = a" + ".b()" * 200,
+}
+AGAIN = {  # lines of a class, and how much more four times as many may take
+    "a name is bound": ("    x = 1\n", 5),
+    "a name is bound to what is made of it": ("    x = f(x)\n", 5),
+    "an attribute is itself": ("    def f(self): self.x = self.x; torch.autocast(self.x)\n", 5),
+    "a softmax is written out": ("    y = torch.exp(y) / torch.exp(y).sum(-1)\n", 20),
 }
 
 
@@ -65,11 +73,40 @@ def test_a_cell_that_is_nested_too_deeply_is_one_finding() -> None:
     assert [finding.code for finding in report.findings] == ["AMP900", "AMP001"]
 
 
+@pytest.mark.parametrize("what", AGAIN)
+def test_what_is_written_again_and_again_costs_little_each_time(what: str) -> None:
+    """A name that a file binds a thousand times took minutes."""
+    lines, more = AGAIN[what]
+
+    def steps(times: int) -> int:
+        text = OLD + "class A:\n" + lines * times
+        return calls(lambda: run_text("a.py", text.encode(), Settings(), Mode()))
+
+    steps(2)  # loads what is loaded once
+    assert steps(48) <= more * steps(12)
+
+
 @pytest.mark.parametrize("kind", LONG)
 def test_what_programs_write_is_read(kind: str) -> None:
     text = OLD + LONG[kind] + "\n"
     report = run_text("a.py", text.encode(), Settings(codes=frozenset({"AMP001"})), Mode(fix=True))
     assert (report.findings, report.fixed) == ([], ["AMP001"])
+
+
+def calls(what: Callable[[], object]) -> int:
+    """The number of calls and returns in Python."""
+    seen = 0
+
+    def count(*event: object) -> None:
+        nonlocal seen
+        seen += 1
+
+    sys.setprofile(count)
+    try:
+        what()
+    finally:
+        sys.setprofile(None)
+    return seen
 
 
 def _failing(monkeypatch: pytest.MonkeyPatch, failure: BaseException) -> None:

@@ -182,7 +182,13 @@ def _texts(source: Source, node: Node | None, depth: int) -> frozenset[str]:
     if text is not None:
         return frozenset({text})
     if isinstance(node, cst.IfExp):
-        parts = [_texts(source, node.body, depth), _texts(source, node.orelse, depth)]
+        parts = (_texts(source, side, depth) for side in (node.body, node.orelse))
     else:
-        parts = [_texts(source, value, depth - 1) for value, _ in source.values.sources(node)]
-    return frozenset().union(*parts) if all(parts) else frozenset()
+        values = source.values.sources(node)
+        parts = (_texts(source, value, depth - 1) for value, _ in values)
+    found: frozenset[str] = frozenset()
+    for part in parts:
+        if not part:  # one that is not known: the others need not be
+            return part
+        found |= part
+    return found

@@ -38,12 +38,19 @@ def lowered_reads(source: Source) -> Iterator[tuple[cst.Name, Region]]:
         bindings = source.names.bindings(name)
         if not bindings or any(b.kind != "assign" or b.node is name for b in bindings):
             continue
-        function = source.function(name)
-        found = [region_in_force(source, b.node) for b in bindings]
-        if any(r is None or function not in (r.node, source.function(r.node)) for r in found):
+        region = _region_beside(source, name, bindings[0].node)
+        if region is None or not all(_region_beside(source, name, b.node) for b in bindings):
             continue
-        if found[0] is not None and is_lowered(source, name):
-            yield name, found[0]
+        if is_lowered(source, name):
+            yield name, region
+
+
+def _region_beside(source: Source, name: Node, node: Node) -> Region | None:
+    """The region in force around a node, if it is in the function of a name."""
+    region = region_in_force(source, node)
+    function = source.function(name)
+    is_beside = region is not None and function in (region.node, source.function(region.node))
+    return region if is_beside else None
 
 
 def consumer(source: Source, name: Node) -> tuple[Node, Node]:

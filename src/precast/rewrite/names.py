@@ -41,7 +41,7 @@ class Names:
 
     def __init__(self, scopes: Scopes) -> None:
         self.scopes = scopes
-        self._known: dict[Node, str | None] = {}
+        self._known: dict[object, str | None] = {}
 
     def origin(self, node: Node | None) -> str | None:
         """The documented dotted name of what an expression stands for; None where it is not known."""
@@ -52,10 +52,11 @@ class Names:
         """The same as it is spelled: "torch.autocast" stays "torch.autocast"."""
         if not isinstance(node, (cst.Name, cst.Attribute)):
             return None
-        if node not in self._known:
-            self._known[node] = None  # what refers to itself is not known
-            self._known[node] = self._resolve(node)
-        return self._known[node]
+        known = node if isinstance(node, cst.Attribute) else self._variable(node)
+        if known not in self._known:
+            self._known[known] = None  # what refers to itself is not known
+            self._known[known] = self._resolve(node)
+        return self._known[known]
 
     def bindings(self, node: Node | None) -> list[Binding]:
         """All bindings of a name; empty for builtins, star imports and anything but names."""
@@ -73,6 +74,11 @@ class Names:
         if not isinstance(node, cst.Name) or self.bindings(node):
             return None
         return node.value
+
+    def _variable(self, node: cst.Name) -> object:
+        """What is the same for all places that read one name of one scope: each of its bindings is read once."""
+        scope = self.scopes.scope_of.get(node)
+        return (scope and scope.home(node.value), node.value)
 
     def _resolve(self, node: Node) -> str | None:
         if isinstance(node, cst.Attribute):

@@ -6,7 +6,7 @@ counts as the class (`scaler: GradScaler | None`, `scaler = GradScaler() if fp16
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from precast.rewrite.names import Names, canonical, is_none
 from precast.rewrite.scopes import Binding
@@ -71,9 +71,9 @@ class Values:
         if isinstance(node, cst.Call):
             return self.names.path(node.func)
         if isinstance(node, cst.IfExp):
-            return _agreed([self._instance(node.body), self._instance(node.orelse)])
+            return _agreed(map(self._instance, (node.body, node.orelse)))
         if isinstance(node, (cst.Name, cst.Attribute)):
-            return _agreed([self._source(*source) for source in self.sources(node)])
+            return _agreed(self._source(*source) for source in self.sources(node))
         return None
 
     def _source(self, value: Node | None, annotation: Node | None) -> str | None:
@@ -109,7 +109,7 @@ class Values:
         if is_none(node):
             return _NOTHING
         if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.BitOr):
-            return _agreed([self._annotated(node.left), self._annotated(node.right)])
+            return _agreed(map(self._annotated, (node.left, node.right)))
         if isinstance(node, cst.Subscript):
             path = self.names.path(node.value) or ""
             inner = node.slice[0].slice
@@ -138,9 +138,13 @@ def _of_binding(binding: Binding) -> tuple[Node | None, Node | None]:
     return None, None
 
 
-def _agreed(found: list[str | None]) -> str | None:
-    """The class that all name; the empty text for None alone."""
-    kinds = set(found)
+def _agreed(found: Iterable[str | None]) -> str | None:
+    """The class that all name; the empty text for None alone. Nobody is asked after one who does not know."""
+    kinds = set()
+    for kind in found:
+        if kind is None:
+            return None
+        kinds.add(kind)
     if kinds != {_NOTHING}:
         kinds.discard(_NOTHING)
     return kinds.pop() if len(kinds) == 1 else None

@@ -17,6 +17,7 @@ __all__ = ["RULE"]
 _SMALL = re.compile(
     r"max|lse|logsumexp|log_?norm|stab|clamp|clip|log|dist|sigma|tanh|cos|normalize|range|space"
 )
+_DEPTH = 4  # an expression, what its names are given, and so on
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -48,8 +49,20 @@ def _sum(source: Source, node: Node) -> Operation | None:
     return operation(source, node, "sum")
 
 
-def _is_bounded(source: Source, node: Node, depth: int = 3) -> bool:
-    """Whether an exponent can't be large, as far as the text says."""
+def _is_bounded(source: Source, node: Node) -> bool:
+    """Whether an exponent can't be large, as far as its text says and that of what its names are given."""
+    seen: set[Node] = set()
+    latest = {node}
+    for _ in range(_DEPTH):
+        if any(_says_small(source, inner) for inner in latest):
+            return True
+        seen |= latest
+        latest = {value for inner in latest for value in _given(source, inner)} - seen
+    return False
+
+
+def _says_small(source: Source, node: Node) -> bool:
+    """Whether an expression has a difference, a sign, or a name that bounds it."""
     first = node
     while isinstance(first, cst.BinaryOperation):
         if isinstance(first.operator, cst.Subtract):
@@ -60,15 +73,13 @@ def _is_bounded(source: Source, node: Node, depth: int = 3) -> bool:
     value = constant(source, first)
     if value is not None and value < 0:
         return True
-    for inner in walk(node):
-        if isinstance(inner, cst.Name) and _SMALL.search(inner.value):
-            return True
-        if isinstance(inner, cst.Name) and depth:
-            bound = source.names.bindings(inner)
-            values = [b.value for b in bound if b.value is not None and b.value is not node]
-            if any(_is_bounded(source, value, depth - 1) for value in values):
-                return True
-    return False
+    return any(isinstance(inner, cst.Name) and _SMALL.search(inner.value) for inner in walk(node))
+
+
+def _given(source: Source, node: Node) -> set[Node]:
+    """The values that the names in an expression are given."""
+    names = [inner for inner in walk(node) if isinstance(inner, cst.Name)]
+    return {b.value for name in names for b in source.names.bindings(name) if b.value is not None}
 
 
 def _fix(source: Source, division: Node, power: Operation, total: Operation) -> Fix | None:
