@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection
 
@@ -31,9 +32,12 @@ _VERSION = re.compile(
 def is_guarded(source: Source, node: Node) -> bool:
     """Whether a node is in a fallback of an import, or under a test of what PyTorch has.
 
-    Both sides of such a test, and both blocks of such a `try`, are guarded.
+    Both sides of such a test, both blocks of such a `try`, and what follows a test that leaves are guarded.
     """
-    return any(_is_guard(source, outer) for outer in [node, *source.around(node)])
+    return any(
+        _is_guard(source, outer) or _follows_guard(source, outer)
+        for outer in [node, *source.around(node)]
+    )
 
 
 def is_tried(source: Source, node: Node) -> bool:
@@ -72,7 +76,25 @@ def _is_guard(source: Source, node: Node) -> bool:
         return any(_catches(handler, caught) for handler in node.handlers)
     if isinstance(node, (cst.If, cst.IfExp, cst.While)):
         return is_version_test(source, node.test)
+    if isinstance(node, cst.BooleanOperation):
+        return is_version_test(source, node.left)
     return False
+
+
+def _follows_guard(source: Source, node: Node) -> bool:
+    """Whether an `if` before a statement, in the same block, tests the version and leaves the block."""
+    block = source.parents.get(node)
+    if not isinstance(block, cst.IndentedBlock):
+        return False
+    before = itertools.takewhile(lambda statement: statement is not node, block.body)
+    return any(
+        isinstance(statement, cst.If)
+        and isinstance(statement.body, cst.IndentedBlock)
+        and isinstance(last := statement.body.body[-1], cst.SimpleStatementLine)
+        and isinstance(last.body[-1], (cst.Return, cst.Continue, cst.Break))
+        and is_version_test(source, statement.test)
+        for statement in before
+    )
 
 
 def _only_imports(node: cst.Try) -> bool:

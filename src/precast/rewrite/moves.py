@@ -162,7 +162,8 @@ def _is_module_alias(source: Source, node: Node, move: Move) -> bool:
 def reference_kind(source: Source, node: Node) -> str:
     """How a name is used that is not called: annotation, partial, isinstance, alias, value (of a table) ..."""
     parent = source.parents[node]
-    if any(isinstance(outer, cst.Annotation) for outer in source.around(node)):
+    notes = (cst.Annotation, cst.TypeAlias, cst.TypeParam)
+    if any(isinstance(outer, notes) for outer in source.around(node)):
         return "annotation"
     if isinstance(parent, cst.Element):  # isinstance(x, (A, B))
         parent = source.parents[source.parents[parent]]

@@ -245,6 +245,7 @@ class Scopes:
             self._visit(decorator, scope)
         if node.returns is not None:
             self._annotation(node.returns.annotation, scope)
+        self._bounds(node, scope)
         self._outer_parts(node.params, scope)
         self._late.append((node, scope))
 
@@ -256,6 +257,7 @@ class Scopes:
         self._bind(scope, Binding(node.name.value, "class", node))
         for part in (*node.decorators, *node.bases, *node.keywords):
             self._visit(part, scope)
+        self._bounds(node, scope)
         inner = self.owned[node] = Scope(node, scope, is_class=True)
         self._visit(node.body, inner)
 
@@ -279,6 +281,13 @@ class Scopes:
 
     _visit_GeneratorExp = _visit_ListComp = _visit_comprehension
     _visit_SetComp = _visit_DictComp = _visit_comprehension
+
+    def _bounds(self, node: cst.FunctionDef | cst.ClassDef, scope: Scope) -> None:
+        """What `[T: bound = default]` says."""
+        for param in node.type_parameters.params if node.type_parameters else ():
+            for part in (getattr(param.param, "bound", None), param.default):
+                if part is not None:
+                    self._annotation(part, scope)
 
     def _outer_parts(self, params: cst.Parameters, scope: Scope) -> None:
         """Defaults and annotations, which belong to the scope around."""

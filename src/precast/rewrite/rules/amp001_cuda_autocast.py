@@ -64,6 +64,17 @@ VALID = (
         min_torch="1.10",
         note="PyTorch 1.10 has no `torch.amp`.",
     ),
+    Case(
+        """
+        import torch
+
+        def region():
+            if hasattr(torch, "autocast"):
+                return torch.autocast("cuda")
+            return torch.cuda.amp.autocast()
+        """,
+        note="What follows a test that returns is its other side.",
+    ),
     Case("""
         from mine.torch.cuda.amp import autocast
 

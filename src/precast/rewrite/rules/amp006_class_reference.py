@@ -31,6 +31,11 @@ VALID = (
     Case("""
         import torch
 
+        custom_fwd = getattr(torch.amp, "custom_fwd", None) or torch.cuda.amp.custom_fwd
+    """),
+    Case("""
+        import torch
+
         def train(scaler: torch.amp.GradScaler) -> None:
             assert isinstance(scaler, torch.amp.GradScaler)
     """),
@@ -59,6 +64,25 @@ INVALID = (
 
         def train(scaler: torch.amp.GradScaler | None) -> None:
             assert isinstance(scaler, torch.amp.GradScaler)
+        """,
+        count=2,
+    ),
+    Case(
+        """
+        from torch.cuda import amp
+
+        type Maybe = amp.GradScaler | None
+
+        def make[S: amp.GradScaler](kind: type[S]) -> S:
+            return kind()
+        """,
+        """
+        from torch import amp
+
+        type Maybe = amp.GradScaler | None
+
+        def make[S: amp.GradScaler](kind: type[S]) -> S:
+            return kind()
         """,
         count=2,
     ),
