@@ -449,6 +449,20 @@ def test_copies_are_in_no_copy_of_the_model() -> None:
                 assert torch.equal(other(x), expected)
 
 
+def test_a_model_with_its_attachment_as_an_attribute_can_be_copied() -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    model.attachment = precast.attach(model, "torch")
+    with torch.no_grad(), region():
+        expected = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.attachment.memory() == 0
+        other.attachment.detach()
+        with torch.no_grad(), region():
+            assert torch.equal(other(x), expected)
+    assert model.attachment.memory() == 2 * WIDTH * (WIDTH + 1)
+    model.attachment.detach()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_of_the_optimizer_renews_each_copy_once(fused: bool) -> None:
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)

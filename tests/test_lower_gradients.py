@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -220,6 +221,21 @@ def test_after_the_attachment_gradients_are_float32() -> None:
     optimizer.step()
     loss_of(model, x).backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_another_optimizer_in_the_place_of_the_one_that_was_given_sees_float32() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.01)
+    first, second = batches(2)
+    with precast.attach(model, optimizer=optimizer, grad_dtype=BF16):
+        loss_of(model, first).backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype is BF16
+        optimizer = AdamW(model.parameters())
+        gc.collect()
+        loss_of(model, second).backward()
+        assert model.weight.grad.dtype is torch.float32
+        optimizer.step()
 
 
 def test_what_the_optimizer_does_not_train_or_is_used_in_float32_has_gradients_in_float32() -> None:

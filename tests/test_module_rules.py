@@ -16,6 +16,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils.checkpoint import checkpoint
 
 import precast
@@ -540,6 +544,54 @@ def test_what_a_checkpoint_runs_again_follows_the_same_rules(
 
 
 # --- models ---
+
+
+@pytest.mark.parametrize("policy", [{"modules": {"1": "fp32"}}, {"ops": {"linear": "fp32"}}])
+def test_a_plan_that_ends_while_another_thread_is_in_the_model(policy: dict[str, Any]) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    inside, go = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        inside.set()
+        assert go.wait(30)
+
+    def work() -> None:
+        with torch.autocast("cpu"):
+            model(x)
+            found.append(model[1](x).dtype)
+        with torch.autocast("cpu"):
+            found.append(model[1](x).dtype)
+
+    found: list[torch.dtype] = []
+    handle = model[1].register_forward_hook(wait)
+    attachment = precast.attach(model, Policy.load("torch").replace(**policy))
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(30)
+    attachment.detach()
+    handle.remove()
+    go.set()
+    thread.join()
+    assert found == [torch.bfloat16] * 2
+    precast.attach(model, "torch").detach()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "register", [register_module_forward_pre_hook, register_module_forward_hook]
+)
+def test_a_plan_that_ends_while_hooks_are_called(register: Any) -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    attachment = precast.attach(model, Policy.load("torch").replace(modules={"": "fp32"}))
+    handle = register(lambda *_: attachment.detach())  # before those of the module
+    try:
+        with torch.autocast("cpu"):
+            model(x)
+            assert model(x).dtype is torch.bfloat16
+    finally:
+        handle.remove()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 def test_copies_follow_the_same_rules_until_they_get_others(region: Region) -> None:

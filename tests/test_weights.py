@@ -354,6 +354,22 @@ def test_inference_tensors_as_weights_are_cast_each_time() -> None:
             assert F.linear(x, weight).abs().sum() == 0
 
 
+def test_what_a_region_has_used_can_be_converted_by_exchange() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    other = torch.nn.Linear(4, 4)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode(), precast.autocast("cpu"):
+                model(x)
+                model(x)
+            model.double().float().load_state_dict(other.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    with precast.autocast("cpu"):
+        assert torch.equal(model(x), other(x))
+
+
 def test_the_cache_keeps_no_frozen_weight_alive() -> None:
     weight = parameter(3, 3).requires_grad_(False)
     gone = weakref.ref(weight)

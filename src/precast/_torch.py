@@ -70,6 +70,7 @@ __all__ = [
     "is_functorch_wrapper",
     "is_on",
     "is_optimizer_step",
+    "is_plain",
     "is_shared",
     "is_tracing",
     "is_view",
@@ -102,6 +103,7 @@ __all__ = [
     "sequence_of",
     "sparse_values",
     "step_without_hooks",
+    "swaps_parameters",
     "tag_of_compiled",
     "traced_as_constant",
     "undispatched",
@@ -625,6 +627,19 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_plain(kind: type[torch.Tensor]) -> bool:
+    """Whether the tensors of a class are numbers in memory: a subclass without a dispatch of its own.
+
+    Nothing private: the one answer for all who ask.
+    """
+    is_known = kind is torch.nn.Parameter or kind is torch.Tensor
+    return is_known or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+swaps_parameters: Callable[[], bool] = torch.__future__.get_swap_module_params_on_conversion
+"""Whether `Module.to()` and `load_state_dict` exchange what is in a parameter. Nothing private."""
 
 
 def in_ddp() -> bool:

@@ -206,6 +206,10 @@ class Attachment:
         alone = f", {len(self._left_alone)} left alone" if self._left_alone else ""
         return f"<Attachment of {self._name}: {len(self._holdings)} parameters held{alone}>"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, as of a model that has its attachment as an attribute, is of no model.
+        return _ended, ()
+
     def _each(self) -> Iterable[Holding]:
         return self._holdings.values()
 
@@ -239,13 +243,17 @@ class Attachment:
                 self._gradients.ask_for(self._each())
 
 
+def _ended() -> Attachment:
+    return Attachment(nn.Module(), None, None, hold=False, grad_dtype=None)
+
+
 def _end(attachment: Attachment) -> None:
     """Ends an attachment, whose model may be gone."""
     for hook in attachment._hooks:
         hook.remove()
     attachment._hooks = []
     if attachment._gradients is not None:
-        attachment._gradients.end(attachment._each())
+        attachment._gradients.end()
     with held.lock:
         attachment._hold = False  # what is still to look for parameters finds none
         for holding in attachment._each():

@@ -28,6 +28,7 @@ from precast._torch import (
     counts_versions,
     fused_copy,
     is_captured,
+    is_plain,
     stream_of,
     unheard,
     version_of,
@@ -135,7 +136,7 @@ def reason_not_held(parameter: Tensor) -> str | None:
     """Why a parameter cannot be held; None where it can."""
     if isinstance(parameter, UninitializedParameter):
         return None  # a lazy module's: it gets its numbers in place
-    if type(parameter) is not Parameter and type(parameter).__torch_dispatch__ is not _NO_DISPATCH:
+    if not is_plain(type(parameter)):
         return f"it is a {type(parameter).__name__}, which casts itself"
     if parameter.dtype is not torch.float32:
         return f"it is {parameter.dtype}: only what is cast from torch.float32 is held"
@@ -156,9 +157,6 @@ _in_graphs: Final[weakref.WeakValueDictionary[int, Tensor]] = weakref.WeakValueD
 def leave_to_graphs(parameters: Iterable[Tensor]) -> None:
     """Has these parameters not be held from now on: a CUDA graph writes them."""
     _in_graphs.update((id(parameter), parameter) for parameter in parameters)
-
-
-_NO_DISPATCH: Final = Tensor.__torch_dispatch__
 
 
 def hold(name: str, parameter: Parameter) -> Holding:

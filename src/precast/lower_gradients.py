@@ -48,7 +48,9 @@ class LowerGradients:
                 "step, and keeps them. Leave grad_dtype out, or train with an optimizer that takes one gradient a step."
             )
         self._dtype = dtype
-        self._optimizer = weakref.ref(optimizer)
+        here = weakref.ref(self)
+        self._optimizer = weakref.ref(optimizer, lambda _: _end_with_optimizer(here))
+        self._holdings: list[Holding] = []
         self._goes_by_parts = _treats_each_parameter_by_itself(optimizer)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients in 16 bits, while a step lasts."""
@@ -60,14 +62,14 @@ class LowerGradients:
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         trained = {id(parameter) for group in groups for parameter in group["params"]}
-        for holding in holdings:
-            if id(holding.parameter()) in trained:
-                holding.grad_dtype = self._dtype
+        self._holdings = [h for h in holdings if id(h.parameter()) in trained]
+        for holding in self._holdings:
+            holding.grad_dtype = self._dtype
 
-    def end(self, holdings: Iterable[Holding]) -> None:
+    def end(self) -> None:
         """Casts the gradients of these weights, and has those to come be float32."""
         self._hook.remove()
-        for holding in holdings:
+        for holding in self._holdings:
             parameter = holding.parameter()
             holding.grad_dtype = None
             if parameter is not None and parameter.grad_dtype is self._dtype:
@@ -161,6 +163,12 @@ class LowerGradients:
         for gradient in gradients:
             yield memory.as_strided(gradient.shape, gradient.stride(), start)
             start += gradient.numel()
+
+
+def _end_with_optimizer(gradients: weakref.ref[LowerGradients]) -> None:
+    its = gradients()
+    if its is not None:  # no step is to come that would see them in float32
+        its.end()
 
 
 class _Before:

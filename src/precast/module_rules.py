@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
@@ -44,31 +45,29 @@ class Applied:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._hooks: list[Ruled] = []
-        self._handles: list[Any] = []
+        self._added: list[tuple[Ruled, Any, Any]] = []
+        """Each rule, and what takes off its hooks before and after the module."""
 
     def remove(self) -> None:
         """Ends it; the model has the hooks that it had before. Does nothing the second time."""
-        for handle in self._handles:
-            handle.remove()
-        for hook in self._hooks:
+        for hook, enter, leave in self._added:
+            enter.remove()
             hook.owned = False
-        if self._hooks:
+            if not hook.inside - {threading.get_ident()}:
+                leave.remove()  # else another thread has yet to restore what it found; `apply` takes it off
+        if self._added:
             _torch.forget_compiled()
-        self._handles.clear()
-        self._hooks.clear()
+        self._added.clear()
 
     def _add(self, module: nn.Module, rule: ModuleRule, tables: Policy | None) -> None:
         hook = Ruled(rule, owned=True, tables=tables)
-        self._hooks.append(hook)
-        # Not `module.register...`: that of a scripted module refuses, though its hooks are called.
+        # Not `module.register...`: that of a scripted module refuses, though its hooks are called. First the one that
+        # restores: another thread may be calling the module.
+        leave = nn.Module.register_forward_hook(module, hook.leave, always_call=True)
         enter = nn.Module.register_forward_pre_hook(
             module, hook.enter, prepend=True, with_kwargs=True
         )
-        leave = nn.Module.register_forward_hook(
-            module, hook.leave, with_kwargs=True, always_call=True
-        )
-        self._handles += [enter, leave]
+        self._added.append((hook, enter, leave))
 
 
 def apply(model: nn.Module, plan: Plan, *, tables: bool = False) -> Applied:
@@ -163,6 +162,8 @@ class Ruled:
     """Whether an `Applied` will take it away; not where it came with a copy of a module."""
     tables: Policy | None = None
     """The policy that holds inside; None for that of the region."""
+    inside: set[int] = field(default_factory=set, repr=False)
+    """The threads that run the module, by their `ident`."""
     _number: int = field(default_factory=lambda: next(_numbers), repr=False)
     _policies: dict[Policy, Policy] = field(default_factory=dict, repr=False)
 
@@ -178,10 +179,13 @@ class Ruled:
         return bool(self.rule.ops) or self.tables is not None
 
     @_torch.runs_uncompiled
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Before the module: sets its precision, and casts its inputs."""
+        if kwargs is None:  # another thread puts the hook on, or takes it off, in this moment
+            return None
         if _is_traced():
             return self._enter_traced(args, kwargs)
+        self.inside.add(threading.get_ident())
         call = begin(module)
         targets = self.targets(off_here())
         for device, enabled, dtype, _ in targets:
@@ -191,11 +195,12 @@ class Ruled:
         return _cast((args, kwargs), _casts(targets))
 
     @_torch.runs_uncompiled
-    def leave(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
+    def leave(self, module: nn.Module, _args: Any, result: Any) -> Any:
         """After the module, and after an exception in it: restores what it found."""
         if _is_traced():
             return _leave_traced(result)
         call = end(module)
+        self.inside.discard(threading.get_ident())
         off = (
             [(r.device_type, torch.float32) for r in call.replaced if not r.enabled] if call else []
         )

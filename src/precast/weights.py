@@ -46,10 +46,12 @@ from precast._torch import (
     is_functorch_active,
     is_functorch_wrapper,
     is_on,
+    is_plain,
     is_tracing,
     is_view,
     outside_inference_mode,
     quiet_cast,
+    swaps_parameters,
     version_of,
 )
 from precast.held_gradients import with_gradient
@@ -58,7 +60,6 @@ from precast.views import Forgetful, Views
 __all__ = ["CachedCast", "WeightCache", "see_modes"]
 
 _float32: Final = torch.float32
-_no_dispatch: Final = Tensor.__torch_dispatch__
 
 
 def see_modes(count: Callable[[], int], innermost: Callable[[], Any]) -> None:
@@ -94,7 +95,7 @@ class CachedCast:
         self.requires_grad = source.requires_grad
         self.owner = weakref.ref(owner, forget)
         # An address is given out again when its storage is freed: no copy may live longer than that.
-        plain = _is_plain(type(source))
+        plain = is_plain(type(source))
         self.pointer = source.data_ptr() if plain else 0
         self.storage = weakref.ref(source.untyped_storage(), forget) if plain else None
 
@@ -167,6 +168,10 @@ class WeightCache:
                 copies.clear()
         for entry in held:  # a source may end with its copy, and be forgotten here
             entry.cast = entry.other = None
+        if (
+            self._known and swaps_parameters()
+        ):  # which PyTorch refuses for what is referenced weakly
+            self._known.clear()
         self._modes = None
         self.used.clear()
         if not self._inference:
@@ -214,7 +219,7 @@ class WeightCache:
         base = base_of(tensor)
         if not isinstance(base, Parameter) or _needs_grad(tensor):
             return None
-        if in_forward_mode() or not _holdable(tensor, _is_plain(type(tensor))):
+        if in_forward_mode() or not _holdable(tensor, is_plain(type(tensor))):
             return None
         return self._view(tensor, base, dtype)
 
@@ -301,7 +306,7 @@ class WeightCache:
         return self._modes.setdefault(innermost_dispatch_mode(), WeightCache())._leaf(tensor, dtype)
 
     def _leaf(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        plain = _is_plain(type(tensor))
+        plain = is_plain(type(tensor))
         key = id(tensor)
         entry = (self.leaves if plain else self._wrapped)[dtype].get(key)
         if entry is not None and entry.is_of(tensor):
@@ -361,11 +366,6 @@ def _held_by_pytorch(leaf: Tensor) -> bool:
 
 def _needs_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
-
-
-def _is_plain(kind: type[Tensor]) -> bool:
-    """Whether its tensors are numbers in memory: a subclass without a dispatch of its own."""
-    return kind is Parameter or kind is Tensor or kind.__torch_dispatch__ is _no_dispatch
 
 
 def _holdable(tensor: Tensor, plain: bool) -> bool:
