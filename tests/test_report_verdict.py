@@ -96,6 +96,17 @@ def test_a_run_without_regions_is_no_success() -> None:
     assert "has no mixed precision" in verdict(flat())["headline"]  # type: ignore[arg-type]
 
 
+def test_what_other_threads_computed_is_not_said_to_be_in_float32() -> None:
+    made: Any = flat()
+    made["run"] |= {"steps": 9, "elsewhere": 0}
+    assert verdict(made)["first"] is not None
+    made["run"]["elsewhere"] = 9
+    judged = verdict(made)
+    assert "not known" in judged["headline"]
+    assert judged["first"] is None
+    assert "other threads" in " ".join(judged["notes"])
+
+
 def test_steps_without_regions_are_told_how_to_open_one() -> None:
     made: Any = document(overflow_at=None)
     made["counts"], made["trace"]["findings"] = [], []

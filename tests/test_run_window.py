@@ -70,7 +70,7 @@ def test_what_was_traced_before_training_is_forgotten() -> None:
     assert window.counts()[0]["calls"] == 9
 
 
-def test_steps_of_other_threads_open_nothing() -> None:
+def test_steps_of_other_threads_open_nothing_and_are_counted() -> None:
     window = Window(1, 2, lambda: None)
     window.start()
     thread = threading.Thread(target=window.begins, args=(1,))
@@ -78,6 +78,7 @@ def test_steps_of_other_threads_open_nothing() -> None:
     thread.join()
     window.stop()
     assert window.traced is None
+    assert window.elsewhere == 1
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -52,7 +52,8 @@ class PolicyName(TypedDict):
 class Run(TypedDict):
     """One process: what was run, where, and how it ended; `traced` is the first step traced and the one after the last.
 
-    `skipped` counts all skipped steps of the run, also those that `steps` has no room for.
+    `skipped` counts all skipped steps of the run, also those that `steps` has no room for; `elsewhere` those that ended
+    in other threads than the one that loaded PyTorch, of which `counts` and `trace` have nothing.
     """
 
     command: list[str]
@@ -69,6 +70,7 @@ class Run(TypedDict):
     policy: PolicyName
     steps: int
     skipped: NotRequired[int]
+    elsewhere: NotRequired[int]
     traced: list[int] | None
 
 

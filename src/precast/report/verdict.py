@@ -112,6 +112,8 @@ def _headline(document: Document, costs: list[Finding]) -> str:
         return (
             f"Mixed precision works for this run; {share(min(part, 1))} of its time could be saved."
         )
+    if not document["counts"] and _elsewhere(document):
+        return "This run computed in threads that were not watched: what precision did there is not known."
     if not document["counts"]:
         return "No operation with a rule ran in a region: this run has no mixed precision."
     return "Mixed precision works for this run; nothing wrong was found."
@@ -270,7 +272,8 @@ def _advice(document: Document, costs: list[Finding]) -> Advice | None:
             "gain": f"at most {share(dear)} of the time",
             "policy": None,
         }
-    if document["run"]["steps"] and not document["counts"] and not _in_16_bits(document):
+    is_float32 = not (document["counts"] or _elsewhere(document) or _in_16_bits(document))
+    if document["run"]["steps"] and is_float32:
         return _open_a_region(document["run"]["devices"])
     return None
 
@@ -301,8 +304,18 @@ def _steps_back(document: Document) -> str:
 # --- what was not seen ---
 
 
+def _elsewhere(document: Document) -> int:
+    """How many steps ended in threads that were not watched."""
+    return document["run"].get("elsewhere", 0)
+
+
 def _notes(document: Document) -> Iterator[str]:
     trace, steps = document["trace"], document["steps"]
+    if _elsewhere(document):
+        yield (
+            f"{count(_elsewhere(document))} of {plural(document['run']['steps'], 'step')} ended in other threads than "
+            "the one that loaded PyTorch: of those no operation was counted or traced."
+        )
     if trace is None or not trace["rows"]:
         yield "No operation was traced: `--steps 2:5` shows which ran in which dtype, and what casts cost."
     else:

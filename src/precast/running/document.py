@@ -75,6 +75,7 @@ def _with(document: dict[str, Any], watch: Watch) -> dict[str, Any]:
         "policy": {"name": watch.policy.name, "fingerprint": watch.policy.fingerprint},
         "steps": history.count,
         "skipped": history.skipped,
+        "elsewhere": watch.window.elsewhere,
         "traced": watch.window.traced,
     }
     return {

@@ -35,6 +35,8 @@ class Window:
         self._is_open = False
         self._last = 0
         self._thread = 0
+        self.elsewhere = 0
+        """How many steps have ended in other threads."""
 
     def start(self) -> None:
         """Begins to count."""
@@ -43,7 +45,10 @@ class Window:
 
     def begins(self, step: int) -> None:
         """A step begins; 0 for the second time has what was traced so far forgotten."""
+        if step == 0:
+            self.elsewhere = 0
         if threading.get_ident() != self._thread:
+            self.elsewhere += step > 0
             return
         if step in {0, self._end}:
             self._close()
