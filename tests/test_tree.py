@@ -121,6 +121,25 @@ def test_every_container_keeps_its_type_and_other_contents(kind: str) -> None:
     assert getattr(result, "__dict__", {}).keys() == getattr(value, "__dict__", {}).keys()
 
 
+def test_a_container_that_holds_itself_is_walked_once() -> None:
+    @dataclasses.dataclass
+    class Node:
+        value: torch.Tensor
+        parent: Node | None = None
+        children: list[Node] = dataclasses.field(default_factory=list)
+
+    root = Node(torch.ones(2))
+    root.children = [Node(torch.ones(2), root), Node(torch.ones(2), root)]
+    assert map_tensors(root, lambda t: t) is root
+    doubled = map_tensors(root, lambda t: t * 2)
+    assert [child.value[0].item() for child in (doubled, *doubled.children)] == [2, 2, 2]
+    assert all(child.parent is root for child in doubled.children)
+    assert root.value[0] == 1
+    loop: list[Any] = [torch.ones(2)]
+    loop.append({"loop": loop})
+    assert map_tensors(loop, lambda t: t * 2)[0][0] == 2
+
+
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_an_unchanged_container_is_returned_itself(kind: str) -> None:
     value = BUILDERS[kind](torch.randn(3))

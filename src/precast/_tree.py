@@ -5,6 +5,7 @@ Invariants:
   mappings and dataclass instances (frozen ones too), with their subclasses; all else is a leaf;
 - a rebuilt container keeps its type and what else it carries: default factory, order, attributes;
 - a container in which nothing changed is returned itself; none is modified in place;
+- a container that holds itself is walked once; where it does, a rebuilt one holds what was given;
 - nothing is consumed: generators, strings, sets and arrays are leaves.
 """
 
@@ -30,6 +31,7 @@ def map_tensors(
     value: T,
     fn: Callable[[torch.Tensor], torch.Tensor],
     other: Callable[[Any], Any] = lambda leaf: leaf,
+    _around: tuple[Any, ...] = (),
 ) -> T:
     """Returns `value` with each tensor `t` in it replaced by ``fn(t)``.
 
@@ -52,9 +54,13 @@ def map_tensors(
     items = _items(value)
     if items is None:
         return other(value)  # type: ignore[no-any-return]
+    if not torch.compiler.is_dynamo_compiling():  # which knows no identity of containers
+        if any(value is outer for outer in _around):
+            return value
+        _around = (*_around, value)
     changed = {}
     for key, child in items:
-        new = map_tensors(child, fn, other)
+        new = map_tensors(child, fn, other, _around)
         if new is not child:
             changed[key] = new
     return _replaced(value, changed) if changed else value
