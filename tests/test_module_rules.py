@@ -457,6 +457,28 @@ def test_an_interrupted_call_changes_no_later_one(rule: object, region: Region) 
     assert _torch.optimizes_torchscript()
 
 
+@pytest.mark.parametrize("then", ["nothing", "detached", "detached in the region"])
+def test_an_interrupted_call_leaves_its_policy_in_no_later_region(then: str) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    attachment = precast.attach(model, Policy.load("torch").replace(ops={"mm": "fp32"}))
+    handle = model.register_forward_pre_hook(stop)
+    with torch.autocast("cpu"):
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        if then == "detached in the region":
+            attachment.detach()
+            assert torch.mm(x, x.t()).dtype is torch.bfloat16
+    handle.remove()
+    if then == "detached":
+        attachment.detach()
+    with torch.autocast("cpu"):
+        assert torch.mm(x, x.t()).dtype is torch.bfloat16
+    attachment.detach()
+
+
 def test_a_hook_that_fails_before_ours_changes_nothing(region: Region) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError

@@ -2,7 +2,8 @@
 
 Invariants:
 
-- a call that ends restores what it replaced; one that is abandoned, by Ctrl-C, is forgotten when the next begins;
+- a call that ends restores what it replaced; one that is abandoned, by Ctrl-C, is forgotten when the outermost region
+  ends, when the next call begins, or when its plan ends;
 - autocast that a rule switched off may be switched on again by a rule inside; what the program switched off may not;
 - what a checkpoint runs again in backward finds what it found first.
 """
@@ -19,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from precast import _torch, marks
+from precast import _torch, engine, marks
 from precast.frames import Frame, in_force, regions
 from precast.region import current, put_in_force, refuse_export
 
@@ -30,6 +31,7 @@ __all__ = [
     "acts",
     "begin",
     "end",
+    "forget_abandoned",
     "innermost",
     "off_here",
     "switched_off",
@@ -89,8 +91,7 @@ _thread: Final = _Thread()
 def begin(module: nn.Module) -> Call:
     """A new call, by the function that called the caller of this one."""
     caller = _caller()
-    while _thread.calls and not _is_running(_thread.calls[-1], caller):
-        _forget(_thread.calls.pop())
+    forget_abandoned(caller)
     call = Call(module, caller, _thread.off, [])
     _thread.calls.append(call)
     return call
@@ -110,6 +111,15 @@ def end(module: nn.Module) -> Call | None:
         _put_frame(replaced, replaced.frame)
     _set_off(call.off)
     return call
+
+
+def forget_abandoned(frame: FrameType | None = None) -> None:
+    """Forgets calls that no longer run. `frame` is what runs now; None for the caller's."""
+    while _thread.calls and not _is_running(_thread.calls[-1], frame or inspect.currentframe()):
+        _forget(_thread.calls.pop())
+
+
+engine.after_clear.append(forget_abandoned)
 
 
 def innermost() -> nn.Module | None:

@@ -97,8 +97,9 @@ def _put_in_force() -> None:
     for device in filter(_torch.has_device, DEVICE_TYPES):
         installed(device).frame = None if policy is None else engine.bind(policy, device)
     has_pending = any(frame is not None and frame.pending for frame in map(_frame, DEVICE_TYPES))
-    engine.after_clear[:] = [unseen.leave_region_of_pytorchs] if policy is not None else []
-    engine.after_clear += [_look_again] if has_pending else []
+    ours = {unseen.leave_region_of_pytorchs: policy is not None, _look_again: has_pending}
+    engine.after_clear[:] = [act for act in engine.after_clear if act not in ours]
+    engine.after_clear += [act for act, wanted in ours.items() if wanted]
     _restore_names()
     if policy is None:
         engine.unregister(kernels=threading.active_count() == 1)

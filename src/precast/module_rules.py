@@ -25,7 +25,7 @@ from torch import nn
 
 from precast import _torch, engine
 from precast._arguments import ACCEPTED, check_dtype
-from precast._module_calls import Off, acts, begin, end, off_here, switched_off
+from precast._module_calls import Off, acts, begin, end, forget_abandoned, off_here, switched_off
 from precast._policy_modules import ModuleRule, Precision
 from precast._tree import map_tensors
 from precast.errors import PolicyError
@@ -50,6 +50,7 @@ class Applied:
 
     def remove(self) -> None:
         """Ends it; the model has the hooks that it had before. Does nothing the second time."""
+        forget_abandoned()
         for hook, enter, leave in self._added:
             enter.remove()
             hook.owned = False
