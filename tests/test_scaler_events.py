@@ -142,6 +142,11 @@ def test_history_is_bounded_and_holds_no_graph() -> None:
     assert len(losses) == 3
     assert all(loss.grad_fn is None for loss in losses)
     assert not GradScaler("cpu", history=0).history
+    outputs = model(torch.ones(200, 3))  # one number of which is a loss
+    scaler.scale(outputs[0, 0]).backward()
+    scaler.step(optimizer)
+    (loss,) = scaler.history[-1].findings._losses
+    assert loss.untyped_storage().nbytes() == 4
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused adam"])

@@ -221,3 +221,27 @@ class TestOnCuda:
             scaler.update()
         assert scaler.counters.skipped == 1
         assert parameter.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Profiler record function")
+def test_a_training_step_with_a_scaler_is_compiled_once() -> None:
+    """What the scaler remembers changes in each iteration: traced, it would be compiled each time."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(x).sum()).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(5):
+            step(torch.ones(2, 3))
+    assert scaler.counters.steps == 5
+    off = GradScaler("cpu", enabled=False)
+    scaled = torch.compile(lambda x: off.scale(x) * 2, backend="eager", fullgraph=True)
+    assert scaled(torch.ones(1)).item() == 2.0

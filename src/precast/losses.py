@@ -67,6 +67,7 @@ class LossScalers(Mapping[str, GradScaler]):
     def __len__(self) -> int:
         return len(self._scalers)
 
+    @_torch.never_compiled
     def backward(
         self, name: str, loss: Tensor, *optimizers: Optimizer, retain_graph: bool = False
     ) -> None:
@@ -99,6 +100,7 @@ class LossScalers(Mapping[str, GradScaler]):
             raise
         _add(parameters, before)
 
+    @_torch.never_compiled
     def step(self, optimizer: Optimizer) -> float | None:
         """Runs ``optimizer.step()`` if the gradients of all losses are finite; returns what it returns.
 
@@ -129,6 +131,7 @@ class LossScalers(Mapping[str, GradScaler]):
             scaler.note(optimizer, skipped, time.perf_counter() - begun)
         return result
 
+    @_torch.never_compiled
     def update(self) -> None:
         """Ends the iteration: adapts the scale of each loss that had its `backward`.
 

@@ -173,6 +173,7 @@ class GradScaler(Steps):
         record = self._records.get(id(optimizer))
         return record is not None and record.stage is OptState.UNSCALED
 
+    @_torch.never_compiled
     def clip_grad_norm_(
         self,
         optimizer: Optimizer,
@@ -261,21 +262,25 @@ class GradScaler(Steps):
         if measured:
             self._set(self._found(records))
 
+    @_torch.never_compiled
     def last_step(self, optimizer: Optimizer) -> StepEvent | None:
         """What the latest `step` of `optimizer` did; None before the first, and if the scaler is off."""
         return self._ledger.latest(optimizer)
 
     @property
+    @_torch.never_compiled
     def history(self) -> Sequence[StepEvent]:
         """The latest steps of all optimizers, the oldest first; as many as the argument `history` says."""
         return tuple(self._ledger.history)
 
     @property
+    @_torch.never_compiled
     def counters(self) -> Counters:
         """Steps, skipped steps, skipped iterations in a row, growths and backoffs; waits for open verdicts."""
         self._judge(wait=True)
         return self._ledger.counters
 
+    @_torch.never_compiled
     def advance(self, scheduler: Any) -> bool:
         """Calls ``scheduler.step()`` if the optimizer that it schedules did its latest step.
 

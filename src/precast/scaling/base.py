@@ -38,14 +38,19 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def off(answer: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Gives a method its answer for a scaler that is off: called with the method's arguments."""
+    """Gives a method its answer for a scaler that is off: called with the method's arguments.
+
+    Only that answer enters a compiled graph: what the scaler remembers changes in each iteration, and a graph would be
+    compiled again for it.
+    """
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def chosen(self: Scale, *args: Any, **kwargs: Any) -> Any:
             return method(self, *args, **kwargs) if self._enabled else answer(*args, **kwargs)
 
-        return cast(Method, chosen)
+        _torch.never_compiled(method)
+        return cast(Method, _torch.runs_uncompiled(chosen))
 
     return decorate
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,9 +23,13 @@ _SMALL = 64  # numbers of a loss that are kept as they are
 
 
 def noted(loss: Tensor) -> Tensor:
-    """As much of a loss as says whether it was finite, without its graph; shape () if it was large."""
+    """As much of a loss as says whether it was finite, without its graph and other memory; shape () if it was large."""
     loss = local(loss.detach())
-    return loss if loss.numel() <= _SMALL else loss.abs().amax()
+    if loss.numel() > _SMALL:
+        return loss.abs().amax()
+    is_plain = type(loss) is Tensor and loss.layout is torch.strided
+    is_part = is_plain and loss.untyped_storage().nbytes() > _SMALL * loss.itemsize
+    return loss.clone() if is_part else loss  # not the activations that it is one number of
 
 
 class Findings:
