@@ -35,7 +35,7 @@ def call_edits(
     pinned = _pinned_dtype(source, call, device) if kind == "autocast" else ()
     if pinned is None:
         return None
-    quoted = f"{source.quote}{device}{source.quote}"
+    quoted = source.quoted(device, call)
     if kind == "same":
         return ()
     if kind == "cast":  # the device came between the value and the dtype
@@ -63,12 +63,12 @@ def device_edits(
     source: Source, after: cst.Arg | None, args: Sequence[cst.Arg], kind: str, device: str
 ) -> tuple[Edit, ...] | None:
     """The edits of a list of arguments, which may begin after another one (that of a partial)."""
-    quoted = f"{source.quote}{device}{source.quote}"
     if kind in ("cast", "same"):
         return () if kind == "same" else None
+    last = args[-1] if args else after
+    assert last is not None
+    quoted = source.quoted(device, last)
     if kind == "custom":
-        last = args[-1] if args else after
-        assert last is not None
         if any(arg.star for arg in args):
             return None
         return (source.after(last, f", device_type={quoted}"),)

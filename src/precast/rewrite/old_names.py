@@ -169,7 +169,7 @@ def _with_device(source: Source, node: Node, old: Old) -> tuple[Edit, ...] | Non
     if named is None:
         return None
     keyword = "device_type=" if old.kind == "custom" else ""
-    device = f"{keyword}{source.quote}{old.device}{source.quote}"
+    device = keyword + source.quoted(old.device, node)
     before = source.before(node, f"{named[0]}.partial(")
     return (before, source.after(node, f", {device})"), *named[1])
 

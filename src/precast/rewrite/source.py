@@ -122,6 +122,13 @@ class Source:
         data = self.text.data
         return "'" if data.count(b"'") > data.count(b'"') else '"'
 
+    def quoted(self, text: str, at: Node) -> str:
+        """A text as a literal, in marks that end no f-string around the place where it is put."""
+        around = {f.end for f in self.around(at) if isinstance(f, cst.FormattedString)}
+        marks = (self.quote, '"' if self.quote == "'" else "'")
+        mark = next((mark for mark in marks if mark not in around), self.quote)
+        return f"{mark}{text}{mark}"
+
     @cached_property
     def _spans(self) -> dict[Node, Span]:
         from precast.rewrite.spans import spans

@@ -66,6 +66,19 @@ INVALID = (
     ),
     Case(
         """
+        from torch.cuda.amp import GradScaler
+
+        print(f"{GradScaler()} {GradScaler(enabled=False)}")
+        """,
+        """
+        from torch.amp import GradScaler
+
+        print(f"{GradScaler('cuda')} {GradScaler('cuda', enabled=False)}")
+        """,
+        count=2,
+    ),
+    Case(
+        """
         class Trainer:
             def setup(self, **options):
                 from torch.cuda.amp import GradScaler as Scaler

@@ -48,7 +48,7 @@ def _fix(source: Source, node: Node, new: str, device: str) -> Fix | None:
         return None
     if call.func is not node or any(arg.star or arg.keyword for arg in call.args):
         return None
-    quoted = f"{source.quote}{device}{source.quote}"
+    quoted = source.quoted(device, call)
     if call.args:
         first = source.before(call.args[0], f"{quoted}, ")
     else:
@@ -123,6 +123,19 @@ INVALID = (
             torch.set_autocast_dtype("cuda", torch.bfloat16)
         """,
         count=3,
+    ),
+    Case(
+        """
+        import torch
+
+        print(f"on the CPU: {torch.is_autocast_cpu_enabled()}")
+        """,
+        """
+        import torch
+
+        print(f"on the CPU: {torch.is_autocast_enabled('cpu')}")
+        """,
+        note="In marks that do not end the text around it.",
     ),
     Case(
         """

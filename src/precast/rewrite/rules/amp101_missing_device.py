@@ -39,7 +39,7 @@ def _fix(source: Source, call: cst.Call, arguments: Arguments, first: Node | Non
     device = the_device(source)
     if device is None or len(arguments.positional) > 1:
         return None
-    text = f"{source.quote}{device}{source.quote}"
+    text = source.quoted(device, call)
     message = "Give the only device type that the file names"
     if first is not None:
         name = _slot(source, first)

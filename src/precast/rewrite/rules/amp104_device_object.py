@@ -98,7 +98,7 @@ def _root(node: Node) -> str | None:
 
 def _literal(source: Source, value: Node, text: str) -> Fix:
     kind = text.partition(":")[0]
-    return source.fix("Use its type", source.replace(value, f"{source.quote}{kind}{source.quote}"))
+    return source.fix("Use its type", source.replace(value, source.quoted(kind, value)))
 
 
 def _without_index(source: Source, call: cst.Call, value: Node) -> Fix | None:

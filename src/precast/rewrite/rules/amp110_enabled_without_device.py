@@ -25,7 +25,7 @@ def check(source: Source) -> Iterator[Finding]:
         fix = None
         if source.allows("2.4"):
             end = source.span(call).end - 1
-            edit = Edit(end, end, f"{source.quote}cpu{source.quote}")
+            edit = Edit(end, end, source.quoted("cpu", call))
             fix = source.fix("Ask for the CPU", edit, unsafe=True)
         yield source.find(RULE, call, fix=fix)
 
