@@ -246,6 +246,21 @@ def test_inference_mode() -> None:
     assert monitor.steps == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_inference_mode_in_the_midst_of_training(dtype: torch.dtype) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with precast.monitor(model, every=1) as monitor, precast.autocast("cpu", dtype=dtype):
+        take(model, optimizer)
+        with torch.inference_mode():
+            model(torch.randn(6, 8))  # as a teacher, or for statistics of BatchNorm
+        take(model, optimizer)
+        with torch.inference_mode():
+            model(torch.randn(6, 8))
+        monitor.end_step()
+    assert entries(monitor)["output", "0"]["elements"] == [96, 192, 96]
+
+
 def test_sparse_complex_frozen_and_double_backward() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -150,10 +150,11 @@ class Tally:
                 squares,
             )
             return
-        self._bins += bins
-        self._special += special
+        # Not in place: some may have been made in inference mode, where nothing may write to them afterwards.
+        self._bins = self._bins + bins
+        self._special = self._special + special
         self._largest = torch.maximum(self._largest, largest)
-        self._squares += squares
+        self._squares = self._squares + squares
 
 
 def memory_of(tensor: Tensor) -> Tensor | None:
