@@ -150,11 +150,8 @@ def _cut(link: Link) -> None:
 
 
 def _storage(tensor: Tensor) -> Any:
-    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH or tensor.layout is not torch.strided:
+    if not _torch.is_plain(type(tensor)) or tensor.layout is not torch.strided:
         return None
     if _torch.is_functorch_wrapper(tensor):  # it stands for another
         return None
     return tensor.untyped_storage()
-
-
-_NO_DISPATCH: Final = Tensor.__torch_dispatch__
