@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -576,6 +577,19 @@ def test_explain_says_what_it_does_not_follow() -> None:
     assert str(trace.explain(place)) == "int64: only floating-point tensors are followed"
     with pytest.raises(PrecastError, match=r"explain\(tensor\) got int"):
         trace.explain(3)  # type: ignore[arg-type]
+
+
+def test_code_that_was_traced_ends_with_its_function() -> None:
+    namespace: dict[str, Any] = {"torch": torch}
+    program = "def made():\n    return torch.ones(2) @ torch.ones(2)"
+    exec(compile(program, "made.py", "exec"), namespace)  # as `torch.compile` makes code
+    code = weakref.ref(namespace["made"].__code__)
+    with precast.trace() as traced:
+        namespace["made"]()
+    assert any(" in made" in str(row.source) for row in traced.rows)
+    del namespace["made"]
+    gc.collect()
+    assert code() is None
 
 
 def test_explain_stays_short_and_keeps_nothing_alive() -> None:

@@ -15,8 +15,9 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -42,8 +43,7 @@ __all__ = [
 
 _PROGRAM, _LIBRARY, _MODULE, _BACKWARD, _OPTIMIZER = range(5)
 _LIMIT: Final = 20_000
-_kinds: dict[int, tuple[CodeType, int]] = {}
-_texts: dict[tuple[int, int], tuple[CodeType, str]] = {}
+_codes: Final[dict[int, _Code]] = {}
 
 _PRECAST: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _DEMO: Final = os.path.join(_PRECAST, "demo", "")
@@ -83,12 +83,11 @@ def read_stack(frame: FrameType | None) -> Stack:
     """Reads the stack from `frame` outwards."""
     source: str | None = None
     while frame is not None:
-        code = frame.f_code
-        known = _kinds.get(id(code))
-        kind = _kind(code) if known is None else known[1]
+        code = _codes.get(id(frame.f_code)) or _learnt(frame.f_code)
+        kind = code.kind
         if kind == _PROGRAM:
             if source is None:
-                source = _text(code, frame.f_lineno)
+                source = code.text(frame.f_lineno)
         elif kind == _MODULE:
             return Stack(source or _outer_source(frame), frame.f_locals["self"], "forward")
         elif kind == _BACKWARD:
@@ -113,21 +112,39 @@ def _outer_source(frame: FrameType) -> str | None:
     """The line of the program that called what `frame` runs, where no line of it is further in."""
     outer = frame.f_back
     while outer is not None:
-        if _kind(outer.f_code) == _PROGRAM:
-            return _text(outer.f_code, outer.f_lineno)
+        code = _codes.get(id(outer.f_code)) or _learnt(outer.f_code)
+        if code.kind == _PROGRAM:
+            return code.text(outer.f_lineno)
         outer = outer.f_back
     return None
 
 
-def _kind(code: CodeType) -> int:
-    known = _kinds.get(id(code))
-    if known is not None:
-        return known[1]
-    if len(_kinds) >= _LIMIT:
-        _kinds.clear()
-    kind = _classified(code)
-    _kinds[id(code)] = code, kind  # with the code: an id is given out again
-    return kind
+class _Code:
+    """What is known of a code object, which is not kept alive: what `torch.compile` makes ends with its function."""
+
+    __slots__ = ("_name", "_ref", "_texts", "kind")
+
+    def __init__(self, code: CodeType, forget: Callable[[Any], Any]) -> None:
+        self.kind = _classified(code)
+        self._ref = weakref.ref(code, forget)  # an id is given out again
+        self._name = code.co_filename, code.co_name
+        self._texts: dict[int, str] = {}
+
+    def text(self, line: int) -> str:
+        """A line of it, as a person would say it."""
+        text = self._texts.get(line)
+        if text is None:
+            file, name = self._name
+            text = self._texts[line] = f"{_short(file)}:{line} in {name}"
+        return text
+
+
+def _learnt(code: CodeType) -> _Code:
+    if len(_codes) >= _LIMIT:
+        _codes.clear()
+    key, codes = id(code), _codes  # at the end of the process the module has no names any more
+    known = _codes[key] = _Code(code, lambda _: codes.pop(key, None))
+    return known
 
 
 def _classified(code: CodeType) -> int:
@@ -140,17 +157,6 @@ def _classified(code: CodeType) -> int:
     file = code.co_filename
     ours = file.startswith(_NO_PROGRAM) and not file.startswith(_DEMO)
     return _LIBRARY if ours else _PROGRAM
-
-
-def _text(code: CodeType, line: int) -> str:
-    known = _texts.get((id(code), line))
-    if known is not None:
-        return known[1]
-    if len(_texts) >= _LIMIT:
-        _texts.clear()
-    text = f"{_short(code.co_filename)}:{line} in {code.co_name}"
-    _texts[id(code), line] = code, text
-    return text
 
 
 def _short(file: str) -> str:
