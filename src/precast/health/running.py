@@ -186,7 +186,7 @@ class Running:
         def reached(gradient: Tensor | None) -> None:
             if gradient is None or _torch.is_functorch_active():
                 return
-            with turn:
+            with turn.lock:
                 if not self.is_over:
                     add(key, (gradient,), look, made)
 

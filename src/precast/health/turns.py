@@ -21,21 +21,19 @@ _turns: Final[weakref.WeakSet[Turn]] = weakref.WeakSet()
 
 
 class Turn:
-    """A lock that its holder may take again, as hooks may call what has hooks."""
+    """Whose turn it is.
+
+    Attributes:
+        lock: taken as ``with turn.lock:``, by its holder again, as hooks may call what has hooks.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.forget()
         _turns.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._lock.release()
 
     def forget(self) -> None:
         """Whoever has it is not in this process."""
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
 
 class Taking(Protocol):
@@ -52,7 +50,7 @@ def alone(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P],
 
     @functools.wraps(method)
     def waits(self: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.turn:
+        with self.turn.lock:
             return method(self, *args, **kwargs)
 
     return waits

@@ -86,7 +86,7 @@ class _Watched:
         watcher = self._watcher
         if torch.compiler.is_dynamo_compiling() or watcher is None or not _torch.is_real():
             return
-        with watcher.turn:
+        with watcher.turn.lock:
             running = watcher.running_whole
             if running is None:
                 unseen(watcher.saw_call, self._key, module, args, kwargs, output)

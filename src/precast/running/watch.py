@@ -80,7 +80,7 @@ class Watch:
         """``id`` of each of `parameters` that is one of a model's -> its name there."""
         named: dict[int, str] = {}
         wanted = list(parameters)
-        with self.steps.turn:
+        with self.steps.turn.lock:
             known = sorted(self._known, key=_size)
         for module in known:  # the largest has the last word
             named |= names_in(module, wanted)
