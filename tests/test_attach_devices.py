@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import precast
 from precast import attachment as attachments
 from precast import held, unseen, weights
+from tests.cuda_graphs import graph_of
 
 BF16 = torch.bfloat16
 
@@ -269,15 +270,7 @@ class TestOnGpu:
                 loss.backward()
                 optimizer.step()
 
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    step()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
+            graph = graph_of(step)
             for _ in range(5):
                 graph.replay()
             torch.cuda.synchronize()

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from precast.events import StepEvent, observe
 from precast.scaler import GradScaler
+from tests.cuda_graphs import graph_of
 from tests.scaling import KINDS, bits, make_parameter, sgd
 
 Tensor = torch.Tensor
@@ -191,15 +192,7 @@ class TestOnCuda:
             scaler.step(optimizer)
             scaler.update()
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                iteration()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            iteration()
+        graph = graph_of(iteration)
         scale = scaler.get_scale()
         graph.replay()
         assert scaler.get_scale() == 2 * scale

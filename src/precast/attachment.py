@@ -300,13 +300,13 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _registered(module: nn.Module, _name: str, _value: object) -> None:
-    for attachment in held.attached:
-        if id(module) in attachment._modules:  # what it gets is not in it yet
-            held.before_next_region[id(attachment)] = attachment._look
+    _look_again(
+        a for a in held.attached if id(module) in a._modules
+    )  # what it gets is not in it yet
 
 
-def _look_again() -> None:
-    for attachment in held.attached:
+def _look_again(some: Iterable[Attachment] = held.attached) -> None:
+    for attachment in some:
         held.before_next_region[id(attachment)] = attachment._look
 
 

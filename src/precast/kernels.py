@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from precast import _torch, events
+from precast._tree import tensors_in
 from precast.errors import BannedOperationError
 from precast.frames import Runner, in_force, regions
-from precast.operation import Convert, Operation, tensors_in
+from precast.operation import Convert, Operation
 from precast.policy import Rule
 
 __all__ = ["noting", "promoting", "retry_promoted", "runner_for"]
@@ -94,7 +95,7 @@ def _promote(op: Operation) -> Runner:
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lower = widest = op.lower_dtype()
-        for tensor in tensors_in(args, kwargs):
+        for tensor in tensors_in((args, kwargs)):
             if not op.eligible(tensor):
                 continue
             # As in PyTorch the order counts: what comes after a float32 is never asked for its dtype.
@@ -153,7 +154,7 @@ def retry_promoted(
 ) -> Any:
     """Runs `op` once more with its floating tensors in their widest dtype; raises `error` where that is no way out."""
     promotable = functools.partial(_promotable, op)
-    floating = {t.dtype for t in tensors_in(args, kwargs) if promotable(t)}
+    floating = {t.dtype for t in tensors_in((args, kwargs)) if promotable(t)}
     if len(floating) < 2 or in_force(op.device_type).in_force.attempts:
         raise error
     try:

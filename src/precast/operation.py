@@ -21,7 +21,7 @@ from precast import _torch
 from precast._torch import OpOverload
 from precast._tree import map_tensors
 
-__all__ = ["Convert", "Operation", "is_eligible", "tensors_in"]
+__all__ = ["Convert", "Operation", "is_eligible"]
 
 Convert = Callable[[Tensor], Tensor]
 _F64: Final = torch.float64
@@ -103,15 +103,3 @@ def is_eligible(tensor: Tensor, device_type: str) -> bool:
         and tensor.dtype is not _F64
         and tensor.device.type == device_type
     )
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """Every tensor in an operation's arguments."""
-    found: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(values, collect)
-    return found

@@ -168,9 +168,7 @@ class WeightCache:
                 copies.clear()
         for entry in held:  # a source may end with its copy, and be forgotten here
             entry.cast = entry.other = None
-        if (
-            self._known and swaps_parameters()
-        ):  # which PyTorch refuses for what is referenced weakly
+        if self._known and swaps_parameters():  # PyTorch swaps nothing that is referenced weakly
             self._known.clear()
         self._modes = None
         self.used.clear()
