@@ -76,10 +76,14 @@ def test_derivatives() -> None:
 
 
 def test_adam_finds_the_curve_where_weights_are_float32() -> None:
+    """The worst of three runs: one in 60 with weights of 16 bits ends on 5, 0 and 3 by chance."""
     gradients, seed = example("01_gradients"), random.randrange(1000)
     exact = torch.tensor([5.0, 0, 3])
     errors = [
-        (gradients.fit(region, dtype, seed).float() - exact).abs().max().item()
+        max(
+            (gradients.fit(region, dtype, seed + run).float() - exact).abs().max().item()
+            for run in range(3)
+        )
         for region, dtype in (
             (plain, torch.float32),
             (mixed, torch.float32),
@@ -88,7 +92,7 @@ def test_adam_finds_the_curve_where_weights_are_float32() -> None:
     ]
     assert errors[0] < 0.005
     assert errors[0] < errors[1] < 0.03  # as near as products rounded to bfloat16 say
-    assert errors[2] > 2 * errors[0]
+    assert errors[2] > 0.005
 
 
 def test_what_a_weight_of_16_bits_does_not_see() -> None:
