@@ -162,6 +162,21 @@ def test_comments_silence_findings_and_unused_ones_are_found(here: Path) -> None
     assert (here / "a.py").read_text() == NEW.replace("pass", "pass  # noqa: E501")
 
 
+@pytest.mark.parametrize(
+    "silent",
+    [
+        "# precast: noqa\nx = 1  # noqa: AMP001\n",
+        "# precast: noqa: AMP901\nx = 1  # noqa: AMP001\n",
+        "x = 1  # noqa: AMP001, AMP901\n",
+    ],
+)
+def test_an_unused_suppression_is_silenced_like_any_finding(here: Path, silent: str) -> None:
+    (here / "a.py").write_text(silent)
+    assert precast_("check").exit_code == 0
+    (here / "a.py").write_text(silent.replace("precast: noqa", "").replace(", AMP901", ""))
+    assert "AMP901" in precast_("check").stdout
+
+
 def test_a_silenced_use_keeps_the_fix_it_shares_from_the_others(here: Path) -> None:
     text = "from torch.cuda.amp import autocast\n\na = autocast()\nb = autocast()  # noqa: AMP001\n"
     (here / "a.py").write_text(text)

@@ -120,6 +120,8 @@ def _syntax_error(text: Text, error: Exception) -> Iterator[Finding]:
 def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[Finding]:
     """Suppressions that silence nothing. One of a rule that is not selected may be needed."""
     for comment, unused in suppressions.unused():
+        if suppressions.silences("AMP901", text.position(comment.span.start)[0]):
+            continue
         left = [code for code in unused if code in codes or code not in index()]
         if left:
             rest = sorted((comment.codes or frozenset()) - set(left))

@@ -44,13 +44,19 @@ def overview() -> str:
         f"{'on' if rule.default else 'off'} |"
         for rule in all_rules().values()
     ]
-    head = "| code | name | severity | fix | |\n|---|---|---|---|---|"
-    made = "Written by `python -m tools.rule_pages` from the rules themselves."
+    head = "| code | name | severity | fix | by default |\n|---|---|---|---|---|"
+    made = (
+        "Written by `python -m tools.rule_pages` from the rules themselves. The first digit of a code says what a rule "
+        "is about: 0 old names, 1 misuse of the interface, 2 the scaler and the order of a training step, 3 what is in "
+        "a region, 4 numbers that 16 bits cannot hold, 5 speed, data and names that do not exist, 6 the move to "
+        "precast. A safe fix is applied by `precast fix`, an unsafe one with `--unsafe-fixes` only. Rules that are off "
+        "run where they are selected: [settings](../check.md#settings)."
+    )
     rest = (
         "AMP900: a file that mentions mixed precision is not Python. AMP901: a suppression names a code of these and "
         "silences nothing."
     )
-    return "\n".join(["# Rules", "", made, "", head, *rows, "", _wrapped(rest), ""])
+    return "\n".join(["# Rules", "", _wrapped(made), "", head, *rows, "", _wrapped(rest), ""])
 
 
 def _example(case: Case) -> str:
