@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from precast import report
+from tests.browser.conftest import leave
 from tests.browser.test_report import ask, column, put
 
 PROGRAM = '''\
@@ -35,9 +35,7 @@ for step in range(9):
 '''
 
 
-def test_a_run_that_overflows_is_told_and_shown(
-    browser: Any, tmp_path: Path, opened: Callable[..., Any]
-) -> None:
+def test_a_run_that_overflows_is_told_and_shown(browser: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "precast", "run", "--health", "--steps", "2:4"]
     command += ["--report", "run.html", "--json", "run.json", "train.py"]
@@ -45,7 +43,7 @@ def test_a_run_that_overflows_is_told_and_shown(
     assert done.returncode == 0, done.stderr
     made: Any = report.load(tmp_path / "run.json")
 
-    browser.get_log("browser")
+    leave(browser)
     browser.get((tmp_path / "run.html").as_uri())
     assert browser.get_log("browser") == []
     headline = ask(browser, "document.querySelector('#headline').textContent")

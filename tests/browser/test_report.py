@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from precast import report
-from tests.browser.conftest import resize
+from tests.browser.conftest import prefers, resize, wait
 from tests.documents import document, flat, with_rows
 
 Opened = Callable[..., Any]
@@ -314,8 +314,7 @@ def test_modules_open_by_keyboard(opened: Opened) -> None:
         "(each) => each.textContent.startsWith('3')).focus()"
     )
     press(browser, "Enter")
-    browser.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0]))")
-    assert "mlp" in ask(browser, names)
+    wait(browser, f"{names}.includes('mlp')")
 
 
 # --- themes, paper, ranks ---
@@ -323,11 +322,6 @@ def test_modules_open_by_keyboard(opened: Opened) -> None:
 
 def ground(browser: Any) -> str:
     return ask(browser, "getComputedStyle(document.body).backgroundColor")
-
-
-def prefers(browser: Any, scheme: str) -> None:
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
 
 def test_the_theme_is_the_systems_until_it_is_chosen(opened: Opened) -> None:

@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.browser.conftest import resize
+from tests.browser.conftest import leave, prefers, resize, wait
 
-ROOT = Path(__file__).parent.parent.parent
-SITE = ROOT / "build" / "site"
+SITE = Path(__file__).parents[2] / "build" / "site"
 PAGES = [
     "",
     "guide/01-tensors/",
@@ -48,30 +47,14 @@ def address() -> Iterator[str]:
 
 def visit(browser: Any, address: str, page: str, scheme: str = "light") -> None:
     """Opens a page as somebody who has never been there, and prefers light or dark."""
-    browser.get("about:blank")  # where no script of the site still writes down what it showed
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    wait(browser, f"matchMedia('(prefers-color-scheme: {scheme})').matches")
-    for kind in ("browser", "performance"):
-        browser.get_log(kind)
+    leave(browser)  # to where no script of the site still writes down what it showed
+    prefers(browser, scheme)
     # Cleared by the page itself, before its own scripts: what the browser clears from outside may
     # reach a page later than they ask for it, which then shows what an earlier test preferred.
     forget = {"source": "localStorage.clear()"}
     added = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", forget)
     browser.get(address + page)
     browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
-
-
-def wait(browser: Any, script: str) -> Any:
-    """What a script gives as soon as it gives something."""
-    found = browser.execute_async_script(
-        "const done = arguments[1], until = Date.now() + 20000;"
-        "const look = () => { const it = (0, eval)(arguments[0]);"
-        "if (it || Date.now() > until) done(it); else setTimeout(look, 100) }; look()",
-        script,
-    )
-    assert found, script
-    return found
 
 
 @pytest.mark.parametrize("width", [1280, 360])
@@ -100,8 +83,8 @@ def test_a_page_is_light_or_dark_as_its_reader_prefers(
 ) -> None:
     visit(browser, address, "guide/08-mixed-precision/", scheme)
     wait(browser, "document.body.dataset.mdColorMedia")  # it has chosen
-    page = (ROOT / "docs" / "guide" / "08-mixed-precision.md").read_text(encoding="utf-8")
-    pictures = page.count("<!-- picture: ")
+    page = (SITE / "guide" / "08-mixed-precision" / "index.html").read_text(encoding="utf-8")
+    pictures = page.count("<figure>")
     assert pictures
     ground = (
         "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + +b, 0)"
@@ -130,9 +113,9 @@ def test_what_is_typed_is_found(
     browser.execute_script("document.querySelector('.md-search__input').focus()")
     browser.switch_to.active_element.send_keys(words)
     links = "[...document.querySelectorAll('.md-search-result__link')].map(a => decodeURI(a.href))"
-    wait(browser, f"{links}.length && document.querySelector('.md-search-result__meta')")
-    found = browser.execute_script(f"return {links}")
-    assert any(leads in link for link in found), found
+    wait(
+        browser, f"{links}.some(link => link.includes('{leads}'))"
+    )  # letter by letter it finds more
 
 
 def test_a_page_leads_to_itself_in_the_other_language(browser: Any, address: str) -> None:
