@@ -27,6 +27,12 @@ def one_accelerator() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Lightning advises where there are more than two cores, or a GPU that is not asked for: tests are to pass there."""
+    for advice in ("The '.*' does not have many workers", "GPU available but not used"):
+        config.addinivalue_line("filterwarnings", f"ignore:{advice}:UserWarning")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--clients-json", type=Path, help="where to write what was compared")
 
