@@ -71,8 +71,8 @@ def attach(
         hold: whether copies are held; False has the weights cast in each region.
         grad_dtype: torch.bfloat16 or torch.float16 has the gradients of held weights that `optimizer` trains stay in
             that dtype until its step, which sees them in float32 and writes each weight and its copy in one go: 2 bytes
-            a number in place of 4, and a faster step. What is summed before the step is rounded each time. None has
-            them be float32, as without an attachment.
+            a number in place of 4. What is summed before the step is rounded each time. None has them be float32, as
+            without an attachment.
 
     Returns:
         The attachment, which lives as long as the model, or until its `detach`.

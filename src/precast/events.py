@@ -166,14 +166,21 @@ _here = _Here()
 def observe(callback: Callable[[Any], None]) -> Iterator[None]:
     """Calls `callback(event)` for every event of this thread until the `with` ends.
 
-    Observers nest: each gets every event, the outermost first.
+    An event is a `StepEvent` or a `Verdict` of a gradient scaler, a `HealthEvent` of a monitor, or a `Note` of the
+    engine. Observers nest: each gets every event, the outermost first.
 
     Examples:
+        >>> import precast, torch
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
+        >>> scaler = precast.GradScaler("cpu")
         >>> seen = []
-        >>> with observe(seen.append):
-        ...     emit(Note("mse_loss", "cpu", "ran in float32"))
-        >>> seen[0].op
-        'mse_loss'
+        >>> with precast.observe(seen.append):
+        ...     scaler.scale(parameter.sum()).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        >>> [type(event).__name__ for event in seen]
+        ['StepEvent']
     """
     _here.callbacks = (*_here.callbacks, callback)
     try:

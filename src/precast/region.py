@@ -285,7 +285,7 @@ def current(device_type: str | None = None) -> Regions:
 
 @_torch.never_compiled
 def disable() -> Regions:
-    """A region in which autocast is off for every device type, with none to be named.
+    """A region in which autocast is off for every device type, without naming one.
 
     Examples:
         >>> with autocast("cpu"), disable():
