@@ -198,13 +198,19 @@ def test_a_wrong_state_is_refused_whole(change: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize(
-    ("saved", "taken"), [(0.0, 2.0**-14), (4.5e-44, 2.0**-14), (math.inf, 2.0**20)]
+    ("saved", "taken", "says"),
+    [
+        (0.0, 2.0**-14, "below min_scale.*may hold NaN"),
+        (4.5e-44, 2.0**-14, "below min_scale.*may hold NaN"),
+        (2.0**21, 2.0**20, r"above max_scale: 1.04858e\+06 is taken\.$"),
+        (math.inf, 2.0**20, r"above max_scale: 1.04858e\+06 is taken\.$"),
+    ],
 )
-def test_a_scale_that_many_skipped_steps_left_is_moved_to_the_limit(
-    saved: float, taken: float
+def test_a_scale_outside_the_limits_is_moved_to_the_nearest(
+    saved: float, taken: float, says: str
 ) -> None:
     scaler = GradScaler("cpu", max_scale=2.0**20)
-    with pytest.warns(PrecastWarning, match="outside min_scale and max_scale.*may hold NaN"):
+    with pytest.warns(PrecastWarning, match=says):
         scaler.load_state_dict({**FIVE, "scale": saved})
     assert scaler.get_scale() == taken
 
