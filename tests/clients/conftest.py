@@ -28,7 +28,7 @@ def one_accelerator() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lightning advises where there are more than two cores, or a GPU that is not asked for: tests are to pass there."""
+    """Lightning advises where there are more than two cores, or a GPU that is not asked for: tests pass there too."""
     for advice in ("The '.*' does not have many workers", "GPU available but not used"):
         config.addinivalue_line("filterwarnings", f"ignore:{advice}:UserWarning")
 
