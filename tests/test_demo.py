@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import json
 import math
 import os
 import re
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,19 +191,26 @@ def test_digits_are_read_correctly_in_both_precisions() -> None:
         assert each.accuracy > 0.9
 
 
-def test_training_takes_one_thread_where_threads_are_in_each_others_way() -> None:
+def test_training_takes_one_thread_where_threads_are_in_each_others_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A clock of its own: what a call really takes would test how busy the machine is.
+    seconds = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: seconds)
+    monkeypatch.setattr("precast.demo.threads.time", clock)
+
+    def step(slow: int) -> None:
+        nonlocal seconds
+        seconds += 0.02 if torch.get_num_threads() == slow else 0.001
+
     torch.set_num_threads(3)
     for slow, chosen in ((1, 3), (3, 1)):
-        with fastest_threads(lambda slow=slow: time.sleep(_pace(slow))) as threads:
+        with fastest_threads(functools.partial(step, slow)) as threads:
             assert threads == torch.get_num_threads() == chosen
         assert torch.get_num_threads() == 3
     torch.set_num_threads(1)
     with fastest_threads(lambda: pytest.fail("one thread needs no trial")) as threads:
         assert threads == 1
-
-
-def _pace(slow: int) -> float:
-    return 0.02 if torch.get_num_threads() == slow else 0.001
 
 
 def test_a_skipped_step_is_a_step_after_which_the_scale_fell() -> None:
@@ -230,6 +238,24 @@ def test_peak_memory_is_what_is_held_plus_the_most_handed_out_during_a_step() ->
 
     profile = profile_steps(step, [batch, batch], model, optimizer)
     assert profile.peak_bytes == held + 4 * 80_000
+
+
+def test_what_an_earlier_profile_left_is_no_part_of_the_peak_whenever_it_is_collected() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = (torch.zeros(1), torch.zeros(1))
+
+    def leaves_a_cycle(_: Any) -> None:
+        cycle: list[Any] = [torch.empty(50_000)]
+        cycle.append(cycle)
+
+    def step(_: Any) -> None:
+        gc.collect()
+        torch.empty(50_000)
+
+    expected = profile_steps(step, [batch], model, optimizer).peak_bytes
+    profile_steps(leaves_a_cycle, [batch], model, optimizer)
+    assert profile_steps(step, [batch], model, optimizer).peak_bytes == expected
 
 
 def test_time_is_counted_by_kind_of_operation(monkeypatch: pytest.MonkeyPatch) -> None:

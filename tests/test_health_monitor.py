@@ -465,6 +465,8 @@ def test_the_scaler_says_it() -> None:
 
 def test_a_parameters_gradient_that_overflows_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.5)  # outputs of 600 and 1200, and 300 000 in the gradients
     optimizer = sgd(model)
     scaler = precast.GradScaler("cpu", init_scale=1.0, on_verdict="ignore", min_scale=0.5)
     with precast.monitor(model), precast.autocast("cpu", dtype=torch.float16):

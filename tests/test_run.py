@@ -223,8 +223,10 @@ ENDINGS = {
     ),
     "children that are ended": (
         "import multiprocessing as m, time\n"
-        "c = m.get_context('fork').Process(target=time.sleep, args=(60,))\n"
-        "c.start(); time.sleep(0.2); c.terminate(); c.join(); print(c.exitcode)",
+        "here, there = m.Pipe()\n"
+        "def work(): there.send('ready'); time.sleep(60)\n"
+        "c = m.get_context('fork').Process(target=work)\n"
+        "c.start(); here.recv(); c.terminate(); c.join(); print(c.exitcode)",
         "ended",
         0,
         None,
@@ -274,6 +276,7 @@ def test_ctrl_c_and_a_signal_from_outside(tmp_path: Path) -> None:
 
 
 def test_processes_that_are_spawned_find_what_is_defined_in_main(tmp_path: Path) -> None:
+    # Flushed: a pool may end its workers before they have written what they print.
     write(
         tmp_path,
         """
@@ -283,7 +286,7 @@ def test_processes_that_are_spawned_find_what_is_defined_in_main(tmp_path: Path)
             def __call__(self, x):
                 return x * x
 
-        print("import", __name__)
+        print("import", __name__, flush=True)
         if __name__ == "__main__":
             for method in ("spawn", "fork", "forkserver"):
                 with multiprocessing.get_context(method).Pool(1) as pool:

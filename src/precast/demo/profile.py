@@ -7,6 +7,7 @@ out on top during it, on every device alike. Gradients are dropped first, so non
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -86,6 +87,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _start_counting(device: torch.device) -> int:
+    gc.collect()  # what an earlier profile saw allocated would count as given back in this one
     if device.type != "cuda":
         return 0
     synchronize(device)
