@@ -70,6 +70,18 @@ def test_a_verdict_with_its_reason(kind: str, reason: str, expected: int, loss: 
     assert bits(parameter) != before
 
 
+def test_a_verdict_tells_parameters_apart_whose_names_have_commas() -> None:
+    parameters = [make_parameter() for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters)
+    scaler = GradScaler("cpu", max_nonfinite_losses=0)
+    scaler.scale(torch.full((), math.nan))
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, math.nan)
+    scaler.step(optimizer)
+    with pytest.raises(BrokenModelError, match="`group 0, parameter 0`, `group 0, parameter 1`"):
+        scaler.update()
+
+
 def test_one_bad_batch_is_no_verdict_unless_it_is_asked_to_be() -> None:
     parameter = make_parameter()
     scaler = GradScaler("cpu")

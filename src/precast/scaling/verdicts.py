@@ -91,4 +91,5 @@ def _listed(names: tuple[str, ...]) -> str:
     if not names:
         return "gradients were"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"the gradients of {', '.join(names[:_SHOWN])}{more} were"
+    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+    return f"the gradients of {shown}{more} were"
