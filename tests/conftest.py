@@ -50,6 +50,15 @@ def pytest_report_header() -> str:
     return f"random programs: PRECAST_PROGRAMS_SEED={PROGRAMS_SEED}"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _what_is_printed_is_plain() -> Iterator[None]:
+    """In 80 columns, without colours, wherever tests run: a CI may ask all programs for colours."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("COLUMNS", "FORCE_COLOR", "LINES"):
+            environment.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_region_is_left_open() -> Iterator[None]:
     yield
