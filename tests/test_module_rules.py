@@ -515,7 +515,7 @@ def test_threads_do_not_see_each_others_calls(region: Region) -> None:
     inside, done = threading.Barrier(2), []
 
     def wait(*_: object) -> None:
-        inside.wait(10)
+        inside.wait(60)
 
     ruled(model, {"": "fp32", "head": "float16"})
     model.encoder.register_forward_hook(wait)
