@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -101,11 +102,13 @@ def calls(what: Callable[[], object]) -> int:
         nonlocal seen
         seen += 1
 
+    gc.disable()  # what it calls for other tests' garbage is not counted
     sys.setprofile(count)
     try:
         what()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return seen
 
 
