@@ -291,7 +291,13 @@ COUNTS = {"peak_bytes", "casts", "cast_bytes", "rounds", "calls"}
 
 @pytest.fixture
 def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    """All else is found: Dynamo asks when it is loaded, and never again."""
+    found = importlib.util.find_spec
+
+    def find_spec(name: str, *package: Any) -> Any:
+        return None if name == "transformers" else found(name, *package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ def test_bfloat16_runs_without_a_scaler_and_float16_with_one() -> None:
 
 
 def test_the_checkerboard_is_learnt_in_both_precisions() -> None:
-    result = compare(tiny(steps=180))
+    result = compare(tiny(steps=300))  # of the pixels 0.89 or more are right; after 180 steps, 0.71
     variance = 0.25  # what answering 1/2 everywhere leaves
     for each in (result.float32, result.mixed):
         assert sum(each.losses[-10:]) / 10 < 0.7 * variance
