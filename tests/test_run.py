@@ -42,7 +42,8 @@ class Done:
 
 
 def start(command: list[str], folder: Path, **extra: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONWARNINGS": "", **extra}
+    # Empty is as if unset: whether what is printed waits in a buffer is then the same everywhere.
+    environment = {**os.environ, "PYTHONWARNINGS": "", "PYTHONUNBUFFERED": "", **extra}
     return subprocess.Popen(
         command,
         cwd=folder,
