@@ -60,6 +60,12 @@ def _what_is_printed_is_plain() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _one_seed_repeats_all_draws() -> None:
+    """`--randomly-seed` seeds Python's and NumPy's generator for each test: with PyTorch's it repeats what failed."""
+    torch.manual_seed(random.getrandbits(32))
+
+
+@pytest.fixture(autouse=True)
 def _no_region_is_left_open() -> Iterator[None]:
     yield
     assert not regions.records
