@@ -9,6 +9,8 @@ CLIENTS_STAMP := $(CLIENTS)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start some hundred programs; without bytecode on disk each compiles precast, which takes as long as the rest.
 unexport PYTHONDONTWRITEBYTECODE
+# pip compiles all that it installs, which takes longer than the rest of it; Python compiles what is imported, once.
+INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples demo-digits demo-distributed doctor test lint format types docs docs-draft docs-serve docs-examples \
@@ -19,13 +21,12 @@ help:  ## list the targets
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/$(INSTALL) --editable '.[dev]'
 	touch $@
 
 $(CLIENTS_STAMP): pyproject.toml constraints.txt constraints-clients.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/pip install --quiet --constraint constraints.txt \
-		--constraint constraints-clients.txt --editable '.[test-clients]'
+	$(CLIENTS)/bin/$(INSTALL) --constraint constraints-clients.txt --editable '.[test-clients]'
 	touch $@
 
 demo: $(STAMP)  ## train a network in float32 and in mixed precision, and show the difference
@@ -93,12 +94,10 @@ docs-examples: $(STAMP)  ## run every Python example of the README files and doc
 	$(BIN)/python -m pytest tests/test_docs.py
 
 # What keeps one core busy runs beside its like; tests take what cores there are. (Make 3.81 cannot keep outputs apart.)
-BESIDE := $(MAKE) --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 ci: $(STAMP)  ## everything CI runs (the layer test and the docs examples are part of `test`)
-	+$(BESIDE) lint types docs
-	$(MAKE) test
-	+$(BESIDE) test-package $(CLIENTS_STAMP)
-	$(MAKE) test-clients
+	$(MAKE) --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) \
+		lint types docs test-package $(CLIENTS_STAMP)
+	$(MAKE) test test-clients
 
 bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast, and the checker; writes docs/performance.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json

@@ -169,7 +169,7 @@ def _install(home: Path, version: str, python: str) -> Path:
     constraints = home / "constraints.txt"
     lines = sources[1].read_text(encoding="utf-8").splitlines(keepends=True)
     constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
-    pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = ["-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     packages = [f"torch=={version}", "--editable", f"{ROOT}[dev]"]
     _call(str(inside), *pip, "--constraint", str(constraints), *packages)
     stamp.touch()

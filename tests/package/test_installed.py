@@ -32,7 +32,8 @@ def programs(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment into which the wheel was installed, and nothing else."""
     folder = tmp_path_factory.mktemp("empty")
     run([sys.executable, "-m", "venv", str(folder)], folder)
-    run([str(folder / "bin" / "pip"), "install", "-q", *CONSTRAINTS, str(built.wheel)], folder)
+    pip = [str(folder / "bin" / "pip"), "install", "-q", "--no-compile"]
+    run([*pip, *CONSTRAINTS, str(built.wheel)], folder)
     return folder / "bin"
 
 
