@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import statistics
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -123,7 +124,8 @@ def test_two_hundred_steps_of_training_have_the_losses_of_the_drop_in(
                 optim.zero_grad()
                 losses[-1].append(loss.item())
     assert losses[0] == losses[1]
-    assert min(losses[0]) < losses[0][0] / 2  # the last batch may be a harder one
+    # The median, as any one batch may be a harder one.
+    assert statistics.median(losses[0][-20:]) < losses[0][0] / 2
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

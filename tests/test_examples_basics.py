@@ -92,7 +92,7 @@ def test_adam_finds_the_curve_where_weights_are_float32() -> None:
     ]
     assert errors[0] < 0.005
     assert errors[0] < errors[1] < 0.03  # as near as products rounded to bfloat16 say
-    assert errors[2] > 0.005
+    assert errors[2] > 2 * errors[0]
 
 
 def test_what_a_weight_of_16_bits_does_not_see() -> None:

@@ -300,12 +300,11 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _registered(module: nn.Module, _name: str, _value: object) -> None:
-    _look_again(
-        a for a in held.attached if id(module) in a._modules
-    )  # what it gets is not in it yet
+    _look_again(a for a in held.attached if id(module) in a._modules)
 
 
 def _look_again(some: Iterable[Attachment] = held.attached) -> None:
+    """Has attachments look for parameters before the next region: what a module is given is not in it yet."""
     for attachment in some:
         held.before_next_region[id(attachment)] = attachment._look
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,10 @@ for library in ("accelerate", "ignite", "lightning", "transformers"):
     pytest.importorskip(library, reason="`make test-clients` runs these tests")
 
 pytestmark = [
+    pytest.mark.usefixtures("one_accelerator"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:Precision 16-mixed is not supported by the model summary"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_accelerator() -> Iterator[None]:
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_the_examples_on_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,12 +51,16 @@ def check(text: Text, filename: str, settings: Settings) -> Checked:
 
 def _checked(text: Text, source: Source, codes: frozenset[str]) -> Checked:
     suppressions = Suppressions(text)
+
+    def is_told(finding: Finding) -> bool:
+        return not suppressions.silences(finding.code, text.position(finding.span.start)[0])
+
     raw = list(_run(source, codes))
-    kept = [f for f in raw if not suppressions.silences(f.code, text.position(f.span.start)[0])]
+    kept = list(filter(is_told, raw))
     shared = _withheld(raw, kept)
     found = [_limited(finding, shared) for finding in kept]
     if "AMP901" in codes:
-        found += _unused(text, suppressions, codes)
+        found += filter(is_told, _unused(text, suppressions, codes))
     return Checked(text, tuple(sorted(found, key=lambda f: (f.span, f.code))))
 
 
@@ -120,8 +124,6 @@ def _syntax_error(text: Text, error: Exception) -> Iterator[Finding]:
 def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[Finding]:
     """Suppressions that silence nothing. One of a rule that is not selected may be needed."""
     for comment, unused in suppressions.unused():
-        if suppressions.silences("AMP901", text.position(comment.span.start)[0]):
-            continue
         left = [code for code in unused if code in codes or code not in index()]
         if left:
             rest = sorted((comment.codes or frozenset()) - set(left))

@@ -139,13 +139,15 @@ def _number(state: Mapping[str, Any], key: str) -> float:
 
 def _within(scale: float, limits: Limits) -> float:
     moved = min(max(scale, limits.min_scale), limits.max_scale)
-    if moved != scale:
-        where = "above max_scale" if moved < scale else "below min_scale"
+    if moved == scale:
+        return scale
+    where, cause = "above max_scale", ""
+    if moved > scale:
+        where = "below min_scale"
         cause = " Many skipped steps leave such a scale: the weights saved beside it may hold NaN."
-        warnings.warn(
-            f"the state's scale is {scale:g}, {where}: {moved:g} is taken."
-            f"{cause if moved > scale else ''}",
-            PrecastWarning,
-            stacklevel=4,
-        )
+    warnings.warn(
+        f"the state's scale is {scale:g}, {where}: {moved:g} is taken.{cause}",
+        PrecastWarning,
+        stacklevel=4,
+    )
     return moved
