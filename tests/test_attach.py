@@ -1057,3 +1057,17 @@ def test_a_stale_weight_opens_no_region_of_those_entered_as_one(before: int) -> 
         with here:
             assert model(x).dtype is BF16
     assert not torch.is_autocast_enabled("hpu")
+
+
+def test_backward_of_another_model_is_compiled_while_one_is_attached() -> None:
+    """The compiler makes modules while it traces, and what attachments hear of modules is none of its business."""
+    attached, model, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(2, 4)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    with precast.attach(attached), torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="eager")()
+    torch.compiler.reset()
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, x.sum(0).expand(4, 4))

@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precast import held
-from precast._torch import is_captured
+from precast._torch import is_captured, runs_uncompiled
 from precast.errors import AttachError, PrecastWarning
 from precast.frames import regions
 from precast.held import Copy, Holding
@@ -299,6 +299,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
         held.renew(c for c in attachment._copies() if id(c.parameter) not in renewed)
 
 
+@runs_uncompiled
 def _registered(module: nn.Module, _name: str, _value: object) -> None:
     _look_again(a for a in held.attached if id(module) in a._modules)
 

@@ -34,7 +34,7 @@ from precast._torch import (
     version_of,
 )
 from precast.errors import StaleWeightError
-from precast.held_copy import Copy, lock
+from precast.held_copy import Copy, lock, unless_python_ends
 from precast.held_gradients import forget_moments
 
 __all__ = [
@@ -79,7 +79,7 @@ class Holding:
     def __init__(self, name: str, parameter: Parameter) -> None:
         key = id(parameter)
         self.name = name
-        self.parameter = weakref.ref(parameter, lambda _: _forget(key))
+        self.parameter = weakref.ref(parameter, unless_python_ends(lambda _: _forget(key)))
         self.copies: Mapping[torch.dtype, Copy] = {}
         """By dtype; exchanged and never changed, so that another thread may go through it meanwhile."""
         self.attachments = 0

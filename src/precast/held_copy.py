@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,10 +20,24 @@ from torch import Tensor
 from precast._torch import unheard, version_of
 from precast.held_gradients import GradientMemory
 
-__all__ = ["Copy", "lock"]
+__all__ = ["Copy", "lock", "unless_python_ends"]
 
 lock: Final = threading.RLock()
 """Taken by whoever begins, ends or writes what is held; to use a copy that is up to date needs none."""
+
+
+def unless_python_ends(act: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`act` as a callback of a weak reference, which is called late in the end of a process, too.
+
+    What modules define is None by then: this knows the one function that it needs.
+    """
+    ends = sys.is_finalizing
+
+    def called(reference: Any) -> None:
+        if not ends():
+            act(reference)
+
+    return called
 
 
 class Copy:

@@ -24,6 +24,7 @@ from precast import held
 from precast._torch import fused_copy, step_without_hooks
 from precast.errors import AttachError
 from precast.held import Copy, Holding
+from precast.held_copy import unless_python_ends
 
 __all__ = ["LowerGradients"]
 
@@ -49,7 +50,9 @@ class LowerGradients:
             )
         self._dtype = dtype
         here = weakref.ref(self)
-        self._optimizer = weakref.ref(optimizer, lambda _: _end_with_optimizer(here))
+        self._optimizer = weakref.ref(
+            optimizer, unless_python_ends(lambda _: _end_with_optimizer(here))
+        )
         self._holdings: list[Holding] = []
         self._goes_by_parts = _treats_each_parameter_by_itself(optimizer)
         self._waiting: list[tuple[Tensor, Tensor]] = []

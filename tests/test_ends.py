@@ -1,0 +1,33 @@
+"""How a process ends that has used precast: as without it, with nothing printed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ATTACHED = """
+import torch, precast
+model = torch.nn.Linear(256, 256)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+attachment = precast.attach(model, optimizer=optimizer, grad_dtype=torch.bfloat16)
+with precast.autocast("cpu"):
+    model(torch.ones(2, 256)).sum().backward()
+optimizer.step()
+"""
+
+LONGER_THAN_OUR_MODULES = "torch.kept = [model, optimizer]"
+"""What PyTorch's own module keeps lives until Python has emptied the modules that were loaded after it."""
+
+
+def run(program: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("kept", ["", LONGER_THAN_OUR_MODULES], ids=["", "kept"])
+def test_a_model_that_is_attached_to_the_end(kept: str) -> None:
+    assert run(ATTACHED + kept) == (0, "", "")
