@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,22 @@ def test_help_and_version_need_neither_torch_nor_rich() -> None:
         )
         assert done.returncode == 0, done.stderr
         assert "precast" in done.stdout or "Commands:" in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_can_complete_commands_and_options(shell: str) -> None:
+    """With the line that docs/usage.md gives, which asks the command for a script."""
+
+    def asked(word: str, **environment: str) -> Result:
+        given = {"_PRECAST_COMPLETE": f"{shell}_{word}", **environment}
+        return CliRunner().invoke(main, env=given, prog_name="precast")
+
+    assert "precast" in asked("source").output
+    cursor = ("ru", "--he") if shell == "fish" else ("1", "2")  # fish sends the word, not its number
+    begun = asked("complete", COMP_WORDS="precast ru", COMP_CWORD=cursor[0]).output
+    assert {"run", "rule"} <= set(re.split(r"[\s,]+", begun))
+    option = asked("complete", COMP_WORDS="precast run --he", COMP_CWORD=cursor[1]).output
+    assert {"--health", "--help"} <= set(re.split(r"[\s,]+", option))
 
 
 def test_the_package_runs_as_the_command() -> None:

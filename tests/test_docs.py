@@ -127,6 +127,21 @@ def _skeleton(page: Path) -> list[str]:
     return [heading or ("|" * row.count("|")) or item for heading, row, item in shapes]
 
 
+@pytest.mark.parametrize(
+    "page", ["README.md", "README.zh-CN.md", "docs/index.md", "docs/index.zh.md"]
+)
+def test_the_first_screen_says_what_it_is_how_it_is_installed_and_shows_the_report(
+    page: str,
+) -> None:
+    text = _read(ROOT / page)
+    first, after = text.split("```sh\n", 1)
+    assert "torch.amp" in first
+    assert len(first.splitlines()) < 12
+    assert after.startswith("git clone <URL of this repository> precast\npip install './precast[all]'\n")
+    assert re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)[0].endswith("images/report.png")
+    assert after.index("report.png") < after.index("```python")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_policy_files_in_the_text_load(page: Path, tmp_path: Path) -> None:
     for line, text in blocks(page, "toml"):

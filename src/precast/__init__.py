@@ -1,4 +1,4 @@
-"""Automatic mixed precision for PyTorch that you can read, trust and steer.
+"""A replacement for torch.amp whose precision table you can edit.
 
 The public names, loaded when first used, so that the command line starts without torch.
 """

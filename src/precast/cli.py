@@ -51,7 +51,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="precast")
 def main() -> None:
-    """Automatic mixed precision for PyTorch that you can read, trust and steer."""
+    """A replacement for torch.amp whose precision table you can edit."""
 
 
 for _command in (cli_check.check, cli_check.fix, cli_check.rule, cli_run.run, cli_run.report):
