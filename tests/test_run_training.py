@@ -203,14 +203,15 @@ def test_whatever_loads_torch_first_it_is_watched_from_then_on(tmp_path: Path, f
         {first}
         import sys, torch
         from torch.amp import GradScaler
-        print(GradScaler.__module__, type(torch.__loader__).__name__)
+        print(GradScaler.__module__, hasattr(GradScaler.step, "__wrapped__"))
+        print(type(torch.__loader__).__name__)
         with torch.no_grad(), torch.autocast("cpu"):
             torch.nn.Linear(2, 2)(torch.ones(1, 2))
         """,
     )
     done = ended(start([*RUN, "--json", "out.json", "program.py"], tmp_path), tmp_path)
     assert done.code == 0, done.stderr
-    assert done.stdout == "precast.scaler SourceFileLoader\n"
+    assert done.stdout == "torch.amp.grad_scaler True\nSourceFileLoader\n"
     assert done.document["run"]["steps"] == 1
     assert done.document["counts"][0]["op"] == "linear"
 
@@ -350,3 +351,73 @@ def test_ranks_write_a_report_each_and_one_together(tmp_path: Path) -> None:
     again = ended(start([*by_hand, "-o", "again.html"], tmp_path), tmp_path)
     assert (again.code, again.stdout) == (0, "again.html\n")
     assert (tmp_path / "again.html").stat().st_size > 1000
+
+
+OVERFLOWS = """
+import sys, torch
+torch.manual_seed(0)
+kind, first = sys.argv[1], float(sys.argv[2])
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+settings = {"foreach": False, "fused": True} if kind == "fused" else {}
+optimizer = torch.optim.Adam(model.parameters(), 0.01, **settings)
+scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=3)
+for step in range(30):
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(8, 4)).float().square().mean()
+    if step > 8 and kind == "loss":
+        loss = loss * torch.inf
+    elif step > 8:
+        loss = loss * 1e38 * 1e30
+    scaler.scale([loss] if step % 2 else loss)
+    scaler.scale(loss).backward()
+    if step % 3 == 0:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    print(loss.item().hex(), scaler.get_scale().hex(), scaler.state_dict(), type(scaler))
+print([parameter.sum().item().hex() for parameter in model.parameters()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "reason"),
+    [
+        ("loss", "1024.0", "loss"),
+        ("fused", "1024.0", "loss"),
+        ("floor", "1e-20", "floor"),
+        ("loss", "1e-20", "floor"),
+    ],
+)
+def test_a_run_whose_scaler_would_give_up_goes_on_as_alone(
+    tmp_path: Path, kind: str, first: str, reason: str
+) -> None:
+    write(tmp_path, OVERFLOWS)
+    asked = ["-W", "error", "program.py", kind, first]
+    plain = ended(start([sys.executable, *asked], tmp_path), tmp_path)
+    watched = [sys.executable, "-W", "error", "-m", "precast", "run", "--json", "out.json"]
+    run = ended(start([*watched, *asked[2:]], tmp_path), tmp_path)
+    assert plain.code == 0, plain.stderr
+    assert_alike(plain, run)
+    document = run.document
+    assert document["run"]["steps"] == 30
+    assert [step["skipped"] for step in document["steps"]] == [step > 8 for step in range(30)]
+    [verdict] = document["verdicts"]
+    assert verdict["reason"] in {reason, "loss"}
+    assert verdict["step"] > 8
+    assert verdict["names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    said = " ".join(line.strip() for line in run.ours)
+    assert f"At step {verdict['step']} no lower scale would have helped" in said
+
+
+def test_a_scaler_of_precasts_that_the_program_names_stops_it_as_alone(tmp_path: Path) -> None:
+    text = OVERFLOWS.replace("import sys, torch", "import sys, torch, precast")
+    write(tmp_path, text.replace("torch.amp.GradScaler(", "precast.GradScaler("))
+    plain, run = both(tmp_path, "program.py", "loss", "1024.0")
+    assert plain.code == 1
+    assert "BrokenModelError" in plain.stderr
+    assert (run.code, run.stdout) == (plain.code, plain.stdout)
+    assert run.theirs[-1].startswith("precast.errors.BrokenModelError: ")
+    [verdict] = run.document["verdicts"]
+    assert verdict["step"] == len(plain.stdout.splitlines())

@@ -20,7 +20,7 @@ import torch
 from precast.autograd import custom_bwd, custom_fwd
 from precast.scaler import GradScaler
 
-__all__ = ["STAND_INS"]
+__all__ = ["FUNCTIONS", "SCALERS"]
 
 
 class _StandIn(type):
@@ -96,7 +96,7 @@ def _under(names: tuple[Any, ...], values: dict[str, Callable[..., Any]]) -> lis
 
 
 _now = _scaler(torch.amp.GradScaler)
-STAND_INS: Final[list[tuple[Any, str, Any]]] = [
+SCALERS: Final[list[tuple[Any, str, Any]]] = [
     *_under((torch, torch.amp, torch.amp.grad_scaler), {"GradScaler": _now}),
     *_under(
         (torch.cuda.amp, torch.cuda.amp.grad_scaler),
@@ -106,6 +106,9 @@ STAND_INS: Final[list[tuple[Any, str, Any]]] = [
         (torch.cpu.amp, torch.cpu.amp.grad_scaler),
         {"GradScaler": _scaler(torch.cpu.amp.grad_scaler.GradScaler, "cpu")},
     ),
+]
+"""Where each name of a scaler of PyTorch's is (module, name), and what stands there while precast is installed."""
+FUNCTIONS: Final[list[tuple[Any, str, Any]]] = [
     *_under(
         (torch.amp, torch.amp.autocast_mode),
         {"custom_fwd": custom_fwd, "custom_bwd": custom_bwd},
@@ -115,4 +118,4 @@ STAND_INS: Final[list[tuple[Any, str, Any]]] = [
         {"custom_fwd": _old_custom_fwd, "custom_bwd": _old_custom_bwd},
     ),
 ]
-"""Where each name of PyTorch's is (module, name), and what stands there while precast is installed."""
+"""The same of the decorators of custom functions."""

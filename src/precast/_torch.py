@@ -109,6 +109,7 @@ __all__ = [
     "undispatched",
     "unheard",
     "update_scale_",
+    "verdicts_of",
     "version_of",
     "writes_graph",
 ]
@@ -572,6 +573,12 @@ def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
     """A copy of a scaler's scale, without waiting for the device; None before its first loss (2.13)."""
     scale = scaler._get_scale_async()
     return None if scale is None else scale.clone()
+
+
+def verdicts_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch.Tensor]:
+    """What a scaler of PyTorch's found in this iteration, nonzero where a gradient was not finite (2.13)."""
+    state = scaler._per_optimizer_states.get(id(optimizer), {})
+    return list(state.get("found_inf_per_device", {}).values())
 
 
 def quiet_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -150,6 +150,9 @@ class Witness(Protocol):
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
         """A step has ended, skipped or not."""
 
+    def judged(self, verdict: Verdict) -> None:
+        """No lower scale mends what the iteration that ends has found."""
+
 
 witnesses: Final[list[Witness]] = []
 """Those that there are now."""

@@ -20,11 +20,11 @@ from typing import Any, Final
 import torch
 
 from precast import _torch, engine, unseen
-from precast._standins import STAND_INS
+from precast._standins import FUNCTIONS, SCALERS
 from precast.frames import Frame, installed
 from precast.policy import DEVICE_TYPES, Policy, as_policy
 
-__all__ = ["Installation", "install", "uninstall"]
+__all__ = ["Installation", "install", "install_to_observe", "uninstall"]
 
 _lock = threading.RLock()
 _installations: list[Installation] = []
@@ -35,8 +35,9 @@ _replaced: Final[list[tuple[Any, str, Any]]] = []
 class Installation:
     """One call of `install`; in a ``with`` it ends there."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, replaces_scalers: bool = True) -> None:
         self.policy = policy
+        self.replaces_scalers = replaces_scalers
 
     def __enter__(self) -> Installation:
         return self
@@ -77,7 +78,15 @@ def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
         ...     torch.cat([torch.ones(2).half(), torch.ones(2).bfloat16()]).dtype  # PyTorch raises
         torch.float32
     """
-    installation = Installation(as_policy(policy))
+    return _begin(Installation(as_policy(policy)))
+
+
+def install_to_observe(policy: Policy) -> Installation:
+    """The same, and the scalers of code that is imported later stay PyTorch's, which do as they do alone."""
+    return _begin(Installation(policy, replaces_scalers=False))
+
+
+def _begin(installation: Installation) -> Installation:
     with _lock:
         _installations.append(installation)
         _put_in_force()
@@ -115,7 +124,7 @@ def _meaning(frame: Frame | None) -> str | None:
 
 
 def _replace_names() -> None:
-    stand_ins = list(STAND_INS)
+    stand_ins = [*FUNCTIONS, *(SCALERS if _installations[-1].replaces_scalers else ())]
     if not all(frame is None or frame.is_pytorchs for frame in map(_frame, DEVICE_TYPES)):
         stand_ins += [(torch.autocast, "__enter__", _enter), (torch.autocast, "__exit__", _exit)]
     for owner, name, stand_in in stand_ins:

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch, files
 from precast.errors import OutputError, PrecastWarning
-from precast.events import First, HealthEvent, StepEvent, emit, observed, witnesses
+from precast.events import First, HealthEvent, StepEvent, Verdict, emit, observed, witnesses
 from precast.health.first import plain
 from precast.health.history import History
 from precast.health.record import Record
@@ -263,6 +263,9 @@ class Monitor:
         if event.skipped is True:
             record.names = event.names
             self._keep_ring()
+
+    def judged(self, verdict: Verdict) -> None:
+        """What no lower scale mends is the scaler's to say."""
 
     @alone
     def updated(self, scale: Any) -> None:

@@ -111,6 +111,19 @@ class Step(TypedDict):
     first: First | None
 
 
+class ScalerVerdict(TypedDict):
+    """From this step on no lower scale would have helped; `reason` is that of a `precast.GradScaler`'s verdict.
+
+    "loss": the loss itself was not finite; "floor": gradients overflowed that were hardly scaled any more; "skips":
+    many steps in a row were skipped. A run goes on all the same: `precast run` observes.
+    """
+
+    step: int
+    reason: Literal["loss", "floor", "skips"]
+    scale: float
+    names: list[str]
+
+
 class Count(TypedDict):
     """Calls of one operation in the whole run, traced or not."""
 
@@ -274,6 +287,7 @@ class Document(TypedDict):
     made: str
     run: Run
     steps: list[Step]
+    verdicts: NotRequired[list[ScalerVerdict]]
     counts: list[Count]
     trace: Trace | None
     health: Health | None

@@ -14,7 +14,7 @@ from precast.report.schema import Advice, Document, Finding, Totals, Verdict
 from precast.report.tree import seconds_by_dtype
 from precast.report.words import count, duration, joined, plural, share, shortened, size
 
-__all__ = ["all_findings", "cost_words", "lost", "verdict"]
+__all__ = ["all_findings", "beyond_scale", "cost_words", "lost", "verdict"]
 
 _NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation")
 _TELLING = 0.01  # a part below this is not worth a sentence among the problems
@@ -28,6 +28,7 @@ def verdict(document: Document) -> Verdict:
     problems = [
         *_ending(document),
         *_lost_steps(document),
+        *beyond_scale(document),
         *_told(document),
         *_dear_casts(document),
         *(_cost(each) for each in costs[:_MOST]),
@@ -185,6 +186,20 @@ def _lost_steps(document: Document) -> Iterator[str]:
         )
     if first:
         yield _sentence(first["message"])
+
+
+_NO_LOWER_SCALE = {
+    "loss": "the loss itself was infinite or NaN before it was scaled",
+    "floor": "gradients overflowed at a scale of {scale:.3g}, which hardly scales them any more",
+    "skips": "step after step was skipped, and lowering the scale did not end that",
+}
+
+
+def beyond_scale(document: Document) -> Iterator[str]:
+    """The first step that no lower scale would have helped, and why."""
+    for found in document.get("verdicts", [])[:1]:
+        because = _NO_LOWER_SCALE[found["reason"]].format(scale=found["scale"])
+        yield f"At step {found['step']} no lower scale would have helped: {because}."
 
 
 def _told(document: Document) -> Iterator[str]:

@@ -82,6 +82,7 @@ def _with(document: dict[str, Any], watch: Watch) -> dict[str, Any]:
         **document,
         "run": {**document["run"], **seen},
         "steps": [step.as_dict() for step in history.kept()],
+        "verdicts": watch.verdicts(),
         "counts": watch.window.counts(),
         "trace": watch.window.as_dict(),
         "health": watch.health(),

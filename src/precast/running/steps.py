@@ -88,6 +88,11 @@ class Steps:
             self._end()
         self._settle(wait=True)
 
+    @property
+    def latest(self) -> int:
+        """The number of the latest step that is over; -1 before the first."""
+        return self._number - 1
+
     @alone
     def scaled(self, event: StepEvent) -> None:
         """A scaler's step has ended: after the optimizer's own, or in its place."""

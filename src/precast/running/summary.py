@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from precast.report.verdict import lost, verdict
+from precast.report.verdict import beyond_scale, lost, verdict
 from precast.report.words import count, duration, plural
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def _skips(document: Document) -> Iterator[str]:
     what = f": gradients of {names[0]}{others} were not finite" if names else ""
     skipped = "step was skipped" if lost(document) == 1 else "steps were skipped"
     yield f"{count(lost(document))} {skipped}, the first was step {first['step']}{what}"
+    yield from beyond_scale(document)
 
 
 def _verdict(document: Document) -> Iterator[str]:

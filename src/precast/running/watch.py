@@ -18,15 +18,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast.events import StepEvent, witnesses
+from precast.events import StepEvent, Verdict, witnesses
 from precast.health.monitor import Monitor, monitor
 from precast.health.watching import names_in
-from precast.installation import install
+from precast.installation import install_to_observe
 from precast.policy import Policy
+from precast.running.scalers import Scalers
 from precast.running.steps import Steps
 from precast.running.window import Window
 
 __all__ = ["Watch"]
+
+_MOST_VERDICTS = 16
 
 
 class Watch:
@@ -45,6 +48,9 @@ class Watch:
         self.policy = Policy.load(policy)
         self.window = Window(*traced, model=self._model)
         self.steps = Steps(self.window.begins, self._called)
+        self._scalers = Scalers(_tell, self.judged)
+        self._verdicts: list[dict[str, Any]] = []
+        self._judged_at = -2
         self._health = health
         self._monitor: Monitor | None = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -53,13 +59,15 @@ class Watch:
 
     def start(self) -> None:
         """Begins to watch."""
-        install(self.policy)
+        install_to_observe(self.policy)
         self.window.start()
         self._ends.callback(self.window.stop)
         witnesses.append(self)
         self._ends.callback(witnesses.remove, self)
         self.steps.start()
         self._ends.callback(self.steps.stop)
+        self._scalers.start()
+        self._ends.callback(self._scalers.stop)
         os.register_at_fork(after_in_child=self.stop)
 
     def stop(self) -> None:
@@ -93,6 +101,17 @@ class Watch:
         """A scaler's step has ended, skipped or not."""
         self.steps.scaled(event)
 
+    def judged(self, verdict: Verdict) -> None:
+        """No lower scale would have helped a step; of several such steps in a row the first is kept."""
+        step = self.steps.latest
+        if step > self._judged_at + 1 and len(self._verdicts) < _MOST_VERDICTS:
+            self._verdicts.append(_plain(verdict, step))
+        self._judged_at = step
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        """Where no lower scale would have helped, as plain values."""
+        return self._verdicts
+
     def _model(self) -> nn.Module | None:
         return None if self._largest is None else self._largest[1]()
 
@@ -106,6 +125,20 @@ class Watch:
         if size and self._health and self._monitor is None:
             self._monitor = monitor(module)
             self._ends.callback(self._monitor.detach)
+
+
+def _tell(optimizer: Optimizer, event: StepEvent) -> None:
+    for witness in tuple(witnesses):
+        witness.stepped(optimizer, event)
+
+
+def _plain(verdict: Verdict, step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "reason": verdict.reason,
+        "scale": verdict.scale,
+        "names": list(verdict.names),
+    }
 
 
 def _size(module: nn.Module) -> int:

@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Iterable
 
 from precast.errors import BrokenModelError, PrecastWarning
-from precast.events import StepEvent, Verdict, emit
+from precast.events import StepEvent, Verdict, emit, witnesses
 from precast.scaling.ledger import Iteration, Ledger
 from precast.scaling.settings import Limits
 
-__all__ = ["judge"]
+__all__ = ["judge", "verdict_of"]
 
 _SHOWN = 5  # names, and scales, in a message
 
@@ -45,23 +45,30 @@ def judge(iteration: Iteration, ledger: Ledger, limits: Limits) -> None:
     Raises:
         BrokenModelError: there is a verdict, and `on_verdict` is ``"raise"``.
     """
-    if not ledger.counters.consecutive_skips:
-        return
-    scale = float(iteration.scale)
-    count = ledger.counters.consecutive_skips
-    if ledger.bad_losses > limits.max_nonfinite_losses:
-        verdict = _verdict("loss", iteration, scale, ledger, limits)
-    elif scale <= limits.min_scale:
-        verdict = _verdict("floor", iteration, scale, ledger, limits)
-    elif count >= limits.max_consecutive_skips:
-        verdict = _verdict("skips", iteration, scale, ledger, limits)
-    else:
+    verdict = verdict_of(iteration, ledger, limits)
+    if verdict is None:
         return
     emit(verdict)
+    for witness in tuple(witnesses):
+        witness.judged(verdict)
     if limits.on_verdict == "raise":
         raise BrokenModelError(verdict.message, verdict)
     if limits.on_verdict == "warn":
         warnings.warn(verdict.message, PrecastWarning, stacklevel=4)
+
+
+def verdict_of(iteration: Iteration, ledger: Ledger, limits: Limits) -> Verdict | None:
+    """The verdict on an iteration that was closed just now; None where a lower scale or the next batch may help."""
+    if not ledger.counters.consecutive_skips:
+        return None
+    scale = float(iteration.scale)
+    if ledger.bad_losses > limits.max_nonfinite_losses:
+        return _verdict("loss", iteration, scale, ledger, limits)
+    if scale <= limits.min_scale:
+        return _verdict("floor", iteration, scale, ledger, limits)
+    if ledger.counters.consecutive_skips >= limits.max_consecutive_skips:
+        return _verdict("skips", iteration, scale, ledger, limits)
+    return None
 
 
 def _verdict(
