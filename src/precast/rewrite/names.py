@@ -14,6 +14,7 @@ __all__ = ["Names", "canonical", "is_none"]
 # Where PyTorch defines a name -> where its documentation has it.
 _CANONICAL = {
     "torch.autocast": "torch.amp.autocast",
+    "torch.GradScaler": "torch.amp.GradScaler",
     "torch.amp.autocast_mode": "torch.amp",
     "torch.amp.grad_scaler": "torch.amp",
     "torch.cuda.amp.autocast_mode": "torch.cuda.amp",

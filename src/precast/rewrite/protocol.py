@@ -24,6 +24,7 @@ __all__ = [
     "loops_around",
     "mentions",
     "only_here",
+    "scales_by_hand",
 ]
 
 _QUIET = {
@@ -45,6 +46,18 @@ _QUIET = {
     "size",
     "values",
     "write",
+}
+_WRITES = {
+    "print",
+    "str",
+    "format",
+    "round",
+    "float",
+    "warning",
+    "error",
+    "exception",
+    "add_scalars",
+    "update",
 }
 _PLAIN = re.compile(r"[\w.]+(\[[\w'\"]+\])?$")
 
@@ -82,13 +95,61 @@ def hides(source: Source, event: Event, scaler: str) -> bool:
 
 
 def asks_scale(flow: Flow, scaler: str) -> bool:
-    """Whether a function reads a scaler's scale: it may then scale or unscale by hand."""
-    return any(
-        isinstance(node, cst.Attribute)
-        and node.attr.value in ("get_scale", "_scale", "_get_scale_async", "scale_value")
-        and key(flow.source, node.value) == scaler
-        for node in flow.nodes
-    )
+    """Whether a function does something with a scaler's scale: more than to print it or write it down."""
+    return any(not _is_written_down(flow.source, read) for read in _reads_of_scale(flow, scaler))
+
+
+def scales_by_hand(flow: Flow, scaler: str) -> bool:
+    """Whether a function multiplies or divides by a scaler's scale: it may then scale or unscale by hand."""
+    reads = list(_reads_of_scale(flow, scaler))
+    names = {name for read in reads if (name := _assigned_name(flow.source, read)) is not None}
+    reads += [n for n in flow.nodes if isinstance(n, cst.Name) and n.value in names]
+    return any(_is_factor(flow.source, read) for read in reads)
+
+
+def _reads_of_scale(flow: Flow, scaler: str) -> Iterator[Node]:
+    for node in flow.nodes:
+        if (
+            isinstance(node, cst.Attribute)
+            and node.attr.value in ("get_scale", "_scale", "_get_scale_async", "scale_value")
+            and key(flow.source, node.value) == scaler
+        ):
+            call = flow.source.parents[node]
+            yield call if isinstance(call, cst.Call) and call.func is node else node
+
+
+def _is_written_down(source: Source, node: Node) -> bool:
+    """Whether a value goes into a text, or into a call of something that prints or logs."""
+    for outer in source.around(node):
+        if isinstance(outer, cst.FormattedStringExpression):
+            return True
+        if isinstance(outer, cst.Call):
+            name = outer.func.attr if isinstance(outer.func, cst.Attribute) else outer.func
+            if isinstance(name, cst.Name) and (name.value in _WRITES or name.value in _QUIET):
+                return True
+        if isinstance(outer, (cst.BinaryOperation, cst.Comparison, cst.BaseSmallStatement)):
+            return isinstance(outer, cst.Expr) and outer.value is node
+    return False
+
+
+def _assigned_name(source: Source, value: Node) -> str | None:
+    statement = source.parents[value]
+    if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+        return None
+    target = statement.targets[0].target
+    return target.value if isinstance(target, cst.Name) else None
+
+
+def _is_factor(source: Source, node: Node) -> bool:
+    """Whether a value is multiplied or divided by, or handed to code that may do so."""
+    parent = source.parents[node]
+    if isinstance(parent, cst.BinaryOperation):
+        return isinstance(parent.operator, (cst.Multiply, cst.Divide))
+    if isinstance(parent, cst.AugAssign):
+        return parent.value is node
+    if isinstance(parent, cst.Arg):
+        return not _is_written_down(source, node)
+    return isinstance(parent, (cst.Return, cst.Element))
 
 
 def may_backward(source: Source, event: Event) -> bool:

@@ -135,6 +135,16 @@ class Source:
 
         return spans(self.module)
 
+    @cached_property
+    def words(self) -> str:
+        """The names and texts of the code, one a line; ".name" for attributes. Comments and docstrings say nothing."""
+        found = [f".{n.attr.value}" for n in self.all(cst.Attribute)]
+        found += [n.value for n in self.all(cst.Name)]
+        found += [
+            n.value for n in self.all(cst.SimpleString) if not isinstance(self.parents[n], cst.Expr)
+        ]
+        return "\n".join(found)
+
     def span(self, node: Node) -> Span:
         """Where a node stands, without the parentheses, whitespace and comments around it."""
         return self._spans[node]

@@ -10,7 +10,7 @@ from precast.rewrite.flow import Flow, Say
 from precast.rewrite.flow_events import Event, key
 from precast.rewrite.lines import block_of, line_of, remove
 from precast.rewrite.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
-from precast.rewrite.protocol import asks_scale, followed, hides, is_plain, only_here
+from precast.rewrite.protocol import followed, hides, is_plain, only_here, scales_by_hand
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 
@@ -34,7 +34,7 @@ def check(source: Source) -> Iterator[Finding]:
         dropped = [n for n in flow.nodes if _is_dropped(source, n, scaler)]
         for call in dropped:
             yield source.find(RULE, call, _DROPPED, _take(source, flow, call))
-        if dropped or asks_scale(flow, scaler) or not only_here(flow, scaler, "scale"):
+        if dropped or scales_by_hand(flow, scaler) or not only_here(flow, scaler, "scale"):
             continue
 
         def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from precast.rewrite.flow import Flow
 from precast.rewrite.flow_events import Event, key
 from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
-from precast.rewrite.protocol import asks_scale, followed, hides
+from precast.rewrite.protocol import followed, hides, scales_by_hand
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, walk
 
@@ -17,7 +17,7 @@ __all__ = ["RULE"]
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each gradient of a scaled loss that is to be differentiated again."""
     for flow, scaler in followed(source):
-        if asks_scale(flow, scaler):
+        if scales_by_hand(flow, scaler):
             continue
         events = flow.events()
         if any(hides(source, event, scaler) for event in events):
