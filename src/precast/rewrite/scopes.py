@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from precast.rewrite.depth import guard
 from precast.rewrite.syntax import Node, children, cst, dotted, strings
 
-__all__ = ["Binding", "Scope", "Scopes"]
+__all__ = ["Binding", "Scope", "Scopes", "elements"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ class Scopes:
             self.scope_of[target] = scope
             self._bind(scope, Binding(target.value, kind, target, value, annotation))
         elif isinstance(target, (cst.Tuple, cst.List)):
-            values = _elements(value, len(target.elements))
+            values = elements(value, len(target.elements))
             for element, inner in zip(target.elements, values, strict=True):
                 starred = isinstance(element, cst.StarredElement)
                 known = inner is not None and kind == "assign" and not starred
@@ -349,7 +349,7 @@ def _params(params: cst.Parameters) -> Iterator[cst.Param]:
         yield params.star_kwarg
 
 
-def _elements(value: Node | None, count: int) -> list[Node | None]:
+def elements(value: Node | None, count: int) -> list[Node | None]:
     """The values of `a, b = x, y`, one for each name; None where they are not written there."""
     if not isinstance(value, (cst.Tuple, cst.List)) or len(value.elements) != count:
         return [None] * count

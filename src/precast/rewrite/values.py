@@ -1,15 +1,17 @@
 """Which class an expression is an instance of, from constructors and annotations.
 
 Invariants: None where it is not known, and where two places disagree; a value that may also be None
-counts as the class (`scaler: GradScaler | None`, `scaler = GradScaler() if fp16 else None`).
+counts as the class (`scaler: GradScaler | None`, `scaler = GradScaler() if fp16 else None`). What comes from
+elsewhere without an annotation is a scaler if it is used as nothing else is: `x.scale(loss).backward()`, `x.unscale_(...)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from precast.rewrite.names import Names, canonical, is_none
-from precast.rewrite.scopes import Binding
+from precast.rewrite.scopes import Binding, elements
 from precast.rewrite.syntax import Node, cst, strings, walk
 
 __all__ = ["SCALERS", "Values"]
@@ -19,6 +21,8 @@ SCALERS = frozenset(
         "torch.amp.GradScaler",
         "torch.cuda.amp.GradScaler",
         "torch.cpu.amp.GradScaler",
+        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+        "fairscale.optim.grad_scaler.ShardedGradScaler",
         "precast.GradScaler",
     }
 )
@@ -73,8 +77,44 @@ class Values:
         if isinstance(node, cst.IfExp):
             return _agreed(map(self._instance, (node.body, node.orelse)))
         if isinstance(node, (cst.Name, cst.Attribute)):
-            return _agreed(self._source(*source) for source in self.sources(node))
+            sources = self.sources(node)
+            known = _agreed(self._source(*source) for source in sources)
+            return known or (self._by_use(node) if self._is_foreign(node, sources) else known)
         return None
+
+    def _by_use(self, node: Node) -> str | None:
+        """A scaler, if it is used as one."""
+        return "torch.amp.GradScaler" if self._variable(node) in self._used_as_scalers else None
+
+    def _is_foreign(self, node: Node, sources: list[tuple[Node | None, Node | None]]) -> bool:
+        """Whether a value comes from elsewhere: as a parameter, or from a parameter."""
+        if isinstance(node, cst.Name):
+            bindings = self.names.bindings(node)
+            return bool(bindings) and all(
+                b.kind == "param" and b.annotation is None and (b.value is None or is_none(b.value))
+                for b in bindings
+            )
+        values = [value for value, note in sources if note is None and not is_none(value)]
+        return bool(values) and all(
+            isinstance(value, cst.Name) and self._is_foreign(value, []) for value in values
+        )
+
+    def _variable(self, node: Node) -> tuple[object, str] | None:
+        """What is the same for all places that mean one variable, or one attribute of self."""
+        if isinstance(node, cst.Name):
+            scope = self.names.scopes.scope_of.get(node)
+            home = scope.home(node.value) if scope else None
+            return (home, node.value) if home else None
+        if isinstance(node, cst.Attribute) and _is_self(node.value):
+            home_class = self.enclosing_class(node)
+            return (home_class, node.attr.value) if home_class else None
+        return None
+
+    @cached_property
+    def _used_as_scalers(self) -> set[tuple[object, str] | None]:
+        """The variables and attributes on which `unscale_` or `scale(...).backward` is called."""
+        owners = (_scaler_in(node) for node in self.parents if isinstance(node, cst.Attribute))
+        return {self._variable(owner) for owner in owners if owner is not None} - {None}
 
     def _source(self, value: Node | None, annotation: Node | None) -> str | None:
         if annotation is not None:
@@ -132,6 +172,16 @@ class Values:
         return None
 
 
+def _scaler_in(method: cst.Attribute) -> Node | None:
+    """The x of `x.unscale_`, and of `x.scale(...).backward`."""
+    name, owner = method.attr.value, method.value
+    if name == "unscale_":
+        return owner
+    if name == "backward" and isinstance(owner, cst.Call) and isinstance(owner.func, cst.Attribute):
+        return owner.func.value if owner.func.attr.value == "scale" else None
+    return None
+
+
 def _of_binding(binding: Binding) -> tuple[Node | None, Node | None]:
     if binding.kind in ("assign", "annotated", "param"):
         return binding.value, binding.annotation
@@ -174,5 +224,6 @@ def _stored(
     if isinstance(target, cst.Attribute) and _is_self(target.value):
         yield target.attr.value, (value, note)
     elif isinstance(target, (cst.Tuple, cst.List)):
-        for element in target.elements:
-            yield from _stored(element.value, None, None)
+        values = elements(value, len(target.elements))
+        for element, inner in zip(target.elements, values, strict=True):
+            yield from _stored(element.value, inner, None)

@@ -17,7 +17,7 @@ __all__ = ["RULE"]
 
 # Others that scale losses, or choose the dtype.
 _HANDLED = re.compile(
-    rb"scaler|loss_scale|scale_loss|scaled_loss|accelerat|deepspeed|apex|set_autocast|fabric", re.I
+    r"scaler|loss_scale|scale_loss|scaled_loss|accelerat|deepspeed|apex|set_autocast|fabric", re.I
 )
 _NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
@@ -33,7 +33,7 @@ class _State:
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each backward of a float16 region's loss that an optimizer's step follows."""
     is_float16 = any(r.dtype == "torch.float16" for r in regions(source))
-    if not is_float16 or _HANDLED.search(source.text.data):
+    if not is_float16 or _HANDLED.search(source.words):
         return
 
     def on(state: _State, event: Event, say: Say) -> _State:
@@ -219,6 +219,18 @@ INVALID = (
             optimizer.step()
         """,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        # TODO: a GradScaler
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        """,
     ),
 )
 

@@ -8,7 +8,14 @@ from precast.rewrite.flow import Flow, Say
 from precast.rewrite.flow_events import Event
 from precast.rewrite.lines import block_of, insert_before, line_of
 from precast.rewrite.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast.rewrite.protocol import asks_scale, followed, hides, is_plain, loop_around, only_here
+from precast.rewrite.protocol import (
+    followed,
+    hides,
+    is_plain,
+    loop_around,
+    only_here,
+    scales_by_hand,
+)
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 
@@ -29,7 +36,7 @@ _FUNCTIONS = {
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each clip and norm of gradients between a scaled backward and its step."""
     for flow, scaler in followed(source):
-        if asks_scale(flow, scaler) or not only_here(flow, scaler, "unscale_"):
+        if scales_by_hand(flow, scaler) or not only_here(flow, scaler, "unscale_"):
             continue
         found = list(flow.run(_UNKNOWN, _follower(source, scaler)))
         for number, (node, message) in enumerate(found):
@@ -176,6 +183,33 @@ VALID = (
     """,
         note="A method unscales them.",
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scale = scaler.get_scale()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0 * scale)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        note="The bound is scaled as the gradients are.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(batch)  # of scikit-learn, say
+                model(batch).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        """,
+    ),
 )
 
 INVALID = (
@@ -269,6 +303,60 @@ INVALID = (
         scaler.update()
         """,
         unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                print(scaler.get_scale())
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                print(scaler.get_scale())
+        """,
+        unsafe=True,
+        note="Printing the scale unscales nothing.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        note="A scaler that comes from elsewhere is known by its use.",
     ),
 )
 

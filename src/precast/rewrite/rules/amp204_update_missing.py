@@ -23,11 +23,21 @@ _FIRST = (
 
 @dataclass(frozen=True)
 class _State:
-    """Steps without an update so far; the update that came before its step."""
+    """Where a path stands between a scaled backward, the step and the update.
+
+    Attributes:
+        steps: those without an update so far.
+        scaled: whether a scaled backward came last, and no step since.
+        early: the update between a backward and its step.
+        stepped: whether there was a step in this round of the loop.
+        ever: whether there was one at all, or may have been.
+    """
 
     steps: frozenset[Node] = frozenset()
     scaled: bool = False
     early: Node | None = None
+    stepped: bool = False
+    ever: bool = True
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -40,14 +50,16 @@ def check(source: Source) -> Iterator[Finding]:
         ) -> _State:
             if hides(source, event, scaler):
                 return _State()
+            if event.kind == "next":
+                return replace(state, stepped=False)
             if event.kind == "return":
                 for step in state.steps if owned else ():
                     if loop_around(source, step) is not None:
                         say.bad(step, _MISSING.format(scaler))
                 return state
-            return _on(state, event, say, scaler)
+            return _on(source, state, event, say, scaler)
 
-        for node, message in flow.run(_State(), on):
+        for node, message in flow.run(_State(ever=not owned), on):
             is_early = message == _FIRST
             if is_early and not only_here(flow, scaler, "step"):
                 continue
@@ -55,7 +67,7 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, node, message, fix)
 
 
-def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _State:
     if event.kind == "backward":
         return replace(state, scaled=event.scaler == scaler, early=None)
     if event.scaler != scaler:
@@ -63,15 +75,24 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
     if event.kind == "scaler_step":
         if state.early is not None:
             say.bad(state.early, _FIRST)
-        return _State(state.steps | {event.node})
+        return _State(state.steps | {event.node}, stepped=True)
     if event.kind == "update":
         for step in state.steps:
             say.good(step)
-        if state.steps:
+        if state.stepped and not state.scaled:
             say.good(event.node)
-        early = event.node if state.scaled and not state.steps else None
-        return _State(early=early)
+        elif not state.ever and _is_unconditional(source, event.node):
+            say.bad(event.node, _FIRST)
+        early = event.node if state.scaled and not state.stepped else None
+        return replace(state, steps=frozenset(), early=early)
     return state
+
+
+def _is_unconditional(source: Source, update: Node) -> bool:
+    """Whether an update stands in the body of a loop itself: it runs in each round, the first one too."""
+    line = line_of(source, update)
+    loop = loop_around(source, update)
+    return line is not None and loop is not None and source.parents[source.parents[line]] is loop
 
 
 def _insert(source: Source, flow: Flow, scaler: str, step: Node) -> Fix | None:
@@ -172,6 +193,20 @@ VALID = (
             scaler.scale(model(batch)).backward()
             scaler.step(optimizer)
     """),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for i, batch in enumerate(batches):
+                if i > 0:
+                    scaler.update()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+        """,
+        note="The step of the round before.",
+    ),
 )
 
 INVALID = (
@@ -232,6 +267,20 @@ INVALID = (
         unsafe=True,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.update()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+        """,
+        count=1,
+        note="In the first round there is nothing to update from.",
+    ),
 )
 
 RULE = Rule(
@@ -246,7 +295,10 @@ RULE = Rule(
         "`unscale_` it forgets that the gradients are unscaled already, and `step` divides them once more."
     ),
     fine="The scale is updated in code that the rule can't see.",
-    words=("GradScaler .step(",),
+    words=(
+        "GradScaler .step(",
+        ".scale( .step(",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

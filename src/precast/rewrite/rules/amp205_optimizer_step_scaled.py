@@ -201,6 +201,30 @@ INVALID = (
         unsafe=True,
         count=1,
     ),
+    Case(
+        """
+        class Trainer:
+            def __init__(self, model, optimizer, scaler=None):
+                self.model, self.optimizer, self.scaler = model, optimizer, scaler
+
+            def step(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.step()
+        """,
+        """
+        class Trainer:
+            def __init__(self, model, optimizer, scaler=None):
+                self.model, self.optimizer, self.scaler = model, optimizer, scaler
+
+            def step(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        unsafe=True,
+    ),
 )
 
 RULE = Rule(
@@ -215,7 +239,7 @@ RULE = Rule(
         "`scaler.step`, each step is made twice, and the second one is made even if the first was skipped."
     ),
     fine="The gradients are unscaled in code that the rule can't see.",
-    words=("GradScaler scale( .step(",),
+    words=("scale( .step(",),
     check=check,
     valid=VALID,
     invalid=INVALID,

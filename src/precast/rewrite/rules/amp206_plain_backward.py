@@ -275,7 +275,7 @@ RULE = Rule(
         "`scale` is never called, `step` raises."
     ),
     fine="The loss is scaled in code that the rule can't see.",
-    words=("GradScaler backward( .step(", "GradScaler scale("),
+    words=("GradScaler backward( .step(", ".scale("),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -17,7 +17,7 @@ from precast.rewrite.syntax import Node, cst
 __all__ = ["RULE"]
 
 _NOWHERE = "nothing sets the gradients to zero: each step uses the sum of all gradients so far"
-_ZEROED = re.compile(rb"zero_grad|\.grad\b|set_to_none")
+_ZEROED = re.compile(r"zero_grad|^\.grad$|set_to_none", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def check(source: Source) -> Iterator[Finding]:
         if flow.scalers:
             for node, message in flow.run(_State(), on):
                 yield source.find(RULE, node, message)
-    if not _ZEROED.search(source.text.data):
+    if not _ZEROED.search(source.words):
         for flow, scaler in followed(source):
             yield from _nowhere(source, flow, scaler)
 
@@ -216,6 +216,20 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches):
+            '''Trains; TODO: where does zero_grad go?'''
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+    ),
 )
 
 RULE = Rule(
@@ -233,7 +247,10 @@ RULE = Rule(
         "with a scale that changes, even the sum is wrong."
     ),
     fine="The gradients are set to zero, or computed anew, in code that the rule can't see.",
-    words=("GradScaler backward( .step(",),
+    words=(
+        "GradScaler backward( .step(",
+        ".scale( backward( .step(",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -225,7 +225,7 @@ RULE = Rule(
     ),
     why="`unscale_` raises a RuntimeError the second time.",
     fine="`update` is called in code that the rule can't see.",
-    words=("GradScaler unscale_(",),
+    words=("unscale_(",),
     check=check,
     valid=VALID,
     invalid=INVALID,

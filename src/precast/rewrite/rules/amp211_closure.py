@@ -99,7 +99,10 @@ RULE = Rule(
         "computes are not unscaled, and nobody looks for inf in them."
     ),
     fine="The scaler is always off.",
-    words=("GradScaler .step(",),
+    words=(
+        "GradScaler .step(",
+        ".scale( .step(",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -177,7 +177,10 @@ RULE = Rule(
         "were multiplied with, and gradients that were unscaled before are unscaled again."
     ),
     fine="The second optimizer's gradients are computed after the update, in code that the rule can't see.",
-    words=("GradScaler .step(",),
+    words=(
+        "GradScaler .step(",
+        ".scale( .step(",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -117,7 +117,7 @@ RULE = Rule(
         "times too large as the scale says, and changes with it."
     ),
     fine="The gradients are unscaled in code that the rule can't see.",
-    words=("GradScaler autograd scale(",),
+    words=("autograd scale(",),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -4,38 +4,61 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from precast.rewrite.flow import Flow, Say
+from precast.rewrite.flow import Flow, Say, flows
 from precast.rewrite.flow_events import Event
 from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
 from precast.rewrite.protocol import asks_scale, followed, hides, loop_around
 from precast.rewrite.source import Source
+from precast.rewrite.syntax import Node
 
 __all__ = ["RULE"]
 
-_SKIPS = re.compile(rb"found_inf|skip|get_scale|overflow", re.IGNORECASE)
+_STEP = r"(lr|sched|step|update|optim|batch|iter)"
+_SKIPS = re.compile(rf"found_inf|skipped|skip_?{_STEP}|{_STEP}\w*_skip|overflow", re.IGNORECASE)
 _BY_RESULT = ("ReduceLROnPlateau",)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Whether the scaler has stepped since the last backward, and which schedulers went on before it did."""
+
+    stepped: bool = False
+    early: frozenset[Node] = frozenset()
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each scheduler's step beside a scaler's, if nobody asks for skipped ones."""
-    if _SKIPS.search(source.text.data):
+    if _SKIPS.search(source.words):
+        return
+    if any(asks_scale(flow, scaler) for flow in flows(source) for scaler in flow.scalers):
         return
     for flow, scaler in followed(source):
-        if asks_scale(flow, scaler):
-            continue
         steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
 
-        def on(state: bool, event: Event, say: Say, scaler: str = scaler) -> bool:
-            if event.kind == "scheduler_step" and state:
-                say.bad(event.node)
-            if event.kind in ("backward", "optimizer_step") or hides(source, event, scaler):
-                return False
-            return state or (event.kind == "scaler_step" and event.scaler == scaler)
+        def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:
+            if hides(source, event, scaler) or event.kind == "optimizer_step":
+                return _State()
+            return _on(state, event, say, scaler)
 
-        for node, message in flow.run(False, on):
+        for node, message in flow.run(_State(), on):
             if _is_beside(source, flow, node, steps):
                 yield source.find(RULE, node, message)
+
+
+def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+    if event.kind in ("backward", "loop"):
+        return _State()
+    if event.kind == "scheduler_step":
+        if state.stepped:
+            say.bad(event.node)
+        return replace(state, early=state.early | {event.node})
+    if event.kind == "scaler_step" and event.scaler == scaler:
+        for node in state.early:
+            say.bad(node)
+        return _State(stepped=True)
+    return state
 
 
 def _is_beside(source: Source, flow: Flow, node: object, steps: list[Event]) -> bool:
@@ -112,6 +135,23 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches):
+            '''Trains a network with skip connections.'''
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scheduler.step()
+                scaler.step(optimizer)
+                scaler.update()
+                print(f"scale {scaler.get_scale()}")
+        """,
+    ),
 )
 
 RULE = Rule(
@@ -126,7 +166,7 @@ RULE = Rule(
         "PyTorch warns that `lr_scheduler.step()` was called before `optimizer.step()`. A scale that went down tells."
     ),
     fine="A few steps more or less do not matter to the schedule.",
-    words=("GradScaler lr_scheduler .step(",),
+    words=("lr_scheduler .step( scale(",),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -13,9 +13,10 @@ from precast.rewrite.tensors import Operation, constant, operation, value_of, wr
 
 __all__ = ["RULE"]
 
-# What keeps the exponent small: a maximum or a log-sum-exp, a distance, a bound.
+# Parts of names that say that an exponent is bounded. A maximum or a distance bounds nothing unless it is subtracted.
 _SMALL = re.compile(
-    r"max|lse|logsumexp|log_?norm|stab|clamp|clip|log|dist|sigma|tanh|cos|normalize|range|space"
+    r"(?<![a-z])(log(p|pt|prob|probs|norm|density)?|log_?softmax|stab\w*|shift\w*|clamp\w*|clip(ped)?|sigma|tanh|cos"
+    r"(ine)?|normali[sz]ed?|a?range|linspace)(?![a-z])"
 )
 _DEPTH = 4  # an expression, what its names are given, and so on
 
@@ -159,6 +160,14 @@ VALID = (
 
         ratio = torch.exp(x) / torch.exp(y).sum(-1, keepdim=True)
     """),
+    Case(
+        """
+        import torch
+
+        power = torch.exp(log_prob)
+        weights = power / power.sum(dim=-1, keepdim=True)
+        """,
+    ),
 )
 
 INVALID = (
@@ -206,6 +215,14 @@ INVALID = (
             total = e.sum(-1, keepdim=True)
             return e / (total + 1e-6)
     """),
+    Case(
+        """
+        import torch
+
+        power = torch.exp(logits)
+        weights = power / power.sum(dim=-1, keepdim=True)
+        """,
+    ),
 )
 
 RULE = Rule(
