@@ -344,6 +344,7 @@ _LIGHT = {
     "precast.rewrite.formats",
     "precast.rewrite.index",
     "precast.rewrite.look",
+    "precast.rewrite.pins",
     "precast.rewrite.registry",
     "precast.rewrite.report",
     "precast.rewrite.runner",

@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from precast.rewrite.pins import oldest_torch
 from precast.rewrite.registry import ENGINE, TO_PRECAST, expand, index
 
 __all__ = ["Settings", "load"]
@@ -95,7 +96,7 @@ def load(start: Path | None, asked: dict[str, Any]) -> Settings:
     table = _table(path, document) if path else {}
     option = {key.replace("-", "_"): value for key, value in table.items()}
     option |= {key: value for key, value in asked.items() if value not in (None, (), [])}
-    min_torch = option.get("min_torch") or (required_torch(document) if path else None)
+    min_torch = option.get("min_torch") or (oldest_torch(start) if start is not None else None)
     if min_torch is not None:
         _checked_version(min_torch)
     settings = Settings(
@@ -140,34 +141,6 @@ def _table(path: Path, document: dict[str, Any]) -> dict[str, Any]:
             f"{path}: [tool.precast.check] has no setting {', '.join(unknown)}; it has {', '.join(sorted(_KEYS))}"
         )
     return dict(table)
-
-
-def required_torch(document: dict[str, Any]) -> str | None:
-    """The oldest PyTorch that a project's dependencies allow; None where they do not say."""
-    project = document.get("project", {})
-    lines = [*project.get("dependencies", ())]
-    for extra in project.get("optional-dependencies", {}).values():
-        lines += extra
-    poetry = document.get("tool", {}).get("poetry", {}).get("dependencies", {}).get("torch")
-    if isinstance(poetry, str):
-        lines.append(f"torch{poetry.replace('^', '>=').replace('~', '>=')}")
-    found = [lowest for line in lines if (lowest := _lower_bound(line)) is not None]
-    if not found:
-        return None
-    from precast.rewrite.model import version
-
-    return min(found, key=version)
-
-
-def _lower_bound(requirement: str) -> str | None:
-    text = requirement.partition(";")[0].replace(" ", "").replace("(", "").replace(")", "")
-    if not text.startswith("torch") or text[5:6] not in ("=", ">", "~"):
-        return None
-    for part in text[5:].split(","):
-        for sign in (">=", "==", "~=", ">"):
-            if part.startswith(sign):
-                return part.removeprefix(sign).removesuffix(".*")
-    return None
 
 
 def _checked_version(text: str) -> None:

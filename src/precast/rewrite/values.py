@@ -2,7 +2,7 @@
 
 Invariants: None where it is not known, and where two places disagree; a value that may also be None
 counts as the class (`scaler: GradScaler | None`, `scaler = GradScaler() if fp16 else None`). What comes from
-elsewhere without an annotation is a scaler if it is used as nothing else is: `x.scale(loss).backward()`, `x.unscale_(...)`.
+elsewhere without an annotation is a scaler if it is used as one: `x.scale(loss).backward()`, `x.unscale_(...)`.
 """
 
 from __future__ import annotations
