@@ -921,7 +921,7 @@ def test_what_cannot_be_held_is_named_with_the_reason() -> None:
         assert "float64" in reasons["wide"]
         assert "TwoTensor" in reasons["tagged"]
         assert "inference mode" in reasons["uncounted"]
-        assert repr(attachment) == "<Attachment of Module: 1 parameters held, 5 left alone>"
+        assert repr(attachment) == "<Attachment of Module: 1 parameter held, 5 left alone>"
 
 
 @pytest.mark.parametrize(

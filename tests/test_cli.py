@@ -64,7 +64,9 @@ def test_a_shell_can_complete_commands_and_options(shell: str) -> None:
         return CliRunner().invoke(main, env=given, prog_name="precast")
 
     assert "precast" in asked("source").output
-    cursor = ("ru", "--he") if shell == "fish" else ("1", "2")  # fish sends the word, not its number
+    cursor = (
+        ("ru", "--he") if shell == "fish" else ("1", "2")
+    )  # fish sends the word, not its number
     begun = asked("complete", COMP_WORDS="precast ru", COMP_CWORD=cursor[0]).output
     assert {"run", "rule"} <= set(re.split(r"[\s,]+", begun))
     option = asked("complete", COMP_WORDS="precast run --he", COMP_CWORD=cursor[1]).output

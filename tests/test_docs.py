@@ -137,7 +137,9 @@ def test_the_first_screen_says_what_it_is_how_it_is_installed_and_shows_the_repo
     first, after = text.split("```sh\n", 1)
     assert "torch.amp" in first
     assert len(first.splitlines()) < 12
-    assert after.startswith("git clone <URL of this repository> precast\npip install './precast[all]'\n")
+    assert after.startswith(
+        "git clone <URL of this repository> precast\npip install './precast[all]'\n"
+    )
     assert re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)[0].endswith("images/report.png")
     assert after.index("report.png") < after.index("```python")
 

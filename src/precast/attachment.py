@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precast import held
+from precast._display import Card, Displayed, size
 from precast._torch import is_captured, runs_uncompiled
 from precast.errors import AttachError, PrecastWarning
 from precast.frames import regions
@@ -117,7 +118,7 @@ def attached_models() -> list[tuple[nn.Module, Plan | None]]:
     return [(model, planned) for model, planned in found if model is not None]
 
 
-class Attachment:
+class Attachment(Displayed):
     """A model whose weights are held, and whose modules follow their rules; what `attach` returns.
 
     Attributes:
@@ -202,9 +203,15 @@ class Attachment:
     def __exit__(self, *exc_info: object) -> None:
         self.detach()
 
-    def __repr__(self) -> str:
-        alone = f", {len(self._left_alone)} left alone" if self._left_alone else ""
-        return f"<Attachment of {self._name}: {len(self._holdings)} parameters held{alone}>"
+    def _card(self) -> Card:
+        what, rules = f"Attachment of {self._name}", () if self.plan is None else self.plan.rules
+        if not self._end.alive:
+            return Card(what, ["ended"])
+        facts = [f"{size(len(self._holdings), 'parameter')} held"]
+        if self._left_alone:
+            facts.append(f"{len(self._left_alone)} left alone")
+        alone = [(name, f"not held: {why}") for name, why in self._left_alone.items()]
+        return Card(what, facts, ("name", "how it runs"), [*rules, *alone])
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, as of a model that has its attachment as an attribute, is of no model.

@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast._display import Card, Displayed, size
 from precast.errors import BrokenModelError, ScalerError
 from precast.scaler import GradScaler
 from precast.scaling.base import off
@@ -29,7 +30,7 @@ from precast.scaling.turns import lent, verdict_on
 __all__ = ["LossScalers"]
 
 
-class LossScalers(Mapping[str, GradScaler]):
+class LossScalers(Displayed, Mapping[str, GradScaler]):
     """Gradient scalers by the name of a loss, for losses that train the same parameters.
 
     Args:
@@ -171,6 +172,12 @@ class LossScalers(Mapping[str, GradScaler]):
             self._load(before)
             raise
 
+    def _card(self) -> Card:
+        cards = ((name, *scaler._card().facts) for name, scaler in self._scalers.items())
+        columns = ("loss", "scale", "steps", "skipped", "")
+        facts = [size(len(self._scalers), "loss", "losses")]
+        return Card("LossScalers", facts, columns, [_filled(row, 5) for row in cards])
+
     def _load(self, states: Mapping[str, Any]) -> None:
         for name, scaler in self._scalers.items():
             scaler.load_state_dict(states[name])
@@ -186,6 +193,10 @@ _WHOLE = (
     "unscaled the gradients of all losses: clip them as they are, and call step(optimizer) and "
     "update() of the LossScalers."
 )
+
+
+def _filled(row: tuple[str, ...], columns: int) -> tuple[str | None, ...]:
+    return (*row, *[None] * (columns - len(row)))
 
 
 class _Scaler(GradScaler):

@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from precast._display import Card, Displayed, size
 from precast._policy_modules import AROUND, Inside, ModuleRule, Precision, find, matches
 from precast._policy_rows import nearest
 from precast.errors import PolicyError
@@ -53,8 +54,8 @@ class PlannedModule:
     carried_out: ModuleRule | None
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Displayed):
     """What a policy's module rules mean for one model.
 
     Attributes:
@@ -66,6 +67,24 @@ class Plan:
     policy: Policy
     modules: tuple[PlannedModule, ...]
     unmatched: tuple[str, ...]
+
+    @property
+    def rules(self) -> list[tuple[str, str]]:
+        """Name of each module that a rule matches, and what it says: "fp32, by head.*"."""
+        return [
+            (m.name or "the model", f"{m.rule}, by {m.pattern}") for m in self.modules if m.rule
+        ]
+
+    def _card(self) -> Card:
+        count = size(len(self.rules), "module")
+        facts = [f"{count} of {len(self.modules):,} with a rule"]
+        if self.unmatched:
+            facts.append(
+                size(len(self.unmatched), "pattern matches nothing", "patterns match nothing")
+            )
+        nothing = [(pattern, "matches no module") for pattern in self.unmatched]
+        what = f"Plan of the policy {self.policy.name!r}"
+        return Card(what, facts, ("name", "rule"), [*self.rules, *nothing])
 
     def inside(self, name: str) -> Inside:
         """What holds inside the module of that name."""

@@ -12,13 +12,14 @@ import functools
 import hashlib
 import os
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
 from precast import _policy_file, _torch
+from precast._display import Card, Displayed, size
 from precast._policy_file import MIXED, Contents, Mixed, Modules, Tables
 from precast._policy_modules import (
     AROUND,
@@ -66,8 +67,8 @@ class Resolution(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class Policy:
+@dataclass(frozen=True, repr=False)
+class Policy(Displayed):
     """For each device type a table operation -> rule, and rules for modules by name.
 
     Attributes:
@@ -119,10 +120,13 @@ class Policy:
         tables = {device: dict(table) for device, table in self.tables.items()}
         return type(self), (self.name, tables, self.mixed, self.summary, dict(self.modules))
 
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{device}: {len(table)}" for device, table in self.tables.items())
-        modules = f" modules={len(self.modules)}" if self.modules else ""
-        return f"<Policy {self.name!r} mixed={self.mixed!r} rows=({sizes}){modules}>"
+    def _card(self) -> Card:
+        what, patterns = f"Policy {self.name!r}", size(len(self.modules), "rule")
+        facts = [f"{size(len(table), 'row')} on {device}" for device, table in self.tables.items()]
+        facts += [f"{patterns} for modules"] * bool(self.modules)
+        counts = {device: Counter(e.rule for e in t.values()) for device, t in self.tables.items()}
+        rows = [(d, *(count[rule] or None for rule in Rule)) for d, count in counts.items()]
+        return Card(what, [*facts, f"mixed dtypes: {self.mixed}"], ("device type", *Rule), rows)
 
     @staticmethod
     def presets() -> tuple[str, ...]:

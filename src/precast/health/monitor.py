@@ -30,8 +30,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch, files
+from precast._display import Card, Displayed
 from precast.errors import OutputError, PrecastWarning
 from precast.events import First, HealthEvent, StepEvent, Verdict, emit, observed, witnesses
+from precast.health.display import card
 from precast.health.first import plain
 from precast.health.history import History
 from precast.health.record import Record
@@ -88,7 +90,7 @@ def monitor(
     return Monitor(model, every, scaler, None if ring is None else Path(ring), keep)
 
 
-class Monitor:
+class Monitor(Displayed):
     """What a model's numbers did; made by `monitor`."""
 
     def __init__(
@@ -183,8 +185,9 @@ class Monitor:
     def __exit__(self, *exc_info: object) -> None:
         self.detach()
 
-    def __repr__(self) -> str:
-        return f"<Monitor: {self._number} steps, {len(self._samples)} of them counted>"
+    @alone
+    def _card(self) -> Card:
+        return card(self._number, self._samples, self.first)
 
     # What hooks on modules and optimizers tell (`watching.Watcher`).
 

@@ -37,6 +37,10 @@ class Samples:
         """Forgets them."""
         self._steps = []
 
+    def latest(self) -> tuple[int, Mapping[Key, Counts]] | None:
+        """The step that was counted last, and its counts; None before the first."""
+        return self._steps[-1] if self._steps else None
+
     def as_list(self, order: Iterable[Key]) -> list[dict[str, Any]]:
         """One entry a tensor, in the order given; of those that were counted."""
         keys = dict.fromkeys(key for key in order)

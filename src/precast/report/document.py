@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from precast import _version, files
 from precast.errors import ReportError
+from precast.report.notebook import Shown
 from precast.report.ranks import common_verdict
 from precast.report.schema import VERSION, Document, HealthModule, Merged
 from precast.report.shapes import mismatch
@@ -82,7 +83,8 @@ def load(path: str | Path) -> Document | Merged:
             f"{path} is not a whole JSON file ({error}). Was it cut off, or is it the page? "
             "Write it anew with: precast run --json FILE script.py"
         ) from error
-    return validate(document, str(path))
+    validate(document, str(path))
+    return cast("Document", Shown(document))
 
 
 def merge(parts: Sequence[Document | Merged | dict[str, Any]]) -> Document | Merged:
@@ -97,7 +99,7 @@ def merge(parts: Sequence[Document | Merged | dict[str, Any]]) -> Document | Mer
     if not ranks:
         raise ReportError("no document was given to merge: name at least one")
     if len(ranks) == 1:
-        return ranks[0]
+        return cast("Document", Shown(ranks[0]))
     _refuse_strangers(ranks)
     merged = {
         "schema": VERSION,
@@ -105,7 +107,8 @@ def merge(parts: Sequence[Document | Merged | dict[str, Any]]) -> Document | Mer
         "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "ranks": sorted(ranks, key=lambda each: each["run"]["rank"] or 0),
     }
-    return validate(merged)
+    validate(merged)
+    return cast("Merged", Shown(merged))
 
 
 def _refuse_strangers(ranks: list[Document]) -> None:

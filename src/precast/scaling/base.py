@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast._display import Card, Displayed
 from precast.errors import ScalerError
 from precast.scaling import states
+from precast.scaling.display import card
 from precast.scaling.ledger import Ledger
 from precast.scaling.search import FIRST, Search
 from precast.scaling.settings import (
@@ -55,7 +57,7 @@ def off(answer: Callable[..., Any]) -> Callable[[Method], Method]:
     return decorate
 
 
-class Scale(torch.amp.GradScaler):
+class Scale(Displayed, torch.amp.GradScaler):
     """A scale with its settings; `GradScaler` says what it is used for.
 
     It is a subclass of PyTorch's class because trainers ask ``isinstance(scaler,
@@ -173,6 +175,14 @@ class Scale(torch.amp.GradScaler):
         return self._init_growth_tracker if tracker is None else int(tracker.item())
 
     # From here on the names are ours alone.
+
+    @_torch.never_compiled
+    def _card(self) -> Card:
+        what = f"GradScaler on {self._device}"
+        if not self._enabled:
+            return Card(what, ["off"])
+        scale = self._init_scale if self._scale is None else self._scale
+        return card(what, scale, self._ledger, searching=self._searching)
 
     @off(lambda *_: None)  # settings that are never used may be what a configuration left there
     def _check_settings(self, settings: dict[str, Any]) -> None:

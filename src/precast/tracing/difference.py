@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from precast._display import Card, Displayed, size
 from precast.tracing.rows import Row, Totals, Traced
 
 __all__ = ["Changed", "Difference"]
@@ -27,8 +28,8 @@ class Changed:
         return f"{self.op}{where} ({self.phase}): {_said(self.before)} -> {_said(self.after)}"
 
 
-@dataclass(slots=True)
-class Difference:
+@dataclass(slots=True, repr=False)
+class Difference(Displayed):
     """What is otherwise in the second of two traces."""
 
     rows: list[Changed]
@@ -54,6 +55,14 @@ class Difference:
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         return dataclasses.asdict(self)
+
+    def _card(self) -> Card:
+        facts = [f"{size(len(self.rows), 'operation')} changed", f"{self.totals.casts:+,} casts"]
+        rows = [
+            (each.module, each.op, each.phase, _said(each.before), _said(each.after))
+            for each in self.rows
+        ]
+        return Card("Difference", facts, ("module", "operation", "phase", "before", "after"), rows)
 
     def __str__(self) -> str:
         t = self.totals

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeVar
 
+from precast._display import Card, Displayed, size
 from precast.errors import PrecastError
 
 __all__ = [
@@ -94,13 +95,22 @@ class Step:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Displayed):
     """How a tensor came to have its dtype; as text, a line for each step."""
 
     dtype: str
     steps: list[Step]
     """The latest first; the last one is the rule, the cast or the first operation seen that decided."""
+
+    def _card(self) -> Card:
+        facts = [self.dtype, size(len(self.steps), "step") if self.steps else "not followed"]
+        rows = [
+            (s.op, s.module, s.source, ", ".join(s.inputs), s.output, s.rule, s.reason)
+            for s in self.steps
+        ]
+        columns = ("operation", "module", "source", "inputs", "output", "rule", "reason")
+        return Card("Explanation", facts, columns, rows)
 
     def __str__(self) -> str:
         if not self.steps:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from precast import files
+from precast._display import Card, Displayed, milliseconds, size
 from precast._version import __version__
 from precast.errors import PrecastError
 from precast.tracing.difference import Difference
@@ -20,7 +21,7 @@ __all__ = ["SavedTrace"]
 SCHEMA: Final = 1
 
 
-class SavedTrace:
+class SavedTrace(Displayed):
     """What a trace saw, whether it is open, closed, or read from a file; needs no PyTorch."""
 
     @property
@@ -115,6 +116,33 @@ class SavedTrace:
     def diff(self, other: SavedTrace) -> Difference:
         """What is otherwise in `other`: operations in other dtypes or under other rules, and what they cost."""
         return Difference.between(self.data, other.data)
+
+    def _card(self) -> Card:
+        data = self.data
+        if not data.rows and data.counts:
+            return _card_of_counts(data.counts)
+        t = data.totals
+        facts = [
+            f"{size(t.calls, 'call')} in {milliseconds(t.seconds)}",
+            f"{size(t.casts, 'cast')} in {milliseconds(t.cast_seconds)}",
+            size(len(data.findings), "finding"),
+        ]
+        columns = ("module", "operation", "phase", "inputs", "output", "rule", "calls", "time")
+        return Card("Trace", facts, columns, [_cells(row) for row in data.rows])
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    module = "the model" if row.module == "" else row.module
+    dtypes = ", ".join(row.inputs), ", ".join(row.output)
+    return module, row.op, row.phase, *dtypes, row.rule, row.calls, milliseconds(row.seconds)
+
+
+def _card_of_counts(counts: list[Count]) -> Card:
+    """Of a trace that only counted."""
+    calls, casts = (sum(getattr(count, name) for count in counts) for name in ("calls", "casts"))
+    facts = [f"{size(calls, 'call')} with a rule", size(casts, "cast"), "only counted"]
+    rows = [(c.op, c.device, c.rule, c.calls, c.casts) for c in counts]
+    return Card("Trace", facts, ("operation", "device type", "rule", "calls", "casts"), rows)
 
 
 class _Loaded(SavedTrace):
