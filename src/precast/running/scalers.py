@@ -1,6 +1,6 @@
 """Looks on while PyTorch's gradient scalers work: what their steps did, and where no lower scale would help.
 
-Invariants: the scalers stay PyTorch's and do what they do alone; a step that is decided on the device is not waited for.
+Invariants: the scalers stay PyTorch's and do what they do alone; a step decided on the device is not waited for.
 A `precast.GradScaler`, which a program names itself, tells of its steps without this.
 """
 
