@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from precast import held, unseen
+from precast import held, unseen, weights
 from precast.frames import regions
 
 BF16 = torch.bfloat16
@@ -146,9 +149,9 @@ def test_a_copy_that_ends_before_it_is_lent(monkeypatch: pytest.MonkeyPatch) -> 
     attachment = precast.attach(model)
     original = held.Copy.used_by
 
-    def late(copy: held.Copy, entry: Any) -> None:
+    def late(copy: held.Copy, entry: Any, loan: Any) -> None:
         attachment.detach()
-        original(copy, entry)
+        original(copy, entry, loan)
 
     monkeypatch.setattr(held.Copy, "used_by", late)
     answer(model, x)
@@ -239,3 +242,217 @@ def test_the_search_works_if_it_is_loaded_where_tensors_are_made_on_another_devi
         answer(model, x)
         for _ in range(3):
             again.enter_region()
+
+
+@pytest.mark.parametrize("act", ["refresh", "detach", "step"])
+def test_a_copy_that_one_thread_is_about_to_use_is_not_written_by_another(
+    monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    expected = trained(model, x)
+    attachment, others = precast.attach(model), ThreadPoolExecutor(1)
+
+    def change() -> None:
+        if act == "step":
+            with torch.no_grad():
+                model.weight.mul_(2)
+            with region():
+                model(x)
+        else:
+            getattr(attachment, act)()
+
+    original = weights.with_gradient
+
+    def meanwhile(*args: Any) -> Tensor:
+        cast = original(*args)
+        if args[0] is model.weight:
+            monkeypatch.setattr(weights, "with_gradient", original)
+            others.submit(change).result()
+        return cast
+
+    monkeypatch.setattr(weights, "with_gradient", meanwhile)
+    found = trained(model, x)
+    attachment.detach()
+    others.shutdown()
+    assert len(found) == 3
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """What a forward pass gives, and the gradients of a backward pass."""
+    with region():
+        y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("attached", [False, True])
+def test_what_is_written_while_it_is_cast_is_cast_again(
+    monkeypatch: pytest.MonkeyPatch, attached: bool, mode: Any
+) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(2, WIDTH)
+    name = "loan_of" if attached else "quiet_cast"
+    original = getattr(held if attached else weights, name)
+    written: list[float] = []
+
+    def meanwhile(tensor: Tensor, dtype: torch.dtype) -> Any:
+        made = original(tensor, dtype)
+        if made is not None and not written:
+            with ThreadPoolExecutor(1) as others:
+                others.submit(zero, tensor).result()
+        return made
+
+    def zero(tensor: Tensor) -> None:
+        with torch.no_grad():
+            written.append(float(tensor.zero_().sum()))
+
+    model.weight.requires_grad_(mode is torch.enable_grad)
+    attachment = precast.attach(model, hold=attached)
+    with mode(), region():
+        model(x)  # in inference mode a weight is kept from its second use on
+        monkeypatch.setattr(held if attached else weights, name, meanwhile)
+        with torch.no_grad():
+            model.weight.add_(1)
+        assert model(x).abs().sum() > 0
+        assert written
+        assert model(x).abs().sum() == 0
+        assert model(x).abs().sum() == 0
+    attachment.detach()
+
+
+def test_a_counted_write_during_the_search_is_no_unseen_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unseen, "LONGEST_WRITE", 0.0)
+    with used_by_this_thread() as (model, x, _), ThreadPoolExecutor(1) as others:
+        original = unseen._agrees
+        asked: list[Tensor] = []
+
+        def end() -> None:
+            with torch.no_grad(), region():
+                model.weight.mul_(1)
+                model(x)
+
+        def meanwhile(*args: Any) -> Tensor:
+            if asked:
+                return original(*args)
+            model.weight.data.mul_(2)  # as it looks in the middle of an operation
+            asked.append(original(*args))
+            others.submit(end).result()
+            return asked[0]
+
+        monkeypatch.setattr(unseen, "_agrees", meanwhile)
+        enter(3)
+        assert not asked[0]
+
+
+def test_a_process_that_is_forked_during_a_refresh_goes_on() -> None:
+    program = """
+import os, sys, threading, time, warnings
+import torch
+import precast
+from precast import held
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+model, x = torch.nn.Linear(8, 8), torch.ones(1, 8)
+attachment = precast.attach(model)
+def run():
+    with torch.no_grad(), precast.autocast("cpu", dtype=torch.bfloat16):
+        return model(x)
+run()
+inside, original = threading.Event(), held.reason_not_held
+def slow(parameter):
+    inside.set()
+    time.sleep(0.2)
+    return original(parameter)
+held.reason_not_held = slow
+thread = threading.Thread(target=attachment.refresh)
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    held.reason_not_held = original
+    attachment.refresh()
+    run()
+    os._exit(7)
+for _ in range(600):
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, 9)
+thread.join()
+run()
+sys.exit(os.waitstatus_to_exitcode(status) if pid else 1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
+    assert done.returncode == 7
+
+
+def test_training_by_many_threads_at_once_meets_no_error_and_no_old_weight() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+        torch.randn(2, WIDTH),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    turn = Lock()
+
+    def train() -> None:
+        for _ in range(20):
+            _, *gradients = trained(model, x)
+            with turn:
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+
+    def evaluate() -> None:
+        for _ in range(40):
+            result = answer(model, x)
+            assert result.dtype is BF16
+            assert result.isfinite().all()
+
+    with precast.attach(model) as attachment, ThreadPoolExecutor(8) as threads:
+        work = [threads.submit(act) for act in (train, train, train, train, evaluate, evaluate)]
+        again = [threads.submit(attachment.refresh) for _ in range(20)]
+        for job in (*work, *again):
+            job.result()
+        found = answer(model, x)
+    assert torch.equal(found, answer(model, x))
+
+
+def test_threads_that_attach_and_detach_change_no_result_of_others() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+        torch.randn(2, WIDTH),
+    )
+    written, turn = [0.0], Lock()
+
+    def read() -> None:
+        for _ in range(60):
+            at_least = written[0]
+            result = answer(model, torch.ones(1, WIDTH))
+            assert float(result.max()) >= at_least
+            assert all(g.dtype is torch.float32 for g in trained(model, x)[1:])
+
+    def write() -> None:
+        for number in range(1, 40):
+            with turn, torch.no_grad():
+                for module in model:
+                    module.weight.zero_()
+                model[1].bias.fill_(number)
+                written[0] = float(number)
+
+    def come_and_go() -> None:
+        for _ in range(60):
+            precast.attach(model).detach()
+
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.zero_()
+    with ThreadPoolExecutor(8) as threads:
+        jobs = [threads.submit(act) for act in (read, read, read, read, write, come_and_go)]
+        for job in jobs:
+            job.result()

@@ -3,8 +3,8 @@
 Invariants:
 
 - there is one copy of a parameter and dtype, whoever attached it and whichever thread uses it; it is made at the
-  first use in that dtype, and written in place from then on;
-- it is used only while the parameter has the version and the memory that were copied; one that is out of
+  first use in that dtype, and written in place from then on, or into new memory while somebody reads the old;
+- it is used only while the parameter has the version, the memory and the geometry that were copied; one that is out of
   date is renewed by itself on the CPU, elsewhere with all of the same device and dtype in one fused copy;
 - the copies carry no gradient: `held_gradients` makes one that does, for one region;
 - parameters are held weakly, and the copies are in no module: no state dict, pickle or deepcopy has them;
@@ -34,21 +34,22 @@ from precast._torch import (
     version_of,
 )
 from precast.errors import StaleWeightError
-from precast.held_copy import Copy, lock, unless_python_ends
+from precast.held_copy import Copy, Loan, lock, unless_python_ends
 from precast.held_gradients import forget_moments
 
 __all__ = [
     "WORTH_A_NODE",
     "Copy",
     "Holding",
+    "Loan",
     "attached",
     "before_next_region",
-    "copy_of",
     "distrust",
     "guarded",
     "hold",
     "holdings",
     "leave_to_graphs",
+    "loan_of",
     "lock",
     "on_gone",
     "reason_not_held",
@@ -181,48 +182,54 @@ def release(holding: Holding) -> None:
         _end(holding)
 
 
-def copy_of(parameter: Tensor, dtype: torch.dtype) -> Copy | None:
-    """The copy of a parameter, up to date; None where it is not held."""
-    holding = holdings.get(id(parameter))
-    if holding is None or holding.suspended or holding.parameter() is not parameter:
-        return None
-    holding.threads.add(threading.get_ident())
-    copy = holding.copies.get(dtype)
-    current = copy is not None and copy.is_of(parameter)
-    if current and holding.spoiled:
-        raise StaleWeightError(stale(holding.name, dtype))
-    if is_captured(parameter):
-        return copy if current and not parameter.requires_grad else None
-    if copy is not None and current:
-        copy.join(stream_of(parameter.device))
-        return copy
+def loan_of(parameter: Tensor, dtype: torch.dtype) -> Loan | None:
+    """The copy of a parameter, up to date; None where it is not held.
+
+    Raises:
+        StaleWeightError: the parameter was written unseen.
+    """
     with lock:
-        if holdings.get(id(parameter)) is not holding:
-            return None  # another thread has ended the attachment
-        return _renewed(holding, parameter, dtype)
+        holding = holdings.get(id(parameter))
+        if holding is None or holding.suspended or holding.parameter() is not parameter:
+            return None
+        holding.threads.add(threading.get_ident())
+        copy = holding.copies.get(dtype)
+        current = copy is not None and copy.is_of(parameter)
+        if current and holding.spoiled:
+            raise StaleWeightError(stale(holding.name, dtype))
+        if is_captured(parameter):
+            return _captured(copy) if copy and current and not parameter.requires_grad else None
+        if copy is None or not current:
+            return _renewed(holding, parameter, dtype).lend()
+        copy.join(stream_of(parameter.device))
+        return copy.lend()
+
+
+def _captured(copy: Copy) -> Loan:
+    copy.is_in_graphs = True
+    return copy.lend()
 
 
 def renew(copies: Iterable[Copy]) -> None:
     """Writes all parameters into their copies, whatever their versions say; one fused copy for each dtype."""
     by_dtype: dict[tuple[torch.dtype, torch.device], list[tuple[Copy, Tensor]]] = {}
-    for copy in copies:
-        parameter = copy.parameter
-        if parameter is not None and copy.fits(parameter):
-            key = copy.tensor.dtype, copy.tensor.device
-            by_dtype.setdefault(key, []).append((copy, parameter))
     with lock:
+        for copy in copies:
+            parameter = copy.parameter
+            if parameter is not None and copy.fits(parameter):
+                key = copy.tensor.dtype, copy.tensor.device
+                by_dtype.setdefault(key, []).append((copy, parameter))
         for pairs in by_dtype.values():
             _write(pairs)
 
 
 def distrust(parameters: Iterable[Tensor]) -> None:
     """Has the copies of these parameters renewed at their next use, whatever version counters say."""
-    for parameter in parameters:
-        holding = holdings.get(id(parameter))
-        for copy in () if holding is None else holding.copies.values():
-            if copy.is_of(parameter):  # else it is known to be out of date
-                copy.version = -1
-                copy.withdraw()
+    with lock:
+        for parameter in parameters:
+            holding = holdings.get(id(parameter))
+            for copy in () if holding is None else holding.copies.values():
+                copy.doubt()
 
 
 def suspend(some: Iterable[Holding], change: int) -> None:
@@ -272,8 +279,9 @@ def _write(pairs: list[tuple[Copy, Tensor]]) -> None:
     # Versions first: what is written meanwhile by another thread is then found out of date at the next use.
     seen = [(version_of(parameter), parameter.data_ptr()) for _, parameter in pairs]
     stream = stream_of(pairs[0][0].tensor.device)
-    for copy, _ in pairs:
+    for copy, parameter in pairs:
         copy.join(stream)
+        copy.make_room(parameter)
     with unheard(), torch.inference_mode(False), torch.no_grad():
         fused_copy(
             [copy.tensor for copy, _ in pairs], [parameter.detach() for _, parameter in pairs]

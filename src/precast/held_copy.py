@@ -3,27 +3,46 @@
 Invariants:
 
 - it is of the parameter's shape, and of its layout where that has neither gaps nor overlaps;
-- what stands for it in the caches of threads ends when it does, whichever thread ends it.
+- what stands for it in the caches of threads ends when it does, whichever thread ends it;
+- what is lent is a tensor of its own on the copy's memory, so that the storage counts its users;
+- memory that somebody can still read is never written: a copy is then written into new memory, and the old memory
+  lives as long as its readers. Only what a CUDA graph reads is always written where it is.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from precast._torch import unheard, version_of
+from precast._torch import is_shared, unheard, version_of
 from precast.held_gradients import GradientMemory
 
-__all__ = ["Copy", "lock", "unless_python_ends"]
+__all__ = ["Copy", "Loan", "lock", "unless_python_ends"]
 
 lock: Final = threading.RLock()
-"""Taken by whoever begins, ends or writes what is held; to use a copy that is up to date needs none."""
+"""Taken by whoever begins, ends, lends or writes what is held; an entry in a thread's cache is used without it."""
+
+# A child process has only the thread that forked: what another one had locked would stay locked, and half written.
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
+class Loan(NamedTuple):
+    """What one user gets of a copy: the numbers, and how its parameter was when they were copied."""
+
+    copy: Copy
+    tensor: Tensor
+    """A tensor of its own on the copy's memory."""
+    version: int
+    pointer: int
+    writes: int
+    """How often the copy had been written."""
 
 
 def unless_python_ends(act: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -50,6 +69,7 @@ class Copy:
         gradient: memory for the parameter's gradient.
         stream: the stream that wrote it last; None where the device has none.
         writes: how often it was written.
+        is_in_graphs: whether a CUDA graph may read it, which knows its address alone.
     """
 
     __slots__ = (
@@ -58,9 +78,11 @@ class Copy:
         "_has_ended",
         "_layout",
         "_parameter",
+        "_read_elsewhere",
         "_storage",
         "_users",
         "gradient",
+        "is_in_graphs",
         "pointer",
         "stream",
         "tensor",
@@ -78,10 +100,11 @@ class Copy:
         self.writes = 0
         self.stream: Any = None
         self._event: Any = None
+        self._read_elsewhere = False
+        self.is_in_graphs = False
         self.pointer = -1
         self._layout = parameter.stride()
-        with torch.inference_mode(False), unheard():
-            self.tensor = torch.empty_like(parameter.detach(), dtype=dtype)
+        self.tensor = _memory_for(parameter, dtype)
 
     @property
     def parameter(self) -> Tensor | None:
@@ -89,8 +112,36 @@ class Copy:
         return self._parameter()
 
     def is_of(self, parameter: Tensor) -> bool:
-        """Whether the contents are still what was copied."""
-        return self.version == version_of(parameter) and self.pointer == parameter.data_ptr()
+        """Whether the contents are still what was copied, and lie in memory as they did."""
+        return (
+            self.version == version_of(parameter)
+            and self.pointer == parameter.data_ptr()
+            and self.tensor.shape == parameter.shape
+            and self._layout == parameter.stride()
+        )
+
+    def lend(self) -> Loan:
+        """The copy for one more user; to be asked with the lock."""
+        with unheard():
+            tensor = self.tensor.detach()
+        return Loan(self, tensor, self.version, self.pointer, self.writes)
+
+    def doubt(self) -> None:
+        """Has the copy written before its next use, whatever version counters say."""
+        with lock:
+            self.version = -1
+            self.withdraw()
+
+    def make_room(self, parameter: Tensor) -> None:
+        """Has memory for the next write that nobody reads; to be asked with the lock.
+
+        No thread can begin to read what is withdrawn, so nobody comes after the users have been counted.
+        """
+        self.withdraw()
+        if self.is_in_graphs or not (self._read_elsewhere or is_shared(self.tensor)):
+            return
+        self._read_elsewhere = False
+        self.tensor = _memory_for(parameter, self.tensor.dtype)
 
     def written(self, parameter: Tensor, version: int, pointer: int, stream: Any) -> None:
         """Notes that a stream has been given a write to do: what the parameter was then."""
@@ -116,6 +167,7 @@ class Copy:
         if self._event is not None:
             stream.wait_event(self._event)
         self.tensor.record_stream(stream)
+        self._read_elsewhere = True  # perhaps after whoever asked for it is gone
 
     def fits(self, parameter: Tensor) -> bool:
         """Whether the parameter, as it is now, can be copied into it."""
@@ -126,14 +178,15 @@ class Copy:
             and parameter.stride() == self._layout
         )
 
-    def used_by(self, entry: Any) -> None:
-        """Notes a cache's entry that stands for this copy."""
+    def used_by(self, entry: Any, loan: Loan) -> None:
+        """Notes a cache's entry that stands for this copy, as it was lent."""
         with lock:
-            self._users = [user for user in self._users if user() is not None]
+            self._users = [user for user in self._users if user() not in (None, entry)]
             self._users.append(weakref.ref(entry))
-            entry.is_lent = True
             if self._has_ended:  # in another thread, meanwhile
                 self.withdraw()
+            elif (loan.version, loan.writes) != (self.version, self.writes):
+                entry.withdraw()  # another thread has found it out of date, or written it, meanwhile
 
     def withdraw(self) -> None:
         """Takes the copy out of all caches."""
@@ -149,6 +202,11 @@ class Copy:
         with lock:
             self._has_ended = True
             self.withdraw()
+
+
+def _memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False), unheard():
+        return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
 def _forgetting_address(copy: weakref.ref[Copy]) -> Callable[[Any], None]:

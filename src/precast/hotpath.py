@@ -101,7 +101,7 @@ _SWAP = """\
 _LASTING = "holdings and not grad_enabled()"
 
 # What the cache holds is float32, and most activations are not: their dtype is all that is looked at. The copy is read
-# before the pointer: another thread that withdraws it writes them in the other order.
+# before the version: another thread that withdraws it writes them in the other order.
 # In inference mode PyTorch keeps no copies, nor does the cache at first: what is only noted costs the least.
 _TENSOR = """\
         if {condition}:
@@ -110,9 +110,11 @@ _TENSOR = """\
             if (
                 entry is not None
                 and (copy := entry.cast) is not None
-                and entry.pointer == {a}.data_ptr()
                 and entry.version == {a}._version
+                and entry.pointer == {a}.data_ptr()
                 and entry.requires_grad is {a}.requires_grad
+                and entry.shape == {a}.shape
+                and entry.stride == {a}.stride()
             ):
                 {b} = copy
             elif first_is_pytorchs and key not in used and key not in holdings and type({a}) is Parameter:

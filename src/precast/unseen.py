@@ -24,7 +24,7 @@ from torch import Tensor
 
 from precast._torch import dispatch_modes, is_capturing, is_functorch_active, stream_of, unheard
 from precast.errors import StaleWeightError
-from precast.held import Copy, Holding, before_next_region, guarded, stale
+from precast.held import Copy, Holding, before_next_region, guarded, lock, stale
 
 __all__ = ["LONGEST_WRITE", "enter_region", "leave_region_of_pytorchs"]
 
@@ -138,15 +138,24 @@ def _compared(holding: Holding, part: int) -> Iterator[_Answer]:
     if parameter is None or holding.suspended:
         return
     for dtype, copy in list(holding.copies.items()):
-        if copy.is_of(parameter) and (copy.stream == stream_of(parameter.device) or copy.has_run()):
-            agrees = _agrees(copy, parameter, part)
-            yield _Answer(holding, dtype, copy, copy.writes, agrees, time.monotonic())
+        with lock:
+            if not copy.is_of(parameter):
+                continue
+            loan = (
+                copy.lend()
+            )  # first: what is written from now on is no fault of what was written before
+        if copy.stream == stream_of(parameter.device) or copy.has_run():
+            agrees = _agrees(loan.tensor, parameter, part)
+            yield _Answer(holding, dtype, copy, loan.writes, agrees, time.monotonic())
 
 
-def _agrees(copy: Copy, parameter: Tensor, part: int) -> Tensor:
+def _agrees(copy: Tensor, parameter: Tensor, part: int) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        as_in_memory = copy.tensor.stride() == parameter.stride()
-        held, source = (_part(t, part, as_in_memory) for t in (copy.tensor, parameter.detach()))
+        source = parameter.detach()
+        if source.shape != copy.shape:
+            return _YES  # given another shape by another thread, meanwhile
+        as_in_memory = copy.stride() == source.stride()
+        held, source = (_part(t, part, as_in_memory) for t in (copy, source))
         cast = source.to(held.dtype)
         if cast.is_cpu and torch.equal(cast, held):
             return _YES

@@ -54,10 +54,11 @@ from precast._torch import (
     swaps_parameters,
     version_of,
 )
+from precast.cached_cast import CachedCast
 from precast.held_gradients import with_gradient
 from precast.views import Forgetful, Views
 
-__all__ = ["CachedCast", "WeightCache", "see_modes"]
+__all__ = ["WeightCache", "see_modes"]
 
 _float32: Final = torch.float32
 
@@ -66,59 +67,6 @@ def see_modes(count: Callable[[], int], innermost: Callable[[], Any]) -> None:
     """Has this file ask these for dispatch modes: one that only watches must change nothing."""
     global dispatch_modes, innermost_dispatch_mode
     dispatch_modes, innermost_dispatch_mode = count, innermost
-
-
-class CachedCast:
-    """One lower-precision copy, and what its source looked like when it was made; between regions, without the copy."""
-
-    __slots__ = (
-        "__weakref__",
-        "cast",
-        "is_lent",
-        "other",
-        "owner",
-        "pointer",
-        "requires_grad",
-        "storage",
-        "version",
-    )
-
-    def __init__(
-        self, source: Tensor, cast: Tensor | None, owner: Tensor, forget: Callable[[Any], Any]
-    ) -> None:
-        self.cast = cast
-        self.other: CachedCast | None = None
-        """The one from before its source was frozen, or thawed, in this region."""
-        self.is_lent = False
-        """Whether it stands for a held copy."""
-        self.version = version_of(source)
-        self.requires_grad = source.requires_grad
-        self.owner = weakref.ref(owner, forget)
-        # An address is given out again when its storage is freed: no copy may live longer than that.
-        plain = is_plain(type(source))
-        self.pointer = source.data_ptr() if plain else 0
-        self.storage = weakref.ref(source.untyped_storage(), forget) if plain else None
-
-    def is_of(self, source: Tensor) -> bool:
-        """Whether `source` is still what was cast."""
-        return self.requires_grad == source.requires_grad and self.has_numbers_of(source)
-
-    def has_numbers_of(self, source: Tensor) -> bool:
-        """Whether the contents of `source` are still what was cast."""
-        return self.version == version_of(source) and (
-            self.storage is None or self.pointer == source.data_ptr()
-        )
-
-    def withdraw(self) -> None:
-        """Ends what stands for a held copy, in whichever thread's cache it is."""
-        self.pointer = -1  # first: see `hotpath`
-        self.cast = None
-
-    def renew(self, source: Tensor, cast: Tensor) -> None:
-        """Takes a copy of the same source, which was written or has lost its copy."""
-        self.cast = cast
-        self.other = None
-        self.version = version_of(source)
 
 
 class WeightCache:
@@ -203,8 +151,8 @@ class WeightCache:
         known = self._known[dtype].get(id(tensor))
         if (
             known is not None
-            and known.pointer == tensor.data_ptr()
             and known.requires_grad is tensor.requires_grad
+            and known.is_where(tensor)
             and not dispatch_modes()
             and not is_functorch_active()
         ):
@@ -243,41 +191,52 @@ class WeightCache:
         needs_grad = _needs_grad(tensor)
         if needs_grad and tensor.numel() < held.WORTH_A_NODE:
             return None
-        copy = held.copy_of(tensor, dtype)
-        if copy is None:
+        loan = held.loan_of(tensor, dtype)
+        if loan is None:
             return None
         if not needs_grad:
-            self._lend(copy, tensor, dtype)
-            return copy.tensor
+            self._lend(loan, tensor, dtype)
+            return loan.tensor
         entry = self.leaves[dtype].get(id(tensor))
-        if entry is not None and entry.is_of(tensor) and entry.cast is not None:
-            return entry.cast
+        if entry is not None and entry.is_of(tensor) and (cast := entry.cast) is not None:
+            return cast
         if holding.grad_dtype is not None and tensor.grad is None:
             tensor.grad_dtype = torch.float32 if in_ddp() else holding.grad_dtype
-        cast = with_gradient(tensor, copy.tensor, copy.gradient)
+        cast = with_gradient(tensor, loan.tensor, loan.copy.gradient)
         known = self._known[dtype].get(id(tensor))
-        is_lent = known is not None and known.is_lent and known.requires_grad
-        if known is None or not is_lent or known.pointer != tensor.data_ptr():
-            known = self._entry(tensor, cast, dtype)
-            copy.used_by(known)
-        known.renew(tensor, cast)
+        if known is None or not self._fits(known, loan, tensor):
+            known = self._entry(tensor, None, dtype)
+        self._stand_for(known, loan, cast)
         self._put(known, tensor, dtype)
         return cast
 
-    def _lend(self, copy: held.Copy, tensor: Tensor, dtype: torch.dtype) -> None:
+    @staticmethod
+    def _fits(known: CachedCast, loan: held.Loan, tensor: Tensor) -> bool:
+        return known.requires_grad and known.is_where(tensor) and known.pointer == loan.pointer
+
+    @staticmethod
+    def _stand_for(entry: CachedCast, loan: held.Loan, cast: Tensor) -> None:
+        """Has an entry stand for a held copy: with what its parameter was when it was copied, not what it is now."""
+        entry.pointer = loan.pointer
+        entry.renew(cast, loan.version)
+        loan.copy.used_by(entry, loan)
+
+    def _lend(self, loan: held.Loan, tensor: Tensor, dtype: torch.dtype) -> None:
         """Has a held copy stand for its parameter, until either changes."""
-        lasts = not is_grad_enabled() and not is_captured(tensor) and copy.has_run()
+        lasts = not is_grad_enabled() and not is_captured(tensor) and loan.copy.has_run()
         table = self.lasting if lasts else self.leaves
-        entry = table[dtype][id(tensor)] = self._entry(tensor, copy.tensor, dtype)
-        copy.used_by(entry)
+        entry = table[dtype][id(tensor)] = self._entry(tensor, None, dtype)
+        self._stand_for(entry, loan, loan.tensor)
 
     def _again(self, known: CachedCast, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        if known.cast is None or known.version != version_of(tensor):
+        cast, version = known.cast, version_of(tensor)
+        if cast is None or known.version != version:
             if self._waits(tensor):
                 return None
-            known.renew(tensor, _graph_cast(tensor, dtype))
+            cast = _graph_cast(tensor, dtype)
+            known.renew(cast, version)  # read before: another thread may write it meanwhile
             self._put(known, tensor, dtype)
-        return known.cast
+        return cast
 
     def _waits(self, leaf: Tensor) -> bool:
         """Whether a leaf is used for the first time in this region, and PyTorch would keep no copy."""
@@ -317,9 +276,11 @@ class WeightCache:
             return other.cast
         if plain and self._waits(tensor):
             return None
-        cast = _graph_cast(tensor, dtype)
+        entry = self._entry(
+            tensor, None, dtype
+        )  # before the cast: another thread may write it meanwhile
+        cast = entry.cast = _graph_cast(tensor, dtype)
         if type(cast) in (Tensor, type(tensor)):  # else a tracer's, of no use outside of it
-            entry = self._entry(tensor, cast, dtype)
             if plain:
                 self._put(entry, tensor, dtype)
             else:
@@ -352,8 +313,8 @@ class WeightCache:
         if entry is None:
             views.make_room(tensor.numel(), 2 * base.numel())
         if entry is None or not entry.is_of(tensor):
-            cast = _plain_cast(tensor, dtype)
-            entry = CachedCast(tensor, cast, base, copies.forgetting(geometry))
+            entry = CachedCast(tensor, None, base, copies.forgetting(geometry))
+            entry.cast = _plain_cast(tensor, dtype)
             copies[geometry] = entry
         return entry.cast
 
