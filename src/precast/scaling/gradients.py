@@ -23,9 +23,12 @@ from precast import _torch
 from precast.errors import PrecastWarning
 
 __all__ = [
+    "Place",
     "Verdicts",
     "bad_gradients",
+    "bad_weights",
     "clipped",
+    "is_finite",
     "largest",
     "local",
     "moved",
@@ -35,6 +38,9 @@ __all__ = [
 
 Verdicts = dict[torch.device, Tensor]
 """For each device with gradients a float32 tensor of shape (): nonzero if one was not finite."""
+
+Place = tuple[int, int, Tensor]
+"""A parameter of an optimizer: the number of its group, its place there, itself."""
 
 _FLOAT16 = (
     "gradients are float16: unscaled, those below 6e-8 become zero, which is what the scale was to "
@@ -74,16 +80,35 @@ def unscaled(
 
 
 @torch.no_grad()
-def bad_gradients(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
-    """Group, place in it, and parameter of each gradient that is not finite; waits for the device."""
+def bad_gradients(optimizer: Optimizer) -> Iterator[Place]:
+    """Where gradients are not finite; waits for the device."""
+    for number, place, parameter in _places(optimizer):
+        if parameter.grad is not None and not _all_finite(_memory(parameter)):
+            yield number, place, parameter
+
+
+@torch.no_grad()
+def bad_weights(optimizer: Optimizer) -> Iterator[Place]:
+    """Where parameters are not finite themselves; waits for the device."""
+    for number, place, parameter in _places(optimizer):
+        if not is_finite(parameter):
+            yield number, place, parameter
+
+
+def _places(optimizer: Optimizer) -> Iterator[Place]:
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            if parameter.grad is None:
-                continue
-            memory = _memory(parameter)
-            # A sum of finite numbers can overflow; then, and only then, each number is looked at.
-            if not bool(memory.sum().isfinite()) and not bool(memory.isfinite().all()):
-                yield number, place, parameter
+            yield number, place, parameter
+
+
+def _all_finite(numbers: Tensor) -> bool:
+    """Whether they are: their sum may overflow, then, and only then, each is looked at."""
+    return bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor of any kind holds neither infinity nor NaN, in this process's part; waits for the device."""
+    return _all_finite(_numbers(local(tensor.detach())))
 
 
 @torch.no_grad()
@@ -155,14 +180,17 @@ def _memory(parameter: Tensor) -> Tensor:
     """
     assert parameter.grad is not None
     gradient = local(parameter.grad)
-    if gradient.is_sparse:
-        if gradient.dtype is torch.float16 and not gradient.is_coalesced():
-            gradient = parameter.grad = gradient.coalesce()
-        gradient = _torch.sparse_values(gradient)
-    elif gradient.layout is not torch.strided:
-        gradient = gradient.values()
-    if gradient.is_complex():
-        if gradient.is_conj():
-            gradient = parameter.grad = gradient.resolve_conj()
-        gradient = torch.view_as_real(gradient)
-    return gradient
+    if gradient.is_sparse and gradient.dtype is torch.float16 and not gradient.is_coalesced():
+        gradient = parameter.grad = gradient.coalesce()
+    if gradient.is_complex() and gradient.is_conj():
+        gradient = parameter.grad = gradient.resolve_conj()
+    return _numbers(gradient)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor of any layout and dtype, as a real and dense one."""
+    if tensor.is_sparse:
+        tensor = _torch.sparse_values(tensor)
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

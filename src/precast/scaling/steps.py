@@ -141,12 +141,34 @@ class Steps(Scale):
             self._unscale(record)
             return not self._is_bad(record)
 
+        def in_any_process(flag: bool) -> bool:
+            reduce = self._reduction_for(record.optimizer)
+            if reduce is None:
+                return flag
+            number = torch.full_like(self._started("step")[0], float(flag))
+            reduce([number])
+            return bool(number)
+
         try:
-            return step_with(record.optimizer, closure, good, args, kwargs)
+            result, skipped = step_with(
+                record.optimizer,
+                closure,
+                args,
+                kwargs,
+                gradients_are_good=good,
+                in_any_process=in_any_process,
+            )
         except BaseException:  # all is as it was before: the step may be tried again
             record.end()
             self._records.pop(id(record.optimizer), None)
             raise
+        self._settle(record, skipped)
+        return result, skipped
+
+    def _settle(self, record: Record, skipped: bool) -> None:
+        """A step with a closure as a whole: what one of its calls found need not be what is found of the step."""
+        record.found_inf = {d: torch.full_like(v, skipped) for d, v in record.found_inf.items()}
+        record.findings = record.findings if skipped else None
 
     def _is_bad(self, record: Record) -> bool:
         """Whether the step is to be skipped; waits for the device. If so, what there is to know is noted."""
@@ -162,7 +184,7 @@ class Steps(Scale):
         findings.look()
         gather = getattr(self._reduction_for(record.optimizer), "gather", None)
         if gather is not None:
-            findings.replace(*gather(findings.names, findings.loss_finite))
+            findings.combine(gather)
 
     def _reduction_for(self, optimizer: Optimizer) -> Callable[[list[Tensor]], None] | None:
         if self._reduce_found_inf is not None:
