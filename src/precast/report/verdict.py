@@ -189,14 +189,15 @@ def _lost_steps(document: Document) -> Iterator[str]:
 
 
 _NO_LOWER_SCALE = {
-    "loss": "the loss itself was infinite or NaN before it was scaled",
-    "floor": "gradients overflowed at a scale of {scale:.3g}, which hardly scales them any more",
-    "skips": "step after step was skipped, and lowering the scale did not end that",
+    "weights": "the parameters themselves held infinity or NaN",
+    "loss": "the loss itself was infinite or NaN before it was scaled, in many skipped steps in a row",
+    "floor": "many steps in a row were skipped at a scale of {scale:.3g}, which falls no further",
+    "skips": "as many steps in a row were skipped as the scaler's max_consecutive_skips allows",
 }
 
 
 def beyond_scale(document: Document) -> Iterator[str]:
-    """The first step that no lower scale would have helped, and why."""
+    """The first step at which it was clear that no lower scale helps, and why."""
     for found in document.get("verdicts", [])[:1]:
         because = _NO_LOWER_SCALE[found["reason"]].format(scale=found["scale"])
         yield f"At step {found['step']} no lower scale would have helped: {because}."

@@ -77,9 +77,18 @@ class Iteration:
 
 
 class Ledger:
-    """All that is remembered of a scaler's steps."""
+    """All that is remembered of a scaler's steps.
 
-    def __init__(self, length: int, counters: Counters | None = None, good: int = 0) -> None:
+    Args:
+        length: How many steps the history keeps.
+        counters: Those of a scaler that this one goes on for.
+        good: The same of good iterations in a row.
+        floor: A scale below this one counts as this one.
+    """
+
+    def __init__(
+        self, length: int, counters: Counters | None = None, good: int = 0, *, floor: float = 0.0
+    ) -> None:
         self.history: deque[StepEvent] = deque(maxlen=length)
         self.counters = counters or Counters()
         self.bad_losses = 0
@@ -87,6 +96,7 @@ class Ledger:
         self.stuck = 0
         """Skipped iterations in a row, up to the latest closed one, whose scale was as high as the first of these."""
         self._lowest = math.inf
+        self._floor = floor
         self.good = good
         """Good iterations in a row since the scale changed, as the growth tracker counts them."""
         self._latest = WeakIdKeyDictionary()  # not by what they equal: some are unhashable
@@ -159,6 +169,7 @@ class Ledger:
 
     def _note_scale(self, scale: float) -> None:
         """Counts how long the scale has not fallen; infinity ends the count."""
+        scale = max(scale, self._floor)
         fell = scale < self._lowest or scale == math.inf
         self.stuck = int(scale < math.inf) if fell else self.stuck + 1
         self._lowest = scale if scale == math.inf else min(scale, self._lowest)
