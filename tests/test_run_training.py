@@ -425,3 +425,35 @@ def test_a_scaler_of_precasts_that_the_program_names_stops_it_as_alone(tmp_path:
     assert run.theirs[-1].startswith("precast.errors.BrokenModelError: ")
     [verdict] = run.document["verdicts"]
     assert verdict["step"] == len(plain.stdout.splitlines())
+
+
+OVERFLOW = Path(__file__).parent.parent / "examples" / "overflow.py"
+
+
+def test_the_rule_that_the_report_advises_holds_under_run(tmp_path: Path) -> None:
+    run = ended(start([*RUN, "--health", "--json", "out.json", str(OVERFLOW)], tmp_path), tmp_path)
+    assert [step["step"] for step in run.document["steps"] if step["skipped"]] == [41]
+    assert "module_rules" not in run.document["run"]
+    module = run.document["steps"][41]["first"]["name"]
+    for name, lost in ((module, 0), ("blocks.2.mpl.2", 1)):
+        rules = f'base = "torch"\n[modules]\n"{name}" = "fp32"\n'
+        write(tmp_path, rules, "rules.toml")
+        asked = [*RUN, "--policy", "rules.toml", "--health", "--json", "out.json", str(OVERFLOW)]
+        run = ended(start(asked, tmp_path), tmp_path)
+        assert run.document["run"]["skipped"] == lost
+        became = run.document["run"]["module_rules"]
+        assert became["models"] == {"Decoder": 1 - lost}
+        said = " ".join(line.strip() for line in run.ours)
+        if lost:
+            [problem] = became["problems"]
+            assert problem in " ".join(run.document["verdict"]["problems"])
+            assert (
+                "'blocks.2.mpl.2' matches no module of the model; did you mean blocks.2.mlp.2"
+                in said
+            )
+        else:
+            assert became["problems"] == []
+            assert run.document["verdict"]["first"] is None
+            assert {
+                row["module_rule"] for row in run.document["trace"]["rows"] if row["module"] == name
+            } == {f"{name} = fp32", None}

@@ -16,7 +16,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -43,8 +43,10 @@ _DTYPES: Final = {Precision.FLOAT16: torch.float16, Precision.BFLOAT16: torch.bf
 class Applied:
     """A plan that is carried out on a model, until `remove`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, give_way: Callable[[], None] | None = None) -> None:
         self.plan = plan
+        self.give_way = give_way
+        """Called when this ends as another plan wants one of its modules; None where the other is refused."""
         self._added: list[tuple[Ruled, Any, Any]] = []
         """Each rule, and what takes off its hooks before and after the module."""
 
@@ -61,7 +63,7 @@ class Applied:
         self._added.clear()
 
     def _add(self, module: nn.Module, rule: ModuleRule, tables: Policy | None) -> None:
-        hook = Ruled(rule, owned=True, tables=tables)
+        hook = Ruled(rule, owned=True, tables=tables, applied=weakref.ref(self))
         # Not `module.register...`: that of a scripted module refuses, though its hooks are called. First the one that
         # restores: another thread may be calling the module.
         leave = nn.Module.register_forward_hook(module, hook.leave, always_call=True)
@@ -71,7 +73,13 @@ class Applied:
         self._added.append((hook, enter, leave))
 
 
-def apply(model: nn.Module, plan: Plan, *, tables: bool = False) -> Applied:
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    tables: bool = False,
+    give_way: Callable[[], None] | None = None,
+) -> Applied:
     """Has each module of `model` follow its rule whenever it is called in an enabled region.
 
     Inputs are cast where they are eligible: floating-point, not float64, on the region's device type; in lists, tuples,
@@ -83,6 +91,7 @@ def apply(model: nn.Module, plan: Plan, *, tables: bool = False) -> Applied:
         model: the model that `plan` was made for.
         plan: what `precast.plan.plan` returned.
         tables: whether the plan's policy is in force inside the model, too; else it is that of the region.
+        give_way: called when a later plan for one of these modules has ended this one; None has that plan refused.
 
     Raises:
         PolicyError: a module already follows a rule of another plan that is carried out.
@@ -94,12 +103,14 @@ def apply(model: nn.Module, plan: Plan, *, tables: bool = False) -> Applied:
     named = {id(module): module for module in modules.values()}
     for module in named.values():
         _drop_those_of_a_copy(module)
+        if give_way is None:
+            _end_those_that_give_way(module)
     for key, planned in acting.items():
         if any(_ruled(hook) for _, hook in _torch.forward_hooks(named[key])):
             raise PolicyError(
                 f"the module {planned.name!r} already follows a rule of another attachment; detach that one first"
             )
-    applied = Applied(plan)
+    applied = Applied(plan, give_way)
     for key, planned in acting.items():
         whole = plan.policy if tables and not planned.name else None
         applied._add(named[key], planned.carried_out or ModuleRule(None), whole)
@@ -113,6 +124,15 @@ def _drop_those_of_a_copy(module: nn.Module) -> None:
         ruled = _ruled(hook)
         if ruled is not None and not ruled.owned:
             _torch.drop_forward_hook(module, number)
+
+
+def _end_those_that_give_way(module: nn.Module) -> None:
+    for _, hook in _torch.forward_hooks(module):
+        ruled = _ruled(hook)
+        applied = ruled.applied() if ruled is not None and ruled.applied is not None else None
+        if applied is not None and applied.give_way is not None:
+            applied.remove()
+            applied.give_way()
 
 
 def _ruled(hook: object) -> Ruled | None:
@@ -163,6 +183,8 @@ class Ruled:
     """Whether an `Applied` will take it away; not where it came with a copy of a module."""
     tables: Policy | None = None
     """The policy that holds inside; None for that of the region."""
+    applied: weakref.ref[Applied] | None = field(default=None, repr=False)
+    """What puts it on and takes it away."""
     inside: set[int] = field(default_factory=set, repr=False)
     """The threads that run the module, by their `ident`."""
     _number: int = field(default_factory=lambda: next(_numbers), repr=False)

@@ -49,6 +49,13 @@ class PolicyName(TypedDict):
     fingerprint: NotRequired[str]
 
 
+class ModuleRules(TypedDict):
+    """What became of a policy's rules for modules: by a model's class, on how many modules they act; what does not."""
+
+    models: dict[str, int]
+    problems: list[str]
+
+
 class Run(TypedDict):
     """One process: what was run, where, and how it ended; `traced` is the first step traced and the one after the last.
 
@@ -71,6 +78,7 @@ class Run(TypedDict):
     steps: int
     skipped: NotRequired[int]
     elsewhere: NotRequired[int]
+    module_rules: NotRequired[ModuleRules]
     traced: list[int] | None
 
 

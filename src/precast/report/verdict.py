@@ -14,7 +14,7 @@ from precast.report.schema import Advice, Document, Finding, Totals, Verdict
 from precast.report.tree import seconds_by_dtype
 from precast.report.words import count, duration, joined, plural, share, shortened, size
 
-__all__ = ["all_findings", "beyond_scale", "cost_words", "lost", "verdict"]
+__all__ = ["all_findings", "beyond_scale", "cost_words", "lost", "rules_without_effect", "verdict"]
 
 _NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation")
 _TELLING = 0.01  # a part below this is not worth a sentence among the problems
@@ -29,6 +29,7 @@ def verdict(document: Document) -> Verdict:
         *_ending(document),
         *_lost_steps(document),
         *beyond_scale(document),
+        *rules_without_effect(document),
         *_told(document),
         *_dear_casts(document),
         *(_cost(each) for each in costs[:_MOST]),
@@ -203,6 +204,13 @@ def beyond_scale(document: Document) -> Iterator[str]:
         yield f"At step {found['step']} no lower scale would have helped: {because}."
 
 
+def rules_without_effect(document: Document) -> Iterator[str]:
+    """The rules for modules that did nothing."""
+    rules = document["run"].get("module_rules")
+    for problem in rules["problems"][:_MOST] if rules else []:
+        yield _sentence(problem[0].upper() + problem[1:])
+
+
 def _told(document: Document) -> Iterator[str]:
     """Findings about numbers that no other sentence here tells."""
     first = offender(document)
@@ -327,6 +335,12 @@ def _elsewhere(document: Document) -> int:
 
 def _notes(document: Document) -> Iterator[str]:
     trace, steps = document["trace"], document["steps"]
+    rules = document["run"].get("module_rules")
+    if rules and rules["models"]:
+        acted = [
+            f"{plural(number, 'module')} of `{kind}`" for kind, number in rules["models"].items()
+        ]
+        yield f"The policy's rules for modules acted on {joined(acted)}."
     if _elsewhere(document):
         yield (
             f"{count(_elsewhere(document))} of {plural(document['run']['steps'], 'step')} ended in other threads than "
