@@ -248,6 +248,34 @@ def test_scaled_gradients_after_an_interrupted_iteration_are_refused(set_to_none
     assert parameter.item() == 0.75
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["autograd.backward", "scaled list", "kept graph", "clipped"])
+def test_backward_after_unscaling_is_refused_however_it_comes(kind: str, way: str) -> None:
+    """Its loss may have been scaled before `unscale_`, so that no call of the scaler comes between."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = KINDS[kind]([parameter])
+    scaler = GradScaler("cpu", init_scale=256.0)
+    losses = scaler.scale([parameter.sum(), (parameter * 3).sum()])
+    losses[0].backward(retain_graph=True)
+    if way == "clipped":
+        scaler.clip_grad_norm_(optimizer, 1e9)
+    else:
+        scaler.unscale_(optimizer)
+    before = bits(parameter)
+    again = losses[0] if way == "kept graph" else losses[1]
+    torch.autograd.backward([again]) if way == "autograd.backward" else again.backward()
+    with pytest.raises(ScalerError, match=r"backward\(\) added"):
+        scaler.step(optimizer)
+    assert bits(parameter) == before
+    optimizer.zero_grad()
+    scaler.update()
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert bits(parameter) != before
+    assert not parameter._post_accumulate_grad_hooks
+
+
 def test_another_loss_between_unscaling_and_step_is_fine() -> None:
     first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     optimizers = [sgd(first), sgd(second)]

@@ -132,8 +132,6 @@ class GradScaler(Steps):
         """
         scale_on = functools.cache(self._scale_on)
         others = []
-        for record in self._records.values():
-            record.watch()
 
         def scaled(tensor: Tensor) -> Tensor:
             if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -168,6 +166,7 @@ class GradScaler(Steps):
         record = self._record_of(optimizer)
         record.allow("unscale_")
         self._unscale(record)
+        record.watch()
 
     @off(lambda *_, **__: True)
     def is_unscaled(self, optimizer: Optimizer) -> bool:

@@ -103,6 +103,7 @@ class Steps(Scale):
 
     def _step_if_finite(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Result:
         if record.stage is OptState.READY:
+            record.is_stepping = True
             self.unscale_(record.optimizer)
         else:
             self._recheck(record)
