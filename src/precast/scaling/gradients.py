@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast.errors import PrecastWarning
+from precast.lower_gradients import factors_of
 
 __all__ = [
     "Place",
@@ -44,7 +45,12 @@ Place = tuple[int, int, Tensor]
 
 _FLOAT16 = (
     "gradients are float16: unscaled, those below 6e-8 become zero, which is what the scale was to "
-    "prevent. Keep parameters in float32 (model.float()), and let autocast lower the computation."
+    "prevent. "
+)
+_OF_FLOAT16 = "Keep parameters in float32 (model.float()), and let autocast lower the computation."
+_OF_OTHERS = (
+    "Their parameters are {dtype}: let them have gradients of that dtype (`parameter.grad_dtype`, or "
+    "what assigns `.grad`)."
 )
 _PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
@@ -70,12 +76,13 @@ def unscaled(
 ) -> Verdicts:
     """Multiplies all gradients by `inverse` in place; verdicts begin as copies of `found_inf`."""
     verdicts: Verdicts = {}
-    for (device, dtype), group in _gradients(optimizer).items():
-        if dtype is torch.float16 and not allow_fp16:
-            warnings.warn(_FLOAT16, PrecastWarning, stacklevel=6)
+    for (device, dtype, later), group in _gradients(optimizer).items():
+        if dtype is torch.float16 and not allow_fp16 and later is None:
+            warnings.warn(_why_float16(optimizer), PrecastWarning, stacklevel=6)
         if device not in verdicts:
             verdicts[device] = moved(found_inf, device).clone()
-        _torch.check_and_unscale_(group, verdicts[device], moved(inverse, device))
+        by = inverse if later is None else torch.ones_like(inverse)
+        _torch.check_and_unscale_(group, verdicts[device], moved(by, device))
     return verdicts
 
 
@@ -115,8 +122,8 @@ def is_finite(tensor: Tensor) -> bool:
 def largest(optimizer: Optimizer, like: Tensor) -> Tensor:
     """The largest absolute value in all gradients, shape (), float32 beside `like`; 0 where there are none."""
     peaks = [
-        moved(peak.float(), like.device)
-        for group in _gradients(optimizer).values()
+        moved(peak.float(), like.device) * (1.0 if later is None else moved(later, like.device))
+        for (_, _, later), group in _gradients(optimizer).items()
         for memory in group
         if memory.numel()
         for peak in torch.aminmax(memory)
@@ -147,6 +154,13 @@ def clipped(
     return total
 
 
+def _why_float16(optimizer: Optimizer) -> str:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    of = {p.dtype for p in parameters if p.grad is not None and p.grad.dtype is torch.float16}
+    others = sorted(str(dtype) for dtype in of - {torch.float16})
+    return _FLOAT16 + (_OF_OTHERS.format(dtype=others[0]) if others else _OF_FLOAT16)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a `DTensor`; any other tensor itself."""
     if not _torch.is_dtensor(tensor):
@@ -155,9 +169,13 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def _gradients(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """The memory of all gradients of an optimizer's parameters, by device and dtype."""
+_Kind = tuple[torch.device, torch.dtype, Tensor | None]
+
+
+def _gradients(optimizer: Optimizer) -> dict[_Kind, list[Tensor]]:
+    """The memory of all gradients of an optimizer, by device, dtype, and what they are multiplied by later."""
     groups: dict[Any, list[Tensor]] = defaultdict(list)
+    factors = factors_of(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
@@ -169,7 +187,7 @@ def _gradients(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], l
                 or gradient.layout is not torch.strided
             ):
                 gradient = _memory(parameter)
-            groups[gradient.device, gradient.dtype].append(gradient)
+            groups[gradient.device, gradient.dtype, factors.get(id(parameter))].append(gradient)
     return groups
 
 

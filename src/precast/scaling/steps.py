@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from precast import lower_gradients
 from precast.distributed import Reduction, chosen_for
 from precast.errors import ScalerError
 from precast.scaling.base import Scale
@@ -76,6 +77,11 @@ class Steps(Scale):
     def _unscale(self, record: Record) -> None:
         scale, _ = self._started("unscale_")
         inverse, record.scale = reciprocal(scale)
+        for each in lower_gradients.of(record.optimizer):
+            if record.is_stepping:  # the step itself makes float32 of them
+                each.factor = inverse
+            else:
+                each.show_in_float16()
         self._check_gradients(record, inverse, allow_fp16=False)
         if record.found_inf:  # else there was nothing to unscale, and what comes later still is
             record.stage = OptState.UNSCALED

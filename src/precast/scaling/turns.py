@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from precast import lower_gradients
 from precast.errors import ScalerError
 from precast.scaling.findings import Findings
 from precast.scaling.gradients import Verdicts, moved
@@ -58,6 +59,8 @@ class Record:
 
     def end(self) -> None:
         """The iteration is over."""
+        for each in lower_gradients.of(self.optimizer):
+            each.factor = None  # it was skipped
         if self._watch is not None:
             self._watch.end()
 
