@@ -132,8 +132,8 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         raise _NotWrittenError(getattr(error, "errno", None), reason, clipped(str(path))) from error
 
 
-class _NotWrittenError(PolicyError, OutputError):
-    """A policy that could not be written to a file."""
+class _NotWrittenError(OutputError, PolicyError):
+    """A policy that could not be written to a file. (`OutputError` comes first, as an `OSError` is made in its own way.)"""
 
 
 def _remove(draft: Path, target: Path) -> None:
