@@ -133,7 +133,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 
 class _NotWrittenError(OutputError, PolicyError):
-    """A policy that could not be written to a file. (`OutputError` comes first, as an `OSError` is made in its own way.)"""
+    """A policy that could not be written to a file; `OutputError` first, as an `OSError` is made in its own way."""
 
 
 def _remove(draft: Path, target: Path) -> None:
