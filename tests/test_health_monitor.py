@@ -337,21 +337,20 @@ def test_in_distributed_data_parallel(tmp_path: Any) -> None:
     assert found["parameter", "0.weight"]["steps"] == [0, 1]
 
 
-def test_names_are_those_of_the_model_inside_wrappers() -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.module(x)
-            return found
-
-    model = Wrapper(network())
+@pytest.mark.parametrize(
+    "wrapper", [nn.DataParallel, torch.optim.swa_utils.AveragedModel, torch.compile]
+)
+def test_names_are_those_of_the_model_inside_wrappers(wrapper: Any) -> None:
+    model = wrapper(network())
     with precast.monitor(model) as monitor:
-        take(model, sgd(model))
-    assert ("output", "0") in entries(monitor)
+        model.train()
+        torch.compiler.set_stance("force_eager")
+        try:
+            take(model, sgd(model))
+        finally:
+            torch.compiler.set_stance("default")
     assert ("parameter", "0.weight") in entries(monitor)
+    assert ("output", "0") in entries(monitor)
 
 
 # --- the first to overflow ---
@@ -515,7 +514,7 @@ def test_data_that_is_not_finite_is_an_input() -> None:
     with precast.monitor(model) as monitor:
         take(model, sgd(model), x)
     assert monitor.first is not None
-    assert (monitor.first.kind, monitor.first.name, monitor.first.what) == ("input", "0", "nan")
+    assert (monitor.first.kind, monitor.first.name, monitor.first.what) == ("input", "", "nan")
 
 
 def test_weights_that_are_not_finite_are_named() -> None:

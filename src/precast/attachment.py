@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final
@@ -34,6 +34,7 @@ from precast.frames import regions
 from precast.held import Copy, Holding
 from precast.lower_gradients import LowerGradients
 from precast.module_rules import apply
+from precast.names import names_in
 from precast.plan import Plan, plan
 from precast.policy import Policy, as_policy
 
@@ -106,10 +107,10 @@ def attach(
 
 def names_of(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
     """``id`` of each of `parameters` that is in an attached model -> its name there; a copy is no parameter."""
-    wanted = set(map(id, parameters))
-    models = [model for attachment in list(_living) if (model := attachment._model()) is not None]
-    named = ((name, p) for model in models for name, p in model.named_parameters())
-    return {id(p): name for name, p in named if id(p) in wanted}
+    wanted, named = list(parameters), dict[int, str]()
+    for model in [attachment._model() for attachment in list(_living)]:
+        named |= {} if model is None else names_in(model, wanted)
+    return named
 
 
 def attached_models() -> list[tuple[nn.Module, Plan | None]]:
@@ -134,7 +135,6 @@ class Attachment(Displayed):
         *,
         hold: bool,
         grad_dtype: torch.dtype | None,
-        give_way: Callable[[], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
@@ -149,8 +149,7 @@ class Attachment(Displayed):
             self._gradients = LowerGradients(optimizer, grad_dtype)
         self.plan = plan
         if plan is not None:
-            # First: it may refuse. What is installed is in force already.
-            self._hooks.append(apply(model, plan, tables=give_way is None, give_way=give_way))
+            self._hooks.append(apply(model, plan, tables=True))  # first: it may refuse
         self._look()
         _living.add(self)
         if hold:
@@ -158,15 +157,6 @@ class Attachment(Displayed):
             _watch()
         self._end = weakref.finalize(model, _end, self)
         self._end.atexit = False
-
-    @classmethod
-    def of_installed(cls, model: nn.Module, plan: Plan, gave_way: Callable[[], None]) -> Attachment:
-        """The rules of an installed policy on a model; one of the program's own replaces it, and calls `gave_way`.
-
-        Raises:
-            PolicyError: there is an attachment of the program's own, with rules for the same modules.
-        """
-        return cls(model, plan, None, hold=False, grad_dtype=None, give_way=gave_way)
 
     @property
     def left_alone(self) -> Mapping[str, str]:

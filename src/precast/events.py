@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class First:
     """Where numbers first became infinite or NaN in a training step, as `precast.monitor` saw it."""
 
     step: int
-    """The monitor's number of the step, from 0."""
+    """The number of the step, from 0: in what a scaler says its number of the iteration, else the monitor's."""
     kind: Literal["output", "input", "gradient", "parameter"]
-    """A module's output, its input (made between modules), its output's gradient, or a parameter's gradient."""
+    """A module's output, its input (from outside or between), its output's gradient, or a parameter's gradient."""
     name: str
     """Of the module or parameter, as the model names it."""
     what: Literal["inf", "nan"]
@@ -52,6 +52,14 @@ class First:
     where they were not finite), and "nonfinite": 0, or 1 where there were some, not counted."""
     message: str
     """All this in a sentence."""
+    doubts: tuple[str, ...] = ()
+    """Modules in which it may have begun before: their tensors were written in place before they were looked at, as
+    nothing had been written there in the steps before."""
+
+    def numbered(self, step: int) -> First:
+        """The same, where somebody else's count of the steps says `step`."""
+        message = self.message.replace(f"In step {self.step}", f"In step {step}", 1)
+        return replace(self, step=step, message=message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +119,7 @@ class StepEvent:
         With a fused optimizer it is looked for when it is read: ask before the next forward, or ask the monitor.
         """
         found: First | None = self.findings.first if self.skipped else None
-        return found
+        return found and found.numbered(self.step)
 
     @property
     def loss_finite(self) -> bool:
@@ -122,16 +130,16 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A gradient scaler found that neither a lower scale nor the next batch mends what it sees."""
+    """A gradient scaler found that no lower scale mends what it sees."""
 
-    reason: Literal["weights", "loss", "floor", "skips"]
-    """The parameters are not finite; the loss itself is not; the scale does not fall; a limit on skips was passed."""
+    reason: Literal["loss", "floor", "skips"]
+    """The loss itself is not finite; the scale is at its floor; too many skipped iterations in a row."""
     step: int
     """How many iterations this scaler had completed before."""
     scale: float
     """The scale of the gradients."""
     names: tuple[str, ...]
-    """The parameters whose gradients were not finite; "optimizer 1: weight" where there were several optimizers."""
+    """The parameters whose gradients were not finite, the first offenders first."""
     message: str
     """What was seen, and what to look at."""
     first: First | None = None

@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from precast.errors import PrecastError
-from precast.plan import Plan, PlannedModule, modules_by_name, outwards, plan
+from precast.names import modules_by_name
+from precast.plan import Plan, PlannedModule, outwards, plan
 from precast.policy import ModuleRule, Policy, Precision
 
 __all__ = ["ModelReport", "explain_model", "load_model"]

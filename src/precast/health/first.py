@@ -44,15 +44,18 @@ def first_of(step: Step, place: int, extremes: Sequence[Extremes], hint: str = "
     before = _before(place, slots)
     inputs = tuple(_range(slots[k], extremes[k]) for k in before)
     said = "NaN" if what == "nan" else "infinite"
+    doubts = _doubts(step, place)
+    was = f"was the first {'that was seen ' if doubts else ''}to be {said}"
+    module = _called(slot.name) + _which(slot)
     seen = f"In step {step.number}{_at(scale) if slot.kind == 'gradient' else ''} "
     if slot.kind == "output":
-        seen += f"the output of {_called(slot.name)} was the first to be {said}"
+        seen += f"the output of {module} {was}"
     elif slot.kind == "input":
-        seen += f"an input of {_called(slot.name)} was the first to be {said}: it was made between modules"
+        seen += f"an input of {module} {was}: {_made(slot, slots, before)}"
     else:
-        seen += f"the gradient of the output of {_called(slot.name)} was the first to be {said} in backward"
-    message = f"{seen}{_ranges(inputs)}.{_end_of(slot)}{hint}"
-    return First(step.number, slot.kind, slot.name, what, inputs, message)  # type: ignore[arg-type]
+        seen += f"the gradient of the output of {module} {was} in backward"
+    message = f"{seen}{_ranges(inputs)}.{_end_of(slot)}{_doubted(doubts)}{hint}"
+    return First(step.number, slot.kind, slot.name, what, inputs, message, doubts)  # type: ignore[arg-type]
 
 
 def of_parameter(step: Step, name: str, what: str, extremes: Sequence[Extremes]) -> First:
@@ -85,7 +88,7 @@ def plain(first: First | None) -> dict[str, Any] | None:
 def _before(place: int, slots: Sequence[Slot]) -> tuple[int, ...]:
     """What a tensor was made from: of a gradient, the one before it in backward, and the module's output."""
     slot = slots[place]
-    if slot.kind == "output":
+    if slot.kind == "output" or slot.inputs:
         return slot.inputs
     same = (
         [k for k in range(place) if slots[k].kind == slot.kind] if slot.kind == "gradient" else []
@@ -94,6 +97,35 @@ def _before(place: int, slots: Sequence[Slot]) -> tuple[int, ...]:
     if slot.kind == "gradient":
         outputs = [k for k in outputs if slots[k].name == slot.name]
     return (*same[-1:], *outputs[-1:])
+
+
+def _made(slot: Slot, slots: Sequence[Slot], before: Sequence[int]) -> str:
+    """Where an input comes from."""
+    if not slot.name:
+        return "it came so from outside of the model"
+    after = f" `{slots[before[-1]].name}` and" if before and slots[before[-1]].name else ""
+    if slot.inputs:
+        return f"code between{after} `{slot.name}` wrote it in place"
+    return f"it was made between{after} `{slot.name}`" if after else "it was made between modules"
+
+
+def _which(slot: Slot) -> str:
+    return f" in its call {slot.call} of the step" if slot.call > 1 else ""
+
+
+def _doubts(step: Step, place: int) -> tuple[str, ...]:
+    """Modules whose tensors may have been infinite or NaN before the first that was seen to be."""
+    missed = (one for one in step.missed if one.place <= place)
+    return tuple(one.name for one in missed if one.seen is None or one.seen >= place)
+
+
+def _doubted(doubts: Sequence[str]) -> str:
+    if not doubts:
+        return ""
+    return (
+        f" It may have begun before, in {_called(doubts[0])}: what that module gave or was given was written in place "
+        "before it could be looked at. From the next step on it is looked at before."
+    )
 
 
 def _range(slot: Slot, extremes: Extremes) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from precast.health.first import bad_slots, first_of, is_finite, of_parameter, p
 from precast.health.formats import FORMATS
 from precast.health.record import Extremes, Slot, Step, read
 from precast.health.tally import memory_of
-from precast.health.watching import plain_name
+from precast.names import modules_by_name, named_parameters
 from precast.scaling.gradients import bad_gradients
 
 __all__ = ["History"]
@@ -118,7 +118,7 @@ class History:
     def _hint(self, slot: Slot) -> str:
         """What a module's own parameters have to do with it: NaN in them, or numbers beyond the output's type."""
         model = self._model()
-        modules = {} if model is None else {plain_name(n): m for n, m in model.named_modules()}
+        modules = {} if model is None else modules_by_name(model)
         own = modules[slot.name].named_parameters(recurse=False) if slot.name in modules else ()
         for name, parameter in own:
             memory = memory_of(parameter.detach())
@@ -136,7 +136,7 @@ class History:
         model = self._model()
         if model is None or optimizer is None:
             return None
-        names = {id(p): plain_name(n) for n, p in model.named_parameters()}
+        names = {id(p): n for n, p in named_parameters(model)}
         bad = {names[id(p)]: p for _, _, p in bad_gradients(optimizer) if id(p) in names}
         if not bad:
             return None

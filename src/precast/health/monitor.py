@@ -2,8 +2,7 @@
 
 Invariants:
 - results keep their bits: what is watched is read, never written, and draws no random numbers;
-- nothing waits for the device but in steps that are counted, in steps that the scaler skips, where
-  somebody asks, and after each `_UNREAD` steps;
+- nothing waits for the device but in steps that are counted or skipped, where somebody asks, and after `_UNREAD` steps;
 - what is kept is bounded: the counts of `keep` steps, the extremes of the latest ones;
 - one thread at a time is in here;
 - after `detach`, or when the model is gone, nothing is left of it.
@@ -27,7 +26,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch, files
 from precast._display import Card, Displayed
@@ -36,13 +34,15 @@ from precast.events import First, HealthEvent, StepEvent, Verdict, emit, observe
 from precast.health.display import card
 from precast.health.first import plain
 from precast.health.history import History
+from precast.health.numbering import Numbering
 from precast.health.record import Record
 from precast.health.running import Running
 from precast.health.samples import Samples, figures
 from precast.health.settings import check
 from precast.health.turns import Here, Turn, alone
 from precast.health.waiting import Key
-from precast.health.watching import Installed, follow, install, names_in, unseen
+from precast.health.watching import Installed, Optimizers, follow, install, unseen
+from precast.names import names_in
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
 
@@ -104,8 +104,7 @@ class Monitor(Displayed):
         self._history = History(self._model)
         self._running: Running | None = None
         """The step that runs; in inference, a call of the model in another thread has one of its own."""
-        self._begun = self._number = 0
-        """How many steps have begun, and how many of them have ended."""
+        self.numbering = Numbering()
         self.turn = Turn()
         self._here = Here()
         self._hurried: set[Key] = set()
@@ -115,7 +114,7 @@ class Monitor(Displayed):
         self._stepped_by: set[int] = set()
         """Optimizers that have stepped in the step that runs."""
         self._trains = False
-        self._mine = WeakIdKeyDictionary()  # optimizers: some are unhashable
+        self._is_mine = Optimizers(self._model)
         self._installed = install(model, self)
         self._leave_scaler = follow(scaler, self)
         witnesses.append(self)
@@ -132,7 +131,7 @@ class Monitor(Displayed):
     @property
     def steps(self) -> int:
         """How many steps have ended."""
-        return self._number
+        return self.numbering.ended
 
     @property
     @alone
@@ -148,7 +147,7 @@ class Monitor(Displayed):
         return {
             "format": self._history.format(),
             "every": self._every,
-            "steps": self._number,
+            "steps": self.steps,
             "modules": self._samples.as_list(self._history.tensors),
             "first": plain(self.first),
             "ring": ring,
@@ -187,7 +186,7 @@ class Monitor(Displayed):
 
     @alone
     def _card(self) -> Card:
-        return card(self._number, self._samples, self.first)
+        return card(self.steps, self._samples, self.first)
 
     # What hooks on modules and optimizers tell (`watching.Watcher`).
 
@@ -208,11 +207,19 @@ class Monitor(Displayed):
         running, self._here.whole = self.running_whole, None
         if running is None:
             return
+        if not self._trains:
+            self.numbering.ask(running)
         running.look()
         if not self._trains:
             self._finish(running)
-        elif running is self._running and not running.record.slots:  # it failed at once
-            running.is_over, self._running, self._begun = True, None, self._number
+        elif running is self._running and not running.record.calls:  # it failed at once
+            running.is_over, self._running, self.numbering.begun = True, None, self.steps
+
+    @alone
+    def saw_given(self, name: str, args: Any, kwargs: Any) -> None:
+        """A module begins that is called by itself."""
+        if not _torch.in_backward() and (running := self._running_now()) is not None:
+            running.given(name, args, kwargs, now=True)
 
     @alone
     def saw_call(self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -230,6 +237,7 @@ class Monitor(Displayed):
         if self._is_mine(optimizer):
             if id(optimizer) in self._stepped_by:  # no forward was seen between: it is compiled
                 self._finish(self._running)
+            self.numbering.ask(self._open())
             self._open().look()  # while the gradients are in the processor's caches
             scaled = getattr(optimizer, "grad_scale", None) is not None
             self._count_parameters(optimizer, scaled=scaled)
@@ -259,6 +267,7 @@ class Monitor(Displayed):
         if self._running is None or not self._is_mine(optimizer):
             return
         record = self._running.record
+        self.numbering.tell(record, event.step)
         record.scale = event.scale
         if record.skipped is not True:
             record.skipped = event.skipped
@@ -297,7 +306,7 @@ class Monitor(Displayed):
         return self._running
 
     def _new(self) -> Running:
-        number, self._begun = self._begun, self._begun + 1
+        number = self.numbering.new()
         record = Record(number, time.perf_counter(), {} if self._is_counted(number) else None)
         return Running(record, self._hurried, self.turn)
 
@@ -311,7 +320,7 @@ class Monitor(Displayed):
     def _ring_so_far(self) -> list[dict[str, Any]]:
         running = self._running
         if running is not None:
-            running.record.number = self._number
+            self.numbering.fix(running.record)
         return self._history.entries(None if running is None else running.so_far())
 
     def _finish_if_over(self) -> None:
@@ -322,6 +331,7 @@ class Monitor(Displayed):
         running = self._running
         if running is None or not self._is_mine(optimizer):
             return None
+        self.numbering.ask(running)
         self._count_parameters(optimizer, scaled=False)
         record = running.record
         if record.first is None:
@@ -333,7 +343,7 @@ class Monitor(Displayed):
         """What a trial before training did is dropped, and steps are counted from 0."""
         self._trains = True
         self._running, self._over = None, False
-        self._begun = self._number = 0
+        self.numbering.restart()
         self._samples.clear()
         self._history = History(self._model)
 
@@ -344,9 +354,8 @@ class Monitor(Displayed):
             return
         if running is self._running:
             self._running = None
-        running.record.number = self._number
+        self.numbering.end(running.record)
         self._history.add(running.end())
-        self._number += 1
         if running.record.tallies is not None:
             self._count(running.record)
             self._history.read()
@@ -375,16 +384,6 @@ class Monitor(Displayed):
             _write(self._path, ring)
         except OutputError as error:  # it is tried again; no reason to end a training
             warnings.warn(f"monitor(ring=...): {error}", PrecastWarning, stacklevel=2)
-
-    def _is_mine(self, optimizer: Optimizer) -> bool:
-        model = self._model()
-        if optimizer in self._mine or model is None:
-            return model is not None
-        of_model = set(map(id, model.parameters()))
-        if any(id(p) in of_model for group in optimizer.param_groups for p in group["params"]):
-            self._mine[optimizer] = True
-            return True
-        return False
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -39,7 +39,23 @@ class Slot(NamedTuple):
     """Of the module whose it is."""
     dtype: str
     inputs: tuple[int, ...]
-    """Of an output: the places of the slots that it was made from."""
+    """Of an output: the places of the slots that it was made from; of an input that was written since a module gave it,
+    the place of that output."""
+    call: int = 1
+    """Which call of the module in the step it was."""
+
+
+class Missed(NamedTuple):
+    """What was written in place before it was looked at, so that nobody knows what was in it before."""
+
+    kind: str
+    """ "output" or "input"."""
+    name: str
+    """Of the module."""
+    place: int
+    """How many slots there were before it."""
+    seen: int | None
+    """The place at which the tensor was looked at afterwards, if it was."""
 
 
 class _Part(NamedTuple):
@@ -69,6 +85,7 @@ class Step:
     """Parameters whose gradients were not finite, where a scaler has skipped the step."""
     seconds: float
     dropped: int
+    missed: tuple[Missed, ...] = ()
 
     @property
     def loss_scale(self) -> float | None:
@@ -94,11 +111,21 @@ class Record:
     """Parameters whose gradients were counted with the loss's scale on them."""
     without_gradient: Counter[str] = field(default_factory=Counter)
     """Modules that ran in a checkpoint without a graph: their gradients come when it runs again."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Modules, and how often they were called."""
+    told: int | None = None
+    """The number that a scaler, or a run, gives the step."""
+    _missed: list[tuple[weakref.ref[Tensor], Missed]] = field(default_factory=list)
     _parts: dict[tuple[torch.device, torch.dtype], _Part] = field(default_factory=dict)
     _known: dict[int, _Known] = field(default_factory=dict)
 
+    def number_told(self, number: int) -> None:
+        """Somebody else, a scaler or a run, gives the step a number: so do we."""
+        self.told = self.number = number
+        self.first = self.first and self.first.numbered(number)
+
     def note(
-        self, kind: str, name: str, tensor: Tensor, inputs: tuple[int, ...] = ()
+        self, kind: str, name: str, tensor: Tensor, inputs: tuple[int, ...] = (), call: int = 1
     ) -> Tensor | None:
         """Notes a tensor, where no graph is made; what was looked at of it, None where nothing was."""
         memory = memory_of(tensor)
@@ -111,9 +138,10 @@ class Record:
         low, high = torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
         part = self._part(memory.device, memory.dtype)
         # A signal may have the step closed anywhere: each statement leaves it whole.
-        self.slots.append(Slot(kind, name, part.dtype, inputs))
+        self.slots.append(Slot(kind, name, part.dtype, inputs, call))
         part.noted.append((place, (low, high)))
         if kind != "gradient":
+            self._found(tensor, place)
             self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), place
         return memory
 
@@ -132,6 +160,17 @@ class Record:
         if noted() is not tensor or (unchanged and version != _version(tensor)):
             return None
         return place
+
+    def miss(self, kind: str, name: str, tensor: Tensor) -> None:
+        """A tensor was written in place before it was looked at."""
+        if len(self._missed) < MOST and all(ref() is not tensor for ref, _ in self._missed):
+            missed = Missed(kind, name, len(self.slots), None)
+            self._missed.append((weakref.ref(tensor), missed))
+
+    def _found(self, tensor: Tensor, place: int) -> None:
+        for k, (ref, missed) in enumerate(self._missed):
+            if missed.seen is None and ref() is tensor:
+                self._missed[k] = ref, Missed(missed.kind, missed.name, missed.place, place)
 
     def tally(self, kind: str, name: str) -> Tally:
         """The counts of a tensor."""
@@ -165,6 +204,7 @@ class Record:
             self.names,
             seconds,
             self.dropped,
+            tuple(missed for _, missed in self._missed),
         )
 
 

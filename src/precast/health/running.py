@@ -20,7 +20,8 @@ from precast.health.record import Record, Step, tensors_in
 from precast.health.tally import memory_of
 from precast.health.turns import Turn
 from precast.health.waiting import Key, Waiting
-from precast.health.watching import plain_name
+from precast.health.watching import may_write
+from precast.names import named_parameters
 
 __all__ = ["Running"]
 
@@ -39,6 +40,8 @@ class _Made(NamedTuple):
     """What made it, in a step that is counted."""
     before: int | None = None
     """The place of what it was made from, if that is one tensor."""
+    call: int = 1
+    """Which call of the module in the step it was."""
 
 
 class Running:
@@ -86,6 +89,21 @@ class Running:
             tensors = *tensors_in((args, kwargs)), *tensors_in(output)
             self._waiting.add(key, tensors, self._look_at_call, call)
 
+    def given(self, name: str, args: Any, kwargs: Any, *, now: bool = False) -> None:
+        """A module is about to run that may write what it is given.
+
+        Args:
+            name: of the module.
+            args: what it is given.
+            kwargs: this, too.
+            now: whether to look at it at once.
+        """
+        tensors = tensors_in((args, kwargs) if kwargs else args)
+        if not tensors or all(map(self._waiting.is_latest, tensors)):
+            return
+        take = self._waiting.look_now if now else self._waiting.add
+        take(("input", name), tensors, self._look_at_given, name)
+
     def look(self) -> None:
         """Looks at what still waits."""
         self._waiting.look()
@@ -114,8 +132,8 @@ class Running:
         mine = None
         if optimizer is not None:
             mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in model.named_parameters():
-            key = "parameter", plain_name(name)
+        for name, parameter in named_parameters(model):
+            key = "parameter", name
             if parameter.grad is None or key in record.tallies:
                 continue
             memory = memory_of(parameter.grad)
@@ -136,16 +154,29 @@ class Running:
         self.is_over = True
         return self.so_far()
 
+    def _look_at_given(self, name: str, tensors: Sequence[Tensor], stale: Set[int]) -> None:
+        """What a module is given is looked at where no module gave it so: then it was made between modules."""
+        number = self.record.calls[name] + 1
+        for tensor in tensors:
+            if id(tensor) in stale:
+                self.record.miss("input", name, tensor)
+            elif self.record.place_of(tensor) is None:
+                self._note_input(name, number, tensor)
+
     def _look_at_call(self, call: _Call, _tensors: Sequence[Tensor], stale: Set[int]) -> None:
         record, (name, module, args, kwargs, output, learns) = self.record, call
+        record.calls[name] += 1
+        number = record.calls[name]
         known = None if record.tallies is None else operation(module, args, kwargs, output)
-        outputs = tensors_in(output)
         given = tensors_in((args, kwargs) if kwargs else args)
-        inputs = self._inputs(name, given, outputs, stale)
-        for tensor in outputs:
-            if id(tensor) in stale or record.place_of(tensor) is not None:
-                continue  # written since, or another module's, handed on
-            memory = record.note("output", name, tensor, inputs)
+        inputs = self._inputs(name, number, given, stale, was_given=may_write(module))
+        for tensor in tensors_in(output):
+            if id(tensor) in stale:
+                record.miss("output", name, tensor)
+                continue
+            if record.place_of(tensor) is not None:
+                continue  # another module's, handed on
+            memory = record.note("output", name, tensor, inputs, number)
             if memory is None:
                 continue
             if record.tallies is not None:
@@ -153,27 +184,28 @@ class Running:
                 record.tally("output", name).add_lost(None if known is None else known.lost(memory))
             if tensor.requires_grad:
                 before = inputs[0] if len(inputs) == 1 else None
-                self._follow(tensor, _Made(name, len(record.slots) - 1, known, before))
+                self._follow(tensor, _Made(name, len(record.slots) - 1, known, before, number))
             elif not learns:
                 record.without_gradient[name] += 1
 
     def _inputs(
-        self, name: str, given: list[Tensor], outputs: list[Tensor], stale: Set[int]
+        self, name: str, number: int, given: list[Tensor], stale: Set[int], *, was_given: bool
     ) -> tuple[int, ...]:
+        """The places of what a module was given; `was_given` where that was looked at before it ran."""
         places = []
         for tensor in given:
-            place = self.record.place_of(tensor, unchanged=False)
-            if place is None and id(tensor) not in stale:
-                place = self._input(name, tensor, outputs)
+            place = self.record.place_of(tensor, unchanged=not was_given)
+            if place is None and id(tensor) not in stale and not was_given:
+                place = self._note_input(name, number, tensor)
             if place is not None:
                 places.append(place)
         return tuple(places)
 
-    def _input(self, name: str, tensor: Tensor, outputs: list[Tensor]) -> int | None:
-        """The place of what was made between modules, if it is looked at."""
-        if any(tensor is output for output in outputs):
-            return None
-        memory = self.record.note("input", name, tensor)
+    def _note_input(self, name: str, number: int, tensor: Tensor) -> int | None:
+        """Notes what was made between modules; its place, if it is looked at."""
+        before = self.record.place_of(tensor, unchanged=False)
+        inputs = () if before is None else (before,)
+        memory = self.record.note("input", name, tensor, inputs, number)
         return None if memory is None else len(self.record.slots) - 1
 
     def _follow(self, tensor: Tensor, made: _Made) -> None:
@@ -194,7 +226,7 @@ class Running:
 
     def _look_at_gradient(self, made: _Made, tensors: Sequence[Tensor], stale: Set[int]) -> None:
         [gradient] = tensors
-        memory = None if stale else self.record.note("gradient", made.name, gradient)
+        memory = None if stale else self.record.note("gradient", made.name, gradient, (), made.call)
         if memory is None or self.record.tallies is None:
             return
         tally = self.record.tally("gradient", made.name)

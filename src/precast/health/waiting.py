@@ -48,6 +48,13 @@ class Waiting:
         self._entries: list[_Entry] = []
         self._elements = 0
 
+    def is_latest(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the one that came last to wait, and was not written since."""
+        if not self._entries:
+            return False
+        _, tensors, versions, _, _ = self._entries[-1]
+        return bool(tensors) and tensors[-1] is tensor and versions[-1] == _torch.version_of(tensor)
+
     def add(self, key: Key, tensors: Sequence[Tensor], look: Look, what: Any) -> None:
         """Has something looked at, soon or now."""
         # Each function that is called here, and each attribute, is slow for the same reason: there are few.

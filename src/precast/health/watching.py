@@ -10,22 +10,24 @@ Invariants:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast.health.turns import Turn
+from precast.names import name_of_each
 from precast.scaling.base import Scale
 
-__all__ = ["Installed", "Watcher", "follow", "install", "names_in", "plain_name", "unseen"]
+__all__ = ["Installed", "Optimizers", "Watcher", "follow", "install", "may_write", "unseen"]
 
 
 R = TypeVar("R")
@@ -33,6 +35,9 @@ R = TypeVar("R")
 
 class Taker(Protocol):
     """Who takes what modules were given and what they gave."""
+
+    def given(self, name: str, args: Any, kwargs: Any) -> None:
+        """A module is about to run, one of those that may write what they are given."""
 
     def called(
         self, key: tuple[str, str], module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -55,6 +60,9 @@ class Watcher(Protocol):
 
     def ends(self) -> None:
         """It has ended, well or not."""
+
+    def saw_given(self, name: str, args: Any, kwargs: Any) -> None:
+        """A module is about to run, and nobody takes what it is given."""
 
     def saw_call(
         self, key: tuple[str, str], module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -80,6 +88,18 @@ class _Watched:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Watched, ()
+
+    @_torch.runs_uncompiled
+    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        watcher = self._watcher
+        if torch.compiler.is_dynamo_compiling() or watcher is None or not _torch.is_real():
+            return
+        with watcher.turn.lock:
+            running = watcher.running_whole
+            if running is None:
+                unseen(watcher.saw_given, self._key[1], args, kwargs)
+            else:
+                running.given(self._key[1], args, kwargs)
 
     @_torch.runs_uncompiled
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -108,6 +128,25 @@ class _Watched:
             unseen(self._watcher.ends)
 
 
+class Optimizers:
+    """Tells which optimizers have parameters of a model."""
+
+    def __init__(self, model: weakref.ref[nn.Module]) -> None:
+        self._model = model
+        self._known = WeakIdKeyDictionary()  # not by what they equal: some are unhashable
+
+    def __call__(self, optimizer: Optimizer) -> bool:
+        """Whether one has."""
+        model = self._model()
+        if optimizer in self._known or model is None:
+            return model is not None
+        of_model = set(map(id, model.parameters()))
+        if any(id(p) in of_model for group in optimizer.param_groups for p in group["params"]):
+            self._known[optimizer] = True
+            return True
+        return False
+
+
 class Installed:
     """Hooks that are there until `remove`."""
 
@@ -123,16 +162,27 @@ class Installed:
 def install(model: nn.Module, watcher: Watcher) -> Installed:
     """Puts hooks on each module of `model`, once, and on all optimizers."""
     handles = []
-    for name, module in model.named_modules():
-        hook = _Watched(watcher, plain_name(name))
+    for name, module in name_of_each(model):
+        hook = _Watched(watcher, name)
         # Not `module.register...`: that of a scripted module refuses, though its hooks are called.
         handles.append(nn.Module.register_forward_hook(module, hook.leave, with_kwargs=True))
         if module is model:
             handles.append(nn.Module.register_forward_pre_hook(module, hook.begin))
             handles.append(nn.Module.register_forward_hook(module, hook.end, always_call=True))
+        if may_write(module):
+            enter = nn.Module.register_forward_pre_hook(module, hook.enter, with_kwargs=True)
+            handles.append(enter)
     handles.append(register_optimizer_step_pre_hook(_telling(watcher, "steps_now")))
     handles.append(register_optimizer_step_post_hook(_telling(watcher, "has_stepped")))
     return Installed(handles)
+
+
+def may_write(module: nn.Module) -> bool:
+    """Whether a module may write what it is given, itself or by what it calls: all but PyTorch's that call no other."""
+    known = type(module).__module__.startswith("torch.nn.modules.")
+    return (
+        not known or bool(getattr(module, "inplace", False)) or any(True for _ in module.children())
+    )
 
 
 def follow(scaler: Any, watcher: Watcher) -> Callable[[], None]:
@@ -172,25 +222,3 @@ def unseen(call: Callable[..., R], *args: Any) -> R:
         return call(*args)
     with _torch.undispatched():
         return call(*args)
-
-
-def plain_name(name: str) -> str:
-    """A module's or parameter's name without what DistributedDataParallel and `torch.compile` put into it."""
-    parts = _parts(name)
-    return ".".join(parts)
-
-
-def names_in(model: nn.Module, parameters: Iterable[Tensor]) -> dict[int, str]:
-    """``id`` of each of `parameters` that is one of `model`'s -> its name there."""
-    wanted = set(map(id, parameters))
-    return {id(p): plain_name(name) for name, p in model.named_parameters() if id(p) in wanted}
-
-
-def _parts(name: str) -> Iterator[str]:
-    return (part for place, part in enumerate(name.split(".")) if not _is_wrapper(place, part))
-
-
-def _is_wrapper(place: int, part: str) -> bool:
-    return part in {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"} or (
-        part == "module" and place == 0
-    )

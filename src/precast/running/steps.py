@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from precast import _torch
-from precast.events import StepEvent
+from precast.events import First, StepEvent
 from precast.health.first import plain
 from precast.health.turns import Turn, alone
 from precast.running.history import History, Step
@@ -65,6 +65,11 @@ class Steps:
         self._done: deque[_Done] = deque()
         self._open_for_facts = False  # the latest of those
         self._stop: list[Callable[[], None]] = []
+
+    @property
+    def number(self) -> int:
+        """Of the step that runs."""
+        return self._number
 
     def start(self) -> None:
         """Begins to look."""
@@ -106,7 +111,7 @@ class Steps:
         elif event.skipped:
             step.skipped.append(_Number(1.0))
             step.names += event.names
-            step.first = step.first or plain(event.first)
+            step.first = step.first or event.first
 
     # --- what PyTorch calls ---
 
@@ -233,7 +238,7 @@ class _Done:
     scale: _Number | None = None
     skipped: list[_Number] = field(default_factory=list)
     names: tuple[str, ...] = ()
-    first: dict[str, Any] | None = None
+    first: First | None = None
     optimizers: set[int] = field(default_factory=set)
     scaled: set[int] = field(default_factory=set)
 
@@ -247,7 +252,8 @@ class _Done:
         known = [loss for loss in losses if loss is not None]
         loss = sum(known) / (scale or 1.0) if known else None
         skipped = any(number.value() for number in self.skipped)
-        first = self.first and {**self.first, "step": self.step}  # a monitor may have begun later
+        # The scaler may have begun later, and so says another number.
+        first = plain(self.first and self.first.numbered(self.step))
         return Step(self.step, loss, scale, skipped, self.names, self.seconds, first)
 
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast.events import StepEvent, Verdict, witnesses
 from precast.health.monitor import Monitor, monitor
-from precast.health.watching import names_in
 from precast.installation import install_to_observe
+from precast.names import names_in
 from precast.policy import Policy
 from precast.running.scalers import Scalers
 from precast.running.steps import Steps
@@ -59,7 +59,7 @@ class Watch:
 
     def start(self) -> None:
         """Begins to watch."""
-        self._installed = install_to_observe(self.policy)
+        install_to_observe(self.policy)
         self.window.start()
         self._ends.callback(self.window.stop)
         witnesses.append(self)
@@ -77,13 +77,6 @@ class Watch:
     def devices(self) -> list[str]:
         """The device types that were computed on."""
         return ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
-
-    def rules(self) -> dict[str, Any]:
-        """What became of the policy's rules for modules, if it has some: a part of the document."""
-        if not self.policy.modules:
-            return {}
-        rules = self._installed.rules
-        return {"module_rules": {"models": rules.models, "problems": list(rules.problems)}}
 
     def health(self) -> dict[str, Any] | None:
         """What the monitor saw, as plain values."""
@@ -131,6 +124,7 @@ class Watch:
             self._largest = size, weakref.ref(module)
         if size and self._health and self._monitor is None:
             self._monitor = monitor(module)
+            self._monitor.numbering.count = lambda: self.steps.number
             self._ends.callback(self._monitor.detach)
 
 

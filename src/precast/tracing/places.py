@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from precast import _torch
-from precast.plan import modules_by_name
+from precast.names import modules_by_name
 from precast.policy import DEVICE_TYPES
 from precast.tracing.rows import Phase
 

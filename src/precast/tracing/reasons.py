@@ -9,8 +9,8 @@ from precast import _module_calls
 from precast.attachment import attached_models
 from precast.errors import PolicyError
 from precast.frames import in_force, installed, lent_frame
+from precast.names import modules_by_name
 from precast.operation import Operation
-from precast.plan import modules_by_name
 from precast.policy import Policy
 from precast.tracing.places import is_enabled
 
