@@ -246,7 +246,9 @@ def _defined(tree: ast.Module) -> set[str]:
 @pytest.mark.parametrize("path", CHECKED, ids=_id)
 def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
     if path.name != "_torch.py":  # all private API in one file is worth more than a short file
-        assert len(path.read_text(encoding="utf-8").splitlines()) < 400, "split it"
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, (
+            "is it still one idea? Put what is another one into a file of its own"
+        )
     docstring = ast.get_docstring(_tree(path)) or ""
     assert re.match(r".+?[.:](\s|$)", docstring, re.S), "begin with a sentence on what the file is"
 

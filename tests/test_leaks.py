@@ -18,6 +18,7 @@ from torch.nn import Parameter
 import precast
 from precast import engine, weights
 from precast.frames import regions
+from precast.policy import Policy
 
 
 @pytest.fixture(params=engine.ENGINES, autouse=True)
@@ -174,3 +175,103 @@ def test_a_region_makes_no_cycles_for_the_collector() -> None:
         assert gc.collect() < 300
     finally:
         gc.enable()
+
+
+def a_policy(number: int) -> Policy:
+    return Policy.load("default").replace(
+        name=f"tried {number}", ops={"softmax": "fp32", "matmul": "keep"}
+    )
+
+
+def test_a_policy_and_its_frames_go_when_nobody_uses_them() -> None:
+    gone: list[weakref.ref[Any]] = []
+    for number in range(5):
+        policy = a_policy(number)
+        with precast.autocast("cpu", policy=policy):
+            F.linear(torch.ones(1, 2), torch.ones(2, 2))
+        gone += [weakref.ref(policy), weakref.ref(engine.bind(policy, "cpu"))]
+    del policy
+    gc.collect()
+    assert [thing() for thing in gone] == [None] * 10
+
+
+def test_a_policy_that_rules_of_a_model_were_laid_over_goes_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    rules = Policy.load("default").replace(modules={"0": {"ops": {"linear": "fp32"}}})
+    with precast.attach(model, rules):
+        for number in range(3):
+            policy = a_policy(number)
+            with precast.autocast("cpu", policy=policy):
+                model(torch.ones(1, 2))
+            gone = weakref.ref(policy)
+            del policy
+            gc.collect()
+            assert gone() is None
+
+
+def test_a_region_keeps_what_it_runs_under() -> None:
+    x = torch.ones(2, 2)
+    region = precast.autocast("cpu", policy=Policy.load("default").replace(ops={"matmul": "fp32"}))
+    with region:
+        del region
+        with precast.autocast("cpu", policy="torch"):
+            gc.collect()
+            assert (x @ x).dtype is torch.bfloat16
+        assert (x @ x).dtype is torch.float32
+        here = precast.current("cpu")
+    gc.collect()
+    with here:
+        assert (x @ x).dtype is torch.float32
+
+
+def test_an_installed_policy_is_kept() -> None:
+    with precast.install(Policy.load("torch").replace(ops={"matmul": "fp32"})):
+        gc.collect()
+        with torch.autocast("cpu"):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_what_was_compiled_keeps_its_policy() -> None:
+    def compute(x: Tensor) -> Tensor:
+        with precast.autocast("cpu", policy=policy):
+            return x @ x
+
+    policy = Policy.load("default").replace(ops={"matmul": "fp32", "exp": "lower"})
+    compiled = torch.compile(compute, backend="eager")
+    x = torch.ones(2, 2, requires_grad=True)
+    loss = compiled(x)
+    assert loss.dtype is torch.float32
+    fingerprint = policy.fingerprint
+    policy = Policy.load("default").replace(ops={"matmul": "lower", "exp": "lower"})
+    gc.collect()
+    assert compiled(x).dtype is torch.bfloat16, "the variable names another policy now"
+    policy = Policy.load("default").replace(ops={"matmul": "fp32", "exp": "lower"})
+    assert policy.fingerprint == fingerprint
+    assert compiled(x).dtype is torch.float32
+    loss.sum().backward()
+
+
+def test_equal_policies_share_a_frame_and_a_dropped_one_is_made_again() -> None:
+    first, second = a_policy(1), a_policy(1)
+    assert first is not second
+    assert engine.bind(first, "cpu") is engine.bind(second, "cpu")
+    gone = weakref.ref(engine.bind(first, "cpu"))
+    del first
+    gc.collect()
+    assert gone() is engine.bind(second, "cpu")
+    del second
+    gc.collect()
+    assert gone() is None
+    with precast.autocast("cpu", policy=a_policy(1)):
+        assert F.softmax(torch.ones(2).bfloat16(), 0).dtype is torch.float32
+
+
+def test_a_thread_of_pytorchs_own_keeps_the_frame_that_it_works_under() -> None:
+    def deep(x: Tensor) -> Tensor:
+        return x @ x
+
+    scripted = torch.jit.script(deep)
+    with precast.autocast("cpu", policy=Policy.load("default").replace(ops={"matmul": "fp32"})):
+        future = torch.jit.fork(scripted, torch.ones(2, 2))
+    gc.collect()
+    assert torch.jit.wait(future).dtype is torch.float32

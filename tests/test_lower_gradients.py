@@ -333,3 +333,93 @@ def test_a_closure_of_anothers_optimizer_is_refused_where_it_would_see_16_bits()
         pytest.raises(precast.AttachError, match="without a closure"),
     ):
         optimizer.step(lambda: 0.0)
+
+
+# --- under a gradient scaler ---
+
+
+@of_every_kind
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_scaler_divides_float16_gradients_in_float32(make: Make, clip: bool, auto: bool) -> None:
+    """Gradients of 1e-9 are no numbers of float16: a step on them is what the scale is there for."""
+    theirs = net()
+    ours, before = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    optimizers = make(ours.parameters()), make(theirs.parameters())
+    first: Any = "auto" if auto else 2.0**24
+    scalers = [precast.GradScaler("cpu", first, growth_interval=2) for _ in range(2)]
+    attached = precast.attach(ours, optimizer=optimizers[0], grad_dtype=torch.float16)
+    low, skips = 0, 0
+    for number, x in enumerate(batches(8)):
+        for model, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            factor = float("inf") if number == 4 else 1e-7
+            scaler.scale(loss_of(model, x, torch.float16) * factor).backward()
+            low += sum(p.grad is not None and p.grad.dtype is torch.float16 for p in weights(model))
+            if clip:
+                norm = scaler.clip_grad_norm_(optimizer, 1e-9)
+                assert number == 4 or norm > 0
+            scaler.step(optimizer)
+            scaler.update()
+            event = scaler.last_step(optimizer)
+            assert event is not None
+            skips += bool(event.skipped)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    attached.detach()
+    assert same(ours, theirs)
+    assert low >= 8
+    assert skips == 2 or auto
+    assert isinstance(optimizers[0], SGD) or not same(ours, before)
+
+
+def test_a_step_that_raised_may_be_tried_again_under_a_scaler() -> None:
+    class Fails(Negated):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            if self.calls == 1:
+                raise OSError
+            return super().step(closure)
+
+    theirs = net()
+    ours = copy.deepcopy(theirs)
+    (x,) = batches(1)
+    for model, kind in ((ours, Fails), (theirs, Negated)):
+        optimizer = kind(model.parameters(), lr=0.1)
+        scaler = precast.GradScaler("cpu", init_scale=2.0**10)
+        with precast.attach(model, optimizer=optimizer, grad_dtype=torch.float16):
+            scaler.scale(loss_of(model, x, torch.float16)).backward()
+            if kind is Fails:
+                with pytest.raises(OSError):
+                    scaler.step(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert same(ours, theirs)
+
+
+def test_the_scales_of_several_losses_divide_in_float32_too() -> None:
+    theirs = net()
+    ours = copy.deepcopy(theirs)
+    (x,) = batches(1)
+    for model, dtype in ((ours, torch.float16), (theirs, None)):
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        scalers = precast.LossScalers("cpu", ["a", "b"], init_scale=2.0**24)
+        with precast.attach(model, optimizer=optimizer, grad_dtype=dtype):
+            for name in ("a", "b"):
+                scalers.backward(name, loss_of(model, x, torch.float16) * 1e-7, optimizer)
+            scalers.step(optimizer)
+            scalers.update()
+    assert same(ours, theirs)
+
+
+def test_the_warning_on_float16_gradients_says_what_there_is_to_do() -> None:
+    for dtype, advice in ((torch.float16, r"model\.float\(\)"), (torch.float32, "grad_dtype")):
+        parameter = nn.Parameter(torch.ones(3, dtype=dtype))
+        parameter.grad_dtype = torch.float16
+        parameter.grad = torch.ones(3, dtype=torch.float16)
+        scaler = precast.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.warns(precast.PrecastWarning, match=advice) as warned:
+            scaler.unscale_(SGD([parameter]))
+        assert (dtype is torch.float16) == ("model.float()" in str(warned[0].message))

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precast._policy_modules import check_pattern, find, matches, parse_module_rule
+from precast._policy_modules import ModuleRule, decide, parse_module_rule
+from precast._policy_patterns import PatternIndex, check_pattern, matches
 from precast.errors import PolicyError
-from precast.policy import ModuleRule, Policy, Precision, Rule
+from precast.policy import Policy, Precision, Rule
 
 TORCH = Policy.load("torch")
 
@@ -90,6 +91,10 @@ def test_a_pattern_that_cannot_match_is_refused(pattern: object) -> None:
         TORCH.replace(modules={pattern: "fp32"})  # type: ignore[dict-item]
     with pytest.raises(PolicyError, match="Write names with dots"):
         Policy("p", {}, modules={pattern: ModuleRule(Precision.FP32)})  # type: ignore[dict-item]
+
+
+def find(rules: dict[str, ModuleRule], name: str) -> object:
+    return decide(PatternIndex(rules).matching(name), rules, name)
 
 
 def test_an_exact_name_beats_globs_and_globs_must_agree() -> None:

@@ -84,8 +84,8 @@ SCALER = {
     "reduce_found_inf": None,
     "min_scale": None,
     "max_scale": None,
-    "max_consecutive_skips": 40,
-    "max_nonfinite_losses": 1,
+    "max_consecutive_skips": None,
+    "max_nonfinite_losses": None,
     "on_verdict": "raise",
     "history": 100,
 }

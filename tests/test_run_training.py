@@ -361,11 +361,13 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
 settings = {"foreach": False, "fused": True} if kind == "fused" else {}
 optimizer = torch.optim.Adam(model.parameters(), 0.01, **settings)
 scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=3)
-for step in range(30):
+for step in range(60):
     with torch.autocast("cpu", torch.float16):
         loss = model(torch.randn(8, 4)).float().square().mean()
     if step > 8 and kind == "loss":
         loss = loss * torch.inf
+    elif step > 8 and kind == "floor":
+        loss = loss + (loss * 0).sqrt()  # whose gradient is NaN
     elif step > 8:
         loss = loss * 1e38 * 1e30
     scaler.scale([loss] if step % 2 else loss)
@@ -387,7 +389,7 @@ print([parameter.sum().item().hex() for parameter in model.parameters()])
         ("loss", "1024.0", "loss"),
         ("fused", "1024.0", "loss"),
         ("floor", "1e-20", "floor"),
-        ("loss", "1e-20", "floor"),
+        ("loss", "1e-20", "loss"),
     ],
 )
 def test_a_run_whose_scaler_would_give_up_goes_on_as_alone(
@@ -401,11 +403,13 @@ def test_a_run_whose_scaler_would_give_up_goes_on_as_alone(
     assert plain.code == 0, plain.stderr
     assert_alike(plain, run)
     document = run.document
-    assert document["run"]["steps"] == 30
-    assert [step["skipped"] for step in document["steps"]] == [step > 8 for step in range(30)]
+    assert document["run"]["steps"] == 60
+    assert [step["skipped"] for step in document["steps"]] == [step > 8 for step in range(60)]
     [verdict] = document["verdicts"]
-    assert verdict["reason"] in {reason, "loss"}
-    assert verdict["step"] > 8
+    assert verdict["reason"] == reason
+    assert verdict["step"] == (
+        51 if kind == "floor" else 48
+    )  # the fortieth skipped, there after the scale has fallen
     assert verdict["names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     said = " ".join(line.strip() for line in run.ours)
     assert f"At step {verdict['step']} no lower scale would have helped" in said
@@ -421,3 +425,35 @@ def test_a_scaler_of_precasts_that_the_program_names_stops_it_as_alone(tmp_path:
     assert run.theirs[-1].startswith("precast.errors.BrokenModelError: ")
     [verdict] = run.document["verdicts"]
     assert verdict["step"] == len(plain.stdout.splitlines())
+
+
+OVERFLOW = Path(__file__).parent.parent / "examples" / "overflow.py"
+
+
+def test_the_rule_that_the_report_advises_holds_under_run(tmp_path: Path) -> None:
+    run = ended(start([*RUN, "--health", "--json", "out.json", str(OVERFLOW)], tmp_path), tmp_path)
+    assert [step["step"] for step in run.document["steps"] if step["skipped"]] == [41]
+    assert "module_rules" not in run.document["run"]
+    module = run.document["steps"][41]["first"]["name"]
+    for name, lost in ((module, 0), ("blocks.2.mpl.2", 1)):
+        rules = f'base = "torch"\n[modules]\n"{name}" = "fp32"\n'
+        write(tmp_path, rules, "rules.toml")
+        asked = [*RUN, "--policy", "rules.toml", "--health", "--json", "out.json", str(OVERFLOW)]
+        run = ended(start(asked, tmp_path), tmp_path)
+        assert run.document["run"]["skipped"] == lost
+        became = run.document["run"]["module_rules"]
+        assert became["models"] == {"Decoder": 1 - lost}
+        said = " ".join(line.strip() for line in run.ours)
+        if lost:
+            [problem] = became["problems"]
+            assert problem in " ".join(run.document["verdict"]["problems"])
+            assert (
+                "'blocks.2.mpl.2' matches no module of the model; did you mean blocks.2.mlp.2"
+                in said
+            )
+        else:
+            assert became["problems"] == []
+            assert run.document["verdict"]["first"] is None
+            assert {
+                row["module_rule"] for row in run.document["trace"]["rows"] if row["module"] == name
+            } == {f"{name} = fp32", None}

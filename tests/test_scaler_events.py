@@ -194,7 +194,7 @@ def test_growths_are_counted_as_the_tracker_counts_them() -> None:
 
 def test_events_come_to_observers_with_verdicts() -> None:
     seen: list[Any] = []
-    scaler = GradScaler("cpu", init_scale=2.0**-14, on_verdict="ignore")
+    scaler = GradScaler("cpu", 2.0**-14, max_consecutive_skips=1, on_verdict="ignore")
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with observe(seen.append):
@@ -202,7 +202,7 @@ def test_events_come_to_observers_with_verdicts() -> None:
     step, verdict = seen
     assert isinstance(step, StepEvent)
     assert isinstance(verdict, precast.Verdict)
-    assert (verdict.reason, verdict.step, verdict.scale) == ("floor", 0, 2.0**-14)
+    assert (verdict.reason, verdict.step, verdict.scale) == ("skips", 0, 2.0**-14)
     assert verdict.names == ("group 0, parameter 1",)
 
 

@@ -43,7 +43,7 @@ class Model:
             self.momenta[number] = gradient if before is None else MOMENTUM * before + gradient
             self.parameters[number] -= RATE * self.momenta[number]
         self.good, self.bad = (0, self.bad + 1) if found_bad else (self.good + 1, 0)
-        if found_bad and (self.scale <= FLOOR or self.bad >= SKIPS):
+        if found_bad and self.bad >= SKIPS:
             return "raise"
         if found_bad:
             self.scale = max(self.scale / 2, FLOOR)

@@ -40,20 +40,25 @@ def test_where_torch_writes_nan_into_the_parameters() -> None:
     for _ in range(400):
         iterate(careful, ours, sgd(ours), math.nan, 1.0)
     assert bits(ours) == before
-    assert careful.get_scale() == 2.0**-14
+    assert careful.get_scale() == 2.0**-48
     iterate(careful, ours, sgd(ours), 1.0, 1.0)
     assert ours.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["sgd", "foreach adam", "fused adam"])
 @pytest.mark.parametrize(
-    ("reason", "expected", "loss"), [("floor", 31, 1.0), ("skips", 7, 1.0), ("loss", 2, math.nan)]
+    ("reason", "expected", "loss"), [("floor", 42, 1.0), ("skips", 7, 1.0), ("loss", 2, math.nan)]
 )
 def test_a_verdict_with_its_reason(kind: str, reason: str, expected: int, loss: float) -> None:
     parameter = make_parameter()
     before = bits(parameter)
     optimizer = KINDS[kind]([parameter])
-    scaler = GradScaler("cpu", max_consecutive_skips=7 if reason == "skips" else 1000)
+    limits: dict[str, Any] = {
+        "floor": {"min_scale": 2.0**14},
+        "skips": {"max_consecutive_skips": 7},
+        "loss": {"max_nonfinite_losses": 1},
+    }
+    scaler = GradScaler("cpu", **limits[reason])
     for _ in range(expected - 1):
         iterate(scaler, parameter, optimizer, math.inf, loss)
     scale = scaler.get_scale()
@@ -98,13 +103,13 @@ def test_one_bad_batch_is_no_verdict_unless_it_is_asked_to_be() -> None:
 @pytest.mark.parametrize("action", ["warn", "ignore"])
 def test_what_a_verdict_does_is_the_users_choice(action: Any) -> None:
     parameter = make_parameter()
-    scaler = GradScaler("cpu", init_scale=2.0**-14, on_verdict=action)
+    scaler = GradScaler("cpu", 1.0, min_scale=1.0, max_consecutive_skips=1, on_verdict=action)
     if action == "warn":
-        with pytest.warns(PrecastWarning, match="scale is at its floor"):
+        with pytest.warns(PrecastWarning, match="the limit that max_consecutive_skips sets"):
             iterate(scaler, parameter, sgd(parameter), math.nan, 1.0)
     else:
         iterate(scaler, parameter, sgd(parameter), math.nan, 1.0)
-    assert scaler.get_scale() == 2.0**-14
+    assert scaler.get_scale() == 1.0
     assert scaler.counters.consecutive_skips == 1
 
 
@@ -142,7 +147,7 @@ def test_the_scale_never_leaves_its_limits(case: dict[str, Any]) -> None:
         scaler.set_backoff_factor(case["set later"][1])
     parameter = make_parameter()
     optimizer = KINDS[case["kind"]]([parameter])
-    low, high = (float(torch.tensor(limit)) for limit in (low or 2.0**-14, high or LARGEST))
+    low, high = (float(torch.tensor(limit)) for limit in (low or 2.0**-48, high or LARGEST))
     for gradient in case["turns"]:
         scaled = gradient * min(
             scaler.get_scale(), 1.0
@@ -241,6 +246,34 @@ def test_scaled_gradients_after_an_interrupted_iteration_are_refused(set_to_none
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
     assert parameter.item() == 0.75
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["autograd.backward", "scaled list", "kept graph", "clipped"])
+def test_backward_after_unscaling_is_refused_however_it_comes(kind: str, way: str) -> None:
+    """Its loss may have been scaled before `unscale_`, so that no call of the scaler comes between."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = KINDS[kind]([parameter])
+    scaler = GradScaler("cpu", init_scale=256.0)
+    losses = scaler.scale([parameter.sum(), (parameter * 3).sum()])
+    losses[0].backward(retain_graph=True)
+    if way == "clipped":
+        scaler.clip_grad_norm_(optimizer, 1e9)
+    else:
+        scaler.unscale_(optimizer)
+    before = bits(parameter)
+    again = losses[0] if way == "kept graph" else losses[1]
+    torch.autograd.backward([again]) if way == "autograd.backward" else again.backward()
+    with pytest.raises(ScalerError, match=r"backward\(\) added"):
+        scaler.step(optimizer)
+    assert bits(parameter) == before
+    optimizer.zero_grad()
+    scaler.update()
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert bits(parameter) != before
+    assert not parameter._post_accumulate_grad_hooks
 
 
 def test_another_loss_between_unscaling_and_step_is_fine() -> None:

@@ -21,6 +21,7 @@ from tools.site.links import place, relinked
 from tools.site.pages import Site
 from tools.site.pictures import PICTURES
 from tools.site.programs import Programs
+from tools.site.values import Values
 
 ROOT = Path(__file__).parent.parent
 
@@ -401,6 +402,47 @@ def test_a_docstring_reads_as_markdown(name: str) -> None:
                 )
                 bare = re.sub(r"(`+).+?\1", "", text, flags=re.S)
                 assert not re.search(r"^>>>|\*\*|::$", bare, re.M), f"{each.path}: {bare}"
+
+
+MODULE = """
+import precast
+from precast import errors
+from precast._display import Displayed
+
+MOST = 40
+class _Limits:
+    least = 2.0**-3
+    name = "raise"
+LIMITS = _Limits()
+_REQUIRED = "(required)"
+TABLE = {}
+
+class Reader(precast.Trace, Displayed): ...
+class Wrong(errors.PrecastError): ...
+
+def f(a=_REQUIRED, b=MOST, c=LIMITS.least, d=LIMITS.name, e=2.0**16, f=TABLE, g=max, h=None): ...
+"""
+
+
+def test_a_default_is_shown_as_its_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "with_defaults.py").write_text(MODULE)
+    extensions = griffe.load_extensions(Values)
+    found = griffe.load("with_defaults", search_paths=[tmp_path], extensions=extensions)
+    shown = [None if p.default is None else str(p.default) for p in found["f"].parameters]
+    assert shown == [None, "40", "0.125", "'raise'", "2.0 ** 16", "TABLE", "max", "None"]
+    bases = {name: [str(base) for base in found[name].bases] for name in ("Reader", "Wrong")}
+    assert bases == {"Reader": ["precast.Trace"], "Wrong": ["errors.PrecastError"]}
+
+
+def test_every_entry_of_the_navigation_has_a_name_in_chinese() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    translated, navigation = settings.split("nav_translations:")[1].split("\nnav:\n")
+    names = set(re.findall(r'^ +- "?([^"\n]+?)"?:(?: |$)', navigation, re.M))
+    translations = dict(re.findall(r'^ {12}"?([^"\n]+?)"?: (.+)$', translated, re.M))
+    assert {"Usage", "Policies", "Guide"} <= names
+    assert names == set(translations)
+    assert all(re.search("[\u4e00-\u9fff]", text) for text in translations.values())
 
 
 @functools.cache

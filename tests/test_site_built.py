@@ -33,12 +33,16 @@ def mkdocs(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def settings() -> str:
+    """Those of the project, without its navigation."""
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    text = text[: text.index("\nnav:\n") + 1].replace("tools/site/", f"{ROOT}/tools/site/")
+    text = text.replace("paths: [src]", f"paths: [{ROOT}/src]")
+    return re.sub(r"^(watch|extra_css): .*\n", "", text, flags=re.M)
+
+
 def project(folder: Path, **changed: str) -> Path:
-    settings = (ROOT / "mkdocs.yml").read_text("utf-8")
-    settings = settings[: settings.index("nav:\n")].replace("tools/site/", f"{ROOT}/tools/site/")
-    settings = settings.replace("paths: [src]", f"paths: [{ROOT}/src]")
-    settings = re.sub(r"^(watch|extra_css): .*\n", "", settings, flags=re.M)
-    files = {**PAGES, "mkdocs.yml": settings + NAV} | changed
+    files = {**PAGES, "mkdocs.yml": settings() + NAV} | changed
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, "utf-8")
@@ -79,6 +83,17 @@ def test_search_knows_both_languages_and_cuts_chinese_into_words(site: Path) -> 
     assert {"混合", "精度", "训练"} <= set(texts["zh/"].split("\u200b"))
     assert "zh/examples/" not in texts  # in English there, too, and once is enough
     assert index["config"]["lang"] == ["en", "zh"]
+
+
+def test_start_here_is_found_before_what_has_the_word_in_its_name(tmp_path: Path) -> None:
+    start = {f"docs/start{end}.md": "# Start\n\n## Install precast\n" for end in ("", ".zh")}
+    folder = project(tmp_path, **start, **{"mkdocs.yml": settings() + NAV + "  - start.md\n"})
+    built = mkdocs(folder)
+    assert not built.returncode, built.stderr
+    index = json.loads((folder / "build/site/search/search_index.json").read_text("utf-8"))
+    boosts = {entry["location"]: entry.get("boost", 1) for entry in index["docs"]}
+    assert {boosts[place] for place in ("start/", "zh/start/", "start/#install-precast")} == {8}
+    assert boosts["guide/one/"] == 1
 
 
 def test_a_docstring_is_on_its_page(site: Path) -> None:

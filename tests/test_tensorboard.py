@@ -19,7 +19,7 @@ from tests.scaling import make_parameter, sgd
 def train(observer: Any) -> None:
     parameter = make_parameter()
     optimizer = sgd(parameter)
-    scaler = precast.GradScaler("cpu", init_scale=8.0, min_scale=4.0, on_verdict="ignore")
+    scaler = precast.GradScaler("cpu", 8.0, max_consecutive_skips=2, on_verdict="ignore")
     with precast.observe(observer):
         observer(precast.Note("mse_loss", "cpu", "not a step"))
         for gradient in (1.0, math.nan, math.nan):
@@ -63,7 +63,7 @@ def test_a_writer_of_your_own_gets_scalars_and_text_and_stays_open() -> None:
     ]
     assert writer.texts[0] == ("mine/optimizer 0/skipped", "not finite: group 0, parameter 0", 1)
     assert writer.texts[-1][0] == "mine/verdict"
-    assert "at its floor" in writer.texts[-1][1]
+    assert "max_consecutive_skips" in writer.texts[-1][1]
     assert not writer.closed
 
 

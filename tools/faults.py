@@ -113,10 +113,18 @@ def _until_a_verdict(
     return Seen(f"{seen}; scale {_scale(training)}", training.good_steps(0))
 
 
-@fault("NaN in the loss, twice in a row")
+@fault("NaN in the loss, for ever")
 def _nan_loss(kind: type[Any]) -> Seen:
     training = Training(kind)
-    return _until_a_verdict(training, lambda: training.iterate(math.nan), 2, "skipped in silence")
+    return _until_a_verdict(training, lambda: training.iterate(math.nan), 400, "skipped in silence")
+
+
+@fault("NaN in the loss of three batches, then good ones")
+def _bad_batches(kind: type[Any]) -> Seen:
+    training = Training(kind)
+    for number in range(4):
+        training.iterate(math.nan if number < 3 else 1.0)
+    return Seen(f"skipped, and trains on; scale {_scale(training)}", training.good_steps(1))
 
 
 @fault("gradients of NaN for 400 iterations, then a good one")

@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from precast import _torch, engine, marks
-from precast.frames import Frame, in_force, regions
+from precast import _torch, engine
+from precast.frames import Frame, in_force, regions, write_mark
 from precast.region import current, put_in_force, refuse_export
 
 __all__ = [
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
     module: nn.Module
     caller: FrameType | None
-    """What called the hook, and runs until the call ends."""
+    """What runs until the call ends: the caller of the hook, or a step of a generator."""
     off: Off
     """What was off before."""
     replaced: list[Replaced]
@@ -88,9 +88,8 @@ class _Thread(threading.local):
 _thread: Final = _Thread()
 
 
-def begin(module: nn.Module) -> Call:
-    """A new call, by the function that called the caller of this one."""
-    caller = _caller()
+def begin(module: nn.Module, caller: FrameType | None) -> Call:
+    """A new call, which runs as long as `caller` does."""
     forget_abandoned(caller)
     call = Call(module, caller, _thread.off, [])
     _thread.calls.append(call)
@@ -157,9 +156,7 @@ def _is_off_by_rule(device: str, off: Off) -> bool:
 def _set_off(off: Off) -> None:
     """Marks the thread, too: compiled functions look at flags, which do not say who switched autocast off."""
     for device in _thread.off.keys() ^ off.keys():
-        before = regions.mark
-        regions.mark = before.after(f"{device} off by a rule", "" if device in off else None)
-        marks.write(regions.mark, before)
+        write_mark(regions.mark.after(f"{device} off by a rule", "" if device in off else None))
     _thread.off = off
 
 
@@ -185,14 +182,6 @@ def _is_running(call: Call, frame: FrameType | None) -> bool:
     while frame is not None and frame is not call.caller:
         frame = frame.f_back
     return frame is not None
-
-
-def _caller() -> FrameType | None:
-    """The function that called the hook that called `begin`."""
-    frame = inspect.currentframe()
-    for _ in range(3):
-        frame = frame.f_back if frame else None
-    return frame
 
 
 def _again_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 Invariants:
     - `[ops]` speaks for every device type, `[ops.cuda]` for one and is laid over `[ops]`.
-    - A file is laid over its `base`; a chain of bases must end.
+    - A file is laid over its `base`; a chain of bases may be of any length, and must end.
     - `[modules]` speaks for modules by name; a pattern replaces the same one of the base.
     - A row for other versions of PyTorch is as if it were not written.
     - Every problem is one `PolicyError`: the file, the line or key, the value, what is allowed.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
@@ -20,7 +21,8 @@ from typing import Literal, cast
 import tomli_w
 
 from precast import _torch
-from precast._policy_modules import ModuleRule, check_pattern, parse_module_rule
+from precast._policy_modules import ModuleRule, parse_module_rule
+from precast._policy_patterns import check_pattern
 from precast._policy_rows import (
     DEVICE_TYPES,
     ROW_KEYS,
@@ -34,8 +36,9 @@ from precast._policy_rows import (
     short,
     split,
 )
+from precast._policy_values import check_text, clipped, shown
 from precast._versions import Version
-from precast.errors import PolicyError
+from precast.errors import OutputError, PolicyError
 
 __all__ = [
     "MIXED",
@@ -84,7 +87,14 @@ def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION
     Raises:
         PolicyError: there is no such preset or file, or it says something that it must not.
     """
-    return _read(_locate(name_or_path, Path()), (), version)
+    chain = _chain(name_or_path)
+    contents = Contents()
+    for depth in reversed(range(len(chain))):
+        try:
+            contents = _laid_over(contents, *chain[depth], version)
+        except PolicyError as error:
+            raise PolicyError(f"{_bases(chain[:depth])}{error}") from error
+    return contents
 
 
 def render(contents: Contents) -> str:
@@ -102,39 +112,125 @@ def render(contents: Contents) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Put a text in a file, whole or not at all."""
-    target = Path(path)
+    """Put a text in a file, whole or not at all.
+
+    Raises:
+        PolicyError: `path` is no path, or the file cannot be written; this one is an `OSError` too.
+    """
+    target = _as_path(path, "dump takes the path of a file")
     # Beside the target, since a file can be replaced in one step only within its file system.
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft = target.with_name(f".{target.name}.{os.getpid()}") if target.name else target
     try:
-        draft.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+        try:
+            draft.write_text(text, encoding="utf-8", newline="\n")
+            os.replace(draft, target)
+        except BaseException:
+            _remove(draft, target)
+            raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _NotWrittenError(getattr(error, "errno", None), reason, clipped(str(path))) from error
+
+
+class _NotWrittenError(OutputError, PolicyError):
+    """A policy that could not be written to a file; `OutputError` first, as an `OSError` is made in its own way."""
+
+
+def _remove(draft: Path, target: Path) -> None:
+    with suppress(OSError, ValueError):  # the first error is the one to be told
+        if draft != target:
+            draft.unlink(missing_ok=True)
+
+
+def _as_path(given: object, takes: str) -> Path:
+    try:
+        path = os.fspath(given)  # type: ignore[call-overload]
+    except Exception:  # any: what a path is may be code of its own
+        path = None
+    if not isinstance(path, str):
+        raise PolicyError(f"{shown(given)} is no path: {takes}, as text or a pathlib.Path")
+    return Path(path)
 
 
 def _locate(name_or_path: str | os.PathLike[str], folder: Path) -> Path:
+    takes = "a policy is the name of a preset or the path of a TOML file"
     if isinstance(name_or_path, str) and name_or_path in preset_names():
         return _PRESETS / f"{name_or_path}.toml"
-    path = folder / Path(name_or_path)
-    if not path.is_file():
-        hint = nearest(str(name_or_path), preset_names())
+    given = _as_path(name_or_path, takes)
+    path = folder / given
+    if not _is_file(path):
+        hint = nearest(str(given), preset_names())
         raise PolicyError(
-            f"no policy {os.fspath(name_or_path)!r}: neither a preset nor a file{hint} "
+            f"no policy {shown(os.fspath(name_or_path))}: neither a preset nor a file{hint} "
             f"Allowed: {', '.join(preset_names())}, or the path of a TOML file"
         )
     return path
 
 
-def _read(path: Path, above: tuple[Path, ...], version: Version) -> Contents:
-    if path.resolve() in above:
-        chain = " -> ".join(p.name for p in (*above, path))
-        raise PolicyError(f"{path}: base: the files lead back to themselves: {chain}")
-    document = _parse(path)
-    base = Contents()
-    if "base" in document:
-        base = _read_base(path, document["base"], (*above, path.resolve()), version)
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (
+        OSError,
+        ValueError,
+    ):  # a name that is too long, or has a zero byte: there is no such file
+        return False
+
+
+_Link = tuple[Path, dict[str, object]]
+"""A file and what it says."""
+
+
+def _chain(name_or_path: str | os.PathLike[str]) -> list[_Link]:
+    """The file, its base, the base of that ..., each with what it says."""
+    chain: list[_Link] = []
+    seen: set[Path] = set()
+    asked, folder = name_or_path, Path()
+    while True:
+        try:
+            path = _locate(asked, folder)
+            _refuse_circle(path, chain, seen)
+            document = _parse(path)
+            chain.append((path, document))
+            if "base" not in document:
+                return chain
+            asked, folder = _base(document["base"], path), path.parent
+        except PolicyError as error:
+            raise PolicyError(f"{_bases(chain)}{error}") from error
+
+
+def _base(base: object, path: Path) -> str:
+    if not isinstance(base, str):
+        raise PolicyError(f"{path}: base is {shown(base)}; it must be a preset's name or a path")
+    return base
+
+
+def _refuse_circle(path: Path, chain: list[_Link], seen: set[Path]) -> None:
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise PolicyError(f"{path}: cannot be read: {error}") from error
+    if real in seen:
+        links = " -> ".join(_some([p.name for p, _ in chain] + [path.name]))
+        raise PolicyError(f"{path}: base: the files lead back to themselves: {links}")
+    seen.add(real)
+
+
+def _bases(chain: list[_Link]) -> str:
+    """How the files of a chain led to the one behind it, as the beginning of a message."""
+    links = [f"{path}: base = {shown(document['base'])}" for path, document in chain]
+    return "".join(f"{link}: " for link in _some(links))
+
+
+def _some(links: list[str]) -> list[str]:
+    if len(links) <= 6:
+        return links
+    return [*links[:3], f"({len(links) - 5} files more)", *links[-2:]]
+
+
+def _laid_over(
+    base: Contents, path: Path, document: dict[str, object], version: Version
+) -> Contents:
     return Contents(
         name=_text(document, "name", path.stem, path),
         summary=_text(document, "summary", "", path),
@@ -149,48 +245,42 @@ def _parse(path: Path) -> dict[str, object]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise PolicyError(f"{path}: not TOML: {error}") from error
+    except RecursionError:
+        raise PolicyError(
+            f"{path}: cannot be read: its values are nested too deep; a row is at most a table in a table"
+        ) from None
+    except ValueError as error:  # tomllib.TOMLDecodeError, and a number with too many digits
+        raise PolicyError(f"{path}: not TOML: {clipped(str(error))}") from error
     for key in document:
         if key not in _KEYS:
             raise PolicyError(
-                f"{path}: unknown key {key!r}{nearest(key, _KEYS)} Allowed: {', '.join(_KEYS)}"
+                f"{path}: unknown key {shown(key)}{nearest(key, _KEYS)} Allowed: {', '.join(_KEYS)}"
             )
     return document
 
 
-def _read_base(path: Path, base: object, above: tuple[Path, ...], version: Version) -> Contents:
-    if not isinstance(base, str):
-        raise PolicyError(f"{path}: base is {base!r}; it must be a preset's name or a path")
-    try:
-        return _read(_locate(base, path.parent), above, version)
-    except PolicyError as error:
-        raise PolicyError(f"{path}: base = {base!r}: {error}") from error
-
-
 def _text(document: Mapping[str, object], key: str, default: str, path: Path) -> str:
-    value = document.get(key, default)
-    if not isinstance(value, str):
-        raise PolicyError(f"{path}: {key} is {value!r}; it must be text")
-    return value
+    return check_text(document.get(key, default), f"{path}: {key}")
 
 
 def _mixed(document: Mapping[str, object], default: Mixed, path: Path) -> Mixed:
     value = document.get("mixed", default)
-    if value not in MIXED:
-        raise PolicyError(f"{path}: mixed is {value!r}. Allowed: {', '.join(MIXED)}")
+    if not isinstance(value, str) or value not in MIXED:
+        raise PolicyError(f"{path}: mixed is {shown(value)}. Allowed: {', '.join(MIXED)}")
     return cast("Mixed", value)
 
 
 def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
     if not isinstance(ops, Mapping):
-        raise PolicyError(f"{path}: ops is {ops!r}; it must be a table, [ops] or [ops.cuda]")
+        raise PolicyError(f"{path}: ops is {shown(ops)}; it must be a table, [ops] or [ops.cuda]")
     general = {key: value for key, value in ops.items() if key not in DEVICE_TYPES}
     shared = _rows(general, path, "[ops]", version)
     tables = {}
     for device in DEVICE_TYPES:
         own = _rows(ops.get(device, {}), path, f"[ops.{device}]", version)
-        table = overlay(overlay(base.get(device, {}), shared), own)
+        table = base.get(device, {})
+        for rows in filter(None, (shared, own)):  # most files have none for most device types
+            table = overlay(table, rows)
         if table:
             tables[device] = table
     return tables
@@ -198,11 +288,11 @@ def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
 
 def _rows(table: object, path: Path, section: str, version: Version) -> dict[str, Entry]:
     if not isinstance(table, Mapping):
-        raise PolicyError(f"{path}: {section} is {table!r}; it must be a table of rules")
+        raise PolicyError(f"{path}: {section} is {shown(table)}; it must be a table of rules")
     rows: dict[str, Entry] = {}
     trusted = path.parent == _PRESETS
     for name, value in table.items():
-        where = f"{path.name if trusted else path}: {section} {name}"
+        where = f"{path.name if trusted else path}: {section} {clipped(name)}"
         _refuse_device_typo(name, value, where)
         key = canonical(name, where)
         if key in rows:
@@ -215,10 +305,12 @@ def _rows(table: object, path: Path, section: str, version: Version) -> dict[str
 
 def _modules(table: object, path: Path, version: Version) -> Modules:
     if not isinstance(table, Mapping):
-        raise PolicyError(f"{path}: modules is {table!r}; it must be a table, [modules]")
+        raise PolicyError(f"{path}: modules is {shown(table)}; it must be a table, [modules]")
     where = f"{path}: [modules]"
     return {
-        check_pattern(pattern, where): parse_module_rule(value, f"{where} {pattern!r}", version)
+        check_pattern(pattern, where): parse_module_rule(
+            value, f"{where} {shown(pattern)}", version
+        )
         for pattern, value in table.items()
     }
 
@@ -227,7 +319,7 @@ def _refuse_device_typo(name: str, value: object, where: str) -> None:
     hint = nearest(name, DEVICE_TYPES)
     if isinstance(value, Mapping) and "rule" not in value and hint != ".":
         allowed = ", ".join(DEVICE_TYPES)
-        raise PolicyError(f"{where}: {name!r} is not a device type{hint} Allowed: {allowed}")
+        raise PolicyError(f"{where}: {shown(name)} is not a device type{hint} Allowed: {allowed}")
 
 
 def _shared_rows(tables: Tables) -> dict[str, Entry]:

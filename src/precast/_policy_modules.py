@@ -1,8 +1,6 @@
-"""A policy's rules for modules: patterns of names, what each says, and what follows where modules nest.
+"""A policy's rules for modules: what each says, which one decides, and what follows where modules nest.
 
 Invariants:
-    - A name has components, between dots; the model's own name is "", which has none. `*` stands for any text
-      within one component, `**` for any number of components, none included.
     - Of the rules that match a module an exact one decides; globs that say different things are an error.
     - What holds inside a module follows from its rule and from what holds around it, and from nothing else.
     - Every problem is a `PolicyError` that begins with where it was found.
@@ -12,28 +10,26 @@ from __future__ import annotations
 
 import enum
 import functools
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from precast import _torch
+from precast._policy_patterns import is_glob
 from precast._policy_rows import Entry, canonical, check_row, nearest, parse_entry
+from precast._policy_values import check_mapping, check_text, clipped, shown
 from precast._versions import Version
 from precast.errors import PolicyError
 
 __all__ = [
     "AROUND",
+    "Found",
     "Inside",
     "ModuleRule",
     "Precision",
-    "check_pattern",
-    "find",
-    "is_glob",
-    "matches",
+    "decide",
     "parse_module_rule",
-    "prefixes",
 ]
 
 
@@ -70,7 +66,13 @@ class ModuleRule:
     origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ops", MappingProxyType(dict(self.ops)))
+        where = check_text(self.origin, "a ModuleRule's origin") or "ModuleRule"
+        if self.dtype is not None and type(self.dtype) is not Precision:
+            object.__setattr__(self, "dtype", _precision(self.dtype, where))
+        check_text(self.reason, f"{where}: the reason")
+        rows = check_mapping(self.ops, f"{where}: ops", '{"aten::softmax": Entry(Rule.LOWER)}')
+        ops = {canonical(key, where): parse_entry(entry, where) for key, entry in rows.items()}
+        object.__setattr__(self, "ops", MappingProxyType(ops))
 
     def __hash__(self) -> int:
         return hash((self.dtype, self.reason, frozenset(self.ops)))
@@ -86,7 +88,7 @@ class ModuleRule:
         """Whether both mean the same; reasons may differ."""
         return self._meaning == other._meaning
 
-    @property
+    @functools.cached_property
     def _meaning(self) -> tuple[object, ...]:
         return self.dtype, {key: entry.rule for key, entry in self.ops.items()}
 
@@ -130,6 +132,9 @@ class Inside:
         return str(self.dtype or Precision.LOWER) if self.enabled else str(Precision.FP32)
 
 
+Found = tuple[str, ModuleRule]
+"""The pattern that decides for a module, and its rule."""
+
 AROUND: Final = Inside()
 """What holds in the region around the model."""
 
@@ -144,9 +149,10 @@ def parse_module_rule(value: object, where: str, version: Version = _torch.VERSI
         return value
     if not isinstance(value, Mapping):
         return ModuleRule(_precision(value, where), origin=where)
-    unknown = [repr(key) for key in value if key not in _KEYS]
-    if unknown or not value.keys() & {"dtype", "ops"}:
-        problem = f"{', '.join(unknown)} is not allowed here" if unknown else "it says nothing"
+    unknown = [key for key in value if not (isinstance(key, str) and key in _KEYS)]
+    if unknown or not ("dtype" in value or "ops" in value):
+        named = ", ".join(map(shown, unknown[:3]))
+        problem = f"{named} is not allowed here" if unknown else "it says nothing"
         raise PolicyError(
             f'{where}: {problem}; write a dtype\'s name or {{ dtype = "bfloat16", ops = {{ softmax = "lower" }}, '
             'reason = "..." } with dtype, ops or both; a pattern with dots needs quotes, as in "encoder.**" = "fp32"'
@@ -158,110 +164,50 @@ def parse_module_rule(value: object, where: str, version: Version = _torch.VERSI
             f"{where}: ops would never act with dtype {dtype.value!r}. For float32 in all but some operations, write "
             'dtype = "lower" and a rule for each operation.'
         )
-    reason = value.get("reason", "")
-    if not isinstance(reason, str):
-        raise PolicyError(f"{where}: the reason is {reason!r}; it must be text")
+    reason = check_text(value.get("reason", ""), f"{where}: the reason")
     return ModuleRule(dtype, ops, reason, where)
 
 
-def check_pattern(pattern: object, where: str) -> str:
-    """`pattern`, if it can match the name of a module.
-
-    Raises:
-        PolicyError: it cannot, or means something else than it seems to.
-    """
-    advice = 'Write names with dots, as in "decoder.0.attn"; * for part of a component, ** for any number of them.'
-    if not isinstance(pattern, str):
-        raise PolicyError(f"{where}: {pattern!r} is not the name of a module. {advice}")
-    if pattern == "":
-        return pattern
-    for component in pattern.split("."):
-        if component == "":
-            problem = "has an empty component"
-        elif "**" in component and component != "**":
-            problem = f"has ** beside other text in the component {component!r}"
-        elif set(component) & set("?[]"):
-            problem = (
-                "has one of ? [ ], which names of modules do not have and patterns do not know"
-            )
-        else:
-            continue
-        raise PolicyError(f"{where}: the pattern {pattern!r} {problem}. {advice}")
-    return pattern
-
-
-def is_glob(pattern: str) -> bool:
-    """Whether a pattern is more than one name."""
-    return "*" in pattern
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the name of a module.
-
-    >>> matches("*.lm_head", "model.lm_head"), matches("*.lm_head", "lm_head")
-    (True, False)
-    >>> matches("encoder.**", "encoder"), matches("encoder.**", "encoder.layer.0")
-    (True, True)
-    """
-    return _regex(pattern).fullmatch(name + "." if name else "") is not None
-
-
-def find(rules: Mapping[str, ModuleRule], name: str) -> tuple[str, ModuleRule] | None:
+def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) -> Found | None:
     """The pattern that decides for a module, and its rule; None where none matches.
+
+    Args:
+        matching: the patterns that match its name, in the order of the rules.
+        rules: what each pattern says.
+        name: the module's.
 
     Raises:
         PolicyError: no exact rule, and two globs that say different things.
     """
-    exact = rules.get(name)
-    if exact is not None and not is_glob(name):
-        return name, exact
-    found = [item for item in rules.items() if is_glob(item[0]) and matches(item[0], name)]
-    for pattern, rule in found[1:]:
-        if not rule.says_as(found[0][1]):
-            first, says = found[0]
+    if not matching:
+        return None
+    exact = [pattern for pattern in matching if not is_glob(pattern)]
+    first, *others = exact[:1] or matching
+    for pattern in others:
+        if not rules[pattern].says_as(rules[first]):
             raise PolicyError(
-                f"[modules]: {first!r} says {says}, {pattern!r} says {rule}, and both match the module {name!r}. "
-                f"Add a rule for {name!r} itself, which decides, or make one of the patterns narrower."
+                f"[modules]: {shown(first)} says {rules[first]}, {shown(pattern)} says {rules[pattern]}, and both "
+                f"match the module {shown(name)}. Add a rule for {shown(name)} itself, which decides, or make one of "
+                "the patterns narrower."
             )
-    return found[0] if found else None
-
-
-def prefixes(name: str) -> Iterator[str]:
-    """The modules that a module is in, the model first, and itself."""
-    yield ""
-    components = name.split(".") if name else []
-    for count in range(len(components)):
-        yield ".".join(components[: count + 1])
-
-
-@functools.cache
-def _regex(pattern: str) -> re.Pattern[str]:
-    """Matches a name of which every component is followed by a dot, so that a name without one is no special case."""
-    parts = []
-    for component in pattern.split(".") if pattern else ():
-        if component == "**":
-            parts.append(r"(?:[^.]+\.)*")
-        else:
-            parts.append(r"[^.]*".join(map(re.escape, component.split("*"))) + r"\.")
-    return re.compile("".join(parts), re.DOTALL)
+    return first, rules[first]
 
 
 def _precision(value: object, where: str) -> Precision:
-    try:
-        return Precision(value)  # type: ignore[arg-type]
-    except ValueError:
-        hint = nearest(str(value), list(Precision))
-        raise PolicyError(
-            f"{where}: {value!r} is not what a module can run in{hint} Allowed: {_SPELLING}"
-        ) from None
+    if isinstance(value, str) and value in Precision.__members__.values():
+        return Precision(value)
+    hint = nearest(value, list(Precision)) if isinstance(value, str) else "."
+    raise PolicyError(
+        f"{where}: {shown(value)} is not what a module can run in{hint} Allowed: {_SPELLING}"
+    )
 
 
 def _ops(table: object, where: str, version: Version) -> dict[str, Entry]:
     if not isinstance(table, Mapping):
-        raise PolicyError(f'{where}: ops is {table!r}; write ops = {{ softmax = "lower" }}')
+        raise PolicyError(f'{where}: ops is {shown(table)}; write ops = {{ softmax = "lower" }}')
     rows: dict[str, Entry] = {}
     for name, value in table.items():
-        here = f"{where} ops {name}"
+        here = f"{where} ops {clipped(name)}"
         key = canonical(name, here)
         entry = parse_entry(value, here)
         if entry.is_for(version):

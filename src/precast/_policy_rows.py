@@ -14,8 +14,10 @@ import enum
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from precast import _torch, _versions
+from precast._policy_values import check_text, clipped, shown
 from precast._versions import Version
 from precast.errors import PolicyError
 
@@ -51,9 +53,12 @@ DEVICE_TYPES = (
 )
 
 _BUILDS = ("", "cuda", "rocm")
-_VERSION = re.compile(r"\d+\.\d+")
+_VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}")
 ROW_KEYS = ("rule", "reason", "builds", "since", "until")
 """What a row may say, in a policy file and in `Policy.replace`."""
+
+_LONGEST_MEANT = 200
+"""The longest word that is compared with others: names are shorter, and comparing takes its length squared."""
 
 _NAME = re.compile(r"(?:(?P<namespace>\w+)::)?(?P<name>\w+)(?:\.(?P<overload>\w+))?")
 
@@ -107,8 +112,16 @@ class Entry:
     until: str = ""
 
     def __post_init__(self) -> None:
-        if not self.reason:
+        where = check_text(self.origin, "an Entry's origin") or "Entry"
+        if type(self.rule) is not Rule:
+            object.__setattr__(self, "rule", _parse_rule(self.rule, where))
+        if not check_text(self.reason, f"{where}: the reason"):
             object.__setattr__(self, "reason", self.rule.meaning)
+        if not isinstance(self.builds, str) or self.builds not in _BUILDS:
+            allowed = ", ".join(repr(build) for build in _BUILDS)
+            raise PolicyError(f"{where}: builds is {shown(self.builds)}. Allowed: {allowed}")
+        _check_version(self.since, "since", where)
+        _check_version(self.until, "until", where)
 
     def is_for(self, version: Version) -> bool:
         """Whether the row is for this PyTorch; one that is not is as if it were not written."""
@@ -118,19 +131,19 @@ class Entry:
         )
 
 
-def canonical(text: str, where: str = "operation") -> str:
+def canonical(text: object, where: str = "operation") -> str:
     """The key for an operation's name: `softmax.int` -> `aten::softmax.int`.
 
     Raises:
         PolicyError: the text is not of the form `[namespace::]name[.overload]`.
     """
-    match = _NAME.fullmatch(text)
+    match = _NAME.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise PolicyError(
-            f"{where}: {text!r} is not the name of an operation; write 'linear', 'softmax.int' "
+            f"{where}: {shown(text)} is not the name of an operation; write 'linear', 'softmax.int' "
             "or 'mylib::myop' (the dispatcher's names, not a Python path)"
         )
-    return text if match["namespace"] else f"aten::{text}"
+    return str(text) if match["namespace"] else f"aten::{text}"
 
 
 def short(key: str) -> str:
@@ -195,52 +208,46 @@ def check_row(key: str, entry: Entry, where: str) -> None:
 def overlay(base: Mapping[str, Entry], rows: Mapping[str, Entry]) -> dict[str, Entry]:
     """`base` with `rows` laid over it: a bare name replaces every row that it covers."""
     bare = {key for key in rows if split(key)[1] is None}
-    kept = {key: entry for key, entry in base.items() if not _is_covered(key, bare)}
+    kept = {key: entry for key, entry in base.items() if not bare or not _is_covered(key, bare)}
     return kept | dict(rows)
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
     """The end of a sentence: `; did you mean ...?` with up to three words alike, or a full stop."""
+    if len(word) > _LONGEST_MEANT:
+        return "."
     close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else "."
 
 
 def _parse_rule(value: object, where: str) -> Rule:
-    try:
-        return Rule(value)  # type: ignore[arg-type]
-    except ValueError:
-        hint = nearest(str(value), list(Rule))
-        raise PolicyError(
-            f"{where}: {value!r} is not a rule{hint} Allowed: {', '.join(Rule)}"
-        ) from None
+    # First its type: of other things, arrays among them, even the comparison with text may be an error.
+    if isinstance(value, str) and value in Rule.__members__.values():
+        return Rule(value)
+    hint = nearest(value, list(Rule)) if isinstance(value, str) else "."
+    raise PolicyError(f"{where}: {shown(value)} is not a rule{hint} Allowed: {', '.join(Rule)}")
 
 
 def _entry_from_mapping(value: Mapping[object, object], where: str) -> Entry:
-    unknown = [repr(key) for key in value if key not in ROW_KEYS]
+    unknown = [key for key in value if not (isinstance(key, str) and key in ROW_KEYS)]
     if unknown or "rule" not in value:
-        problem = f"{', '.join(unknown)} is not allowed here" if unknown else "there is no 'rule'"
+        named = ", ".join(map(shown, unknown[:3]))
+        problem = f"{named} is not allowed here" if unknown else "there is no 'rule'"
         raise PolicyError(
             f'{where}: {problem}; write a rule\'s name or {{ rule = "keep", reason = "...", '
             'builds = "cuda", since = "2.12", until = "2.14" } (only the rule is required); '
             'a name with an overload needs quotes, as in "softmax.int" = "keep"'
         )
-    reason, builds = value.get("reason", ""), value.get("builds", "")
-    if not isinstance(reason, str):
-        raise PolicyError(f"{where}: the reason is {reason!r}; it must be text")
-    if not isinstance(builds, str) or builds not in _BUILDS:
-        allowed = ", ".join(repr(build) for build in _BUILDS)
-        raise PolicyError(f"{where}: builds is {builds!r}. Allowed: {allowed}")
-    since, until = (_version(value, key, where) for key in ("since", "until"))
-    return Entry(_parse_rule(value["rule"], where), reason, where, builds, since, until)
+    rule = _parse_rule(value["rule"], where)
+    reason, builds, since, until = (cast("str", value.get(key, "")) for key in ROW_KEYS[1:])
+    return Entry(rule, reason, where, builds, since, until)  # which checks them
 
 
-def _version(value: Mapping[object, object], key: str, where: str) -> str:
-    version = value.get(key, "")
-    if not isinstance(version, str) or (version and not _VERSION.fullmatch(version)):
+def _check_version(value: object, key: str, where: str) -> None:
+    if not isinstance(value, str) or (value and not _VERSION.fullmatch(value)):
         raise PolicyError(
-            f'{where}: {key} is {version!r}; it must be a version of PyTorch as text: {key} = "2.13"'
+            f'{where}: {key} is {shown(value)}; it must be a version of PyTorch as text: {key} = "2.13"'
         )
-    return version
 
 
 def _check_exists(
@@ -249,13 +256,15 @@ def _check_exists(
     if not known:
         names = {short(split(name)[0]) for name in _torch.operator_names()}
         raise PolicyError(
-            f"{where}: the installed PyTorch has no operation {operation}"
+            f"{where}: the installed PyTorch has no operation {clipped(operation)}"
             f"{nearest(short(operation), names)} Allowed: its operators, and names of other "
             "namespaces such as 'mylib::myop'"
         )
     if overload is not None and overload not in {name or "default" for name in known}:
         allowed = ", ".join(short(exact_key(operation, name)) for name in known)
-        raise PolicyError(f"{where}: {operation} has no overload {overload!r}. Allowed: {allowed}")
+        raise PolicyError(
+            f"{where}: {operation} has no overload {shown(overload)}. Allowed: {allowed}"
+        )
 
 
 def _check_takes_dtype(operation: str, overload: str, rule: Rule, where: str) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "counts_versions",
     "current_node",
     "custom_backend",
+    "definitions",
     "destroy",
     "dispatch_modes",
     "drop_forward_hook",
@@ -108,6 +109,7 @@ __all__ = [
     "traced_as_constant",
     "undispatched",
     "unheard",
+    "unwrapped",
     "update_scale_",
     "verdicts_of",
     "version_of",
@@ -488,6 +490,16 @@ def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
     """
     schemas = torch._C._jit_get_schemas_for_operator(operation)
     return {s.overload_name: s for s in schemas if _reaches_dispatcher(operation, s.overload_name)}
+
+
+def definitions() -> tuple[int, ...]:
+    """Numbers of which one changes when an operation may have been defined: by Python, by a library, by an extension.
+
+    The dispatcher tells nobody of new operations, and to count them takes a millisecond (2.13). Those that Python
+    defines are in `torch.library._defs`, where it is there.
+    """
+    by_python = getattr(torch.library, "_defs", ())
+    return len(by_python), len(torch.ops.loaded_libraries), len(sys.modules)
 
 
 def _takes_names(name: str) -> bool:
@@ -874,35 +886,83 @@ def on_backward(tell: Callable[[Any, Any], None]) -> Callable[[], None]:
     return stop
 
 
-def on_module_call(
-    outermost: Callable[[torch.nn.Module, Callable[[], Any]], Any],
-) -> Callable[[], None]:
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """What `torch.compile`, DataParallel and DistributedDataParallel wrap; `_orig_mod` is the compiled one's (2.13)."""
+    while True:
+        if isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+Outermost = Callable[[torch.nn.Module, Callable[[], Any]], Any]
+_outermost: list[Outermost] = []
+
+
+def on_module_call(outermost: Outermost) -> Callable[[], None]:
     """Has ``outermost(module, run)`` make each call of a module from outside of all modules, in any thread.
 
-    Calling what it returns ends that. Public hooks for all modules take every call off its short path, and a model from
-    `torch.compile` warns of them (2.13).
+    Of several, each is what the one after it runs. Calling what this returns ends it. Public hooks for all modules take
+    every call off its short path, and a model from `torch.compile` warns of them (2.13).
     """
-    kind: Any = torch.nn.Module
-    call = kind.__call__
-    here = threading.local()
-
-    @wraps(call)
-    def __call__(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        # The first is a constant where the compiler traces: nothing of this is in a graph.
-        if torch.compiler.is_compiling() or getattr(here, "inside", False):
-            return call(module, *args, **kwargs)
-        here.inside = True
-        try:
-            return outermost(module, lambda: call(module, *args, **kwargs))
-        finally:
-            here.inside = False
+    if not _outermost:
+        _hear_module_calls()
+    _outermost.append(outermost)
 
     def stop() -> None:
-        if kind.__call__ is __call__:  # else somebody replaced it after us, and calls us
-            kind.__call__ = call
+        if outermost in _outermost:
+            _outermost.remove(outermost)
+        if not _outermost:
+            _hear_module_calls.stop()
 
-    kind.__call__ = __call__
     return stop
+
+
+class _ModuleCalls:
+    """`nn.Module.__call__`, replaced while somebody wants to make the outermost calls."""
+
+    def __init__(self) -> None:
+        self._replaced: tuple[Any, Any] | None = None
+
+    def __call__(self) -> None:
+        kind: Any = torch.nn.Module
+        if self._replaced is not None and kind.__call__ is self._replaced[1]:
+            return
+        call = kind.__call__
+        here = threading.local()
+
+        @wraps(call)
+        def __call__(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            # The first is a constant where the compiler traces: nothing of this is in a graph.
+            if torch.compiler.is_compiling() or getattr(here, "inside", False):
+                return call(module, *args, **kwargs)
+            here.inside = True
+            try:
+                return _made_by(tuple(_outermost), module, lambda: call(module, *args, **kwargs))
+            finally:
+                here.inside = False
+
+        self._replaced = call, __call__
+        kind.__call__ = __call__
+
+    def stop(self) -> None:
+        """Puts back what was there, unless somebody replaced it after us, and calls us: then nothing hears."""
+        kind: Any = torch.nn.Module
+        if self._replaced is not None and kind.__call__ is self._replaced[1]:
+            kind.__call__, self._replaced = self._replaced[0], None
+
+
+def _made_by(
+    listeners: tuple[Outermost, ...], module: torch.nn.Module, run: Callable[[], Any]
+) -> Any:
+    if not listeners:
+        return run()
+    return listeners[-1](module, lambda: _made_by(listeners[:-1], module, run))
+
+
+_hear_module_calls = _ModuleCalls()
 
 
 _clear_autocast_cache = torch.clear_autocast_cache

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final
@@ -135,6 +135,7 @@ class Attachment(Displayed):
         *,
         hold: bool,
         grad_dtype: torch.dtype | None,
+        give_way: Callable[[], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
@@ -149,7 +150,8 @@ class Attachment(Displayed):
             self._gradients = LowerGradients(optimizer, grad_dtype)
         self.plan = plan
         if plan is not None:
-            self._hooks.append(apply(model, plan, tables=True))  # first: it may refuse
+            # First: it may refuse. What is installed is in force already.
+            self._hooks.append(apply(model, plan, tables=give_way is None, give_way=give_way))
         self._look()
         _living.add(self)
         if hold:
@@ -157,6 +159,15 @@ class Attachment(Displayed):
             _watch()
         self._end = weakref.finalize(model, _end, self)
         self._end.atexit = False
+
+    @classmethod
+    def of_installed(cls, model: nn.Module, plan: Plan, gave_way: Callable[[], None]) -> Attachment:
+        """The rules of an installed policy on a model; one of the program's own replaces it, and calls `gave_way`.
+
+        Raises:
+            PolicyError: there is an attachment of the program's own, with rules for the same modules.
+        """
+        return cls(model, plan, None, hold=False, grad_dtype=None, give_way=gave_way)
 
     @property
     def left_alone(self) -> Mapping[str, str]:

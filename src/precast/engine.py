@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,18 +30,18 @@ from torch.utils.hooks import RemovableHandle
 
 from precast import _torch, compiler_tag, hotpath, kernels
 from precast._torch import Kernel
-from precast.errors import PrecastError, PrecastWarning
+from precast.errors import PrecastError
 from precast.frames import (
     Frame,
     Registration,
     Runner,
     a_region_is_open,
     installed,
-    marked_frames,
     regions,
 )
 from precast.hotpath import DELEGATE, Watcher
 from precast.operation import Operation
+from precast.pending import is_overtaken, wait
 from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
 
 __all__ = [
@@ -59,7 +59,10 @@ __all__ = [
 ENGINES: Final = ("delegated", "reference")
 
 _lock = threading.RLock()
-_frames: dict[tuple[str, Policy | None, str], Frame] = {}
+_frames: Final[weakref.WeakValueDictionary[tuple[str, ...], Frame]] = weakref.WeakValueDictionary()
+"""Frames by device type, engine, name and fingerprint of the policy, for equal policies to share. A frame lives as long
+as its policy, which keeps it, or whoever runs under it: a region, an installation, a thread of PyTorch's own."""
+_defaults: Final[dict[tuple[str, str], Frame]] = {}
 _belows: dict[tuple[str, str], Below] = {}
 _registered: dict[tuple[str, str], Kernel] = {}
 _libraries: dict[str, Library] = {}
@@ -67,7 +70,6 @@ _watcher: Watcher | None = None
 _watched_only: dict[tuple[str, str], Kernel] = {}
 """What is registered for the watcher alone."""
 _watching: Final[list[Library]] = []
-_warned: set[tuple[str, str]] = set()
 _registration = Registration()
 
 
@@ -100,11 +102,21 @@ def use_engine(name: str) -> Iterator[None]:
 
 def bind(policy: Policy, device_type: str) -> Frame:
     """The frame for `policy` on `device_type`, its kernels registered; made once for each engine."""
-    key = (device_type, policy, _engine)
-    frame = _frames.get(key)
-    if frame is None or (frame.pending and any(map(_is_defined, frame.pending))):
+    key = device_type, _engine
+    frame: Frame | None = policy.made_of.get(key)
+    if frame is None or not frame.registration.holds or is_overtaken(frame):
         with _lock:
-            frame = _frames[key] = _bind(policy, device_type)
+            frame = policy.made_of[key] = _shared(policy, device_type)
+    return frame
+
+
+def _shared(policy: Policy, device_type: str) -> Frame:
+    """The frame of an equal policy, if there is one, or a new one."""
+    key = device_type, _engine, policy.name, policy.fingerprint
+    frame = _frames.get(key)
+    holds = frame is not None and frame.registration.holds and not frame.pending
+    if frame is None or not holds or frame.policy != policy:
+        frame = _frames[key] = _bind(policy, device_type)
     return frame
 
 
@@ -134,18 +146,13 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
         regions.cache.distrust(group["params"])
 
 
-def _is_defined(key: str) -> bool:
-    return bool(_torch.operator_overloads(key.partition(".")[0]))
-
-
 def default_frame(device_type: str) -> Frame:
     """The frame of the policy that a region uses when none is named, in none, and with none installed."""
-    return _frames.get((device_type, None, _engine)) or _remember_default(device_type)
+    return _defaults.get((device_type, _engine)) or _remember_default(device_type)
 
 
 def _remember_default(device_type: str) -> Frame:
-    frame = bind(Policy.load("default"), device_type)
-    _frames[device_type, None, _engine] = frame
+    frame = _defaults[device_type, _engine] = bind(Policy.load("default"), device_type)
     return frame
 
 
@@ -166,7 +173,8 @@ def unregister(*, kernels: bool = True) -> bool:
         if a_region_is_open() or any(installed(device).frame for device in DEVICE_TYPES):
             _registration.holds = True
             return False
-        _frames.clear()
+        _frames.clear()  # what policies keep does not hold any more, which `bind` sees
+        _defaults.clear()
         if kernels:
             _take_off_kernels()
         _registration = Registration()
@@ -235,6 +243,7 @@ def _take_off_watched_only() -> None:
 def _bind(policy: Policy, device_type: str) -> Frame:
     _torch.on_cleared_cache(_clear_cache)
     _hear_optimizers(True)
+    defined = _torch.definitions()
     table, unknown = policy.expand(device_type)
     runners: dict[str, Runner] = {}
     is_pytorchs = True
@@ -248,12 +257,11 @@ def _bind(policy: Policy, device_type: str) -> Frame:
             _register(below)
             runners[name] = runner
     pending = tuple(name for name in unknown if not name.startswith("aten::"))
-    _warn_pending(policy, pending)
     meaning = None if is_pytorchs and policy.mixed == "raise" else policy.fingerprint
     frame = Frame(policy, runners, _registration, pending, is_pytorchs, meaning)
+    wait(frame, defined)
     if meaning is not None:
         compiler_tag.put_on()
-        marked_frames[device_type, meaning] = frame
     return frame
 
 
@@ -351,15 +359,3 @@ def _put(library: Library, below: Below, entry: Kernel) -> None:
     with _torch.quiet_override():
         key = _torch.autocast_key(below.op.device_type)
         library.impl(operation, entry, key, with_keyset=_needs_keyset(below))
-
-
-def _warn_pending(policy: Policy, pending: tuple[str, ...]) -> None:
-    for name in pending:
-        if (policy.name, name) not in _warned:
-            _warned.add((policy.name, name))
-            warnings.warn(
-                f"The policy {policy.name!r} has a rule for {name}, and no such operation is registered yet. "
-                "Its rule holds in regions entered after it is: import the library that defines it first.",
-                PrecastWarning,
-                stacklevel=2,
-            )

@@ -8,7 +8,7 @@
     ├── AttachError (TypeError, ValueError)  `attach` was given what it cannot attach to
     ├── StaleWeightError (RuntimeError)   a held weight was written unseen, so its copy is out of date
     ├── ScalerError (RuntimeError, ValueError)  a gradient scaler used in the wrong order or on the wrong tensors
-    │   └── BrokenModelError              gradients that no lower scale mends; `verdict` says what was seen
+    │   └── BrokenModelError              gradients that nothing has mended; `verdict` says what was seen
     ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
     ├── CheckError (RuntimeError)         a rule of `precast check` failed on a file, which is a defect of precast's
     ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
@@ -90,7 +90,9 @@ class ScalerError(PrecastError, RuntimeError, ValueError):
 
 
 class BrokenModelError(ScalerError):
-    """Gradients stay infinite or NaN for a reason that no lower scale mends; no parameter was written.
+    """Gradients stay infinite or NaN, and neither a lower scale nor the next batch has mended them.
+
+    The steps that were skipped changed no parameter.
 
     Attributes:
         verdict: the `precast.events.Verdict`: reason, step, scale, names.

@@ -130,16 +130,16 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A gradient scaler found that no lower scale mends what it sees."""
+    """A gradient scaler found that neither a lower scale nor the next batch mends what it sees."""
 
-    reason: Literal["loss", "floor", "skips"]
-    """The loss itself is not finite; the scale is at its floor; too many skipped iterations in a row."""
+    reason: Literal["weights", "loss", "floor", "skips"]
+    """The parameters are not finite; the loss itself is not; the scale does not fall; a limit on skips was passed."""
     step: int
     """How many iterations this scaler had completed before."""
     scale: float
     """The scale of the gradients."""
     names: tuple[str, ...]
-    """The parameters whose gradients were not finite, the first offenders first."""
+    """The parameters whose gradients were not finite; "optimizer 1: weight" where there were several optimizers."""
     message: str
     """What was seen, and what to look at."""
     first: First | None = None

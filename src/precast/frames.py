@@ -22,7 +22,7 @@ import torch
 
 from precast import marks
 from precast._torch import in_pool_thread
-from precast.marks import NO_MARK
+from precast.marks import NO_MARK, Mark
 from precast.policy import Policy
 from precast.weights import WeightCache
 
@@ -40,8 +40,8 @@ __all__ = [
     "in_force",
     "installed",
     "lent_frame",
-    "marked_frames",
     "regions",
+    "write_mark",
 ]
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -55,7 +55,7 @@ class Registration:
     holds: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Frame:
     """The policy in force for one device type, and its runner for each operation that needs one."""
 
@@ -163,13 +163,14 @@ def installed(device_type: str) -> Installed:
     return _installed.get(device_type) or _installed.setdefault(device_type, Installed())
 
 
-marked_frames: dict[tuple[str, str], Frame] = {}
-"""The frame of each policy that marks name, by device type and fingerprint."""
+def write_mark(mark: Mark) -> None:
+    """Marks this thread anew, and lends the frames that the mark speaks of to threads of PyTorch's own."""
+    before, regions.mark = regions.mark, mark
+    slots = ((device, _in_force.get(device)) for device, _ in mark.policies)
+    marks.write(mark, before, {device: slot.in_force.frame for device, slot in slots if slot})
 
 
 def lent_frame(device_type: str) -> Frame | None:
     """What is in force for `device_type` in the thread that this one, a thread of PyTorch's own, works for."""
-    for pair in marks.lent().policies:
-        if pair[0] == device_type:
-            return marked_frames[pair]
-    return None
+    frame: Frame | None = marks.lent().get(device_type)
+    return frame

@@ -4,6 +4,7 @@ Invariants:
 
 - a region of PyTorch's stays what it is: its flags say *enabled* and *dtype*; what is installed adds the policy and the
   cache, in every thread that is in no region of precast's;
+- the policy's rules for modules act on the models that the program calls, found when it first does;
 - what is installed last is in force; each installation ends by itself, and `uninstall` ends all of them;
 - when the last one ends every name of PyTorch's is what it was, unless a thread is still in a region of precast's; so
   is the dispatcher, unless there are other threads, which may be calling a kernel: what stays hands on to PyTorch's.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -21,6 +23,8 @@ import torch
 
 from precast import _torch, engine, unseen
 from precast._standins import FUNCTIONS, SCALERS
+from precast.errors import PrecastWarning
+from precast.found_models import FoundModels, Rules
 from precast.frames import Frame, installed
 from precast.policy import DEVICE_TYPES, Policy, as_policy
 
@@ -38,6 +42,8 @@ class Installation:
     def __init__(self, policy: Policy, *, replaces_scalers: bool = True) -> None:
         self.policy = policy
         self.replaces_scalers = replaces_scalers
+        self._models: FoundModels | None = None
+        self._rules = Rules({}, ())
 
     def __enter__(self) -> Installation:
         return self
@@ -47,7 +53,28 @@ class Installation:
         with _lock:
             if self in _installations:
                 _installations.remove(self)
+                self._find_models(wanted=False)
                 _put_in_force()
+
+    @property
+    def rules(self) -> Rules:
+        """What became of the policy's rules for modules: the models that were found, and what does not act."""
+        return self._rules if self._models is None else self._models.rules()
+
+    def _find_models(self, wanted: bool) -> None:
+        """Has the policy's rules act on the models that are called, or no longer."""
+        if wanted and self._models is None and self.policy.modules:
+            self._models = FoundModels(self.policy, self._refused)
+        elif not wanted and self._models is not None:
+            self._rules = self._models.rules()
+            self._models.close()
+            self._models = None
+
+    def _refused(self, sentence: str) -> None:
+        if self.replaces_scalers:  # else a report says it
+            warnings.warn(
+                f"install({self.policy.name!r}): {sentence}", PrecastWarning, stacklevel=6
+            )
 
     def __repr__(self) -> str:
         return (
@@ -62,6 +89,9 @@ def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
     however it was imported and also those already open, runs on the policy and the weight cache of precast. For code
     imported from now on `torch.amp.GradScaler` is `precast.GradScaler`, `custom_fwd` and `custom_bwd` are precast's,
     and so are their old spellings in `torch.cuda.amp`; a subclass of PyTorch's scaler stays one of PyTorch's.
+
+    The policy's rules for modules act on every model with parameters that is called from now on, by the names inside of
+    the outermost module that is called. `Installation.rules` says what became of them.
 
     Args:
         policy: a `Policy`, the name of a preset or the path of a policy file. "torch" gives PyTorch's own results, to
@@ -96,11 +126,15 @@ def _begin(installation: Installation) -> Installation:
 def uninstall() -> None:
     """Ends every installation: PyTorch's regions run on PyTorch's engine again. Does nothing where there is none."""
     with _lock:
+        for installation in _installations:
+            installation._find_models(wanted=False)
         _installations.clear()
         _put_in_force()
 
 
 def _put_in_force() -> None:
+    for installation in _installations:
+        installation._find_models(wanted=installation is _installations[-1])
     policy = _installations[-1].policy if _installations else None
     before = [_meaning(_frame(device)) for device in DEVICE_TYPES]
     for device in filter(_torch.has_device, DEVICE_TYPES):

@@ -7,7 +7,9 @@ Invariants:
   gradients are read and the weights and their copies written while they are in the processor's cache; any other
   takes it for all at once;
 - after the step each parameter has the gradient that it had before, the same tensor. Where a step raises, it has what
-  that step saw, or none.
+  that step saw, or none;
+- what a gradient scaler divides is never a float16 gradient, which would lose what the scale protects, but the float32
+  one that the step sees.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from precast.errors import AttachError
 from precast.held import Copy, Holding
 from precast.held_copy import unless_python_ends
 
-__all__ = ["LowerGradients"]
+__all__ = ["LowerGradients", "factors_of", "of"]
 
 _PART: Final = 1 << 20
 """Numbers in a part: 4 MiB of gradients in float32. A larger weight is a part of its own."""
@@ -58,6 +60,9 @@ class LowerGradients:
         self._waiting: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients in 16 bits, while a step lasts."""
         self._memory: Tensor | None = None
+        self.factor: Tensor | None = None
+        """What float16 gradients are multiplied by when the next step sees them in float32; shape ()."""
+        _living.add(self)
         self._hook = optimizer.register_step_pre_hook(_Before(self))
 
     def ask_for(self, holdings: Iterable[Holding]) -> None:
@@ -72,12 +77,30 @@ class LowerGradients:
     def end(self) -> None:
         """Casts the gradients of these weights, and has those to come be float32."""
         self._hook.remove()
+        _living.discard(self)
         for holding in self._holdings:
             parameter = holding.parameter()
             holding.grad_dtype = None
             if parameter is not None and parameter.grad_dtype is self._dtype:
                 gradient = parameter.grad
                 _set(parameter, None if gradient is None else gradient.to(torch.float32))
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Whether that is the optimizer whose step reads these gradients."""
+        return self._optimizer() is optimizer
+
+    def in_float16(self) -> Iterator[Tensor]:
+        """The parameters that have a gradient in float16 now."""
+        for holding in self._holdings if self._dtype is torch.float16 else ():
+            parameter = holding.parameter()
+            if parameter is not None and _is_in(parameter, torch.float16):
+                yield parameter
+
+    def show_in_float16(self) -> None:
+        """Has them have it in float32 from now on, for who reads gradients before the step."""
+        for parameter in list(self.in_float16()):
+            assert parameter.grad is not None
+            _set(parameter, parameter.grad.to(torch.float32))
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -104,7 +127,7 @@ class LowerGradients:
 
     def after_step(self) -> set[int]:
         """Gives back gradients in 16 bits; returns ``id`` of each parameter whose copies are renewed already."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self.factor = self._waiting, [], None
         for parameter, gradient in waiting:
             _set(parameter, gradient)
         return {id(parameter) for parameter, _ in waiting} if self._goes_by_parts else set()
@@ -133,7 +156,7 @@ class LowerGradients:
             part: list[Tensor] = []
             numbers = 0
             for parameter in group["params"]:
-                if parameter.grad is None or parameter.grad.dtype is not self._dtype:
+                if not _is_in(parameter, self._dtype):
                     continue
                 if part and numbers + parameter.numel() > _PART:
                     yield group, part
@@ -148,6 +171,9 @@ class LowerGradients:
         low: list[Any] = [parameter.grad for parameter in parameters]
         full = list(self._in_float32(low))
         fused_copy(full, low)
+        if self.factor is not None:
+            for gradient in full:
+                gradient.mul_(self.factor.to(gradient.device))
         self._waiting += zip(parameters, low, strict=True)
         for parameter, gradient in zip(parameters, full, strict=True):
             _set(parameter, gradient)
@@ -166,6 +192,28 @@ class LowerGradients:
         for gradient in gradients:
             yield memory.as_strided(gradient.shape, gradient.stride(), start)
             start += gradient.numel()
+
+
+_living: Final[weakref.WeakSet[LowerGradients]] = weakref.WeakSet()
+
+
+def of(optimizer: Optimizer) -> list[LowerGradients]:
+    """All whose gradients the step of this optimizer reads."""
+    return [each for each in tuple(_living) if each.is_of(optimizer)] if _living else []
+
+
+def factors_of(optimizer: Optimizer) -> dict[int, Tensor]:
+    """``id`` of each parameter whose float16 gradient is still to be multiplied -> by what."""
+    return {
+        id(parameter): each.factor
+        for each in of(optimizer)
+        if each.factor is not None
+        for parameter in each.in_float16()
+    }
+
+
+def _is_in(parameter: Tensor, dtype: torch.dtype) -> bool:
+    return parameter.grad is not None and parameter.grad.dtype is dtype
 
 
 def _end_with_optimizer(gradients: weakref.ref[LowerGradients]) -> None:

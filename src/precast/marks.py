@@ -16,8 +16,9 @@ Invariants:
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -60,20 +61,27 @@ _marks: Final[dict[Policies, Mark]] = {NO_MARK.policies: NO_MARK}
 _lock = threading.Lock()
 
 
-def write(mark: Mark, before: Mark) -> None:
-    """Puts `mark` where `before` was in this thread."""
+def write(mark: Mark, before: Mark, frames: Mapping[str, object]) -> None:
+    """Puts `mark` where `before` was in this thread.
+
+    Args:
+        mark: that of the policies that are in force from now on.
+        before: the one in its place.
+        frames: device type -> what is in force there, for threads of PyTorch's own that work for this one.
+    """
     if mark.low is not before.low:
         _write_digit(_LOW, mark.low, before.low)
     if mark.high is not before.high:
         _write_digit(_HIGH, mark.high, before.high)
-    _torch.lend_to_pool_threads("precast mark", mark)
+    # The frames themselves, not only the mark that names them: they stay for as long as somebody may ask for them.
+    _torch.lend_to_pool_threads("precast frames", frames)
     if mark.repeats:
         _torch.forget_compiled()
 
 
-def lent() -> Mark:
-    """The mark of the thread that this one, a thread of PyTorch's own, works for."""
-    return _torch.lent_by("precast mark") or NO_MARK
+def lent() -> Mapping[str, Any]:
+    """The frames of the thread that this one, a thread of PyTorch's own, works for."""
+    return _torch.lent_by("precast frames") or {}
 
 
 def _write_digit(device_type: str, digit: torch.dtype | None, before: torch.dtype | None) -> None:

@@ -13,11 +13,13 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from torch import nn
 from precast import _torch, engine
 from precast._arguments import ACCEPTED, check_dtype
 from precast._module_calls import Off, acts, begin, end, forget_abandoned, off_here, switched_off
+from precast._module_steps import has_steps, later, refuse_async_generator, runs_later
 from precast._policy_modules import ModuleRule, Precision
 from precast._tree import map_tensors
 from precast.errors import PolicyError
@@ -33,7 +36,7 @@ from precast.frames import in_force, installed
 from precast.names import modules_by_name
 from precast.operation import is_eligible
 from precast.plan import Plan
-from precast.policy import DEVICE_TYPES, Policy
+from precast.policy import DEVICE_TYPES, Entry, Policy
 from precast.region import autocast, in_graph
 
 __all__ = ["Applied", "Ruled", "apply"]
@@ -44,8 +47,10 @@ _DTYPES: Final = {Precision.FLOAT16: torch.float16, Precision.BFLOAT16: torch.bf
 class Applied:
     """A plan that is carried out on a model, until `remove`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, give_way: Callable[[], None] | None = None) -> None:
         self.plan = plan
+        self.give_way = give_way
+        """Called when this ends as another plan wants one of its modules; None where the other is refused."""
         self._added: list[tuple[Ruled, Any, Any]] = []
         """Each rule, and what takes off its hooks before and after the module."""
 
@@ -54,7 +59,7 @@ class Applied:
         forget_abandoned()
         for hook, enter, leave in self._added:
             enter.remove()
-            hook.owned = False
+            hook.owned, hook.ended = False, True
             if not hook.inside - {threading.get_ident()}:
                 leave.remove()  # else another thread has yet to restore what it found; `apply` takes it off
         if self._added:
@@ -62,7 +67,7 @@ class Applied:
         self._added.clear()
 
     def _add(self, module: nn.Module, rule: ModuleRule, tables: Policy | None) -> None:
-        hook = Ruled(rule, owned=True, tables=tables)
+        hook = Ruled(rule, True, tables, has_steps(module), applied=weakref.ref(self))
         # Not `module.register...`: that of a scripted module refuses, though its hooks are called. First the one that
         # restores: another thread may be calling the module.
         leave = nn.Module.register_forward_hook(module, hook.leave, always_call=True)
@@ -72,7 +77,13 @@ class Applied:
         self._added.append((hook, enter, leave))
 
 
-def apply(model: nn.Module, plan: Plan, *, tables: bool = False) -> Applied:
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    tables: bool = False,
+    give_way: Callable[[], None] | None = None,
+) -> Applied:
     """Has each module of `model` follow its rule whenever it is called in an enabled region.
 
     Inputs are cast where they are eligible: floating-point, not float64, on the region's device type; in lists, tuples,
@@ -84,9 +95,11 @@ def apply(model: nn.Module, plan: Plan, *, tables: bool = False) -> Applied:
         model: the model that `plan` was made for.
         plan: what `precast.plan.plan` returned.
         tables: whether the plan's policy is in force inside the model, too; else it is that of the region.
+        give_way: called when a later plan for one of these modules has ended this one; None has that plan refused.
 
     Raises:
-        PolicyError: a module already follows a rule of another plan that is carried out.
+        PolicyError: a module already follows a rule of another plan that is carried out, or its forward is an
+            asynchronous generator.
     """
     modules = modules_by_name(model)
     acting = {
@@ -95,12 +108,15 @@ def apply(model: nn.Module, plan: Plan, *, tables: bool = False) -> Applied:
     named = {id(module): module for module in modules.values()}
     for module in named.values():
         _drop_those_of_a_copy(module)
+        if give_way is None:
+            _end_those_that_give_way(module)
     for key, planned in acting.items():
+        refuse_async_generator(named[key])
         if any(_ruled(hook) for _, hook in _torch.forward_hooks(named[key])):
             raise PolicyError(
                 f"the module {planned.name!r} already follows a rule of another attachment; detach that one first"
             )
-    applied = Applied(plan)
+    applied = Applied(plan, give_way)
     for key, planned in acting.items():
         whole = plan.policy if tables and not planned.name else None
         applied._add(named[key], planned.carried_out or ModuleRule(None), whole)
@@ -114,6 +130,15 @@ def _drop_those_of_a_copy(module: nn.Module) -> None:
         ruled = _ruled(hook)
         if ruled is not None and not ruled.owned:
             _torch.drop_forward_hook(module, number)
+
+
+def _end_those_that_give_way(module: nn.Module) -> None:
+    for _, hook in _torch.forward_hooks(module):
+        ruled = _ruled(hook)
+        applied = ruled.applied() if ruled is not None and ruled.applied is not None else None
+        if applied is not None and applied.give_way is not None:
+            applied.remove()
+            applied.give_way()
 
 
 def _ruled(hook: object) -> Ruled | None:
@@ -164,16 +189,23 @@ class Ruled:
     """Whether an `Applied` will take it away; not where it came with a copy of a module."""
     tables: Policy | None = None
     """The policy that holds inside; None for that of the region."""
+    has_steps: bool = False
+    """Whether the module's forward is a generator or a coroutine."""
+    ended: bool = False
+    """Whether an `Applied` has taken it away: what still runs step by step follows it no longer."""
+    applied: weakref.ref[Applied] | None = field(default=None, repr=False)
+    """What puts it on and takes it away."""
     inside: set[int] = field(default_factory=set, repr=False)
     """The threads that run the module, by their `ident`."""
     _number: int = field(default_factory=lambda: next(_numbers), repr=False)
-    _policies: dict[Policy, Policy] = field(default_factory=dict, repr=False)
+    _rows: tuple[str, frozenset[tuple[str, Entry]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._rows = "rows", frozenset(self.rule.ops.items())
         _ruled_by_number[self._number] = self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rule, False, self.tables)
+        return type(self), (self.rule, False, self.tables, self.has_steps)
 
     @property
     def sets_policy(self) -> bool:
@@ -187,26 +219,51 @@ class Ruled:
             return None
         if _is_traced():
             return self._enter_traced(args, kwargs)
+        frame = inspect.currentframe()
+        targets = self._begin(module, frame and frame.f_back)
+        return _cast((args, kwargs), _casts(targets))
+
+    @_torch.runs_uncompiled
+    def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """After the module, and after an exception in it: restores what it found."""
+        if _is_traced():
+            return _leave_traced(result)
+        off = self._end(module)
+        if runs_later(result) and not any(result is given for given in args):
+            return later(result, functools.partial(self._step, module), module)
+        return _cast(result, off) if off else None
+
+    def _begin(self, module: nn.Module, caller: FrameType | None) -> list[_Target]:
         self.inside.add(threading.get_ident())
-        call = begin(module)
+        call = begin(module, caller)
         targets = self.targets(off_here())
         for device, enabled, dtype, _ in targets:
             frame = engine.bind(self.policy(device), device) if self.sets_policy else None
             call.replace(device, enabled, dtype, frame)
         switched_off([target.device_type for target in targets if not target.enabled])
-        return _cast((args, kwargs), _casts(targets))
+        return targets
 
-    @_torch.runs_uncompiled
-    def leave(self, module: nn.Module, _args: Any, result: Any) -> Any:
-        """After the module, and after an exception in it: restores what it found."""
-        if _is_traced():
-            return _leave_traced(result)
+    def _end(self, module: nn.Module) -> _Casts:
+        """Restores what the call found; what its results are cast to."""
         call = end(module)
         self.inside.discard(threading.get_ident())
-        off = (
-            [(r.device_type, torch.float32) for r in call.replaced if not r.enabled] if call else []
-        )
-        return _cast(result, off) if off else None
+        replaced = call.replaced if call else []
+        return tuple((r.device_type, torch.float32) for r in replaced if not r.enabled)
+
+    @_torch.never_compiled
+    def _step(self, module: nn.Module, function: Callable[[Any], Any], given: Any) -> Any:
+        """A step of what the module returned, which runs after it: see `_module_steps`."""
+        if self.ended:
+            return function(given)
+        targets = self._begin(module, inspect.currentframe())
+        try:
+            value = function(_cast_all(given, _casts(targets)))
+        except StopIteration as last:
+            raise StopIteration(_cast_all(last.value, self._end(module))) from None
+        except BaseException:
+            self._end(module)
+            raise
+        return _cast_all(value, self._end(module))
 
     def targets(self, off: Off) -> list[_Target]:
         """What is to hold inside, for each device type that the rule acts on in the region around."""
@@ -216,9 +273,11 @@ class Ruled:
         """The policy in force, or that of the plan, with the rule's rows laid over it."""
         frame = in_force(device_type).in_force.frame or installed(device_type).frame
         around = self.tables or (Policy.load("torch") if frame is None else frame.policy)
-        if around not in self._policies:
-            self._policies[around] = around.replace(ops=self.rule.ops)
-        return self._policies[around]
+        # Kept by the policy, not here: a model may run under thousands, one after the other.
+        known = around.made_of.get(self._rows)
+        if known is None:
+            known = around.made_of[self._rows] = around.replace(ops=self.rule.ops)
+        return known
 
     def _target(self, device: str) -> _Target:
         asked = self.rule.dtype
@@ -231,6 +290,8 @@ class Ruled:
         return _Target(device, enabled, dtype, cast)
 
     def _enter_traced(self, args: Any, kwargs: Any) -> Any:
+        if _has_steps(self._number):
+            _leave_graph()
         off_around = _in_trace[-1].off if _in_trace else ()
         regions, casts, outputs, off = _plan(self._number, off_around)
         steps = [_in_graph(*arguments) for arguments in regions]
@@ -248,6 +309,16 @@ def _leave_traced(result: Any) -> Any:
 
 
 _is_traced = torch.compiler.is_dynamo_compiling
+
+
+@_torch.traced_as_constant
+def _has_steps(number: int) -> bool:
+    return _ruled_by_number[number].has_steps
+
+
+@_torch.never_compiled
+def _leave_graph() -> None:
+    """Has a module be called as it is: in a graph nothing is left between two steps of a generator."""
 
 
 @_torch.traced_as_constant
@@ -288,8 +359,12 @@ def _casts(targets: list[_Target]) -> _Casts:
 
 def _cast(value: Any, casts: Iterable[tuple[str, torch.dtype]]) -> Any:
     """`value` with its eligible tensors cast; None where there is nothing to cast."""
-    new = map_tensors(value, functools.partial(_cast_tensor, casts))
+    new = _cast_all(value, casts)
     return None if new is value else new
+
+
+def _cast_all(value: Any, casts: Iterable[tuple[str, torch.dtype]]) -> Any:
+    return map_tensors(value, functools.partial(_cast_tensor, casts))
 
 
 def _cast_tensor(casts: Iterable[tuple[str, torch.dtype]], tensor: torch.Tensor) -> torch.Tensor:

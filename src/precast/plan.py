@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -18,8 +19,9 @@ import torch
 from torch import nn
 
 from precast._display import Card, Displayed, size
-from precast._policy_modules import AROUND, Inside, ModuleRule, Precision, find, matches
+from precast._policy_modules import AROUND, Inside, ModuleRule, Precision, decide
 from precast._policy_rows import nearest
+from precast._policy_values import shown
 from precast.errors import PolicyError
 from precast.names import modules_by_name
 from precast.policy import Policy
@@ -28,6 +30,8 @@ __all__ = ["Plan", "PlannedModule", "outwards", "plan"]
 
 _NEVER_CALLED: Final = "NonDynamicallyQuantizableLinear"
 """The projection in `nn.MultiheadAttention`."""
+_TOLD: Final = 10
+"""How many patterns that match nothing are told with the names that may have been meant."""
 _NAMED: Final = (Precision.FLOAT16, Precision.BFLOAT16)
 
 
@@ -86,22 +90,35 @@ class Plan(Displayed):
 
     def inside(self, name: str) -> Inside:
         """What holds inside the module of that name."""
-        return next(module.inside for module in self.modules if module.name == name)
+        return self._by_name[name].inside
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, PlannedModule]:
+        return {module.name: module for module in self.modules}
 
     def complaints(self) -> list[str]:
         """One sentence for each rule that does nothing: no module matches, or PyTorch does not call it."""
-        names = [module.name for module in self.modules]
-        unmatched = [
-            f"[modules] {pattern!r} matches no module of the model{nearest(pattern, names)}"
-            for pattern in self.unmatched
-        ]
-        return unmatched + [
+        return self._unmatched_ones() + [
             f"[modules] {module.pattern!r} does nothing for {module.name!r}: nn.MultiheadAttention reads its "
             "weight and never calls it. Write a rule for the attention as a whole."
             for module in self.modules
             if module.kind == _NEVER_CALLED and module.carried_out is not None
             if module.inside.state != self.inside(next(outwards(module.name))).state
         ]
+
+    def _unmatched_ones(self) -> list[str]:
+        names = [module.name for module in self.modules]
+        said = [
+            f"[modules] {shown(pattern)} matches no module of the model{nearest(pattern, names)}"
+            for pattern in self.unmatched[:_TOLD]
+        ]
+        more = self.unmatched[_TOLD:]
+        if more:  # to look for what each may have meant takes longer than all the rest
+            said.append(
+                f"[modules] {len(more)} more patterns match no module of the model: "
+                f"{', '.join(map(shown, more[:_TOLD]))}{', ...' if more[_TOLD:] else ''}."
+            )
+        return said
 
 
 def plan(model: nn.Module, policy: Policy) -> Plan:
@@ -122,7 +139,9 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
         ('fp32', ('tail',))
     """
     modules = modules_by_name(model)
-    decided = _agreed(modules, {name: find(policy.modules, name) for name in modules})
+    matching = {name: policy.patterns.matching(name) for name in modules}
+    found = {name: decide(of_it, policy.modules, name) for name, of_it in matching.items()}
+    decided = _agreed(modules, found)
     planned: dict[str, PlannedModule] = {}
     handed_on: dict[str, ModuleRule | None] = {}
     for name, module in modules.items():
@@ -139,7 +158,8 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
         carried = carried if called else None
         planned[name] = PlannedModule(name, kind, rule, pattern, inside, carried)
     _check_shared(modules, planned)
-    unmatched = tuple(p for p in policy.modules if not any(matches(p, name) for name in modules))
+    matched = {pattern for of_it in matching.values() for pattern in of_it}
+    unmatched = tuple(pattern for pattern in policy.modules if pattern not in matched)
     return Plan(policy, tuple(planned.values()), unmatched)
 
 

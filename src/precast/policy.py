@@ -11,26 +11,33 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import threading
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from precast import _policy_file, _torch
 from precast._display import Card, Displayed, size
+from precast._policy_checks import (
+    changed,
+    changed_modules,
+    checked_modules,
+    checked_tables,
+    device_type,
+    is_device_type,
+)
 from precast._policy_file import MIXED, Contents, Mixed, Modules, Tables
 from precast._policy_modules import (
     AROUND,
     Inside,
     ModuleRule,
     Precision,
-    check_pattern,
-    find,
-    parse_module_rule,
-    prefixes,
+    decide,
 )
+from precast._policy_patterns import PatternIndex
 from precast._policy_rows import (
     DEVICE_TYPES,
     Entry,
@@ -40,11 +47,10 @@ from precast._policy_rows import (
     covered_overloads,
     dispatcher_name,
     exact_key,
-    overlay,
-    parse_entry,
     short,
     split,
 )
+from precast._policy_values import check_mapping, check_text, shown
 from precast.errors import PolicyError
 
 __all__ = [
@@ -97,21 +103,21 @@ class Policy(Displayed):
     summary: str = ""
     modules: Modules = field(default_factory=dict)
     fingerprint: str = field(init=False, repr=False, compare=False)
+    made_of: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
+    """What others have made of the policy, to be found again: it goes when the policy goes."""
 
     def __post_init__(self) -> None:
-        if self.mixed not in MIXED:
-            raise PolicyError(f"mixed is {self.mixed!r}. Allowed: {', '.join(MIXED)}")
-        tables = {
-            device: MappingProxyType(dict(self.tables[device]))
-            for device in sorted(map(_device_type, self.tables), key=DEVICE_TYPES.index)
-            if self.tables[device]
-        }
+        check_text(self.name, "Policy(name=...)")
+        check_text(self.summary, "Policy(summary=...)")
+        if not isinstance(self.mixed, str) or self.mixed not in MIXED:
+            raise PolicyError(f"mixed is {shown(self.mixed)}. Allowed: {', '.join(MIXED)}")
+        tables = checked_tables(self.tables)
         object.__setattr__(self, "tables", MappingProxyType(tables))
-        modules = {check_pattern(p, "modules"): rule for p, rule in self.modules.items()}
-        object.__setattr__(self, "modules", MappingProxyType(modules))
+        object.__setattr__(self, "modules", MappingProxyType(checked_modules(self.modules)))
+        object.__setattr__(self, "made_of", {})
         # Now, not when asked for: a compiled function reads it, and cannot run what makes it.
         object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
-        _alive[self.fingerprint][id(self)] = self
+        _remember(self)
 
     def __hash__(self) -> int:
         return hash((self.name, self.fingerprint))
@@ -176,21 +182,20 @@ class Policy(Displayed):
         Raises:
             PolicyError: an operation, a rule, a device type, a pattern or a dtype that cannot be.
         """
-        ops = ops or {}
-        shared = {key: value for key, value in ops.items() if key not in DEVICE_TYPES}
+        ops = check_mapping({} if ops is None else ops, "replace(ops=...)", '{"softmax": "lower"}')
+        shared = {key: value for key, value in ops.items() if not is_device_type(key)}
         tables = {}
         for device in DEVICE_TYPES:
-            table = _changed(self.tables.get(device, {}), shared, "replace(ops=...)")
+            table = changed(self.tables.get(device, {}), shared, "replace(ops=...)")
             own = ops.get(device, {})
-            if not isinstance(own, Mapping):
-                raise PolicyError(f"replace(ops=...): {device} is {own!r}; it must be a mapping")
-            tables[device] = _changed(table, own, f"replace(ops=...) [{device}]")
+            own = check_mapping(own, f"replace(ops=...): {device}", '{"softmax": "lower"}')
+            tables[device] = changed(table, own, f"replace(ops=...) [{device}]")
         return Policy(
             self.name if name is None else name,
             tables,
             self.mixed if mixed is None else mixed,
             self.summary,
-            _changed_modules(self.modules, modules or {}),
+            changed_modules(self.modules, {} if modules is None else modules),
         )
 
     def retarget(self, device: str = "cpu", like: str = "cuda") -> Policy:
@@ -198,13 +203,13 @@ class Policy(Displayed):
 
         It lets the rules of an accelerator be tried, and tested, where there is none.
         """
-        tables = {**self.tables, _device_type(device): self.entries(like)}
+        tables = {**self.tables, device_type(device, "retarget"): self.entries(like)}
         name = f"{self.name} ({device} like {like})"
         return Policy(name, tables, self.mixed, self.summary, self.modules)
 
     def entries(self, device: str) -> Mapping[str, Entry]:
         """The table of a device type: key as the policy spells it -> entry."""
-        return self.tables.get(_device_type(device), MappingProxyType({}))
+        return self.tables.get(device_type(device), MappingProxyType({}))
 
     def expand(self, device: str) -> tuple[dict[str, Entry], tuple[str, ...]]:
         """The table of a device type with every bare name spelled out.
@@ -230,11 +235,19 @@ class Policy(Displayed):
         Raises:
             PolicyError: two globs match one of them and say different things.
         """
+        check_text(module, "the name of a module")
         inside = AROUND
-        for name in prefixes(module):
-            pattern, rule = find(self.modules, name) or ("", None)
-            inside = inside.then(rule, name, pattern)
+        for depth, matching in enumerate(self.patterns.along(module)):
+            if matching:  # else there is no need of the name, of which there may be many
+                name = ".".join(module.split(".")[:depth])
+                pattern, rule = decide(matching, self.modules, name) or ("", None)
+                inside = inside.then(rule, name, pattern)
         return inside
+
+    @functools.cached_property
+    def patterns(self) -> PatternIndex:
+        """The names and patterns in `modules`, made ready to be matched with many names."""
+        return PatternIndex(self.modules)
 
     def resolve(self, op: str, device: str, module: str | None = None) -> Resolution:
         """The rule for an operation on a device type, and the reason.
@@ -256,7 +269,7 @@ class Policy(Displayed):
         """
         if module is not None:
             return self._resolve_inside(self.inside(module), op, device)
-        key = canonical(op)
+        key = canonical(op, "resolve")
         table = self.entries(device)
         check_row(key, table.get(key, Entry(Rule.KEEP)), "resolve")
         operation, overload = split(key)
@@ -289,8 +302,23 @@ class Policy(Displayed):
         return Resolution(entry.rule, f"{entry.reason} ({entry.origin or self.name})")
 
 
-_alive: defaultdict[str, weakref.WeakValueDictionary[int, Policy]]
-_alive = defaultdict(weakref.WeakValueDictionary)
+class _Alike:
+    """The living policies of one fingerprint; each keeps this, so it goes with the last of them."""
+
+    def __init__(self) -> None:
+        self.living: weakref.WeakValueDictionary[int, Policy] = weakref.WeakValueDictionary()
+
+
+_alike: Final[weakref.WeakValueDictionary[str, _Alike]] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _remember(policy: Policy) -> None:
+    with _lock:
+        alike = _alike.get(policy.fingerprint) or _Alike()
+        _alike[policy.fingerprint] = alike
+    policy.made_of["alike"] = alike
+    alike.living[id(policy)] = policy
 
 
 def as_policy(given: Policy | str | os.PathLike[str]) -> Policy:
@@ -300,7 +328,7 @@ def as_policy(given: Policy | str | os.PathLike[str]) -> Policy:
 
 def policy_of(fingerprint: str) -> Policy:
     """One of the policies of this fingerprint, of which one must be alive."""
-    return next(_alive[fingerprint].values())
+    return next(_alike[fingerprint].living.values())
 
 
 def _fingerprint(mixed: str, tables: Tables) -> str:
@@ -319,39 +347,6 @@ def _from_contents(contents: Contents) -> Policy:
     return Policy(
         contents.name, contents.tables, contents.mixed, contents.summary, contents.modules
     )
-
-
-def _device_type(device: str) -> str:
-    if device not in DEVICE_TYPES:
-        allowed = ", ".join(DEVICE_TYPES)
-        raise PolicyError(f"{device!r} is not a device type with autocast. Allowed: {allowed}")
-    return device
-
-
-def _changed(
-    table: Mapping[str, Entry], changes: Mapping[str, object], where: str
-) -> dict[str, Entry]:
-    """`table` with the rows changed; a row whose new rule is None is gone."""
-    rows: dict[str, Entry] = {}
-    for name, value in changes.items():
-        key = canonical(name, where)
-        entry = parse_entry(Rule.KEEP if value is None else value, f"{where} {name}")
-        if entry.is_for(_torch.VERSION):
-            check_row(key, entry, f"{where} {name}")
-            rows[key] = entry
-    gone = {canonical(name) for name, value in changes.items() if value is None}
-    return {key: entry for key, entry in overlay(table, rows).items() if key not in gone}
-
-
-def _changed_modules(modules: Modules, changes: Mapping[str, object]) -> Modules:
-    where = "replace(modules=...)"
-    rules = {
-        check_pattern(pattern, where): parse_module_rule(value, f"{where} {pattern!r}")
-        for pattern, value in changes.items()
-        if value is not None
-    }
-    kept = {pattern: rule for pattern, rule in modules.items() if pattern not in changes}
-    return {**kept, **rules}
 
 
 def _find(table: Mapping[str, Entry], operation: str, overload: str) -> Entry | None:

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from precast import _torch, engine, held, marks, unseen
+from precast import _torch, engine, held, unseen
 from precast._arguments import (
     ACCEPTED,
     REQUIRED,
@@ -30,7 +30,7 @@ from precast._arguments import (
 from precast._version import __version__
 from precast.decorate import DecoratorRegion
 from precast.errors import PrecastWarning, RegionError
-from precast.frames import Frame, InForce, Record, in_force, installed, regions
+from precast.frames import Frame, InForce, Record, in_force, installed, regions, write_mark
 from precast.policy import DEVICE_TYPES, Policy, policy_of
 
 __all__ = ["Regions", "autocast", "current", "disable", "in_graph", "put_in_force", "refuse_export"]
@@ -380,9 +380,7 @@ def put_in_force(here: InForce, device_type: str, frame: Frame | None) -> None:
     before, here.frame = here.frame, frame
     meaning = None if frame is None else frame.meaning
     if meaning != (None if before is None else before.meaning):
-        mark = regions.mark
-        regions.mark = mark.after(device_type, meaning)
-        marks.write(regions.mark, mark)
+        write_mark(regions.mark.after(device_type, meaning))
 
 
 def _restore_device(record: Record) -> None:

@@ -34,7 +34,7 @@ from precast.scaling.closures import closure_in
 from precast.scaling.findings import Findings, noted
 from precast.scaling.gradients import clipped, moved
 from precast.scaling.ledger import Counters
-from precast.scaling.settings import DEFAULT_LIMITS, LARGEST_SCALE, OnVerdict, new_scale_from
+from precast.scaling.settings import LARGEST_SCALE, OnVerdict, new_scale_from
 from precast.scaling.steps import Steps
 from precast.scaling.turns import Record, verdict_on
 from precast.scaling.verdicts import judge
@@ -49,8 +49,8 @@ class GradScaler(Steps):
     """Scales losses, unscales and checks gradients, adapts the scale: as `torch.amp.GradScaler`.
 
     It differs where PyTorch's is wrong or mute: a step says what it did (`last_step`, `history`,
-    `counters`), the scale stays between its limits, and gradients that no lower scale mends are an
-    error instead of another skipped step.
+    `counters`), the scale stays between its limits, and gradients that neither a lower scale nor the
+    next batch mends are an error instead of another skipped step.
 
     Args:
         device: Device type of the gradients. ``"cuda"`` without CUDA warns and is off.
@@ -67,15 +67,17 @@ class GradScaler(Steps):
             each in place by the largest over processes, so that all skip the same steps: a
             `precast.distributed.Reduction` or a function. None: chosen from what the optimizer's
             parameters are.
-        min_scale: The scale never falls below it; at least ``2**-126``. None is ``2**-14``,
-            float16's smallest normal number, or `init_scale` where that is lower.
+        min_scale: The scale never falls below it; at least ``2**-126``. None is ``2**-48``, or
+            `init_scale` where that is lower.
         max_scale: The scale never grows above it. None is float32's largest number.
-        max_consecutive_skips: This many skipped iterations in a row are a verdict.
+        max_consecutive_skips: This many skipped iterations in a row are a verdict. None: any
+            number may be skipped while the scale falls.
         max_nonfinite_losses: Skipped iterations in a row whose loss itself was not finite that are
-            let pass; 0 lets none.
-        on_verdict: What happens where no lower scale helps: a step is skipped with the scale at
-            `min_scale`, or one of the two limits above is passed. ``"raise"`` a `BrokenModelError`
-            from `update`, ``"warn"``, or ``"ignore"``.
+            let pass; 0 lets none. None: as many as it takes to know that no lower scale helps.
+        on_verdict: What happens where neither a lower scale nor the next batch helps: the parameters
+            hold NaN, 40 steps in a row were skipped while the scale could not fall, or one of the two
+            limits above was passed (docs/scaler.md has the exact rules). ``"raise"`` a
+            `BrokenModelError` from `update`, ``"warn"``, or ``"ignore"``.
         history: How many steps `history` keeps.
 
     Raises:
@@ -106,8 +108,8 @@ class GradScaler(Steps):
         reduce_found_inf: Callable[[list[Tensor]], None] | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
-        max_consecutive_skips: int = DEFAULT_LIMITS.max_consecutive_skips,
-        max_nonfinite_losses: int = DEFAULT_LIMITS.max_nonfinite_losses,
+        max_consecutive_skips: int | None = None,
+        max_nonfinite_losses: int | None = None,
         on_verdict: OnVerdict = "raise",
         history: int = 100,
     ) -> None:
@@ -130,8 +132,6 @@ class GradScaler(Steps):
         """
         scale_on = functools.cache(self._scale_on)
         others = []
-        for record in self._records.values():
-            record.watch()
 
         def scaled(tensor: Tensor) -> Tensor:
             if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -166,6 +166,7 @@ class GradScaler(Steps):
         record = self._record_of(optimizer)
         record.allow("unscale_")
         self._unscale(record)
+        record.watch()
 
     @off(lambda *_, **__: True)
     def is_unscaled(self, optimizer: Optimizer) -> bool:
@@ -210,7 +211,8 @@ class GradScaler(Steps):
 
         A closure zeroes the gradients, computes a loss, calls ``scaler.scale(loss).backward()`` and
         returns the loss unscaled. Each time it has run its gradients are unscaled and checked; if
-        some are not finite, parameters and the optimizer's state are put back as they were.
+        some are not finite, parameters and the optimizer's state are put back as they were. Where a
+        later call's loss is not finite either, the optimizer sees it, as a line search has to.
 
         Returns:
             What the optimizer's step returns; None if it was skipped.
@@ -244,7 +246,8 @@ class GradScaler(Steps):
                 device type, which is moved between them.
 
         Raises:
-            BrokenModelError: No lower scale mends what was found; the scale is left as it is.
+            BrokenModelError: Neither a lower scale nor the next batch mends what was found; the scale
+                is left as it is.
             ScalerError: No gradients were checked in this iteration, or `new_scale` is neither.
         """
         scale, _ = self._started("update")

@@ -117,6 +117,32 @@ def test_what_is_typed_is_found(
     wait(browser, f"{links}.some(link => link.includes('{leads}'))")
 
 
+@pytest.mark.parametrize(
+    ("page", "words", "first"), [("", "install", "/start/"), ("zh/", "安装", "/zh/start/")]
+)
+def test_who_looks_for_the_installation_finds_start_here_first(
+    browser: Any, address: str, page: str, words: str, first: str
+) -> None:
+    resize(browser, 1280)
+    visit(browser, address, page)
+    browser.execute_script("document.querySelector('.md-search__input').focus()")
+    browser.switch_to.active_element.send_keys(words)
+    link = "document.querySelector('.md-search-result__link')"
+    wait(browser, f"{link} && new URL({link}.href).pathname === '{first}'")
+
+
+def test_the_navigation_folds(browser: Any, address: str) -> None:
+    resize(browser, 1280)
+    visit(browser, address, "")
+    chapter = "document.querySelector('.md-sidebar--primary a[href=\"guide/02-modules/\"]')"
+    is_shown = f"{chapter}.checkVisibility({{visibilityProperty: true}})"
+    heading = f"{chapter}.closest('.md-nav__item--nested')"
+    assert not browser.execute_script(f"return {is_shown}")
+    for expected in ("true", "false"):
+        browser.execute_script(f"{heading}.querySelector('.md-nav__toggle').click()")
+        wait(browser, f"{is_shown} === {expected}")
+
+
 def test_a_page_leads_to_itself_in_the_other_language(browser: Any, address: str) -> None:
     resize(browser, 1280)
     visit(browser, address, "guide/03-broadcasting/")

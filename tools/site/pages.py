@@ -24,6 +24,9 @@ __all__ = ["Site", "written"]
 
 _PICTURES = "pictures"  # on the site
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
+_FIRST = "---\nsearch:\n  boost: 8\n---\n\n"
+"""Before pages that a search should find first: who looks for "install" wants no function of that name."""
+_SOUGHT = {"start.md", "start.zh.md"}
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".html": "html", ".txt": "text"}
 _HAN = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
 _BROKEN_HAN = re.compile(rf"(?<={_HAN})\n[ >]*(?={_HAN})")
@@ -73,8 +76,7 @@ class Site:
             if name in pages or name in files:
                 continue
             if links.is_page(path):
-                hidden = _HIDDEN if name.startswith("files/") else ""
-                pages[name] = hidden + self._page(path, todo.append)
+                pages[name] = _settings(name) + self._page(path, todo.append)
             else:
                 files[name] = self.root / path
         return pages, files | {f"{_PICTURES}/{path.name}": path for path in self.pictures.drawn}
@@ -159,6 +161,13 @@ class Site:
         file = PurePosixPath(path)
         text = self._read(path).strip("\n")
         return f"# {path}\n\n{_block(text, _LANGUAGES.get(file.suffix, 'text'))}\n"
+
+
+def _settings(name: str) -> str:
+    """What MkDocs reads before a page: how a search treats it."""
+    if name in _SOUGHT:
+        return _FIRST
+    return _HIDDEN if name.startswith("files/") else ""
 
 
 def written(path: Path, contents: bytes) -> None:

@@ -49,6 +49,13 @@ class PolicyName(TypedDict):
     fingerprint: NotRequired[str]
 
 
+class ModuleRules(TypedDict):
+    """What became of a policy's rules for modules: by a model's class, on how many modules they act; what does not."""
+
+    models: dict[str, int]
+    problems: list[str]
+
+
 class Run(TypedDict):
     """One process: what was run, where, and how it ended; `traced` is the first step traced and the one after the last.
 
@@ -71,6 +78,7 @@ class Run(TypedDict):
     steps: int
     skipped: NotRequired[int]
     elsewhere: NotRequired[int]
+    module_rules: NotRequired[ModuleRules]
     traced: list[int] | None
 
 
@@ -112,14 +120,14 @@ class Step(TypedDict):
 
 
 class ScalerVerdict(TypedDict):
-    """From this step on no lower scale would have helped; `reason` is that of a `precast.GradScaler`'s verdict.
+    """At this step neither a lower scale nor the next batch had helped; `reason` is that of a `GradScaler`'s verdict.
 
-    "loss": the loss itself was not finite; "floor": gradients overflowed that were hardly scaled any more; "skips":
-    many steps in a row were skipped. A run goes on all the same: `precast run` observes.
+    "weights": parameters were not finite; "loss": the loss itself was not; "floor": the scale did not fall any more;
+    "skips": a limit on skipped steps was passed. A run goes on all the same: `precast run` observes.
     """
 
     step: int
-    reason: Literal["loss", "floor", "skips"]
+    reason: Literal["weights", "loss", "floor", "skips"]
     scale: float
     names: list[str]
 

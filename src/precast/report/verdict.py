@@ -14,7 +14,7 @@ from precast.report.schema import Advice, Document, Finding, Totals, Verdict
 from precast.report.tree import seconds_by_dtype
 from precast.report.words import count, duration, joined, plural, share, shortened, size
 
-__all__ = ["all_findings", "beyond_scale", "cost_words", "lost", "verdict"]
+__all__ = ["all_findings", "beyond_scale", "cost_words", "lost", "rules_without_effect", "verdict"]
 
 _NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation")
 _TELLING = 0.01  # a part below this is not worth a sentence among the problems
@@ -29,6 +29,7 @@ def verdict(document: Document) -> Verdict:
         *_ending(document),
         *_lost_steps(document),
         *beyond_scale(document),
+        *rules_without_effect(document),
         *_told(document),
         *_dear_casts(document),
         *(_cost(each) for each in costs[:_MOST]),
@@ -189,17 +190,25 @@ def _lost_steps(document: Document) -> Iterator[str]:
 
 
 _NO_LOWER_SCALE = {
-    "loss": "the loss itself was infinite or NaN before it was scaled",
-    "floor": "gradients overflowed at a scale of {scale:.3g}, which hardly scales them any more",
-    "skips": "step after step was skipped, and lowering the scale did not end that",
+    "weights": "the parameters themselves held infinity or NaN",
+    "loss": "the loss itself was infinite or NaN before it was scaled, in many skipped steps in a row",
+    "floor": "many steps in a row were skipped at a scale of {scale:.3g}, which falls no further",
+    "skips": "as many steps in a row were skipped as the scaler's max_consecutive_skips allows",
 }
 
 
 def beyond_scale(document: Document) -> Iterator[str]:
-    """The first step that no lower scale would have helped, and why."""
+    """The first step at which it was clear that no lower scale helps, and why."""
     for found in document.get("verdicts", [])[:1]:
         because = _NO_LOWER_SCALE[found["reason"]].format(scale=found["scale"])
         yield f"At step {found['step']} no lower scale would have helped: {because}."
+
+
+def rules_without_effect(document: Document) -> Iterator[str]:
+    """The rules for modules that did nothing."""
+    rules = document["run"].get("module_rules")
+    for problem in rules["problems"][:_MOST] if rules else []:
+        yield _sentence(problem[0].upper() + problem[1:])
 
 
 def _told(document: Document) -> Iterator[str]:
@@ -326,6 +335,12 @@ def _elsewhere(document: Document) -> int:
 
 def _notes(document: Document) -> Iterator[str]:
     trace, steps = document["trace"], document["steps"]
+    rules = document["run"].get("module_rules")
+    if rules and rules["models"]:
+        acted = [
+            f"{plural(number, 'module')} of `{kind}`" for kind, number in rules["models"].items()
+        ]
+        yield f"The policy's rules for modules acted on {joined(acted)}."
     if _elsewhere(document):
         yield (
             f"{count(_elsewhere(document))} of {plural(document['run']['steps'], 'step')} ended in other threads than "

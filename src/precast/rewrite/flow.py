@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from precast.rewrite.flow_events import Event, key
 from precast.rewrite.flow_run import Run, Say, TooManyPaths
+from precast.rewrite.functions import called_method
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, children, cst, walk
 from precast.rewrite.values import SCALERS
@@ -66,6 +67,7 @@ class Flow:
         assert isinstance(node, (cst.FunctionDef, cst.Module))
         self.body = node.body
         self.nodes = list(_own_nodes(node))
+        self.methods = list(_methods(source, self.nodes))
         self.optimizers = frozenset(self._stepped())
         self.scalers = self._scalers()
 
@@ -74,11 +76,17 @@ class Flow:
     ) -> Iterator[tuple[Node, str | None]]:
         """The nodes that `on` calls bad on some path and good on none, each with its message."""
         say = Say()
+        self.judge(start, on, say)
+        yield from say.reported()
+
+    def judge(self, start: _State, on: Callable[[_State, Event, Say], _State], say: Say) -> None:
+        """The same for a rule that judges a node by all functions that come by it."""
+        heard = Say()
         try:
-            Run(self.source, on, say, self.optimizers).function(self.node, start)
+            Run(self.source, on, heard, self.optimizers).function(self.node, start)
         except TooManyPaths:
             return
-        yield from say.reported()
+        say.hear(heard)
 
     def events(self) -> list[Event]:
         """All events of the function once, in the order of the text, branches one after the other."""
@@ -120,11 +128,26 @@ class Flow:
         return any(
             (key(self.source, owner) or "").rpartition(".")[2] == last
             for call, owner, _ in self.source.methods(*methods)
-            if call not in own
+            if call not in own and not (name.startswith("self.") and self._is_of_same_class(call))
         )
 
-    def _stepped(self) -> Iterator[str]:
+    def _is_of_same_class(self, call: Node) -> bool:
+        """Whether a call is in a method of the class of this one: who calls that is seen, or hides what it does."""
+        home = self.source.values.enclosing_class(self.node)
+        return home is not None and self.source.values.enclosing_class(call) is home
+
+    def is_local(self, name: str) -> bool:
+        """Whether a name belongs to this function: no other function can use what it stands for by that name."""
         for node in self.nodes:
+            if isinstance(node, cst.Name) and node.value == name:
+                scope = self.source.scopes.scope_of.get(node)
+                home = scope.home(name) if scope else None
+                if home is not None:
+                    return home.node is self.node
+        return False
+
+    def _stepped(self) -> Iterator[str]:
+        for node in [*self.nodes, *self.methods]:
             if (
                 isinstance(node, cst.Call)
                 and isinstance(node.func, cst.Attribute)
@@ -135,13 +158,16 @@ class Flow:
                 yield key(self.source, node.args[0].value) or ""
 
     def _scalers(self) -> list[str]:
-        """The keys of the scalers whose methods are called here, in the order of the text."""
-        found: dict[str, None] = {}
-        for node in self.nodes:
+        """The keys of the scalers whose methods are called here, or in methods of self that are called here."""
+        called = [*self._scalers_in(self.nodes)]
+        called += [name for name in self._scalers_in(self.methods) if name.startswith("self.")]
+        return list(dict.fromkeys(called))
+
+    def _scalers_in(self, nodes: list[Node]) -> Iterator[str]:
+        for node in nodes:
             func = node.func if isinstance(node, cst.Call) else None
             if isinstance(func, cst.Attribute) and self.source.instance(func.value) in SCALERS:
-                found[key(self.source, func.value) or ""] = None
-        return list(found)
+                yield key(self.source, func.value) or ""
 
     def _is(self, node: Node, name: str) -> bool:
         if not isinstance(node, (cst.Name, cst.Attribute)) or key(self.source, node) != name:
@@ -183,6 +209,18 @@ def flows(source: Source) -> list[Flow]:
         known = source.cache["flows"] = [Flow(source, node) for node in nodes]
     assert isinstance(known, list)
     return known
+
+
+def _methods(source: Source, nodes: list[Node]) -> Iterator[Node]:
+    """The nodes of the methods of the same object that are called here, and of those that these call."""
+    waiting, seen = list(nodes), set[Node]()
+    while waiting:
+        method = called_method(source, waiting.pop())
+        if method is not None and method not in seen:
+            seen.add(method)
+            inner = list(_own_nodes(method))
+            yield from inner
+            waiting += inner
 
 
 def _own_nodes(function: Node) -> Iterator[Node]:

@@ -11,15 +11,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from precast.rewrite.flow_events import Event, call_event, key, scaler_of, with_event
+from precast.rewrite.functions import called_method
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, children, cst
 
 __all__ = ["Run", "Say", "TooManyPaths"]
 
 _LIMIT = 128
+_DEEP = 3  # methods that call methods
 _ROUNDS = 3
 
 
@@ -48,6 +50,11 @@ class Say:
         bad, self._bad = self._bad, dict[Node, str | None]()
         yield
         self._bad = bad
+
+    def hear(self, other: Say) -> None:
+        """Takes over what another has said."""
+        self._bad = other._bad | self._bad
+        self._good |= other._good
 
     def reported(self) -> Iterator[tuple[Node, str | None]]:
         """The nodes that are bad on some path and good on none."""
@@ -89,6 +96,9 @@ class Run:
         self.optimizers = optimizers
         self.loops: list[_Loop] = []
         self.returned: set[Path] = set()
+        self.methods: list[
+            cst.FunctionDef
+        ] = []  # those of the same class that run now, the innermost last
 
     def function(self, node: Node, start: Hashable) -> None:
         """Runs a whole function or module."""
@@ -306,11 +316,44 @@ class Run:
         return paths
 
     def _call(self, call: cst.Call, paths: _Paths) -> _Paths:
+        method = called_method(self.source, call)
+        if method is not None and method not in self.methods and len(self.methods) < _DEEP:
+            return self._run_method(method, call, paths)
         after: set[Path] = set()
         for scaled in {path.scaled for path in paths}:
             event = call_event(self.source, call, dict(scaled), self.optimizers)
             after |= self.emit(event, frozenset(p for p in paths if p.scaled == scaled))
         return frozenset(after)
+
+    def _run_method(self, method: cst.FunctionDef, call: cst.Call, paths: _Paths) -> _Paths:
+        """Runs a method of the same object: what it does to the attributes of self is done here."""
+        loops, returned = self.loops, self.returned
+        self.methods.append(method)
+        after: set[Path] = set()
+        for known, scaled in {(path.known, path.scaled) for path in paths}:
+            self.loops, self.returned = [], set()
+            inner = _of_self(known), _of_self(scaled) | self._handed(method, call, dict(scaled))
+            start = frozenset(
+                Path(p.state, *inner) for p in paths if (p.known, p.scaled) == (known, scaled)
+            )
+            ends = self._suite(method.body, start) | frozenset(self.returned)
+            after |= {Path(p.state, _kept(known, p.known), _kept(scaled, p.scaled)) for p in ends}
+        self.methods.pop()
+        self.loops, self.returned = loops, returned
+        return _bounded(after)
+
+    def _handed(
+        self, method: cst.FunctionDef, call: cst.Call, scaled: dict[str, str]
+    ) -> frozenset[tuple[str, str]]:
+        """The parameters of a method that get scaled losses, each with its scaler; an attribute of self's."""
+        names = [param.name.value for param in method.params.params[1:]]
+        found: set[tuple[str, str]] = set()
+        for place, arg in enumerate(call.args):
+            name = arg.keyword.value if arg.keyword else "".join(names[place : place + 1])
+            scaler = scaler_of(self.source, arg.value, scaled) if _is_loss(arg.value) else None
+            if scaler is not None and name:
+                found.add((name, scaler))
+        return frozenset(found)
 
     def _split(self, test: Node, paths: _Paths) -> tuple[_Paths, _Paths]:
         """The paths on which a test holds, and those on which it does not."""
@@ -334,6 +377,19 @@ def _condition(source: Source, test: Node) -> tuple[str, bool]:
             text = key(source, test.left) or ""
             return text, same is (right.value == "True")
     return key(source, test) or "", True
+
+
+_Pair = TypeVar("_Pair", tuple[str, bool], tuple[str, str])
+
+
+def _of_self(pairs: frozenset[_Pair]) -> frozenset[_Pair]:
+    """What is known of attributes of self, which a method knows by the same names."""
+    return frozenset(pair for pair in pairs if pair[0].startswith("self."))
+
+
+def _kept(before: frozenset[_Pair], after: frozenset[_Pair]) -> frozenset[_Pair]:
+    """What a function knows when a method returns: of its own names what it knew, of self's what the method knows."""
+    return (before - _of_self(before)) | _of_self(after)
 
 
 @lru_cache(maxsize=4096)  # many paths know the same

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 
-__all__ = ["CUSTOM_BWD", "CUSTOM_FWD", "Method", "functions", "methods_of"]
+__all__ = ["CUSTOM_BWD", "CUSTOM_FWD", "Method", "called_method", "functions", "methods_of"]
 
 _BASES = ("torch.autograd.Function", "torch.autograd.function.Function")
 _PLAIN = ("staticmethod", "classmethod")
@@ -57,6 +57,26 @@ def methods_of(source: Source, node: cst.ClassDef) -> dict[str, Method]:
                 twice.add(name)
             found[name] = Method(function, tuple(_decorators(source, function)))
     return {name: method for name, method in found.items() if name not in twice}
+
+
+def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
+    """The method of the same class that `self.name(...)` runs, if the class defines it once and nothing wraps it."""
+    func = call.func if isinstance(call, cst.Call) else None
+    if not isinstance(func, cst.Attribute) or not isinstance(func.value, cst.Name):
+        return None
+    home = source.values.enclosing_class(call) if func.value.value == "self" else None
+    if not isinstance(home, cst.ClassDef) or func.attr.value in source.values.attributes(home):
+        return None
+    known = source.cache.setdefault("methods of classes", {})
+    assert isinstance(known, dict)
+    if home not in known:
+        known[home] = methods_of(source, home)
+    method = known[home].get(func.attr.value)
+    if method is None or method.decorators or method.node.asynchronous is not None:
+        return None
+    first = method.node.params.params[:1]
+    is_plain = bool(first) and first[0].name.value == "self"
+    return method.node if is_plain else None
 
 
 def _decorators(

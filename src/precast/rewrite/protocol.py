@@ -7,10 +7,11 @@ made with `enabled=False`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import TypeVar
 
 from precast.rewrite.arguments import Arguments
-from precast.rewrite.flow import Flow, flows
+from precast.rewrite.flow import Flow, Say, flows
 from precast.rewrite.flow_events import Event, key
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, walk
@@ -20,6 +21,7 @@ __all__ = [
     "followed",
     "hides",
     "is_plain",
+    "judged",
     "loop_around",
     "loops_around",
     "mentions",
@@ -27,6 +29,7 @@ __all__ = [
     "scales_by_hand",
 ]
 
+_State = TypeVar("_State", bound=Hashable)
 _QUIET = {
     "add_scalar",
     "append",
@@ -72,7 +75,29 @@ def followed(source: Source) -> Iterator[tuple[Flow, str]]:
 
 def only_here(flow: Flow, scaler: str, *methods: str) -> bool:
     """Whether no other function of the file calls these methods of a scaler."""
-    return flow.is_owned(scaler) or not flow.called_elsewhere(scaler, *methods)
+    return flow.is_local(scaler) or not flow.called_elsewhere(scaler, *methods)
+
+
+def judged(
+    source: Source,
+    follow: Callable[[Flow, str], tuple[_State, Callable[[_State, Event, Say], _State]] | None],
+) -> Iterator[tuple[Flow, str, Node, str | None]]:
+    """The nodes that are wrong wherever functions come by: each with its function, its scaler and its message.
+
+    Args:
+        source: the file.
+        follow: for a function and a scaler the state at the beginning and what is called for each event; None: the
+            function is left out.
+    """
+    says: dict[str, Say] = {}
+    for flow, scaler in followed(source):
+        following = follow(flow, scaler)
+        if following is not None:
+            flow.judge(*following, says.setdefault(scaler, Say()))
+    home = {node: flow for flow in flows(source) for node in flow.nodes}
+    for scaler, say in says.items():
+        for node, message in say.reported():
+            yield home[node], scaler, node, message
 
 
 def hides(source: Source, event: Event, scaler: str) -> bool:

@@ -77,6 +77,7 @@ def _with(document: dict[str, Any], watch: Watch) -> dict[str, Any]:
         "skipped": history.skipped,
         "elsewhere": watch.window.elsewhere,
         "traced": watch.window.traced,
+        **watch.rules(),
     }
     return {
         **document,

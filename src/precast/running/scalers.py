@@ -40,7 +40,7 @@ class _Seen:
     losses: tuple[Tensor, ...] = ()
     steps: list[tuple[StepEvent, Tensor]] = field(default_factory=list)
     """Those of this iteration, and their verdicts."""
-    ledger: Ledger = field(default_factory=lambda: Ledger(_KEPT))
+    ledger: Ledger = field(kw_only=True)
 
 
 class Scalers:
@@ -142,7 +142,8 @@ class Scalers:
     def _of(self, scaler: Any) -> _Seen:
         if scaler not in self._seen:
             floor = min(DEFAULT_LIMITS.min_scale, float(scaler.get_scale()))
-            self._seen[scaler] = _Seen(replace(DEFAULT_LIMITS, min_scale=floor))
+            limits = replace(DEFAULT_LIMITS, min_scale=floor)
+            self._seen[scaler] = _Seen(limits, ledger=Ledger(_KEPT, floor=floor))
         seen: _Seen = self._seen[scaler]
         return seen
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from precast.report.verdict import beyond_scale, lost, verdict
+from precast.report.verdict import beyond_scale, lost, rules_without_effect, verdict
 from precast.report.words import count, duration, plural
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ def summary(document: Document, where: list[str]) -> str:
         document: of the run.
         where: sentences on what was written.
     """
-    return said(*_run(document), *_skips(document), *_verdict(document), *where)
+    told = (*_run(document), *_skips(document), *map(_plain, rules_without_effect(document)))
+    return said(*told, *_verdict(document), *where)
 
 
 def said(*sentences: str) -> str:

@@ -59,7 +59,7 @@ class Watch:
 
     def start(self) -> None:
         """Begins to watch."""
-        install_to_observe(self.policy)
+        self._installed = install_to_observe(self.policy)
         self.window.start()
         self._ends.callback(self.window.stop)
         witnesses.append(self)
@@ -77,6 +77,13 @@ class Watch:
     def devices(self) -> list[str]:
         """The device types that were computed on."""
         return ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
+
+    def rules(self) -> dict[str, Any]:
+        """What became of the policy's rules for modules, if it has some: a part of the document."""
+        if not self.policy.modules:
+            return {}
+        rules = self._installed.rules
+        return {"module_rules": {"models": rules.models, "problems": list(rules.problems)}}
 
     def health(self) -> dict[str, Any] | None:
         """What the monitor saw, as plain values."""

@@ -7,7 +7,8 @@ for the device.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from precast.attachment import names_of
 from precast.events import First, witnesses
-from precast.scaling.gradients import bad_gradients, local
+from precast.scaling.gradients import Place, bad_gradients, bad_weights, local
 
 __all__ = ["Findings", "noted"]
 
@@ -35,26 +36,32 @@ def noted(loss: Tensor) -> Tensor:
 class Findings:
     """About one step; `StepEvent` has the same words for each."""
 
-    __slots__ = ("_bad", "_first", "_losses", "_optimizer")
+    __slots__ = ("_bad", "_first", "_losses", "_optimizer", "_weights")
 
     def __init__(self, optimizer: Optimizer, losses: tuple[Tensor, ...]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._losses: tuple[Tensor, ...] | bool = losses
         self._bad: tuple[str, ...] | None = None
+        self._weights: tuple[str, ...] | None = None
         self._first: First | None = None
 
     def look(self) -> None:
         """Finds the bad gradients now, while they are there."""
         if self._bad is None:
             optimizer = self._optimizer()
-            self._bad = tuple(_names(optimizer)) if optimizer is not None else ()
+            self._bad = (
+                tuple(_names(optimizer, bad_gradients(optimizer))) if optimizer is not None else ()
+            )
             if optimizer is not None:
                 seen = (witness.first_of_step(optimizer) for witness in tuple(witnesses))
                 self._first = next(filter(None, seen), None)
 
-    def replace(self, names: Iterable[str], loss_finite: bool) -> None:
-        """Puts what all processes found in place of what this one did."""
-        self._bad, self._losses = tuple(names), loss_finite
+    def combine(self, gather: Callable[[Iterable[str], bool], tuple[list[str], bool]]) -> None:
+        """Puts what all processes found in place of what this one did; every process calls it."""
+        names, self._losses = gather(self.names, self.loss_finite)
+        self._bad = tuple(names)
+        if not self._losses:
+            self._weights = tuple(gather(self.weights, True)[0])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,6 +76,16 @@ class Findings:
         return self._first
 
     @property
+    def weights(self) -> tuple[str, ...]:
+        """The parameters that hold infinity or NaN themselves."""
+        if self._weights is None:
+            optimizer = self._optimizer()
+            self._weights = (
+                tuple(_names(optimizer, bad_weights(optimizer))) if optimizer is not None else ()
+            )
+        return self._weights
+
+    @property
     def loss_finite(self) -> bool:
         """Whether every number of the losses was finite before they were scaled."""
         if not isinstance(self._losses, bool):
@@ -76,15 +93,19 @@ class Findings:
         return self._losses
 
 
-def _names(optimizer: Optimizer) -> Iterable[str]:
-    bad = list(bad_gradients(optimizer))
-    parameters = [parameter for _, _, parameter in bad]
-    known: dict[int, str] = {}
+def _names(optimizer: Optimizer, found: Iterable[Place]) -> Iterable[str]:
+    """A name for each of the parameters found; none that another parameter of this optimizer has, too."""
+    named = {
+        id(parameter): name
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group.get("param_names") or (), strict=False)
+    }
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for witness in tuple(witnesses):
-        known |= witness.names_of(parameters)
-    known |= names_of(parameters)
-    for number, place, parameter in bad:
-        group = optimizer.param_groups[number]
-        given = group.get("param_names")
-        place_in_optimizer = f"group {number}, parameter {place}"
-        yield known.get(id(parameter)) or (given[place] if given else place_in_optimizer)
+        named |= witness.names_of(parameters)
+    named |= names_of(parameters)
+    uses = Counter(named[key] for key in {id(parameter) for parameter in parameters} & named.keys())
+    for number, place, parameter in found:
+        name = named.get(id(parameter))
+        where = f"group {number}, parameter {place}"
+        yield where if name is None else name if uses[name] == 1 else f"{name} ({where})"

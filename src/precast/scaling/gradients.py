@@ -21,11 +21,15 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast.errors import PrecastWarning
+from precast.lower_gradients import factors_of
 
 __all__ = [
+    "Place",
     "Verdicts",
     "bad_gradients",
+    "bad_weights",
     "clipped",
+    "is_finite",
     "largest",
     "local",
     "moved",
@@ -36,9 +40,17 @@ __all__ = [
 Verdicts = dict[torch.device, Tensor]
 """For each device with gradients a float32 tensor of shape (): nonzero if one was not finite."""
 
+Place = tuple[int, int, Tensor]
+"""A parameter of an optimizer: the number of its group, its place there, itself."""
+
 _FLOAT16 = (
     "gradients are float16: unscaled, those below 6e-8 become zero, which is what the scale was to "
-    "prevent. Keep parameters in float32 (model.float()), and let autocast lower the computation."
+    "prevent. "
+)
+_OF_FLOAT16 = "Keep parameters in float32 (model.float()), and let autocast lower the computation."
+_OF_OTHERS = (
+    "Their parameters are {dtype}: let them have gradients of that dtype (`parameter.grad_dtype`, or "
+    "what assigns `.grad`)."
 )
 _PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
@@ -64,34 +76,54 @@ def unscaled(
 ) -> Verdicts:
     """Multiplies all gradients by `inverse` in place; verdicts begin as copies of `found_inf`."""
     verdicts: Verdicts = {}
-    for (device, dtype), group in _gradients(optimizer).items():
-        if dtype is torch.float16 and not allow_fp16:
-            warnings.warn(_FLOAT16, PrecastWarning, stacklevel=6)
+    for (device, dtype, later), group in _gradients(optimizer).items():
+        if dtype is torch.float16 and not allow_fp16 and later is None:
+            warnings.warn(_why_float16(optimizer), PrecastWarning, stacklevel=6)
         if device not in verdicts:
             verdicts[device] = moved(found_inf, device).clone()
-        _torch.check_and_unscale_(group, verdicts[device], moved(inverse, device))
+        by = inverse if later is None else torch.ones_like(inverse)
+        _torch.check_and_unscale_(group, verdicts[device], moved(by, device))
     return verdicts
 
 
 @torch.no_grad()
-def bad_gradients(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
-    """Group, place in it, and parameter of each gradient that is not finite; waits for the device."""
+def bad_gradients(optimizer: Optimizer) -> Iterator[Place]:
+    """Where gradients are not finite; waits for the device."""
+    for number, place, parameter in _places(optimizer):
+        if parameter.grad is not None and not _all_finite(_memory(parameter)):
+            yield number, place, parameter
+
+
+@torch.no_grad()
+def bad_weights(optimizer: Optimizer) -> Iterator[Place]:
+    """Where parameters are not finite themselves; waits for the device."""
+    for number, place, parameter in _places(optimizer):
+        if not is_finite(parameter):
+            yield number, place, parameter
+
+
+def _places(optimizer: Optimizer) -> Iterator[Place]:
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            if parameter.grad is None:
-                continue
-            memory = _memory(parameter)
-            # A sum of finite numbers can overflow; then, and only then, each number is looked at.
-            if not bool(memory.sum().isfinite()) and not bool(memory.isfinite().all()):
-                yield number, place, parameter
+            yield number, place, parameter
+
+
+def _all_finite(numbers: Tensor) -> bool:
+    """Whether they are: their sum may overflow, then, and only then, each is looked at."""
+    return bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor of any kind holds neither infinity nor NaN, in this process's part; waits for the device."""
+    return _all_finite(_numbers(local(tensor.detach())))
 
 
 @torch.no_grad()
 def largest(optimizer: Optimizer, like: Tensor) -> Tensor:
     """The largest absolute value in all gradients, shape (), float32 beside `like`; 0 where there are none."""
     peaks = [
-        moved(peak.float(), like.device)
-        for group in _gradients(optimizer).values()
+        moved(peak.float(), like.device) * (1.0 if later is None else moved(later, like.device))
+        for (_, _, later), group in _gradients(optimizer).items()
         for memory in group
         if memory.numel()
         for peak in torch.aminmax(memory)
@@ -122,6 +154,13 @@ def clipped(
     return total
 
 
+def _why_float16(optimizer: Optimizer) -> str:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    of = {p.dtype for p in parameters if p.grad is not None and p.grad.dtype is torch.float16}
+    others = sorted(str(dtype) for dtype in of - {torch.float16})
+    return _FLOAT16 + (_OF_OTHERS.format(dtype=others[0]) if others else _OF_FLOAT16)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a `DTensor`; any other tensor itself."""
     if not _torch.is_dtensor(tensor):
@@ -130,9 +169,13 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def _gradients(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """The memory of all gradients of an optimizer's parameters, by device and dtype."""
+_Kind = tuple[torch.device, torch.dtype, Tensor | None]
+
+
+def _gradients(optimizer: Optimizer) -> dict[_Kind, list[Tensor]]:
+    """The memory of all gradients of an optimizer, by device, dtype, and what they are multiplied by later."""
     groups: dict[Any, list[Tensor]] = defaultdict(list)
+    factors = factors_of(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
@@ -144,7 +187,7 @@ def _gradients(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], l
                 or gradient.layout is not torch.strided
             ):
                 gradient = _memory(parameter)
-            groups[gradient.device, gradient.dtype].append(gradient)
+            groups[gradient.device, gradient.dtype, factors.get(id(parameter))].append(gradient)
     return groups
 
 
@@ -155,14 +198,17 @@ def _memory(parameter: Tensor) -> Tensor:
     """
     assert parameter.grad is not None
     gradient = local(parameter.grad)
-    if gradient.is_sparse:
-        if gradient.dtype is torch.float16 and not gradient.is_coalesced():
-            gradient = parameter.grad = gradient.coalesce()
-        gradient = _torch.sparse_values(gradient)
-    elif gradient.layout is not torch.strided:
-        gradient = gradient.values()
-    if gradient.is_complex():
-        if gradient.is_conj():
-            gradient = parameter.grad = gradient.resolve_conj()
-        gradient = torch.view_as_real(gradient)
-    return gradient
+    if gradient.is_sparse and gradient.dtype is torch.float16 and not gradient.is_coalesced():
+        gradient = parameter.grad = gradient.coalesce()
+    if gradient.is_complex() and gradient.is_conj():
+        gradient = parameter.grad = gradient.resolve_conj()
+    return _numbers(gradient)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor of any layout and dtype, as a real and dense one."""
+    if tensor.is_sparse:
+        tensor = _torch.sparse_values(tensor)
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

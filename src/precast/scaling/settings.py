@@ -22,6 +22,7 @@ __all__ = [
     "AUTO",
     "DEFAULT_LIMITS",
     "LARGEST_SCALE",
+    "LOW_SCALE",
     "Limits",
     "OnVerdict",
     "checked_limits",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 LARGEST_SCALE = torch.finfo(torch.float32).max  # the scale is a float32 tensor
+LOW_SCALE = 2.0**-14
+"""Float16's smallest normal number: what overflows float16 at this scale is larger than 10**9."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # 2**-126: its inverse is still finite
 AUTO = "auto"
 """The `init_scale` that is found in the first steps."""
@@ -43,18 +46,17 @@ OnVerdict = Literal["raise", "warn", "ignore"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a scale has to stay, and how long it may be searched for.
+    """Where a scale has to stay, and how much may go wrong before there is a verdict.
 
-    The floor's default, 2**-14, is float16's smallest normal number: below it the scaled loss itself
-    loses bits, and gradients that overflow there are larger than 10**9, which no scale mends. The
-    ceiling's is float32's largest number, as in PyTorch. 40 skipped iterations in a row are more
-    than a search from 2**24 down to the floor takes.
+    The floor's default is 2**-48: a float16 gradient that overflows there is larger than 1.8e19, whose square no
+    float32 number can hold, so neither a norm nor Adam could use it. The ceiling's is float32's largest number, as in
+    PyTorch. The two counts are None by default: then only what `precast.scaling.verdicts` describes is a verdict.
     """
 
-    min_scale: float = 2.0**-14
+    min_scale: float = 2.0**-48
     max_scale: float = LARGEST_SCALE
-    max_consecutive_skips: int = 40
-    max_nonfinite_losses: int = 1
+    max_consecutive_skips: int | None = None
+    max_nonfinite_losses: int | None = None
     on_verdict: OnVerdict = "raise"
 
 
@@ -119,10 +121,14 @@ def checked_limits(init_scale: float, floor: Any, ceiling: Any, rest: dict[str, 
     return Limits(
         low,
         high,
-        require_count("max_consecutive_skips", rest["max_consecutive_skips"]),
-        require_count("max_nonfinite_losses", rest["max_nonfinite_losses"], least=0),
+        _count_or_none("max_consecutive_skips", rest["max_consecutive_skips"], 1),
+        _count_or_none("max_nonfinite_losses", rest["max_nonfinite_losses"], 0),
         action,
     )
+
+
+def _count_or_none(name: str, value: Any, least: int) -> int | None:
+    return None if value is None else require_count(name, value, least)
 
 
 def device_type_of(device: Any) -> str:

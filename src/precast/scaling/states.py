@@ -19,6 +19,7 @@ from precast.errors import PrecastWarning, ScalerError
 from precast.scaling.settings import (
     DEFAULT_LIMITS,
     LARGEST_SCALE,
+    LOW_SCALE,
     Limits,
     checked_limits,
     require_count,
@@ -138,11 +139,12 @@ def _number(state: Mapping[str, Any], key: str) -> float:
 
 
 def _within(scale: float, limits: Limits) -> float:
-    moved = min(max(scale, limits.min_scale), limits.max_scale)
-    if moved == scale:
+    """`scale`, or one between the limits; below them it is moved to where gradients do not vanish at once."""
+    if limits.min_scale <= scale <= limits.max_scale:
         return scale
+    moved = min(max(scale, limits.min_scale, LOW_SCALE), limits.max_scale)
     where, cause = "above max_scale", ""
-    if moved > scale:
+    if scale < limits.min_scale:
         where = "below min_scale"
         cause = " Many skipped steps leave such a scale: the weights saved beside it may hold NaN."
     warnings.warn(

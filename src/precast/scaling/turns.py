@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from precast import lower_gradients
 from precast.errors import ScalerError
 from precast.scaling.findings import Findings
 from precast.scaling.gradients import Verdicts, moved
@@ -40,6 +41,8 @@ class Record:
     """What was found where it was skipped."""
     peak: Tensor | None = None
     """The largest unscaled gradient, while the first scale is searched for."""
+    is_stepping: bool = False
+    """Whether `unscale_` is called by `step`, which lets nobody at the gradients after it."""
     _watch: _Watch | None = None
 
     def allow(self, call: str) -> None:
@@ -51,17 +54,22 @@ class Record:
 
     def watch(self) -> None:
         """From now on backward must not reach these gradients: they are unscaled already."""
-        if self.stage is OptState.UNSCALED and self._watch is None:
+        if self.stage is OptState.UNSCALED and self._watch is None and not self.is_stepping:
             self._watch = _Watch(self.optimizer)
 
     def end(self) -> None:
         """The iteration is over."""
+        for each in lower_gradients.of(self.optimizer):
+            each.factor = None  # it was skipped
         if self._watch is not None:
             self._watch.end()
 
 
 class _Watch:
-    """Sees whether backward adds to the gradients of an optimizer's parameters."""
+    """Sees whether backward adds to the gradients of an optimizer's parameters, whoever calls it.
+
+    It has hooks on them only from `unscale_` to the end of the iteration, when normally no backward comes.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.seen = False

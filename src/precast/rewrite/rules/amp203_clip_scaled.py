@@ -9,9 +9,9 @@ from precast.rewrite.flow_events import Event
 from precast.rewrite.lines import block_of, insert_before, line_of
 from precast.rewrite.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast.rewrite.protocol import (
-    followed,
     hides,
     is_plain,
+    judged,
     loop_around,
     only_here,
     scales_by_hand,
@@ -35,13 +35,17 @@ _FUNCTIONS = {
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each clip and norm of gradients between a scaled backward and its step."""
-    for flow, scaler in followed(source):
+
+    def follow(flow: Flow, scaler: str) -> tuple[str, Callable[[str, Event, Say], str]] | None:
         if scales_by_hand(flow, scaler) or not only_here(flow, scaler, "unscale_"):
-            continue
-        found = list(flow.run(_UNKNOWN, _follower(source, scaler)))
-        for number, (node, message) in enumerate(found):
-            fix = _fix(source, flow, scaler, node) if number == 0 else None
-            yield source.find(RULE, node, message, fix)
+            return None
+        return _UNKNOWN, _follower(source, scaler)
+
+    fixed: set[tuple[Flow, str]] = set()
+    for flow, scaler, node, message in judged(source, follow):
+        fix = None if (flow, scaler) in fixed else _fix(source, flow, scaler, node)
+        fixed.add((flow, scaler))
+        yield source.find(RULE, node, message, fix)
 
 
 def _follower(source: Source, scaler: str) -> Callable[[str, Event, Say], str]:
@@ -210,6 +214,35 @@ VALID = (
                 optimizer.step()
         """,
     ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def float32_step(self, batch):
+                self.model(batch).backward()
+                self.clip()
+                self.optimizer.step()
+
+            def float16_step(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.unscale()
+                self.clip()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+            def unscale(self):
+                self.scaler.unscale_(self.optimizer)
+
+            def clip(self):
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        """,
+    ),
 )
 
 INVALID = (
@@ -357,6 +390,75 @@ INVALID = (
         """,
         unsafe=True,
         note="A scaler that comes from elsewhere is known by its use.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train_step(self, batch):
+                self.backward(self.model(batch))
+                self.clip()
+                self.step()
+
+            def backward(self, loss):
+                self.scaler.scale(loss).backward()
+
+            def clip(self):
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+            def step(self):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        count=1,
+        note="Methods of the same class are followed.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+
+        def tune(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+
+        def tune(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        count=1,
     ),
 )
 

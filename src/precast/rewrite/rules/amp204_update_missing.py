@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from precast.rewrite.flow import Flow, Say
 from precast.rewrite.flow_events import Event
 from precast.rewrite.lines import block_of, exchange, insert_after, line_of
 from precast.rewrite.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast.rewrite.protocol import followed, hides, is_plain, loop_around, only_here
+from precast.rewrite.protocol import hides, is_plain, judged, loop_around, only_here
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node
 
@@ -42,12 +42,13 @@ class _State:
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each step that no update follows, and each update before its step."""
-    for flow, scaler in followed(source):
+
+    def follow(
+        flow: Flow, scaler: str
+    ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
         owned = flow.is_owned(scaler)
 
-        def on(
-            state: _State, event: Event, say: Say, scaler: str = scaler, owned: bool = owned
-        ) -> _State:
+        def on(state: _State, event: Event, say: Say) -> _State:
             if hides(source, event, scaler):
                 return _State()
             if event.kind == "next":
@@ -59,17 +60,21 @@ def check(source: Source) -> Iterator[Finding]:
                 return state
             return _on(source, state, event, say, scaler)
 
-        for node, message in flow.run(_State(ever=not owned), on):
-            is_early = message == _FIRST
-            if is_early and not only_here(flow, scaler, "step"):
-                continue
-            fix = (_swap if is_early else _insert)(source, flow, scaler, node)
-            yield source.find(RULE, node, message, fix)
+        return _State(ever=not owned), on
+
+    for flow, scaler, node, message in judged(source, follow):
+        is_early = message == _FIRST
+        if is_early and not only_here(flow, scaler, "step"):
+            continue
+        fix = (_swap if is_early else _insert)(source, flow, scaler, node)
+        yield source.find(RULE, node, message, fix)
 
 
 def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _State:
     if event.kind == "backward":
         return replace(state, scaled=event.scaler == scaler, early=None)
+    if event.kind == "optimizer_step":  # in the place of the scaler's, which AMP205 says
+        return replace(state, ever=True)
     if event.scaler != scaler:
         return state
     if event.kind == "scaler_step":
@@ -280,6 +285,27 @@ INVALID = (
         """,
         count=1,
         note="In the first round there is nothing to update from.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.after_backward()
+                    self.scaler.step(self.optimizer)
+
+            def after_backward(self):
+                self.scaler.update()
+        """,
+        count=1,
     ),
 )
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from precast.rewrite.flow import Flow, Say
 from precast.rewrite.flow_events import Event
 from precast.rewrite.lines import block_of, line_of, remove
 from precast.rewrite.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast.rewrite.protocol import followed, hides, only_here
+from precast.rewrite.protocol import hides, judged, only_here
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node
 
@@ -30,16 +30,18 @@ class _State:
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `optimizer.step()` with scaled gradients, or after the scaler's own."""
-    for flow, scaler in followed(source):
-        if not only_here(flow, scaler, "unscale_"):
-            continue
 
-        def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:
+    def follow(
+        flow: Flow, scaler: str
+    ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        def on(state: _State, event: Event, say: Say) -> _State:
             return _State() if hides(source, event, scaler) else _on(state, event, say, scaler)
 
-        for node, message in flow.run(_State(), on):
-            fix = _fix(source, flow, node) if message == _TWICE else None
-            yield source.find(RULE, node, message, fix)
+        return (_State(), on) if only_here(flow, scaler, "unscale_") else None
+
+    for flow, _, node, message in judged(source, follow):
+        fix = _fix(source, flow, node) if message == _TWICE else None
+        yield source.find(RULE, node, message, fix)
 
 
 def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
@@ -224,6 +226,26 @@ INVALID = (
                 self.scaler.update()
         """,
         unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.backward(self.model(batch))
+                    self.optimizer.step()
+
+            def backward(self, loss):
+                self.scaler.scale(loss).backward()
+        """,
+        count=1,
     ),
 )
 

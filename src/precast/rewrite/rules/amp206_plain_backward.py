@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from precast.rewrite.flow import Flow, Say
 from precast.rewrite.flow_events import Event, key
 from precast.rewrite.lines import block_of, line_of, remove
 from precast.rewrite.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
-from precast.rewrite.protocol import followed, hides, is_plain, only_here, scales_by_hand
+from precast.rewrite.protocol import followed, hides, is_plain, judged, only_here, scales_by_hand
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 
@@ -34,16 +34,22 @@ def check(source: Source) -> Iterator[Finding]:
         dropped = [n for n in flow.nodes if _is_dropped(source, n, scaler)]
         for call in dropped:
             yield source.find(RULE, call, _DROPPED, _take(source, flow, call))
-        if dropped or scales_by_hand(flow, scaler) or not only_here(flow, scaler, "scale"):
-            continue
 
-        def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:
+    def follow(
+        flow: Flow, scaler: str
+    ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        def on(state: _State, event: Event, say: Say) -> _State:
             if hides(source, event, scaler):
                 return replace(state, scaled=True)
             return _on(source, state, event, say, scaler)
 
-        for node, _ in flow.run(_State(), on):
-            yield source.find(RULE, node, fix=_scale(source, flow, scaler))
+        dropped = any(_is_dropped(source, node, scaler) for node in flow.nodes)
+        if dropped or scales_by_hand(flow, scaler) or not only_here(flow, scaler, "scale"):
+            return None
+        return _State(), on
+
+    for flow, scaler, node, _ in judged(source, follow):
+        yield source.find(RULE, node, fix=_scale(source, flow, scaler))
 
 
 def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _State:
@@ -260,6 +266,27 @@ INVALID = (
         """,
         unsafe=True,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    loss = self.model(batch)
+                    loss.backward()
+                    self.update()
+
+            def update(self):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """
     ),
 )
 
