@@ -48,6 +48,9 @@ _SAME_DTYPE = (
 )
 
 
+_SUMS = ("sum", "mean", "norm")
+
+
 @dataclass(frozen=True)
 class Operation:
     """A call of an operation.
@@ -185,6 +188,8 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
         if source.origin(arguments.get("dtype")) in _HALF:
             return path.count(".") == 1
         return path.rpartition(".")[2] in _PRODUCTS and _in_float16(source, call)
+    if LAYERS.match(source.instance(call.func) or ""):
+        return _in_float16(source, call)
     if not isinstance(call.func, cst.Attribute) or path:
         return False
     name, owner = call.func.attr.value, call.func.value
@@ -192,10 +197,22 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
         return not call.args and _is_tensor(source, owner)
     if name in ("to", "type"):
         given = [*arguments.positional, *arguments.keywords.values()]
-        return any(source.origin(v) in _HALF for v in given) and _is_tensor(source, owner)
+        halves = any(
+            source.origin(v) in _HALF or _is_dtype_of_half(source, v, depth) for v in given
+        )
+        return halves and _is_tensor(source, owner)
     if name in ("matmul", "mm", "bmm"):
         return _in_float16(source, call)
-    return name in _SAME_DTYPE and is_half(source, owner, depth - 1)
+    if name in _SUMS and any(regions_around(source, call)):
+        return False  # float32 in a region
+    return name in (*_SAME_DTYPE, *_SUMS) and is_half(source, owner, depth - 1)
+
+
+def _is_dtype_of_half(source: Source, node: Node, depth: int) -> bool:
+    """`h.dtype` of a float16 tensor."""
+    if not isinstance(node, cst.Attribute) or node.attr.value != "dtype":
+        return False
+    return is_half(source, node.value, depth - 1)
 
 
 def _is_tensor(source: Source, node: Node) -> bool:
@@ -217,7 +234,7 @@ def is_lowered(source: Source, node: Node, depth: int = 6) -> bool:
             return not _casts(node)
         if not isinstance(node.operator, (cst.Multiply, cst.Divide)):
             return False
-        other = constant(source, node.right) is not None or not isinstance(node.right, cst.Call)
+        other = not isinstance(node.right, cst.Call) or _is_number(source, node.right)
         return other and is_lowered(source, node.left, depth - 1)
     if isinstance(node, cst.Name):
         found = source.names.bindings(node)
@@ -235,6 +252,14 @@ def is_lowered(source: Source, node: Node, depth: int = 6) -> bool:
     if isinstance(func, cst.Attribute) and func.attr.value in _SAME_DTYPE:
         return is_lowered(source, func.value, depth - 1)
     return False
+
+
+def _is_number(source: Source, call: cst.Call) -> bool:
+    """`math.sqrt(d)`, `x.size(-1)`: a number of Python's, which changes no dtype."""
+    origin = source.origin(call.func) or ""
+    if origin.startswith("math.") or source.names.builtin(call.func) in ("int", "float", "len"):
+        return True
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value in ("size", "item")
 
 
 def _casts(node: Node) -> bool:

@@ -8,6 +8,8 @@ from precast.rewrite.arguments import Arguments
 from precast.rewrite.guards import is_tried
 from precast.rewrite.kinds import is_dtype, is_flag, the_device
 from precast.rewrite.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast.rewrite.names import canonical
+from precast.rewrite.regions import AUTOCASTS
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
 
@@ -19,13 +21,24 @@ _QUERIES = ("torch.get_autocast_dtype", "torch.amp.is_autocast_available")
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each call without a device type."""
-    for call, arguments in source.calls(*_REGIONS, *_QUERIES):
+    for call, arguments in [*source.calls(*_REGIONS, *_QUERIES), *_one_of_several(source)]:
         if arguments.starred or "device_type" in arguments.keywords or is_tried(source, call):
             continue
         first = arguments.get("device_type", 0)
         if first is not None and _slot(source, first) is None:
             continue
         yield source.find(RULE, call, fix=_fix(source, call, arguments, first))
+
+
+def _one_of_several(source: Source) -> Iterator[tuple[cst.Call, Arguments]]:
+    """The calls of a name that several imports bind to regions, one of which is to be told its device type."""
+    for call in source.all(cst.Call):
+        bindings = source.names.bindings(call.func)
+        if len(bindings) < 2 or any(b.kind not in ("import", "from") for b in bindings):
+            continue
+        origins = {canonical(binding.path or "") for binding in bindings}
+        if len(origins) > 1 and origins <= set(AUTOCASTS) and origins & set(_REGIONS):
+            yield call, Arguments.of(call)
 
 
 def _slot(source: Source, node: Node) -> str | None:
@@ -86,15 +99,17 @@ VALID = (
         with Accelerator().autocast():
             pass
     """),
-    Case("""
+    Case(
+        """
         try:
             from torch.amp import autocast
         except ImportError:
-            from torch.cuda.amp import autocast
+            from torch import autocast
 
-        with autocast():
+        with autocast("cuda"):
             pass
-    """),
+        """,
+    ),
 )
 
 INVALID = (
@@ -169,6 +184,18 @@ INVALID = (
 
         dtype = torch.get_autocast_dtype()
     """),
+    Case(
+        """
+        try:
+            from torch.amp import autocast
+        except ImportError:
+            from torch.cuda.amp import autocast
+
+        with autocast():
+            pass
+        """,
+        note="It raises with the first of the two, which is there since PyTorch 1.12.",
+    ),
 )
 
 RULE = Rule(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from precast.rewrite.guards import is_guarded, is_tried
+from precast.rewrite.guards import is_tried
 from precast.rewrite.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast.rewrite.source import Source
-from precast.rewrite.syntax import cst, dotted
+from precast.rewrite.syntax import Node, cst, dotted
 
 __all__ = ["RULE"]
 
@@ -27,16 +28,28 @@ def check(source: Source) -> Iterator[Finding]:
     for statement in source.all(cst.Import):
         for alias in statement.names:
             if dotted(alias.name) in _NAMES and not _is_expected(source, statement):
-                yield source.find(RULE, alias, fix=_plain_fix(source, statement, alias))
+                fix = _plain_fix(source, statement, alias)
+                yield source.find(RULE, alias, fix=_as_safe_as(source, statement, fix))
     for other in source.all(cst.ImportFrom):
         if other.relative or other.module is None or dotted(other.module) not in _NAMES:
             continue
         if not _is_expected(source, other):
-            yield source.find(RULE, other.module, fix=_from_fix(source, other))
+            fix = _from_fix(source, other)
+            yield source.find(RULE, other.module, fix=_as_safe_as(source, other, fix))
 
 
 def _is_expected(source: Source, statement: cst.Import | cst.ImportFrom) -> bool:
-    return is_guarded(source, statement) or is_tried(source, statement)
+    """Whether an import is seen to fail on purpose. A fallback behind it is no reason: the import never works."""
+    return is_tried(source, statement) and not any(
+        isinstance(outer, cst.Try) for outer in source.around(statement)
+    )
+
+
+def _as_safe_as(source: Source, statement: Node, fix: Fix | None) -> Fix | None:
+    """The fix; an unsafe one where there is a fallback, which has always run and then runs no longer."""
+    if fix is None or not any(isinstance(outer, cst.Try) for outer in source.around(statement)):
+        return fix
+    return replace(fix, applicability=Applicability.UNSAFE)
 
 
 def _plain_fix(source: Source, statement: cst.Import, alias: cst.ImportAlias) -> Fix | None:
@@ -70,10 +83,10 @@ VALID = (
         from .torch.amp.autocast import autocast as mine
     """),
     Case("""
-        try:
+        import pytest
+
+        with pytest.raises(ImportError):
             import torch.amp.autocast as autocast
-        except ImportError:
-            autocast = None
     """),
 )
 
@@ -114,6 +127,22 @@ INVALID = (
     Case("""
         import os, torch.amp.autocast as autocast
     """),
+    Case(
+        """
+        try:
+            import torch.amp.autocast as autocast
+        except ImportError:
+            autocast = None
+        """,
+        """
+        try:
+            from torch.amp import autocast
+        except ImportError:
+            autocast = None
+        """,
+        unsafe=True,
+        note="It fails with every PyTorch, so the fallback always runs. The fix is unsafe: the other branch runs then.",
+    ),
 )
 
 RULE = Rule(

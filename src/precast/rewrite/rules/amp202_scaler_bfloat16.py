@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast.rewrite.arguments import Arguments
 from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
 from precast.rewrite.regions import regions
 from precast.rewrite.source import Source
-from precast.rewrite.syntax import cst
+from precast.rewrite.syntax import Node, cst, strings, walk
 from precast.rewrite.values import SCALERS
 
 __all__ = ["RULE"]
@@ -18,21 +19,37 @@ def check(source: Source) -> Iterator[Finding]:
     found = [region for region in regions(source) if region.enabled is not False]
     if not found or any(region.dtype != "torch.bfloat16" for region in found):
         return
-    if all(region.device == "cpu" for region in found):
-        return  # the default there; the scaler may be for a device that this file does not name
+    is_on_cpu = all(region.device == "cpu" for region in found)
     scales = [owner for _, owner, _ in source.methods("scale")]
     if not any(source.instance(owner) in SCALERS for owner in scales):
         return
     for call, arguments in source.calls(*SCALERS):
         enabled = arguments.get("enabled")
         is_on = enabled is None or (isinstance(enabled, cst.Name) and enabled.value == "True")
+        if is_on_cpu and not _is_for_cpu(source, call, arguments):
+            continue  # bfloat16 is the default there; the scaler may be for a device that this file does not name
         if is_on and not arguments.starred and not _is_conditional(source, call):
             yield source.find(RULE, call)
 
 
 def _is_conditional(source: Source, call: cst.Call) -> bool:
     """`GradScaler() if dtype == torch.float16 else None`."""
-    return any(isinstance(outer, (cst.IfExp, cst.If)) for outer in source.around(call))
+    return any(
+        isinstance(outer, cst.IfExp) or (isinstance(outer, cst.If) and not _is_main(outer.test))
+        for outer in source.around(call)
+    )
+
+
+def _is_main(test: Node) -> bool:
+    """`__name__ == "__main__"`, which asks nothing of dtypes."""
+    return any(isinstance(node, cst.Name) and node.value == "__name__" for node in walk(test))
+
+
+def _is_for_cpu(source: Source, call: cst.Call, arguments: Arguments) -> bool:
+    if (source.origin(call.func) or "").startswith("torch.cpu."):
+        return True
+    device = arguments.get("device", 0)
+    return device is not None and strings(device) == "cpu"
 
 
 VALID = (
@@ -123,6 +140,29 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        if __name__ == "__main__":
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cpu")
+        for batch in batches:
+            with torch.autocast("cpu"):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+        """,
+    ),
 )
 
 RULE = Rule(
@@ -137,7 +177,10 @@ RULE = Rule(
         "something overflows, and then skips a step."
     ),
     fine="The scaler is used with regions in other files.",
-    words=("GradScaler bfloat16 scale(",),
+    words=(
+        "GradScaler bfloat16 scale(",
+        "GradScaler cpu scale(",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -82,6 +82,12 @@ def _scaler(source: Source, flow: Flow) -> Node | None:
             owner = node.func.value
             if node.func.attr.value == "scale" and source.instance(owner) in SCALERS:
                 return owner
+    module = source.scopes.module
+    for _, used, _ in source.methods("scale"):
+        if not isinstance(used, cst.Name) or source.instance(used) not in SCALERS:
+            continue
+        if source.scopes.scope_of[used].home(used.value) is module:
+            return used
     home = source.values.enclosing_class(flow.node)
     for node in walk(home) if home is not None else ():
         is_of_self = isinstance(node, cst.Attribute) and key(source, node.value) == "self"
@@ -236,6 +242,37 @@ INVALID = (
         """,
         unsafe=True,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+
+        def train(batch):
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        def save(path):
+            torch.save({"net": model.state_dict(), "sgd": optimizer.state_dict()}, path)
+        """,
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+
+        def train(batch):
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        def save(path):
+            torch.save({"net": model.state_dict(), "sgd": optimizer.state_dict(), "scaler": scaler.state_dict()}, path)
+        """,
+        unsafe=True,
     ),
 )
 

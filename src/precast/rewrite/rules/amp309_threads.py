@@ -69,15 +69,21 @@ def _needs_region(source: Source, target: Node) -> bool:
 
 
 def _calls_model(source: Source, node: Node) -> bool:
+    """Whether code calls a model or multiplies matrices, and enters no region."""
     inside = list(walk(node))
     if any(
         source.origin(n) in AUTOCASTS for n in inside if isinstance(n, (cst.Name, cst.Attribute))
     ):
         return False
     return any(
-        isinstance(n, cst.Call)
-        and isinstance(n.func, (cst.Name, cst.Attribute))
-        and _MODELS.fullmatch(n.func.value if isinstance(n.func, cst.Name) else n.func.attr.value)
+        (isinstance(n, cst.BinaryOperation) and isinstance(n.operator, cst.MatrixMultiply))
+        or (
+            isinstance(n, cst.Call)
+            and isinstance(n.func, (cst.Name, cst.Attribute))
+            and _MODELS.fullmatch(
+                n.func.value if isinstance(n.func, cst.Name) else n.func.attr.value
+            )
+        )
         for n in inside
     )
 
@@ -169,6 +175,18 @@ INVALID = (
         with torch.autocast("cuda", dtype=torch.bfloat16):
             model(x)
     """),
+    Case(
+        """
+        import threading
+        import torch
+
+        def work(a, b):
+            results.append(a @ b)
+
+        with torch.autocast("cuda"):
+            threading.Thread(target=work, args=(a, b)).start()
+        """,
+    ),
 )
 
 RULE = Rule(

@@ -11,7 +11,7 @@ from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
 from precast.rewrite.regions import Region, regions_around
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
-from precast.rewrite.tensors import LAYERS
+from precast.rewrite.tensors import LAYERS, value_of
 
 __all__ = ["RULE"]
 
@@ -24,6 +24,12 @@ _NO_KERNEL = (
     "this operation has no lower precision: it raises; cast the tensor with `.float()` before"
 )
 _NO_MIX = "behind the region the layer's float32 weights and this tensor don't go together; cast it with `.float()`"
+
+_NO_PRODUCT = (
+    "behind the region a product of this tensor and a float32 one raises; cast it with `.float()`"
+)
+_PRODUCTS = re.compile(r"torch\.(mm|matmul|bmm|addmm|baddbmm|mv|nn\.functional\.linear)")
+_MAKERS = {"torch.rand", "torch.randn", "torch.zeros", "torch.ones", "torch.eye"}
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -40,8 +46,14 @@ def check(source: Source) -> Iterator[Finding]:
 def _refused(source: Source, name: Node, made: Region) -> str | None:
     parent, _ = consumer(source, name)
     call = source.parents.get(parent)
+    if isinstance(parent, cst.BinaryOperation) and isinstance(parent.operator, cst.MatrixMultiply):
+        other = parent.right if parent.left is name else parent.left
+        return _NO_PRODUCT if _is_float32(source, other) else None
     if not isinstance(call, cst.Call):
         return None
+    if _PRODUCTS.fullmatch(source.origin(call.func) or ""):
+        others = [arg.value for arg in call.args if arg is not parent]
+        return _NO_PRODUCT if any(_is_float32(source, other) for other in others) else None
     if isinstance(parent, cst.Attribute) and parent.attr.value == "numpy" and call.func is parent:
         return _NO_NUMPY if made.dtype == "torch.bfloat16" else None
     if not isinstance(parent, cst.Arg) or call.args[0] is not parent:
@@ -49,6 +61,17 @@ def _refused(source: Source, name: Node, made: Region) -> str | None:
     if _DECOMPOSITIONS.fullmatch(source.origin(call.func) or ""):
         return _NO_KERNEL
     return _NO_MIX if LAYERS.match(source.instance(call.func) or "") else None
+
+
+def _is_float32(source: Source, node: Node) -> bool:
+    """Whether a tensor is float32 for certain: `x.float()`, or one that was made without a dtype."""
+    call = value_of(source, node)
+    if not isinstance(call, cst.Call) or any(regions_around(source, call)):
+        return False
+    if isinstance(call.func, cst.Attribute) and call.func.attr.value == "float":
+        return source.origin(call.func) is None and not call.args
+    names = {arg.keyword.value for arg in call.args if arg.keyword}
+    return source.origin(call.func) in _MAKERS and "dtype" not in names
 
 
 VALID = (
@@ -135,6 +158,27 @@ INVALID = (
         """,
         unsafe=True,
         count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        a, b, d = (torch.rand((8, 8), device="cuda") for _ in range(3))
+        left = torch.rand((8, 8), device="cuda")
+        with torch.autocast("cuda"):
+            e = torch.mm(a, b)
+        f = torch.mm(left, e)
+        """,
+        """
+        import torch
+
+        a, b, d = (torch.rand((8, 8), device="cuda") for _ in range(3))
+        left = torch.rand((8, 8), device="cuda")
+        with torch.autocast("cuda"):
+            e = torch.mm(a, b)
+        f = torch.mm(left, e.float())
+        """,
+        unsafe=True,
     ),
 )
 

@@ -96,6 +96,18 @@ INVALID = (
             scores = torch.matmul(q, k)
             z = v / (scores + 1e-8)
     """),
+    Case(
+        """
+        import torch
+
+        layer = torch.nn.Linear(4, 4)
+
+        def share(x):
+            with torch.autocast("cuda", dtype=torch.float16):
+                h = layer(x)
+            return h / (h.sum(-1, keepdim=True) + 1e-9)
+        """,
+    ),
 )
 
 RULE = Rule(

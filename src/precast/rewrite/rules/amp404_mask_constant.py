@@ -8,7 +8,7 @@ from precast.rewrite.imports import name_for
 from precast.rewrite.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst
-from precast.rewrite.tensors import Operation, constant, is_half, is_lowered, operation
+from precast.rewrite.tensors import constant, is_half, is_lowered, operation
 
 __all__ = ["RULE"]
 
@@ -24,8 +24,31 @@ def check(source: Source) -> Iterator[Finding]:
         if fill is None or value is None:
             continue
         sign = _too_large(source, value)
-        if sign and (is_half(source, fill.operand) or is_lowered(source, fill.operand)):
-            yield source.find(RULE, value, fix=_fix(source, fill, value, sign))
+        if sign and _is_float16(source, fill.operand):
+            yield source.find(RULE, value, fix=_fix(source, fill.operand, value, sign))
+    yield from _stored(source)
+    for product in source.all(cst.BinaryOperation):
+        if not isinstance(product.operator, cst.Multiply):
+            continue
+        for value, other in ((product.left, product.right), (product.right, product.left)):
+            if _too_large(source, value) and is_half(source, other):
+                yield source.find(RULE, value)
+
+
+def _stored(source: Source) -> Iterator[Finding]:
+    """`scores[mask] = -1e9`."""
+    for statement in source.all(cst.Assign):
+        target = statement.targets[0].target
+        sign = _too_large(source, statement.value)
+        if not sign or len(statement.targets) > 1 or not isinstance(target, cst.Subscript):
+            continue
+        if _is_float16(source, target.value):
+            fix = _fix(source, target.value, statement.value, sign)
+            yield source.find(RULE, statement.value, fix=fix)
+
+
+def _is_float16(source: Source, node: Node) -> bool:
+    return is_half(source, node) or is_lowered(source, node)
 
 
 def _too_large(source: Source, value: Node) -> int:
@@ -54,13 +77,13 @@ def _limit(source: Source, node: Node | None) -> int:
     return {"min": -1, "max": 1}.get(node.attr.value, 0)
 
 
-def _fix(source: Source, fill: Operation, value: Node, sign: int) -> Fix | None:
+def _fix(source: Source, tensor: Node, value: Node, sign: int) -> Fix | None:
     """The limit of the tensor's own dtype, if the tensor has a name."""
-    name = name_for(source, "torch", fill.call)
-    if not isinstance(fill.operand, (cst.Name, cst.Attribute)) or name is None:
+    name = name_for(source, "torch", value)
+    if not isinstance(tensor, (cst.Name, cst.Attribute)) or name is None:
         return None
     limit = "min" if sign < 0 else "max"
-    text = f"{name[0]}.finfo({source.code(fill.operand)}.dtype).{limit}"
+    text = f"{name[0]}.finfo({source.code(tensor)}.dtype).{limit}"
     return source.fix(
         "Use the limit of the dtype", source.replace(value, text), name[1], unsafe=True
     )
@@ -106,6 +129,15 @@ VALID = (
             scores = torch.softmax(scores @ q, -1)
             return scores.masked_fill(mask, -1e9).to(q.dtype)
     """),
+    Case(
+        """
+        import torch
+
+        def additive(mask):
+            lower = mask.to(torch.float16)
+            return (1.0 - lower) * -1e4
+        """,
+    ),
 )
 
 INVALID = (
@@ -156,6 +188,39 @@ INVALID = (
 
         weights = torch.softmax((q @ k).masked_fill(mask, -1e10), dim=-1)
     """),
+    Case(
+        """
+        import math
+        import torch
+
+        def attend(q, k, mask):
+            with torch.autocast("cuda", dtype=torch.float16):
+                scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
+                scores[mask == 0] = -1e9
+                return scores.softmax(-1)
+        """,
+        """
+        import math
+        import torch
+
+        def attend(q, k, mask):
+            with torch.autocast("cuda", dtype=torch.float16):
+                scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
+                scores[mask == 0] = torch.finfo(scores.dtype).min
+                return scores.softmax(-1)
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        def additive(mask):
+            lower = mask.to(torch.float16)
+            return (1.0 - lower) * -1e9
+        """,
+        note="The product is minus infinity, and a row of only that is NaN after softmax.",
+    ),
 )
 
 RULE = Rule(
@@ -170,7 +235,7 @@ RULE = Rule(
     ),
     why='`masked_fill` raises "value cannot be converted to type c10::Half without overflow".',
     fine="The code runs in float32 or bfloat16 only.",
-    words=("masked_fill",),
+    words=("masked_fill", "autocast mask", "float16 mask", ".half() mask"),
     check=check,
     valid=VALID,
     invalid=INVALID,
