@@ -139,10 +139,10 @@ class TestStreams:
             model.weight.data.mul_(2)
             streams.current = streams.other
             for _ in range(3):
-                with region():
+                with torch.no_grad(), region():
                     pass
             streams.one.events[0].done = True
-            with pytest.raises(precast.StaleWeightError), region():
+            with pytest.raises(precast.StaleWeightError), torch.no_grad(), region():
                 pytest.fail("entered")
 
 

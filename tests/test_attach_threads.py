@@ -49,7 +49,7 @@ def used_by_this_thread() -> Iterator[tuple[nn.Linear, Tensor, precast.Attachmen
 
 def enter(times: int) -> None:
     for _ in range(times):
-        with region():
+        with torch.no_grad(), region():
             pass
 
 
@@ -93,7 +93,8 @@ def test_what_only_ended_threads_used_is_found_by_its_next_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(unseen, "LONGEST_WRITE", 0.02)
-    model, x = nn.Linear(64, 64, bias=False), torch.randn(2, 64)
+    # Frozen: one that is trained would be copied again where this thread has made graphs.
+    model, x = nn.Linear(64, 64, bias=False).requires_grad_(False), torch.randn(2, 64)
 
     def use() -> None:
         with torch.no_grad(), region():
@@ -149,9 +150,9 @@ def test_a_copy_that_ends_before_it_is_lent(monkeypatch: pytest.MonkeyPatch) -> 
     attachment = precast.attach(model)
     original = held.Copy.used_by
 
-    def late(copy: held.Copy, entry: Any, loan: Any) -> None:
+    def late(copy: held.Copy, *args: Any, **kwargs: Any) -> None:
         attachment.detach()
-        original(copy, entry, loan)
+        original(copy, *args, **kwargs)
 
     monkeypatch.setattr(held.Copy, "used_by", late)
     answer(model, x)

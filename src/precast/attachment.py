@@ -68,8 +68,9 @@ def attach(
         policy: what holds inside the model in any enabled region, PyTorch's own included, whatever the region's policy:
             its tables, and its rules for modules by name. A `Policy`, the name of a preset, or the path of a policy
             file. None leaves that to the region.
-        optimizer: one whose steps are to renew the copies at once. Without one, they are renewed when next used: on
-            the CPU each by itself, as it is then in the processor's cache; elsewhere all together.
+        optimizer: the one that trains the model, which `grad_dtype` needs. Any of PyTorch's kind is listened to; one
+            that is given here is known before its first step. Copies are renewed when they are next used: on the CPU
+            each by itself, as it is then in the processor's cache; elsewhere all together.
         hold: whether copies are held; False has the weights cast in each region.
         grad_dtype: torch.bfloat16 or torch.float16 has the gradients of held weights that `optimizer` trains stay in
             that dtype until its step, which sees them in float32 and writes each weight and its copy in one go: 2 bytes
@@ -232,6 +233,15 @@ class Attachment(Displayed):
     def _each(self) -> Iterable[Holding]:
         return self._holdings.values()
 
+    def _know(self, holdings: Iterable[Holding]) -> None:
+        """Tells what is held of the optimizer that steps it, before its first step."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None:
+            its = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for holding in holdings:
+                if id(holding.parameter()) in its:
+                    holding.optimizer = self._optimizer
+
     def _copies(self) -> Iterator[Copy]:
         return (copy for holding in self._each() for copy in holding.copies.values())
 
@@ -255,6 +265,7 @@ class Attachment(Displayed):
                     holdings[name] = held.hold(name, parameter)
                 else:
                     left_alone[name] = reason
+            self._know(holdings.values())
             before, self._holdings, self._left_alone = self._holdings, holdings, left_alone
             for holding in before.values():
                 held.release(holding)
@@ -313,9 +324,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for attachment in its:
         if attachment._gradients is not None:
             renewed |= attachment._gradients.after_step()
-    held.distrust(p for p in parameters if id(p) not in renewed)
-    for attachment in its:
-        held.renew(c for c in attachment._copies() if id(c.parameter) not in renewed)
+    held.stepped(optimizer, (p for p in parameters if id(p) not in renewed))
 
 
 @runs_uncompiled

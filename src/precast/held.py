@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -33,9 +33,11 @@ from precast._torch import (
     unheard,
     version_of,
 )
+from precast.doubts import are_in_doubt, written
 from precast.errors import StaleWeightError
-from precast.held_copy import Copy, Loan, lock, unless_python_ends
+from precast.held_copy import Copy, Loan, lock
 from precast.held_gradients import forget_moments
+from precast.holding import Holding, Place, guarded, holdings, lying_in
 
 __all__ = [
     "WORTH_A_NODE",
@@ -44,7 +46,6 @@ __all__ = [
     "Loan",
     "attached",
     "before_next_region",
-    "distrust",
     "guarded",
     "hold",
     "holdings",
@@ -56,71 +57,12 @@ __all__ = [
     "release",
     "renew",
     "stale",
+    "stepped",
     "suspend",
 ]
 
 WORTH_A_NODE: Final = 16384
 """From how many numbers on a cast is dearer than a node of its own in the graph: 128x128 (2-core CPU, torch 2.13)."""
-
-
-class Holding:
-    """What is held of one parameter: its name for messages, its copies by dtype, and how many attachments hold it."""
-
-    __slots__ = (
-        "attachments",
-        "copies",
-        "grad_dtype",
-        "name",
-        "parameter",
-        "spoiled",
-        "suspended",
-        "threads",
-    )
-
-    def __init__(self, name: str, parameter: Parameter) -> None:
-        key = id(parameter)
-        self.name = name
-        self.parameter = weakref.ref(parameter, unless_python_ends(lambda _: _forget(key)))
-        self.copies: Mapping[torch.dtype, Copy] = {}
-        """By dtype; exchanged and never changed, so that another thread may go through it meanwhile."""
-        self.attachments = 0
-        self.grad_dtype: torch.dtype | None = None
-        """The dtype in which gradients stay until the optimizer's step; None for float32."""
-        self.spoiled = False
-        """Whether a write was found that no version counter saw, at the end of a region that could not raise."""
-        self.suspended = 0
-        """How many blocks of `Attachment.writing` are open."""
-        self.threads: set[int] = set()
-        """The threads that have used a copy, by their `ident`."""
-
-    def new_copy(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
-        """A copy that has yet to be written, in place of the one in that dtype, if there is one."""
-        if dtype in self.copies:
-            self.copies[dtype].end()
-        copy = Copy(parameter, dtype)
-        self.copies = {**self.copies, dtype: copy}
-        return copy
-
-    def drop_unfit(self) -> None:
-        """Forgets copies that the parameter, as it is now, cannot be copied into."""
-        parameter = self.parameter()
-        self._keep(lambda copy: parameter is not None and copy.fits(parameter))
-
-    def drop(self) -> None:
-        """Forgets all copies."""
-        self._keep(lambda _: False)
-
-    def _keep(self, wanted: Callable[[Copy], bool]) -> None:
-        before, self.copies = self.copies, {d: c for d, c in self.copies.items() if wanted(c)}
-        for dtype in before.keys() - self.copies.keys():
-            before[dtype].end()
-
-
-holdings: Final[dict[int, Holding]] = {}
-"""``id(parameter)`` -> what is held of it; the hot path of a kernel asks whether a key is here."""
-
-guarded: Final[list[Holding]] = []
-"""Those whose copies are compared in turns; empty where nothing is to be looked for."""
 
 
 attached: Final[list[Any]] = []
@@ -165,7 +107,7 @@ def hold(name: str, parameter: Parameter) -> Holding:
     with lock:
         holding = holdings.get(id(parameter))
         if holding is None:
-            holding = holdings[id(parameter)] = Holding(name, parameter)
+            holding = holdings[id(parameter)] = Holding(name, parameter, _forget)
         holding.attachments += 1
         return holding
 
@@ -194,6 +136,8 @@ def loan_of(parameter: Tensor, dtype: torch.dtype) -> Loan | None:
             return None
         holding.threads.add(threading.get_ident())
         copy = holding.copies.get(dtype)
+        if copy is not None and copy.is_of(parameter) and are_in_doubt(holding, copy, parameter):
+            copy.doubt()
         current = copy is not None and copy.is_of(parameter)
         if current and holding.spoiled:
             raise StaleWeightError(stale(holding.name, dtype))
@@ -220,16 +164,26 @@ def renew(copies: Iterable[Copy]) -> None:
                 key = copy.tensor.dtype, copy.tensor.device
                 by_dtype.setdefault(key, []).append((copy, parameter))
         for pairs in by_dtype.values():
-            _write(pairs)
+            _write(pairs, in_use=False)
 
 
-def distrust(parameters: Iterable[Tensor]) -> None:
-    """Has the copies of these parameters renewed at their next use, whatever version counters say."""
+def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Has copies of what an optimizer has written, whatever version counters say, written before their next use."""
+    steps = weakref.ref(optimizer)
     with lock:
         for parameter in parameters:
-            holding = holdings.get(id(parameter))
-            for copy in () if holding is None else holding.copies.values():
-                copy.doubt()
+            for holding in _lying_with(parameter):
+                holding.optimizer = steps
+                holding.doubt(at_once=True)
+
+
+def _lying_with(parameter: Tensor) -> Iterable[Holding]:
+    holding = holdings.get(id(parameter))
+    place = None if holding is None else holding.place
+    if holding is not None and place is not None and place.start == parameter.data_ptr():
+        return (holding,)  # it knows the others
+    others = lying_in(parameter)
+    return others if holding is None else (holding, *others)
 
 
 def suspend(some: Iterable[Holding], change: int) -> None:
@@ -257,11 +211,12 @@ def _renewed(holding: Holding, parameter: Tensor, dtype: torch.dtype) -> Copy:
         copy = holding.new_copy(parameter, dtype)
         if holding not in guarded:
             guarded.append(holding)
-        _write([(copy, parameter)])
+        _write([(copy, parameter)], in_use=True)
     elif not copy.is_of(parameter):
         # On the CPU a copy is best made just before it is used: then it is still in the processor's cache.
         one = parameter.device.type == "cpu"
-        _write([(copy, parameter)] if one else list(_out_of_date(dtype, parameter.device)))
+        pairs = [(copy, parameter)] if one else list(_out_of_date(dtype, parameter.device))
+        _write(pairs, in_use=True)
     return copy
 
 
@@ -275,7 +230,7 @@ def _out_of_date(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Cop
             yield copy, parameter
 
 
-def _write(pairs: list[tuple[Copy, Tensor]]) -> None:
+def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
     # Versions first: what is written meanwhile by another thread is then found out of date at the next use.
     seen = [(version_of(parameter), parameter.data_ptr()) for _, parameter in pairs]
     stream = stream_of(pairs[0][0].tensor.device)
@@ -287,14 +242,19 @@ def _write(pairs: list[tuple[Copy, Tensor]]) -> None:
             [copy.tensor for copy, _ in pairs], [parameter.detach() for _, parameter in pairs]
         )
     for (copy, parameter), what in zip(pairs, seen, strict=True):
+        moved = copy.pointer != what[1]
         copy.written(parameter, *what, stream)
         holding = holdings.get(id(parameter))
         if holding is not None:
             holding.spoiled = False
+            if moved:
+                holding.lies_in(Place.of(parameter))
+            written(holding, copy, parameter, in_use=in_use)
 
 
 def _end(holding: Holding) -> None:
     holding.drop()
+    holding.lies_in(None)
     if holding in guarded:
         guarded.remove(holding)
     if not holdings:

@@ -43,6 +43,8 @@ class Loan(NamedTuple):
     pointer: int
     writes: int
     """How often the copy had been written."""
+    epoch: int
+    """How often it had been taken out of all caches."""
 
 
 def unless_python_ends(act: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -69,11 +71,13 @@ class Copy:
         gradient: memory for the parameter's gradient.
         stream: the stream that wrote it last; None where the device has none.
         writes: how often it was written.
+        circumstances: what `doubts` noted when it was written.
         is_in_graphs: whether a CUDA graph may read it, which knows its address alone.
     """
 
     __slots__ = (
         "__weakref__",
+        "_epoch",
         "_event",
         "_has_ended",
         "_layout",
@@ -81,6 +85,7 @@ class Copy:
         "_read_elsewhere",
         "_storage",
         "_users",
+        "circumstances",
         "gradient",
         "is_in_graphs",
         "pointer",
@@ -93,7 +98,9 @@ class Copy:
     def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
         self._parameter = weakref.ref(parameter)
         self._storage: weakref.ref[Any] | None = None
-        self._users: list[weakref.ref[Any]] = []
+        self._users: list[tuple[weakref.ref[Any], bool]] = []
+        """Entries of caches, and whether each outlives its region."""
+        self._epoch = 0
         self._has_ended = False
         self.gradient = GradientMemory()
         self.version = -1
@@ -101,6 +108,7 @@ class Copy:
         self.stream: Any = None
         self._event: Any = None
         self._read_elsewhere = False
+        self.circumstances: Any = None
         self.is_in_graphs = False
         self.pointer = -1
         self._layout = parameter.stride()
@@ -124,20 +132,27 @@ class Copy:
         """The copy for one more user; to be asked with the lock."""
         with unheard():
             tensor = self.tensor.detach()
-        return Loan(self, tensor, self.version, self.pointer, self.writes)
+        return Loan(self, tensor, self.version, self.pointer, self.writes, self._epoch)
 
-    def doubt(self) -> None:
-        """Has the copy written before its next use, whatever version counters say."""
+    def doubt(self, *, at_once: bool = False) -> None:
+        """Has the copy written before its next use, whatever version counters say.
+
+        Regions that have used it may use what they have, as PyTorch's do, unless it is to hold `at_once`.
+        """
         with lock:
             self.version = -1
-            self.withdraw()
+            if at_once:
+                self.withdraw()
+            else:
+                self._withdraw(lambda _, lasts: lasts)
 
     def make_room(self, parameter: Tensor) -> None:
         """Has memory for the next write that nobody reads; to be asked with the lock.
 
         No thread can begin to read what is withdrawn, so nobody comes after the users have been counted.
         """
-        self.withdraw()
+        now = version_of(parameter)
+        self._withdraw(lambda entry, lasts: lasts or entry.version != now)
         if self.is_in_graphs or not (self._read_elsewhere or is_shared(self.tensor)):
             return
         self._read_elsewhere = False
@@ -178,24 +193,31 @@ class Copy:
             and parameter.stride() == self._layout
         )
 
-    def used_by(self, entry: Any, loan: Loan) -> None:
+    def used_by(self, entry: Any, loan: Loan, *, lasts: bool) -> None:
         """Notes a cache's entry that stands for this copy, as it was lent."""
         with lock:
-            self._users = [user for user in self._users if user() not in (None, entry)]
-            self._users.append(weakref.ref(entry))
+            self._users = [user for user in self._users if user[0]() not in (None, entry)]
+            self._users.append((weakref.ref(entry), lasts))
+            is_old = (loan.version, loan.writes) != (self.version, self.writes)
             if self._has_ended:  # in another thread, meanwhile
                 self.withdraw()
-            elif (loan.version, loan.writes) != (self.version, self.writes):
-                entry.withdraw()  # another thread has found it out of date, or written it, meanwhile
+            elif loan.epoch != self._epoch or (lasts and is_old):
+                entry.withdraw()
 
     def withdraw(self) -> None:
         """Takes the copy out of all caches."""
         with lock:
-            users, self._users = self._users, []
-        for user in users:
+            self._epoch += 1
+            self._withdraw(lambda _entry, _lasts: True)
+
+    def _withdraw(self, wanted: Callable[[Any, bool], bool]) -> None:
+        users, self._users = self._users, []
+        for user, lasts in users:
             entry = user()
-            if entry is not None:
+            if entry is not None and wanted(entry, lasts):
                 entry.withdraw()
+            elif entry is not None:
+                self._users.append((user, lasts))
 
     def end(self) -> None:
         """Takes the copy out of all caches, for good."""

@@ -54,6 +54,7 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
         if gradient is not None:
+            ctx.memory.received += 1
             dtype = gradient.dtype if ctx.stays_low else torch.float32
             gradient = _in_layout(gradient, ctx.layout, dtype, ctx.memory)
         return gradient, None, None
@@ -66,10 +67,12 @@ class GradientMemory:
     that is added to what is there needs memory for that moment alone: parameters of one shape take it in turns.
     """
 
-    __slots__ = ("_own",)
+    __slots__ = ("_own", "received")
 
     def __init__(self) -> None:
         self._own: list[Tensor] = []
+        self.received = 0
+        """How many gradients have come."""
 
     def like(self, gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor of that layout and dtype, for the shape of `gradient`."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from precast._torch import dispatch_modes, is_capturing, is_functorch_active, stream_of, unheard
+from precast.doubts import are_in_doubt, look_for_graphs
 from precast.errors import StaleWeightError
 from precast.held import Copy, Holding, before_next_region, guarded, lock, stale
 
@@ -43,13 +44,20 @@ def enter_region() -> None:
         StaleWeightError: a parameter was written and its version is as before. Every entry raises it until the copies
             are renewed.
     """
+    look_for_graphs()
     found = _find_unseen_write()
-    if found is not None:
+    if found is None:
+        return
+    parameter = found[0].parameter()
+    if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+        _spoil(*found)  # a use that evaluates would have it copied again
+    else:
         raise StaleWeightError(stale(found[0].name, found[1]))
 
 
 def leave_region_of_pytorchs() -> None:
     """The same for a region that cannot raise an error: the next use of that weight does."""
+    look_for_graphs()
     found = _find_unseen_write()
     if found is not None:
         _spoil(*found)
@@ -80,7 +88,9 @@ class _Answer(NamedTuple):
         parameter = copy.parameter
         if not still or self.holding.suspended or parameter is None:
             return False
-        return copy.is_of(parameter) and not self.agrees
+        if not copy.is_of(parameter) or are_in_doubt(self.holding, copy, parameter):
+            return False  # it will be copied again before it is used
+        return not self.agrees
 
     def still_says_unseen(self) -> bool:
         """The same, once no thread can be in the middle of that write."""
@@ -139,8 +149,8 @@ def _compared(holding: Holding, part: int) -> Iterator[_Answer]:
         return
     for dtype, copy in list(holding.copies.items()):
         with lock:
-            if not copy.is_of(parameter):
-                continue
+            if not copy.is_of(parameter) or are_in_doubt(holding, copy, parameter):
+                continue  # it will be copied again before it is used
             loan = (
                 copy.lend()
             )  # first: what is written from now on is no fault of what was written before

@@ -190,12 +190,14 @@ class WeightCache:
             return quiet_cast(tensor, dtype)
         needs_grad = _needs_grad(tensor)
         if needs_grad and tensor.numel() < held.WORTH_A_NODE:
+            if holding.copies:
+                holding.doubt()  # they are for evaluation, and training may write it unseen
             return None
         loan = held.loan_of(tensor, dtype)
         if loan is None:
             return None
         if not needs_grad:
-            self._lend(loan, tensor, dtype)
+            self._lend(loan, tensor, dtype, lasts=not holding.ties)
             return loan.tensor
         entry = self.leaves[dtype].get(id(tensor))
         if entry is not None and entry.is_of(tensor) and (cast := entry.cast) is not None:
@@ -206,7 +208,7 @@ class WeightCache:
         known = self._known[dtype].get(id(tensor))
         if known is None or not self._fits(known, loan, tensor):
             known = self._entry(tensor, None, dtype)
-        self._stand_for(known, loan, cast)
+        self._stand_for(known, loan, cast, lasts=False)
         self._put(known, tensor, dtype)
         return cast
 
@@ -215,18 +217,18 @@ class WeightCache:
         return known.requires_grad and known.is_where(tensor) and known.pointer == loan.pointer
 
     @staticmethod
-    def _stand_for(entry: CachedCast, loan: held.Loan, cast: Tensor) -> None:
+    def _stand_for(entry: CachedCast, loan: held.Loan, cast: Tensor, *, lasts: bool) -> None:
         """Has an entry stand for a held copy: with what its parameter was when it was copied, not what it is now."""
         entry.pointer = loan.pointer
         entry.renew(cast, loan.version)
-        loan.copy.used_by(entry, loan)
+        loan.copy.used_by(entry, loan, lasts=lasts)
 
-    def _lend(self, loan: held.Loan, tensor: Tensor, dtype: torch.dtype) -> None:
+    def _lend(self, loan: held.Loan, tensor: Tensor, dtype: torch.dtype, *, lasts: bool) -> None:
         """Has a held copy stand for its parameter, until either changes."""
-        lasts = not is_grad_enabled() and not is_captured(tensor) and loan.copy.has_run()
+        lasts = lasts and not is_grad_enabled() and not is_captured(tensor) and loan.copy.has_run()
         table = self.lasting if lasts else self.leaves
         entry = table[dtype][id(tensor)] = self._entry(tensor, None, dtype)
-        self._stand_for(entry, loan, loan.tensor)
+        self._stand_for(entry, loan, loan.tensor, lasts=lasts)
 
     def _again(self, known: CachedCast, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         cast, version = known.cast, version_of(tensor)
