@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import math
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precast.errors import BrokenModelError, PrecastWarning, ScalerError
+from precast.losses import LossScalers
 from precast.scaler import GradScaler
 from tests.scaling import make_parameter, sgd, started
 
@@ -220,3 +223,115 @@ def test_a_state_of_a_newer_format_loads_what_is_known() -> None:
     with pytest.warns(PrecastWarning, match="newer precast .version 99"):
         scaler.load_state_dict({**FIVE, "precast": {"version": 99, "moods": 3}})
     assert scaler.state_dict() == FIVE
+
+
+# --- junk ---
+
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([2**31, 2**63, 2**70, -(2**70), 10**400]),
+    st.floats(),
+    st.complex_numbers(),
+    st.fractions(),
+    st.decimals(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.builds(object),
+    st.sampled_from(
+        [torch.tensor(3.0), torch.tensor(2), torch.ones(2), torch.ones((), device="meta")]
+    ),
+)
+odd = st.recursive(
+    junk, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner)
+)
+NAMES = ["version", "limits", "searching", "min_scale", "on_verdict", "loss_scale", "unskipped"]
+states = st.one_of(
+    odd,
+    st.builds(
+        lambda change: {**FIVE, **change}, st.dictionaries(st.sampled_from(sorted(FIVE)), odd)
+    ),
+    st.builds(
+        lambda extra: {**FIVE, "precast": extra},
+        odd
+        | st.dictionaries(
+            st.sampled_from(NAMES), odd | st.dictionaries(st.sampled_from(NAMES), odd)
+        ),
+    ),
+    st.dictionaries(st.sampled_from(["loss_scaler0", "loss_scale", "unskipped"]), odd),
+)
+
+
+@settings(max_examples=400)
+@given(state=states)
+@pytest.mark.filterwarnings("ignore::precast.PrecastWarning")
+def test_a_state_of_anything_loads_and_works_or_is_one_error_that_changes_nothing(
+    state: Any,
+) -> None:
+    scaler, parameter, optimizer = started()
+    before, counters = scaler.state_dict(), scaler.counters
+    try:
+        scaler.load_state_dict(state)
+    except ScalerError:
+        assert scaler.state_dict() == before
+        assert scaler.counters == counters
+    assert parameter.grad is not None
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() > 0
+    scalers = LossScalers("cpu", ["a", "b"], init_scale="auto")
+    known = scalers.state_dict()
+    with contextlib.suppress(ScalerError):
+        scalers.load_state_dict({"a": {**FIVE}, "b": state})
+        known = scalers.state_dict()
+    assert scalers.state_dict() == known, "not one of two"
+    with contextlib.suppress(ScalerError):
+        scalers.load_state_dict(state)
+
+
+SETTINGS = list(inspect.signature(GradScaler).parameters)
+
+
+@settings(max_examples=400)
+@given(name=st.sampled_from(SETTINGS), value=odd)
+@pytest.mark.filterwarnings("ignore::precast.PrecastWarning")
+def test_a_setting_of_anything_works_or_is_one_error(name: str, value: Any) -> None:
+    try:
+        scaler = GradScaler(**{"device": "cpu", name: value})
+    except ScalerError:
+        return
+    if name == "device":
+        return
+    parameter = make_parameter()
+    optimizer = sgd(parameter)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@settings(max_examples=200)
+@given(name=st.sampled_from(["growth_factor", "backoff_factor", "growth_interval"]), value=odd)
+def test_a_setter_takes_anything_or_refuses_it_before_it_changes(name: str, value: Any) -> None:
+    scaler, _, optimizer = started()
+    before = scaler.state_dict()
+    try:
+        getattr(scaler, f"set_{name}")(value)
+    except ScalerError:
+        assert scaler.state_dict() == before
+    with contextlib.suppress(ScalerError):
+        scaler.step(optimizer)
+        scaler.update(value)
+    assert scaler.get_scale() > 0
+
+
+@pytest.mark.parametrize("interval", [2**31, 2**40, 2**63 - 1])
+def test_an_interval_that_is_never_over_is_one(interval: int) -> None:
+    scaler, _, optimizer = started(growth_interval=3)
+    scaler.set_growth_interval(interval)
+    scaler.load_state_dict(GradScaler("cpu", growth_interval=interval).state_dict())
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_growth_interval() == interval
+    with pytest.raises(ScalerError, match=r"growth_interval must be .* at most 2\*\*63 - 1; got"):
+        scaler.set_growth_interval(2**63)

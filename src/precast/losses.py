@@ -24,7 +24,7 @@ from precast._display import Card, Displayed, size
 from precast.errors import BrokenModelError, ScalerError
 from precast.scaler import GradScaler
 from precast.scaling.base import off
-from precast.scaling.states import by_loss
+from precast.scaling.states import State, by_loss, read
 from precast.scaling.turns import lent, verdict_on
 
 __all__ = ["LossScalers"]
@@ -54,9 +54,7 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
     """
 
     def __init__(self, device: str, names: Iterable[str], **settings: Any) -> None:
-        given = list(names)
-        if not given or len(set(given)) < len(given):
-            raise ScalerError(f"LossScalers needs a different name for each loss; got {given}.")
+        given = _names(names)
         self._scalers = {name: _Scaler(device, **settings) for name in given}
 
     def __getitem__(self, name: str) -> GradScaler:
@@ -165,22 +163,15 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
                 f"load_state_dict() got the states of {', '.join(map(str, state_dict)) or 'nothing'}; "
                 f"the losses here are {', '.join(self._scalers)}."
             )
-        before = self.state_dict()
-        try:
-            self._load(state_dict)
-        except ScalerError:
-            self._load(before)
-            raise
+        read = {name: scaler.read(state_dict[name]) for name, scaler in self._scalers.items()}
+        for name, scaler in self._scalers.items():
+            scaler.take_over(read[name])
 
     def _card(self) -> Card:
         cards = ((name, *scaler._card().facts) for name, scaler in self._scalers.items())
         columns = ("loss", "scale", "steps", "skipped", "")
         facts = [size(len(self._scalers), "loss", "losses")]
         return Card("LossScalers", facts, columns, [_filled(row, 5) for row in cards])
-
-    def _load(self, states: Mapping[str, Any]) -> None:
-        for name, scaler in self._scalers.items():
-            scaler.load_state_dict(states[name])
 
     def _of(self, name: str) -> _Scaler:
         if name not in self._scalers:
@@ -238,6 +229,13 @@ class _Scaler(GradScaler):
             if not record.found_inf:  # the loss does not reach its parameters
                 del self._records[id(optimizer)]
 
+    def read(self, state: Any) -> State | None:
+        """A state, checked; None where it changes nothing."""
+        return read(state, self._limits) if self.is_enabled() else None
+
+    def take_over(self, state: State | None) -> None:
+        self._take(state)
+
     def knows(self, optimizer: Optimizer) -> bool:
         return id(optimizer) in self._records
 
@@ -255,6 +253,18 @@ class _Scaler(GradScaler):
         if skipped is True:
             self._look(record)
         self._tell(record, seconds)
+
+
+def _names(names: object) -> list[str]:
+    given = (
+        list(names) if isinstance(names, Iterable) and not isinstance(names, str | Tensor) else []
+    )
+    if all(isinstance(name, str) for name in given) and 0 < len(set(given)) == len(given):
+        return given
+    raise ScalerError(
+        "LossScalers needs a list of texts, with a different name for each loss: "
+        f'LossScalers("cpu", ["fit", "penalty"]); got {names!r}.'
+    )
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:

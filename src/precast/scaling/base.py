@@ -25,11 +25,13 @@ from precast.scaling.search import FIRST, Search
 from precast.scaling.settings import (
     AUTO,
     DEFAULT_LIMITS,
+    MOST_TRACKED,
     checked_limits,
     checked_settings,
     device_type_of,
     is_usable,
     require_count,
+    require_flag,
     require_number,
 )
 from precast.scaling.turns import Record
@@ -68,7 +70,7 @@ class Scale(Displayed, torch.amp.GradScaler):
 
     def __init__(self, device: str, enabled: bool, settings: dict[str, Any]) -> None:
         self._device = device_type_of(device)
-        self._enabled = enabled and is_usable(self._device)
+        self._enabled = require_flag("enabled", enabled) and is_usable(self._device)
         self._init_scale = settings["init_scale"]
         self._growth_factor = settings["growth_factor"]
         self._backoff_factor = settings["backoff_factor"]
@@ -81,7 +83,7 @@ class Scale(Displayed, torch.amp.GradScaler):
         self._records: dict[int, Record] = {}
         self._iterations = 0
         self._check_settings(settings)
-        self._ledger = Ledger(settings["history"] if self._enabled else 0)
+        self._ledger = Ledger(int(settings["history"]) if self._enabled else 0)
 
     @off(lambda: 1.0)
     def get_scale(self) -> float:
@@ -143,7 +145,10 @@ class Scale(Displayed, torch.amp.GradScaler):
         Raises:
             ScalerError: Entries are missing, or have impossible values; nothing has changed then.
         """
-        state = states.read(state_dict, self._limits)
+        self._take(states.read(state_dict, self._limits))
+
+    def _take(self, state: states.State | None) -> None:
+        """Takes over a state that was read and checked."""
         if state is None:
             return
         self._growth_factor = state.growth_factor or self._growth_factor
@@ -212,7 +217,7 @@ class Scale(Displayed, torch.amp.GradScaler):
         self._ledger.good = min(self._ledger.good, most)
         self._init_growth_tracker = min(self._init_growth_tracker, most)
         if self._growth_tracker is not None:
-            self._growth_tracker.clamp_(max=most)
+            self._growth_tracker.clamp_(max=min(most, MOST_TRACKED))
 
     @property
     def _searching(self) -> bool:

@@ -23,6 +23,8 @@ __all__ = [
     "DEFAULT_LIMITS",
     "LARGEST_SCALE",
     "LOW_SCALE",
+    "MOST",
+    "MOST_TRACKED",
     "Limits",
     "OnVerdict",
     "checked_limits",
@@ -30,7 +32,10 @@ __all__ = [
     "device_type_of",
     "is_usable",
     "new_scale_from",
+    "number_in",
     "require_count",
+    "require_flag",
+    "require_function",
     "require_number",
 ]
 
@@ -38,6 +43,11 @@ LARGEST_SCALE = torch.finfo(torch.float32).max  # the scale is a float32 tensor
 LOW_SCALE = 2.0**-14
 """Float16's smallest normal number: what overflows float16 at this scale is larger than 10**9."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # 2**-126: its inverse is still finite
+MOST = 2**63 - 1
+"""The largest whole number that PyTorch takes."""
+MOST_TRACKED = 2**31 - 1
+"""The largest that fits in the growth tracker, an int32 tensor."""
+_MOST_SHOWN = 200
 AUTO = "auto"
 """The `init_scale` that is found in the first steps."""
 
@@ -70,21 +80,59 @@ def require_number(
     below: float = math.inf,
 ) -> float:
     """`value` as a float strictly between two bounds; an error that names `name` otherwise."""
-    if isinstance(value, numbers.Real) and above < float(value) < below:
-        return float(value)
+    number = number_in(value) if isinstance(value, numbers.Real) else math.nan
+    if above < number < below:
+        return number
     bounds = f"above {above}" + (f" and below {below:.4g}" if below < math.inf else " and finite")
-    raise ScalerError(f"{name} must be a number {bounds}; got {value!r}.")
+    raise ScalerError(f"{name} must be a number {bounds}; got {_shown(value)}.")
 
 
-def require_count(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int of at least `least`; an error that names `name` otherwise."""
+def require_count(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
+    """`value` as an int between two; an error that names `name` otherwise."""
     try:
         count = operator.index(value)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError is that of tensors
         count = least - 1
-    if count < least:
-        raise ScalerError(f"{name} must be a whole number, {least} or more; got {value!r}.")
+    if count < least or count > most:
+        end = "" if count < least else f" and at most 2**{most.bit_length()} - 1"
+        raise ScalerError(
+            f"{name} must be a whole number, {least} or more{end}; got {_shown(value)}."
+        )
     return count
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """Whether `value` is true; an error that names `name` where that cannot be said."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ScalerError(f"{name} must be True or False; got {_shown(value)}.") from error
+
+
+def require_function(name: str, value: Any) -> Any:
+    """`value` if it can be called, or is None; an error that names `name` otherwise."""
+    if value is None or callable(value):
+        return value
+    raise ScalerError(f"{name} must be a function or None; got {_shown(value)}.")
+
+
+def number_in(value: Any) -> float:
+    """A number of any kind as a float, a tensor of one element too; NaN for what is none."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
+def _shown(value: Any) -> str:
+    """What an error says of a value: not more than a line, and never another error."""
+    try:
+        text = repr(value)
+    except Exception:  # whatever it is, the error is about the setting
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def checked_settings(init_scale: Any, growth: Any, backoff: Any, interval: Any) -> dict[str, Any]:
@@ -117,7 +165,7 @@ def checked_limits(init_scale: float, floor: Any, ceiling: Any, rest: dict[str, 
         )
     action = rest["on_verdict"]
     if action not in get_args(OnVerdict):
-        raise ScalerError(f"on_verdict must be 'raise', 'warn' or 'ignore'; got {action!r}.")
+        raise ScalerError(f"on_verdict must be 'raise', 'warn' or 'ignore'; got {_shown(action)}.")
     return Limits(
         low,
         high,
@@ -135,9 +183,9 @@ def device_type_of(device: Any) -> str:
     """The type of a device or of its name; an error for a name that PyTorch does not know."""
     try:
         return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ScalerError(
-            f"GradScaler's first argument is the device; {device!r} is none that PyTorch knows. "
+            f"GradScaler's first argument is the device; {_shown(device)} is none that PyTorch knows. "
             "Write GradScaler('cuda'), GradScaler('cpu') or another device type."
         ) from error
 

@@ -20,9 +20,12 @@ from precast.scaling.settings import (
     DEFAULT_LIMITS,
     LARGEST_SCALE,
     LOW_SCALE,
+    MOST_TRACKED,
     Limits,
     checked_limits,
+    number_in,
     require_count,
+    require_flag,
     require_number,
 )
 
@@ -63,6 +66,7 @@ def read(state: Mapping[str, Any], limits: Limits) -> State | None:
     Raises:
         ScalerError: entries are missing, or have impossible values.
     """
+    state = _mapping(state, "a state")
     if not state:
         return None
     is_apex = "loss_scaler0" in state or "loss_scale" in state
@@ -72,6 +76,7 @@ def read(state: Mapping[str, Any], limits: Limits) -> State | None:
 
 def by_loss(state: Mapping[str, Any], losses: Iterable[str]) -> Mapping[str, Any]:
     """`state` by the names of losses: Apex numbers its scalers, in the order of the losses."""
+    state = _mapping(state, "a state")
     numbered = {name: f"loss_scaler{number}" for number, name in enumerate(losses)}
     if set(state) != set(numbered.values()):
         return state
@@ -86,10 +91,11 @@ def _of_torch(state: Mapping[str, Any]) -> State:
             f"{', '.join(map(str, state))}. Give what state_dict() of a GradScaler returned, "
             "PyTorch's, Apex's or precast's; the empty one of a scaler that was off loads too."
         )
-    ours = state.get("precast", {})
-    if ours and ours.get("version", 0) > _VERSION:
+    ours = _mapping(state.get("precast", {}), "'precast' in its state")
+    version = require_count("version", ours.get("version", 0), least=0) if ours else 0
+    if version > _VERSION:
         warnings.warn(
-            f"this scaler's state was saved by a newer precast (version {ours['version']} of its "
+            f"this scaler's state was saved by a newer precast (version {version} of its "
             f"format, here {_VERSION}): only PyTorch's five numbers are loaded.",
             PrecastWarning,
             stacklevel=5,
@@ -97,18 +103,19 @@ def _of_torch(state: Mapping[str, Any]) -> State:
         ours = {}
     return State(
         _number(state, "scale"),
-        require_count("_growth_tracker", state["_growth_tracker"], least=0),
+        require_count("_growth_tracker", state["_growth_tracker"], 0, MOST_TRACKED),
         require_number("growth_factor", state["growth_factor"]),
         require_number("backoff_factor", state["backoff_factor"]),
         require_count("growth_interval", state["growth_interval"]),
-        _limits(ours.get("limits", {})) if ours else None,
-        bool(ours.get("searching")) if ours else None,
+        _limits(_mapping(ours.get("limits", {}), "its limits")) if ours else None,
+        require_flag("searching", ours.get("searching")) if ours else None,
     )
 
 
 def _limits(state: Mapping[str, Any]) -> Limits:
     """Limits that are not the defaults, and possible ones."""
-    unknown = sorted(state.keys() - {field.name for field in dataclasses.fields(Limits)})
+    known = {field.name for field in dataclasses.fields(Limits)}
+    unknown = sorted(str(key) for key in state if key not in known)
     if unknown:
         raise ScalerError(f"load_state_dict() got limits that no scaler has: {', '.join(unknown)}.")
     given = {**dataclasses.asdict(DEFAULT_LIMITS), **state}
@@ -118,24 +125,30 @@ def _limits(state: Mapping[str, Any]) -> Limits:
 
 def _of_apex(state: Mapping[str, Any]) -> State:
     """``amp.state_dict()``, or the part of one loss scaler in it; of several, the first."""
-    scaler = state.get("loss_scaler0", state)
+    scaler = _mapping(state.get("loss_scaler0", state), "'loss_scaler0' in its state")
     missing = [key for key in ("loss_scale", "unskipped") if key not in scaler]
     if missing:
         raise ScalerError(f"load_state_dict() got a state of Apex without {', '.join(missing)}.")
     return State(
-        _number(scaler, "loss_scale"), require_count("unskipped", scaler["unskipped"], least=0)
+        _number(scaler, "loss_scale"),
+        require_count("unskipped", scaler["unskipped"], 0, MOST_TRACKED),
     )
 
 
 def _number(state: Mapping[str, Any], key: str) -> float:
     value = state[key]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    number = number_in(value)
     if math.isnan(number) or number < 0:
         raise ScalerError(f"load_state_dict() got {key}={value!r}: it must be a positive number.")
     return number
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise ScalerError(
+        f"load_state_dict() got a {type(value).__name__} for {what}: give the dictionary that state_dict() returned."
+    )
 
 
 def _within(scale: float, limits: Limits) -> float:

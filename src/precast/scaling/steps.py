@@ -24,6 +24,7 @@ from precast.scaling.base import Scale
 from precast.scaling.closures import closure_in, step_with
 from precast.scaling.findings import Findings
 from precast.scaling.gradients import Verdicts, largest, reciprocal, unscaled
+from precast.scaling.settings import require_function
 from precast.scaling.turns import Record, lent, step_given, verdict_on, verdict_so_far
 
 __all__ = ["Steps"]
@@ -37,7 +38,8 @@ class Steps(Scale):
 
     def __init__(self, device: str, enabled: bool, settings: dict[str, Any]) -> None:
         super().__init__(device, enabled, settings)
-        self._reduce_found_inf: Callable[[list[Tensor]], None] | None = settings["reduce_found_inf"]
+        reduce = require_function("reduce_found_inf", settings["reduce_found_inf"])
+        self._reduce_found_inf: Callable[[list[Tensor]], None] | None = reduce
         self._chosen = WeakIdKeyDictionary()
         """By optimizer how many groups it had, and its reduction."""
         self._losses: tuple[Tensor, ...] = ()
