@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from precast.rewrite.guards import is_version_test
-from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity, version
+from precast.rewrite.model import Applicability, Case, Finding, Fix, Rule, Severity, version
 from precast.rewrite.source import Source
 from precast.rewrite.syntax import Node, cst, dotted, strings, walk
 
@@ -28,6 +28,14 @@ _SINCE = {
     "torch.cpu.amp.autocast": "1.10",
     "torch.cpu.amp.GradScaler": "2.3",
 }
+# Names that are older than those in question.
+_OLDER = {
+    "torch.cuda.amp": "1.6",
+    "torch.cuda.amp.autocast": "1.6",
+    "torch.cuda.amp.GradScaler": "1.6",
+    "torch.amp": "1.12",
+}
+_TEXT_BEFORE = {"text": None, "parsed": "0", "own": "1.10"}
 _MENTIONED = re.compile(
     r"torch\.(cuda\.|cpu\.)?amp\.\w+|torch\.autocast|torch\.[gs]et_autocast_dtype"
 )
@@ -39,22 +47,29 @@ _Operator = Callable[[Any, Any], bool]
 
 @dataclass(frozen=True)
 class _Test:
-    """`torch.__version__ >= "1.10"`: how it compares, with what, and whether as texts."""
+    """`torch.__version__ >= "1.10"`: how it compares, with what, and up to which release as texts.
+
+    Attributes:
+        compare: the operator.
+        bound: where the version stands that it compares with; None where nothing can be changed.
+        wanted: that version.
+        text_before: the first release that is compared as a version; None: none is.
+    """
 
     compare: _Operator
-    bound: Node
-    is_text: bool
+    bound: Node | None
+    wanted: str
+    text_before: str | None = "0"
 
     def holds(self, release: str) -> bool:
         """Whether it lets a release through."""
-        bound = strings(self.bound) or ""
-        if self.is_text:
-            return self.compare(release, bound)
+        if self.text_before is None or version(release) < version(self.text_before):
+            return self.compare(release, self.wanted)
         return self.right(release)
 
     def right(self, release: str) -> bool:
         """Whether it should."""
-        one, other = version(release), version(strings(self.bound) or "")
+        one, other = version(release), version(self.wanted)
         width = max(len(one), len(other))
         return self.compare(one + (0,) * (width - len(one)), other + (0,) * (width - len(other)))
 
@@ -89,14 +104,25 @@ def _too_early(
         wrong = [r for r in releases if test.holds(r) is taken and version(r) < since]
         if not wrong:
             continue
-        fix = None
-        if test.compare in (operator.ge, operator.lt) and (test.compare is operator.ge) is taken:
-            quoted = re.sub(r"\d[\w.+]*", _SINCE[name], source.code(test.bound), count=1)
-            edit = source.replace(test.bound, quoted)
-            fix = source.fix(f"Ask for PyTorch {_SINCE[name]}", edit, unsafe=True)
+        fix = _fix(source, test, taken, _SINCE[name])
         message = _TOO_EARLY.format(name=name, since=_SINCE[name], found=_listed(wrong))
         yield source.find(RULE, statement.test, message, fix)
         return
+
+
+def _fix(source: Source, test: _Test, taken: bool, since: str) -> Fix | None:
+    """The version that has the name, in the place of the one that is asked for."""
+    is_bound = test.compare in (operator.ge, operator.lt) and (test.compare is operator.ge) is taken
+    if test.bound is None or not is_bound:
+        return None
+    if isinstance(test.bound, cst.Tuple):
+        text = f"({', '.join(since.split('.'))})"
+        edit = source.replace(test.bound, text if not test.bound.lpar else text[1:-1])
+    else:
+        edit = source.replace(
+            test.bound, re.sub(r"\d[\w.+]*", since, source.code(test.bound), count=1)
+        )
+    return source.fix(f"Ask for PyTorch {since}", edit, unsafe=True)
 
 
 def _listed(releases: list[str]) -> str:
@@ -112,17 +138,43 @@ def _test(source: Source, node: Node) -> _Test | None:
     if isinstance(node, cst.Name):
         binding = source.names.only_binding(node)
         node = binding.value if binding and binding.kind == "assign" and binding.value else node
+    if isinstance(node, cst.Call):
+        return _asks_for_name(source, node)
     if not isinstance(node, cst.Comparison) or len(node.comparisons) != 1:
         return None
     target = node.comparisons[0]
     compare = _operator(target.operator)
     kind = _version_kind(source, node.left)
-    bound = _bound(source, target.comparator)
-    if compare is None or kind is None or bound is None:
+    bound = target.comparator
+    if compare is None or kind is None:
         return None
-    if not re.fullmatch(r"\d+(\.\d+){0,2}", strings(bound) or ""):
+    if kind == "numbers":
+        numbers = _numbers(bound)
+        return _Test(compare, bound, numbers) if numbers else None
+    inner = _bound(source, bound)
+    wanted = strings(inner) if inner is not None else None
+    if not re.fullmatch(r"\d+(\.\d+){0,2}", wanted or ""):
         return None
-    return _Test(compare, bound, kind == "text")
+    return _Test(compare, inner, wanted or "", _TEXT_BEFORE[kind])
+
+
+def _asks_for_name(source: Source, call: cst.Call) -> _Test | None:
+    """`hasattr(torch, "autocast")`, which holds from the version that introduced the name."""
+    if source.names.builtin(call.func) != "hasattr" or len(call.args) != 2:
+        return None
+    path = f"{source.names.path(call.args[0].value)}.{strings(call.args[1].value)}"
+    since = _OLDER.get(path) or _SINCE.get(path)
+    return _Test(operator.ge, None, since) if since is not None else None
+
+
+def _numbers(node: Node) -> str | None:
+    """`(1, 10)` as "1.10"."""
+    if not isinstance(node, cst.Tuple):
+        return None
+    parts = [element.value for element in node.elements]
+    if not parts or not all(isinstance(part, cst.Integer) for part in parts):
+        return None
+    return ".".join(part.value for part in parts if isinstance(part, cst.Integer))
 
 
 def _operator(node: Node) -> _Operator | None:
@@ -136,10 +188,17 @@ def _operator(node: Node) -> _Operator | None:
 
 
 def _version_kind(source: Source, node: Node) -> str | None:
-    """How an expression with PyTorch's version compares: "text", or "parsed" as numbers."""
+    """How an expression with PyTorch's version compares: as "text", "parsed", as a tuple of "numbers", or "own"."""
+    if isinstance(node, cst.Name) and source.origin(node) is None:
+        binding = source.names.only_binding(node)
+        value = binding.value if binding is not None and binding.kind == "assign" else None
+        return _version_kind(source, value) if value is not None and value is not node else None
     origin = source.origin(node)
     if origin == "torch.__version__":
-        return "parsed"  # it is a text that compares as a version does
+        # From 1.10 on it is a text that compares as a version does; older ones are asked about where they are named.
+        return "own" if source.min_torch is not None else "parsed"
+    if _is_tuple_of_version(source, node):
+        return "numbers"
     if origin == "torch.version.__version__" or _is_text_of_version(source, node):
         return "text"
     if isinstance(node, cst.Call) and _PARSERS.fullmatch(source.origin(node.func) or ""):
@@ -150,6 +209,15 @@ def _version_kind(source: Source, node: Node) -> str | None:
         )
         return "parsed" if known else None
     return None
+
+
+def _is_tuple_of_version(source: Source, node: Node) -> bool:
+    """`tuple(int(part) for part in torch.__version__.split(".")[:2])`, with `map` as well."""
+    if not isinstance(node, cst.Call) or source.names.builtin(node.func) not in ("tuple", "list"):
+        return False
+    inner = list(walk(node))
+    has_int = any(source.names.builtin(n) == "int" for n in inner)
+    return has_int and any(source.origin(n) == "torch.__version__" for n in inner)
 
 
 def _is_text_of_version(source: Source, node: Node) -> bool:
@@ -267,6 +335,16 @@ VALID = (
         if at_least(torch.__version__, "2.0") or torch.__version__ >= minimum:
             scaler = torch.amp.GradScaler("cuda")
     """),
+    Case(
+        """
+        import torch
+
+        if hasattr(torch, "GradScaler"):
+            scaler = torch.amp.GradScaler("cuda")
+        elif hasattr(torch.amp, "autocast"):
+            region = torch.amp.autocast("cuda")
+        """,
+    ),
 )
 
 INVALID = (
@@ -324,6 +402,60 @@ INVALID = (
         count=2,
         note='As texts "1.10" comes before "1.6", and "2.10" before "2.4".',
     ),
+    Case(
+        """
+        import torch
+
+        TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        if TORCH >= (1, 10):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+        """
+        import torch
+
+        TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        if TORCH >= (2, 3):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+        from packaging import version
+
+        TORCH = version.parse(torch.__version__)
+        if TORCH >= version.parse("2.0"):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+        """
+        import torch
+        from packaging import version
+
+        TORCH = version.parse(torch.__version__)
+        if TORCH >= version.parse("2.3"):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        if hasattr(torch, "autocast"):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        if torch.__version__ >= "1.10":
+            region = torch.autocast("cuda")
+        """,
+        min_torch="1.8",
+        note="Before 1.10 the version was plain text.",
+    ),
 )
 
 RULE = Rule(
@@ -341,7 +473,12 @@ RULE = Rule(
         '`torch.amp.custom_fwd` and `torch.get_autocast_dtype` from 2.4. As a text, "2.10" is less than "2.4".'
     ),
     fine="The versions for which it is wrong are never used: say so with `min-torch`.",
-    words=("__version__ autocast", "__version__ GradScaler", "__version__ torch.amp"),
+    words=(
+        "__version__ autocast",
+        "__version__ GradScaler",
+        "__version__ torch.amp",
+        "hasattr(torch",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,
