@@ -265,7 +265,15 @@ def test_what_if_is_what_pytorchs_casts_make(numbers: list[float], dtype: torch.
         if best is None:
             assert largest == 0.0
         else:
-            assert largest * best <= format.largest < largest * best * 2
+            assert largest * best <= format.largest
+            assert best >= 1 or format.largest < largest * best * 2
+            if largest * best * 2 <= format.largest:  # twice as much would lose as many
+                zeros = shares(tensor, name, best)["underflow"]
+                assert zeros == shares(tensor, name, best * 2)["underflow"]
+            if best > 1:  # half of it would make something too small, as far as bins tell
+                exact = tensor.double().abs()
+                half = exact[exact.isfinite() & (exact > 0)].min().item() * best / 2
+                assert half <= format.smallest_normal * 1.07
         for said, scale in ((found[name], 1.0), (found[name]["with_best"], best or 1.0)):
             exact = shares(tensor, name, scale)
             assert said["underflow"] == exact["underflow"]
@@ -282,6 +290,21 @@ def test_what_if_is_what_pytorchs_casts_make(numbers: list[float], dtype: torch.
 def test_float8_overflow_is_exact_to_the_tie() -> None:
     numbers = torch.tensor([448.0, 460.0, 464.0, 464.1, 480.0, 1e9])
     assert what_if([counted(numbers).magnitudes])["float8_e4m3fn"]["overflow"] == 0.5
+
+
+def test_a_format_that_loses_nothing_needs_no_scale() -> None:
+    """Nothing is gained by the largest scale there is, which is 2**149 for numbers of 1e-7 in bfloat16."""
+    small = what_if([counted(torch.full((8,), 1e-7)).magnitudes])
+    assert small["bfloat16"]["best_scale"] == 1.0
+    assert small["float16"]["best_scale"] == 2.0**10  # 2**-23.25 becomes 2**-13.25: normal
+    assert what_if([counted(torch.tensor([1.0, 2.0])).magnitudes])["float16"]["best_scale"] == 1.0
+
+
+def test_a_tensor_without_a_finite_number_has_no_largest() -> None:
+    for numbers in ([math.nan], [math.inf, math.nan], []):
+        found = figures(counted(torch.tensor(numbers)))
+        assert found["maximum"] is found["rms"] is None
+    assert figures(counted(torch.tensor([math.nan, 0.0])))["maximum"] == 0.0
 
 
 def test_a_power_stands_for_a_scale() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import struct
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -35,6 +35,8 @@ EDGES: Final = [struct.unpack("<f", struct.pack("<I", k << SHIFT))[0] for k in r
     2.0**128
 ]
 _A_BINADE: Final = 1 << (23 - SHIFT)
+_MOST_POWER: Final = 127
+"""A scale is a number of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,14 @@ def exponents(magnitudes: Magnitudes) -> dict[int, int]:
 def what_if(several: Sequence[Magnitudes]) -> dict[str, dict[str, Any]]:
     """For each format: which shares of these numbers, of all tensors together, would be zero, overflow, be subnormal.
 
-    "best_scale" is the largest power of two under which the largest number fits, None where there is no number;
-    "with_best" are the shares of the numbers multiplied by it.
+    "best_scale" is the power of two that loses the fewest of them, and of those the one nearest to 1; None where there
+    is no number. The largest number fits under it. "with_best" are the shares of the numbers multiplied by it.
     """
     return {name: _in_format(several, FORMATS[name]) for name in WHAT_IF}
 
 
 def _in_format(several: Sequence[Magnitudes], format: Format) -> dict[str, Any]:
-    power = _best(max((one.maximum for one in several), default=0.0), format)
+    power = _best(several, format)
     return {
         **_shares(several, format, 0),
         "best_scale": None if power is None else math.ldexp(1.0, power),
@@ -83,11 +85,29 @@ def _in_format(several: Sequence[Magnitudes], format: Format) -> dict[str, Any]:
     }
 
 
-def _best(maximum: float, format: Format) -> int | None:
+def _best(several: Sequence[Magnitudes], format: Format) -> int | None:
+    """The exponent of the best scale: the larger, the fewer numbers are too small, until the largest overflows."""
+    maximum = max((one.maximum for one in several), default=0.0)
     if not maximum:
         return None
+    most = min(_largest_power(maximum, format), _MOST_POWER)
+    if most <= 0:
+        return most
+    fewest = _too_small(several, format, most)
+    return bisect_left(range(most), True, key=lambda p: _too_small(several, format, p) == fewest)
+
+
+def _largest_power(maximum: float, format: Format) -> int:
+    """The exponent of the largest power of two under which a number fits."""
     power = math.frexp(format.largest)[1] - math.frexp(maximum)[1]
     return power if math.ldexp(maximum, power) <= format.largest else power - 1
+
+
+def _too_small(several: Sequence[Magnitudes], format: Format, power: int) -> tuple[int, int]:
+    """How many become zero under a scale, and how many lose digits or become zero; neither grows with the scale."""
+    each = [_counted(one, format, power + one.power) for one in several]
+    zeros, subnormal = sum(one[0] for one in each), sum(one[2] for one in each)
+    return zeros, zeros + subnormal
 
 
 def _shares(several: Sequence[Magnitudes], format: Format, power: int) -> dict[str, float]:

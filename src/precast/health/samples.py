@@ -69,6 +69,7 @@ class Samples:
 
 def figures(counts: Counts) -> dict[str, Any]:
     """Of one tensor in one step: the numbers, and "exponents": exponent -> how many."""
+    is_some_finite = counts.infinite + counts.nan < counts.elements
     return {
         "exponents": exponents(counts.magnitudes),
         "elements": counts.elements,
@@ -79,6 +80,6 @@ def figures(counts: Counts) -> dict[str, Any]:
         "overflow": counts.infinite,
         "saturated": counts.saturated,
         "nan": counts.nan,
-        "maximum": counts.magnitudes.maximum,
-        "rms": counts.rms,
+        "maximum": counts.magnitudes.maximum if is_some_finite else None,
+        "rms": counts.rms if is_some_finite else None,
     }

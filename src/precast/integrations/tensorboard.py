@@ -83,6 +83,8 @@ class TensorBoard:
         if not tensor["underflow_known"]:
             del shares["lost"]
         for figure, value in {"maximum": tensor["maximum"], "rms": tensor["rms"], **shares}.items():
+            if value is None:  # no number of it is finite
+                continue
             self._writer.add_scalar(f"health/{figure}/{name}", value, step)
         counts = sorted(tensor["exponents"].items())
         if counts:

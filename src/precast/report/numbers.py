@@ -82,26 +82,36 @@ def _mend(document: Document, first: First, module: str) -> tuple[str, str | Non
             'often, let the scaler find the scale, `precast.GradScaler(device, init_scale="auto")`; where the scale is '
             f"low already, look at {_called(module, 'the model')}."
         ), None
-    if not _is_float16(document):
+    if _format(document, first) not in {"float16", None}:
         return (
             f"{_called(module, 'The model')} leaves float32's range, or has no value: look at its inputs, "
             "at the learning rate, and at what it divides by."
         ), None
     if not module:
         return "Run in bfloat16, which has float32's range.", None
-    return (
-        f"Run `{module}` in float32, or the whole run in bfloat16, which has float32's range.",
-        f'[modules]\n{_quoted(module)} = "fp32"',
+    suggestion = (
+        f"Run `{module}` in float32, or the whole run in bfloat16, which has float32's range."
     )
+    if first["what"] == "nan":
+        suggestion += (
+            " If it is NaN there too, the format is not the reason: look at what it divides by."
+        )
+    return suggestion, f'[modules]\n{_quoted(module)} = "fp32"'
 
 
 def _called(module: str, otherwise: str) -> str:
     return f"`{module}`" if module else otherwise
 
 
-def _is_float16(document: Document) -> bool:
-    """Whether the run computed in float16; also where nobody looked at its numbers but a scaler."""
-    return document["health"] is None or document["health"]["format"] == "float16"
+def _format(document: Document, first: First) -> str | None:
+    """The dtype of what was not finite first; where that is not known the narrowest of the run, None without any."""
+    health = document["health"]
+    if health is None:
+        return None
+    steps = (step for step in health["ring"] if step.get("step") == first["step"])
+    worst = (one for step in steps for one in step.get("worst", []))
+    wanted = first["kind"], first["name"]
+    return next((w["dtype"] for w in worst if (w["kind"], w["name"]) == wanted), health["format"])
 
 
 def _is_scaled(document: Document) -> bool:

@@ -16,12 +16,14 @@ from typing import Any, cast
 from precast import _version, files
 from precast.errors import MissingExtraError
 from precast.report.document import documents, validate
-from precast.report.numbers import offender
-from precast.report.ranks import common_verdict, in_16_bits, on_casts, worst
+from precast.report.evidence import in_16_bits, lost, on_casts, was_traced
+from precast.report.numbers import in_words, offender
+from precast.report.ranks import common_verdict, worst
+from precast.report.remedies import Remedy, cost_words, remedies
 from precast.report.schema import Document, Finding, Merged
 from precast.report.tree import tree
-from precast.report.verdict import all_findings, cost_words, lost, verdict
-from precast.report.words import count, duration, share
+from precast.report.verdict import verdict
+from precast.report.words import count, duration, plural, share
 
 __all__ = ["html", "needed", "write"]
 
@@ -139,8 +141,21 @@ def _part(document: Document) -> dict[str, Any]:
         "label": "The process" if rank is None else f"Rank {rank}",
         "verdict": verdict(document),
         "facts": _facts(document),
-        "findings": [_finding(each) for each in all_findings(document)],
+        "findings": [_card(each) for each in remedies(document) if each.is_telling],
+        "small": _small(document),
     }
+
+
+def _small(document: Document) -> str:
+    """What is said of findings that have no card."""
+    small = [
+        finding for each in remedies(document) if not each.is_telling for finding in each.findings
+    ]
+    return (
+        f"{plural(len(small), 'finding')} about less than 1% of the traced time left out."
+        if small
+        else ""
+    )
 
 
 def _facts(document: Document) -> list[tuple[str, str]]:
@@ -159,18 +174,27 @@ def _facts(document: Document) -> list[tuple[str, str]]:
         ("Python", run["python"]),
         ("Machine", run["machine"]),
     ]
-    if document["trace"]:
+    if was_traced(document):
         facts[3:3] = [
-            ("In 16 bits", f"{share(in_16_bits(document))} of the time"),
-            ("On casts", f"{share(on_casts(document))} of the time"),
+            ("In 16 bits", f"{share(in_16_bits(document))} of the traced time"),
+            ("On casts", f"{share(on_casts(document))} of the traced time"),
         ]
     return [(name, value) for name, value in facts if value]
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _card(remedy: Remedy) -> dict[str, Any]:
+    """One remedy with all findings that it mends."""
+    return {
+        **remedy.worst,
+        "cost": cost_words(remedy.cost),
+        "where": _place(remedy.worst),
+        "others": [finding["title"] for finding in remedy.findings[1:]],
+    }
+
+
+def _place(finding: Finding) -> str:
     where = finding["where"]
-    places = (where["module"], where["op"], where["source"])
-    return {**finding, "cost": cost_words(finding), "where": ", ".join(filter(None, places))}
+    return ", ".join(filter(None, (where["module"], where["op"], where["source"])))
 
 
 # --- what the scripts draw beyond the document ---
@@ -182,7 +206,7 @@ def _tree(document: Document) -> list[dict[str, Any]]:
 
 def _numbers(document: Document) -> dict[str, Any]:
     """A line of the table of ranks."""
-    first, run, traced = offender(document), document["run"], document["trace"] is not None
+    first, run, traced = offender(document), document["run"], was_traced(document)
     return {
         "rank": run["rank"],
         "ended": run["ended"],
@@ -191,5 +215,5 @@ def _numbers(document: Document) -> dict[str, Any]:
         "seconds": run["seconds"],
         "lower": in_16_bits(document) if traced else None,
         "casting": on_casts(document) if traced else None,
-        "first": f"{first['name']} at step {first['step']}" if first else None,
+        "first": f"{in_words(first)} at step {first['step']}" if first else None,
     }

@@ -6,15 +6,15 @@ document is named.
 
 from __future__ import annotations
 
+from precast.report.evidence import in_16_bits, lost, on_casts, was_traced
 from precast.report.numbers import offender
 from precast.report.schema import Document, Verdict
-from precast.report.tree import seconds_by_dtype
-from precast.report.verdict import lost, verdict
+from precast.report.verdict import verdict
 from precast.report.words import joined, share
 
-__all__ = ["common_verdict", "in_16_bits", "on_casts", "worst"]
+__all__ = ["common_verdict", "worst"]
 
-_LEVELS = ("good", "warning", "bad")
+_LEVELS = ("good", "neutral", "warning", "bad")
 
 
 def worst(documents: list[Document]) -> int:
@@ -39,13 +39,13 @@ def common_verdict(documents: list[Document]) -> Verdict:
         return each[0]
     chosen = worst(documents)
     number = documents[chosen]["run"]["rank"]
-    same = all(one["headline"] == each[0]["headline"] for one in each)
-    who = f"All {len(each)} ranks" if same else f"Rank {number}"
+    missing, same = _missing(documents), all(one["headline"] == each[0]["headline"] for one in each)
+    who = ("The others" if missing else f"All {len(each)} ranks") if same else f"Rank {number}"
     return {
-        "level": "bad" if _missing(documents) else each[chosen]["level"],
-        "headline": f"{who}: {each[chosen]['headline']}",
+        "level": "bad" if missing else each[chosen]["level"],
+        "headline": " ".join([*missing[:1], f"{who}: {each[chosen]['headline']}"]),
         "precision": [*_gathered(documents, each, "precision", chosen), *_spread(documents)],
-        "problems": [*_missing(documents), *_gathered(documents, each, "problems", None)],
+        "problems": [*missing, *_gathered(documents, each, "problems", None)],
         "first": each[chosen]["first"],
         "notes": _gathered(documents, each, "notes", None),
     }
@@ -74,33 +74,21 @@ def _missing(documents: list[Document]) -> list[str]:
     if not gone:
         return []
     which = f"Rank{'' if len(gone) == 1 else 's'} {joined(map(str, gone))}"
-    return [f"{which} of {size} left no document, as a process that is killed does."]
+    there = "has" if len(gone) == 1 else "have"
+    return [f"{which} of {size} {there} no document here; a process that is killed leaves none."]
 
 
 def _spread(documents: list[Document]) -> list[str]:
     """Where ranks differ by more than a little."""
     sentences = []
     for what, measure in (("spent in 16 bits", in_16_bits), ("spent on casts", on_casts)):
-        values = {d["run"]["rank"] or 0: measure(d) for d in documents if d["trace"]}
+        values = {d["run"]["rank"] or 0: measure(d) for d in documents if was_traced(d)}
         if len(values) < 2:
             continue
         low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
         if values[high] - values[low] > 0.02:
             sentences.append(
-                f"The part of the time {what} is between {share(values[low])} (rank {low}) and "
+                f"The part of the traced time {what} is between {share(values[low])} (rank {low}) and "
                 f"{share(values[high])} (rank {high})."
             )
     return sentences
-
-
-def in_16_bits(document: Document) -> float:
-    """The part of the traced time of operations in 16 bits; 0 where nothing was traced."""
-    dtypes = seconds_by_dtype(document["trace"]["rows"]) if document["trace"] else {}
-    lower = sum(seconds for dtype, seconds in dtypes.items() if dtype.endswith("16"))
-    return lower / (sum(dtypes.values()) or 1.0)
-
-
-def on_casts(document: Document) -> float:
-    """The part of the traced time spent on casts; 0 where nothing was traced."""
-    totals = document["trace"]["totals"] if document["trace"] else None
-    return totals["cast_seconds"] / totals["seconds"] if totals and totals["seconds"] else 0.0

@@ -9,9 +9,21 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-__all__ = ["VERSION", "Document", "Health", "HealthModule", "Merged", "Row", "Step", "Trace"]
+__all__ = [
+    "VERSION",
+    "Document",
+    "Health",
+    "HealthModule",
+    "Level",
+    "Merged",
+    "Row",
+    "Step",
+    "Trace",
+]
 
 VERSION = 1
+Level = Literal["good", "neutral", "warning", "bad"]
+"""Of a verdict: "neutral" where nothing is wrong and no mixed precision was seen, so there is nothing to praise."""
 
 
 class Cost(TypedDict):
@@ -59,8 +71,10 @@ class ModuleRules(TypedDict):
 class Run(TypedDict):
     """One process: what was run, where, and how it ended; `traced` is the first step traced and the one after the last.
 
-    `skipped` counts all skipped steps of the run, also those that `steps` has no room for; `elsewhere` those that ended
-    in other threads than the one that loaded PyTorch, of which `counts` and `trace` have nothing.
+    `skipped` counts all skipped steps of the run, also those that `steps` has no room for; `nonfinite_losses` the other
+    steps whose loss was infinite or NaN, the first of them `first_nonfinite_loss`; `elsewhere` those that ended in
+    other threads than the one that loaded PyTorch, of which `counts` and `trace` have nothing. `compiled`: there are
+    functions of `torch.compile`, in which nothing is counted.
     """
 
     command: list[str]
@@ -77,13 +91,20 @@ class Run(TypedDict):
     policy: PolicyName
     steps: int
     skipped: NotRequired[int]
+    nonfinite_losses: NotRequired[int]
+    first_nonfinite_loss: NotRequired[int | None]
     elsewhere: NotRequired[int]
     module_rules: NotRequired[ModuleRules]
+    compiled: NotRequired[bool]
     traced: list[int] | None
 
 
 class Range(TypedDict):
-    """The numbers of one tensor that went into the first module to fail; `of` says where it came from."""
+    """The numbers of one tensor that went into the first module to fail; `of` says where it came from.
+
+    `maximum` and `minimum` are null where some were not finite, `rms` where it was not computed; `nonfinite` is 0, or 1
+    where some were not finite: they are not counted.
+    """
 
     of: NotRequired[str]
     dtype: str
@@ -179,7 +200,7 @@ class Row(TypedDict):
 
 
 class Totals(TypedDict):
-    """Sums over the steps that were traced."""
+    """Sums over all that was traced; `steps` is how many steps of the run ended meanwhile, skipped or not."""
 
     seconds: float
     cast_seconds: float
@@ -198,7 +219,11 @@ class ModuleName(TypedDict):
 
 
 class Trace(TypedDict):
-    """What ran in which dtype, in the steps that were traced."""
+    """What ran in which dtype, in the steps that were traced.
+
+    `saved` has the bytes, by dtype, that forward had made and that were there when a backward pass began: those of the
+    pass with the most, as memory does not add up over steps.
+    """
 
     rows: list[Row]
     totals: Totals
@@ -225,7 +250,7 @@ class Shares(TypedDict):
 
 
 class WhatIf(TypedDict):
-    """What another format would make of a tensor, as it is and with the best power of two as scale."""
+    """What another format would make of a tensor in all its steps, as it is and with the best power of two as scale."""
 
     underflow: float
     overflow: float
@@ -238,6 +263,7 @@ class HealthModule(TypedDict):
     """One tensor that was watched; every list has an entry a step of `steps`.
 
     `underflow_zeros` counts zeros that underflow made; where that is not known it is null, or `underflow_known` false.
+    `maximum` and `rms` are of the finite numbers, null where there is none.
     """
 
     name: str
@@ -277,9 +303,9 @@ class Advice(TypedDict):
 
 
 class Verdict(TypedDict):
-    """The run in sentences; text between backticks is a name."""
+    """The run in sentences; text between backticks is a name. "neutral": no mixed precision was seen."""
 
-    level: Literal["good", "warning", "bad"]
+    level: Literal["good", "neutral", "warning", "bad"]
     headline: str
     precision: list[str]
     problems: list[str]

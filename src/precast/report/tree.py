@@ -17,6 +17,7 @@ __all__ = ["Node", "ran_in", "seconds_by_dtype", "tree"]
 
 _SUMS = ("seconds", "cast_seconds", "casts", "cast_bytes", "calls")
 _FLOATS = ("float", "bfloat", "complex")
+_WIDE = ("float64", "complex128")
 _OUTSIDE = "outside of all modules"
 
 
@@ -44,9 +45,11 @@ class Node:
 
 def ran_in(row: Row) -> str:
     """The dtype that an operation worked in, as its rule and its tensors say; "other" where none is floating-point."""
+    floats = [d for d in (*row["output"], *row["inputs"]) if d.startswith(_FLOATS)]
     if row["rule"] is not None and row["rule"].startswith("fp32"):
-        return "float32"
-    return next((d for d in (*row["output"], *row["inputs"]) if d.startswith(_FLOATS)), "other")
+        wide = [d for d in floats if d in _WIDE]  # which no rule casts
+        return wide[0] if wide else "float32"
+    return floats[0] if floats else "other"
 
 
 def seconds_by_dtype(rows: Iterable[Row]) -> dict[str, float]:

@@ -1,25 +1,48 @@
 """The verdict on a process: what precision does for it, what is wrong, and what to do first, in sentences.
 
 Invariants: every number in a sentence is of the document; what was not watched is said, never taken for healthy; wrong
-numbers come before slow operations. Names stand between backticks.
+numbers come before slow operations. Names stand between backticks. For each sentence, `tests/test_report_true.py` has
+a run in which it would be false.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
-from precast.report.numbers import in_words, module_of, offender, overflow
-from precast.report.schema import Advice, Document, Finding, Totals, Verdict
+from precast.report.advice import advice
+from precast.report.evidence import (
+    dear_part,
+    elsewhere,
+    is_compiled,
+    is_mixed,
+    lost,
+    nonfinite_losses,
+    of_steps,
+    part_of_casts,
+    ran_lower,
+    rules_ran,
+    was_traced,
+)
+from precast.report.numbers import in_words, module_of, offender
+from precast.report.remedies import Remedy, all_findings, cost_words, is_numeric, remedies
+from precast.report.schema import Document, Level, Totals, Verdict
 from precast.report.tree import seconds_by_dtype
-from precast.report.words import count, duration, joined, plural, share, shortened, size
+from precast.report.words import (
+    be,
+    count,
+    duration,
+    joined,
+    plural,
+    sentence,
+    share,
+    shortened,
+    size,
+)
 
-__all__ = ["all_findings", "beyond_scale", "cost_words", "lost", "rules_without_effect", "verdict"]
+__all__ = ["beyond_scale", "rules_without_effect", "verdict"]
 
-_NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation")
-_TELLING = 0.01  # a part below this is not worth a sentence among the problems
-_DEAR = 0.3  # of the time: with so much for casts, float32 is worth a try
 _MOST = 3  # sentences of one kind; the page lists the rest
+_BAD = 0.1  # of the steps: with more of them lost or not finite, something is wrong
 
 
 def verdict(document: Document) -> Verdict:
@@ -30,50 +53,21 @@ def verdict(document: Document) -> Verdict:
         *_lost_steps(document),
         *beyond_scale(document),
         *rules_without_effect(document),
+        *_losses(document),
         *_told(document),
         *_dear_casts(document),
         *(_cost(each) for each in costs[:_MOST]),
     ]
     if len(costs) > _MOST:
         problems.append(f"{plural(len(costs) - _MOST, 'more finding')} with a cost: see below.")
-    first = _advice(document, costs)
-    level = _level(document, problems)
     return {
-        "level": level,
-        "headline": _headline(document, costs),
+        "level": _level(document, problems),
+        "headline": _headline(document, problems, costs),
         "precision": list(_precision(document)),
         "problems": problems,
-        "first": first,
+        "first": advice(document, costs),
         "notes": list(_notes(document)),
     }
-
-
-def lost(document: Document) -> int:
-    """How many steps were skipped."""
-    return document["run"].get("skipped", sum(step["skipped"] for step in document["steps"]))
-
-
-def _of_steps(document: Document) -> str:
-    skipped = lost(document)
-    steps = plural(document["run"]["steps"], "step")
-    return f"{count(skipped)} of {steps} {'was' if skipped == 1 else 'were'}"
-
-
-def all_findings(document: Document) -> list[Finding]:
-    """The document's findings and the trace's, each once, the costliest first."""
-    every = [*document["findings"], *(document["trace"]["findings"] if document["trace"] else [])]
-    once = [each for i, each in enumerate(every) if each not in every[:i]]
-    return sorted(once, key=lambda each: -_weight(each))
-
-
-def _weight(finding: Finding) -> float:
-    if _is_numeric(finding):
-        return 1e9  # wrong numbers first
-    return finding["cost"]["seconds"] or finding["cost"]["share"] or 0.0
-
-
-def _is_numeric(finding: Finding) -> bool:
-    return finding["kind"].startswith(_NUMERIC)
 
 
 def _failed(document: Document) -> bool:
@@ -81,84 +75,134 @@ def _failed(document: Document) -> bool:
     return run["ended"] == "exception" or (run["ended"] == "exit" and run["code"] not in (0, None))
 
 
-def _level(document: Document, problems: list[str]) -> Literal["good", "warning", "bad"]:
-    steps = document["run"]["steps"]
-    if _failed(document) or (steps and lost(document) > 0.1 * steps):
+def _level(document: Document, problems: list[str]) -> Level:
+    bad = lost(document) + nonfinite_losses(document)
+    if _failed(document) or bad > _BAD * document["run"]["steps"]:
         return "bad"
-    return "warning" if problems else "good"
+    if problems:
+        return "warning"
+    return "good" if ran_lower(document) == "yes" and document["counts"] else "neutral"
 
 
 # --- what precision does ---
 
 
-def _headline(document: Document, costs: list[Finding]) -> str:
+def _headline(document: Document, problems: list[str], costs: list[Remedy]) -> str:
     run = document["run"]
     if _failed(document):
         return "The run ended with an error" + (
             f": {shortened(run['message'])}" if run["message"] else "."
         )
+    wrong = _wrong_numbers(document)
+    if wrong:
+        return wrong
+    said = _works(document, problems, costs) if is_mixed(document) else _not_mixed(document)
+    if run["ended"] == "interrupted":
+        return f"The run was interrupted. Up to there: {said[0].lower()}{said[1:]}"
+    return said
+
+
+def _wrong_numbers(document: Document) -> str | None:
     first, skipped = offender(document), lost(document)
     if skipped:
         by = f": {in_words(first)} was the first that was not finite" if first else ""
-        return f"{_of_steps(document)} lost{by}."
+        return f"{of_steps(document, skipped)} {be(skipped)} lost{by}."
+    if nonfinite_losses(document):
+        return f"{_nonfinite(document)}."
     if first:
         said = in_words(first)
         return f"{said[0].upper()}{said[1:]} was not finite at step {first['step']}, and no step was skipped."
     if any(each["kind"] == "underflow" for each in all_findings(document)):
         return "Small gradients are lost: they are too small for the format they are in."
-    dear = _dear_part(document)
+    return None
+
+
+def _works(document: Document, problems: list[str], costs: list[Remedy]) -> str:
+    """What is said of a run that has mixed precision and no wrong numbers."""
+    dear = dear_part(document)
     if dear:
-        return f"Mixed precision may not pay for this run: casts took {share(dear)} of its time."
-    part = sum(each["cost"]["share"] or 0 for each in costs)
-    if part >= _TELLING:
-        return (
-            f"Mixed precision works for this run; {share(min(part, 1))} of its time could be saved."
-        )
-    if not document["counts"] and _elsewhere(document):
-        return "This run computed in threads that were not watched: what precision did there is not known."
-    if not document["counts"]:
-        return "No operation with a rule ran in a region: this run has no mixed precision."
+        return f"Mixed precision may not pay for this run: casts took {share(dear)} of the traced time."
+    part = min(1.0, sum(each.cost["share"] or 0 for each in costs))
+    if part:
+        took = f"what the findings name took up to {share(part)} of the traced time"
+        return f"Mixed precision works for this run; {took}."
+    if problems and document["run"]["ended"] != "interrupted":
+        return "Mixed precision works for this run, and there is something to look at."
     return "Mixed precision works for this run; nothing wrong was found."
+
+
+def _not_mixed(document: Document) -> str:
+    """What is said of a run in which no rule was seen to give 16 bits."""
+    lower = ran_lower(document)
+    if lower == "yes":
+        return "This run computes in 16 bits by its own casts: no watched operation ran by an autocast rule."
+    if rules_ran(document):
+        return _rules_without_16_bits(document, lower)
+    if lower == "unknown" and elsewhere(document):
+        return "This run computed in threads that were not watched: what precision did there is not known."
+    if lower == "unknown":
+        return "What this run computes is compiled by `torch.compile`: what precision does there is not known."
+    return "No mixed precision was seen: no watched operation ran by an autocast rule."
+
+
+def _rules_without_16_bits(document: Document, lower: str) -> str:
+    if lower == "unknown":
+        return "Operations ran by autocast rules, without a cast: in which dtypes was not traced."
+    if rules_ran(document, "lower"):
+        return "Nothing that was traced ran in 16 bits, though autocast had rules for it: see the dtypes below."
+    return "Nothing ran in 16 bits: of the operations that ran in autocast regions, none had the rule `lower`."
 
 
 def _precision(document: Document) -> Iterator[str]:
     trace = document["trace"]
     if trace and trace["rows"]:
-        dtypes, totals = seconds_by_dtype(trace["rows"]), trace["totals"]
-        total = sum(dtypes.values()) or 1.0
-        parts = [
-            f"{share(s / total)} {'on integers' if d == 'other' else f'in {d}'}"
-            for d, s in dtypes.items()
-            if s / total >= 0.005
-        ]
-        yield (
-            f"In {plural(totals['steps'], 'step')} that {'was' if totals['steps'] == 1 else 'were'} "
-            f"traced, operations spent their time like this: {joined(parts)}."
-            if parts
-            else "No operation that was traced took any time."
-        )
-        if totals["casts"] or totals["cached"]:
-            yield _casts(totals)
+        yield _times(document, trace["totals"])
+        if trace["totals"]["casts"] or trace["totals"]["cached"]:
+            yield _casts(trace["totals"])
         if trace["saved"]:
             saved = sorted(trace["saved"].items(), key=lambda item: -item[1])
             parts = [f"{size(number)} in {dtype}" for dtype, number in saved]
-            yield f"Kept for backward: {joined(parts)}."
+            yield f"Kept for one backward pass, at most: {joined(parts)}."
         return
-    calls = sum(each["calls"] for each in document["counts"])
+    calls, lower = rules_ran(document), rules_ran(document, "lower")
     if calls:
-        lower = sum(each["calls"] for each in document["counts"] if each["rule"] == "lower")
         casts = sum(each["casts"] for each in document["counts"])
         yield (
-            f"Of {plural(calls, 'call')} of operations with a rule, {share(lower / calls)} ran in "
-            f"16 bits; {plural(casts, 'cast')} were made for them."
+            f"Of {plural(calls, 'call')} of operations with a rule, {share(lower / calls)} had the rule `lower`, "
+            f"16 bits; {plural(casts, 'cast')} {be(casts)} made for all of them."
         )
 
 
+def _times(document: Document, totals: Totals) -> str:
+    dtypes = seconds_by_dtype(document["trace"]["rows"] if document["trace"] else [])
+    total = sum(dtypes.values()) or 1.0
+    parts = [
+        f"{share(s / total)} {'on integers' if d == 'other' else f'in {d}'}"
+        for d, s in dtypes.items()
+        if s / total >= 0.005
+    ]
+    if not parts:
+        return "No operation that was traced took any time."
+    where = _traced(document, totals["steps"])
+    return f"{where}, operations spent their time, casts apart, like this: {joined(parts)}."
+
+
+def _traced(document: Document, steps: int) -> str:
+    """Which steps were traced: "In 3 steps that were traced"."""
+    traced = document["run"]["traced"]
+    goes_on = traced is not None and traced[1] > document["run"]["steps"]
+    if not steps:
+        return "In what was traced, which is no whole step"
+    said = f"In {plural(steps, 'step')} that {be(steps)} traced"
+    return f"{said}, and in what followed" if goes_on else said
+
+
 def _casts(totals: Totals) -> str:
+    casts, cached = totals["casts"], totals["cached"]
     return (
-        f"Casts took {share(_part_of_casts(totals))} of the time ({duration(totals['cast_seconds'])}): "
-        f"{count(totals['casts'])} casts wrote {size(totals['cast_bytes'])}, and "
-        f"{count(totals['cached'])} were saved by the cache."
+        f"Casts took {share(part_of_casts(totals))} of the traced time ({duration(totals['cast_seconds'])}): "
+        f"{plural(casts, 'cast')} wrote {size(totals['cast_bytes'])}, and "
+        f"{count(cached)} {be(cached)} saved by copies that were kept."
     )
 
 
@@ -169,9 +213,9 @@ def _ending(document: Document) -> Iterator[str]:
     run = document["run"]
     after = f"after {plural(run['steps'], 'step')} and {duration(run['seconds'])}"
     if run["ended"] == "exception":
-        yield f"The run ended {after} with this: {_sentence(run['message'] or 'an exception')}"
+        yield f"The run ended {after} with this: {sentence(run['message'] or 'an exception')}"
     elif run["ended"] == "interrupted":
-        yield f"The run was interrupted {after}: what follows is about a part of it."
+        yield f"The run was interrupted {after}: this report is about that part of it."
     elif _failed(document):
         yield f"The run ended with exit code {run['code']}, {after}."
 
@@ -180,13 +224,13 @@ def _lost_steps(document: Document) -> Iterator[str]:
     skipped, first = lost(document), offender(document)
     steps = [step["step"] for step in document["steps"] if step["skipped"]]
     if skipped:
+        part = share(skipped / max(document["run"]["steps"], 1))
         yield (
-            f"{_of_steps(document)} skipped "
-            f"({share(skipped / max(document['run']['steps'], 1))}), as gradients were not finite"
+            f"{of_steps(document, skipped)} {be(skipped)} skipped ({part}), as gradients were not finite"
             + (f"; the first at step {steps[0]}." if steps else ".")
         )
     if first:
-        yield _sentence(first["message"])
+        yield sentence(first["message"])
 
 
 _NO_LOWER_SCALE = {
@@ -208,153 +252,85 @@ def rules_without_effect(document: Document) -> Iterator[str]:
     """The rules for modules that did nothing."""
     rules = document["run"].get("module_rules")
     for problem in rules["problems"][:_MOST] if rules else []:
-        yield _sentence(problem[0].upper() + problem[1:])
+        yield sentence(problem[0].upper() + problem[1:])
+
+
+def _losses(document: Document) -> Iterator[str]:
+    if nonfinite_losses(document):
+        yield f"{_nonfinite(document)}; these steps were not skipped, and may have written it into the parameters."
+
+
+def _nonfinite(document: Document) -> str:
+    first = document["run"].get("first_nonfinite_loss")
+    said = f"The loss was infinite or NaN in {of_steps(document, nonfinite_losses(document))}"
+    return said if first is None else f"{said}, first in step {first}"
 
 
 def _told(document: Document) -> Iterator[str]:
-    """Findings about numbers that no other sentence here tells."""
+    """Findings about numbers, and of unknown cost, that no other sentence here tells."""
     first = offender(document)
     untold = [
         each
         for each in all_findings(document)
-        if (_is_numeric(each) and not (first and each["where"]["module"] == module_of(first)))
-        or _weight(each) == 0
+        if (is_numeric(each) and not (first and each["where"]["module"] == module_of(first)))
+        or (not is_numeric(each) and each["cost"]["share"] is each["cost"]["seconds"] is None)
     ]
-    yield from (_sentence(each["title"]) for each in untold[:_MOST])
+    yield from (sentence(each["title"]) for each in untold[:_MOST])
 
 
 def _dear_casts(document: Document) -> Iterator[str]:
-    if _dear_part(document):
-        yield "Operations may be too small for 16 bits to pay: casts took much of the traced time."
+    dear = dear_part(document)
+    if dear:
+        yield f"Operations may be too small for 16 bits to pay: casts took {share(dear)} of the traced time."
 
 
-def _dear_part(document: Document) -> float:
-    """The part of the time that casts took, where it is so much that float32 may be faster; else 0."""
-    part = _part_of_casts(document["trace"]["totals"]) if document["trace"] else 0.0
-    return part if part >= _DEAR else 0.0
-
-
-def _part_of_casts(totals: Totals) -> float:
-    return totals["cast_seconds"] / totals["seconds"] if totals["seconds"] else 0.0
-
-
-def _costly(document: Document) -> list[Finding]:
-    """Findings that cost a part of the time worth a sentence."""
+def _costly(document: Document) -> list[Remedy]:
+    """What would mend a cost that is worth a sentence."""
     return [
         each
-        for each in all_findings(document)
-        if not _is_numeric(each) and _weight(each) > 0
-        if each["cost"]["share"] is None or each["cost"]["share"] >= _TELLING
+        for each in remedies(document)
+        if not is_numeric(each.worst) and (each.cost["seconds"] or each.cost["share"])
+        if each.is_telling
     ]
 
 
-def _cost(finding: Finding) -> str:
-    return f"{_sentence(finding['title'])[:-1]} ({cost_words(finding)})."
-
-
-def cost_words(finding: Finding) -> str:
-    """What a finding costs: "3.4% of the time, 20 ms, 1.0 MiB"; empty where nothing is known."""
-    cost, parts = finding["cost"], []
-    if cost["share"] is not None:
-        parts.append(f"{share(cost['share'])} of the time")
-    if cost["seconds"] is not None:
-        parts.append(duration(cost["seconds"]))
-    if cost["bytes"]:
-        parts.append(size(cost["bytes"]))
-    return ", ".join(parts)
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-# --- what to do ---
-
-
-def _advice(document: Document, costs: list[Finding]) -> Advice | None:
-    numeric = [each for each in all_findings(document) if _is_numeric(each)]
-    first, skipped = offender(document), lost(document)
-    if numeric:
-        gain = _steps_back(document) or cost_words(numeric[0])
-        return _from_finding(numeric[0], gain or "numbers that are not lost")
-    if first:
-        gain = _steps_back(document) or "numbers that stay finite"
-        return _from_finding(overflow(document, first), gain)
-    if skipped and document["health"] is None:
-        return {
-            "text": "Run it once more with `--health`: the report then names what overflows first.",
-            "gain": _steps_back(document),
-            "policy": None,
-        }
-    if costs:
-        return _from_finding(costs[0], cost_words(costs[0]))
-    dear = _dear_part(document)
-    if dear:
-        return {
-            "text": "Compare its time with float32's, and with that of weights which are held between regions: "
-            "`precast.attach(model, optimizer=optimizer)`.",
-            "gain": f"at most {share(dear)} of the time",
-            "policy": None,
-        }
-    is_float32 = not (document["counts"] or _elsewhere(document) or _in_16_bits(document))
-    if document["run"]["steps"] and is_float32:
-        return _open_a_region(document["run"]["devices"])
-    return None
-
-
-def _open_a_region(devices: list[str]) -> Advice:
-    kind = next((each.split(":")[0] for each in devices if not each.startswith("cpu")), "cpu")
-    return {
-        "text": f'Compute the forward pass and the loss `with precast.autocast("{kind}")`, and backward outside.',
-        "gain": "memory, and time where this machine computes faster in 16 bits; precast doctor measures that",
-        "policy": None,
-    }
-
-
-def _in_16_bits(document: Document) -> bool:
-    rows = document["trace"]["rows"] if document["trace"] else []
-    return not {"float16", "bfloat16"}.isdisjoint(seconds_by_dtype(rows))
-
-
-def _from_finding(finding: Finding, gain: str) -> Advice:
-    return {"text": _sentence(finding["suggestion"]), "gain": gain, "policy": finding["policy"]}
-
-
-def _steps_back(document: Document) -> str:
-    skipped, steps = lost(document), document["run"]["steps"]
-    return f"{plural(skipped, 'step')} of {count(steps)} that would not be lost" if skipped else ""
+def _cost(remedy: Remedy) -> str:
+    more = len(remedy.findings) - 1
+    also = f", and {plural(more, 'more place')} with the same remedy" if more else ""
+    return f"{sentence(remedy.worst['title'])[:-1]}{also} ({cost_words(remedy.cost)})."
 
 
 # --- what was not seen ---
 
 
-def _elsewhere(document: Document) -> int:
-    """How many steps ended in threads that were not watched."""
-    return document["run"].get("elsewhere", 0)
-
-
 def _notes(document: Document) -> Iterator[str]:
-    trace, steps = document["trace"], document["steps"]
+    trace, steps, run = document["trace"], document["steps"], document["run"]
     rules = document["run"].get("module_rules")
     if rules and rules["models"]:
         acted = [
             f"{plural(number, 'module')} of `{kind}`" for kind, number in rules["models"].items()
         ]
         yield f"The policy's rules for modules acted on {joined(acted)}."
-    if _elsewhere(document):
+    if elsewhere(document):
         yield (
-            f"{count(_elsewhere(document))} of {plural(document['run']['steps'], 'step')} ended in other threads than "
-            "the one that loaded PyTorch: of those no operation was counted or traced."
+            f"{of_steps(document, elsewhere(document))} ended in other threads than the one that loaded PyTorch: of "
+            "those no operation was counted or traced."
         )
-    if trace is None or not trace["rows"]:
-        yield "No operation was traced: `--steps 2:5` shows which ran in which dtype, and what casts cost."
-    else:
-        if trace["dropped"]:
-            yield f"{plural(trace['dropped'], 'call')} have no row of their own; the totals have them."
-        yield from (_sentence(note) for note in trace.get("notes", []))
+    if is_compiled(document) and not was_traced(document):
+        yield "In functions of `torch.compile` no operation is counted."
+    if not was_traced(document):
+        yield from _untraced(run["steps"] - elsewhere(document))
+    elif trace is not None:
+        yield from (sentence(note) for note in trace.get("notes", []))
     if document["health"] is None:
         yield "Numbers were not watched: `--health` shows ranges, underflow and overflow."
-    if steps and len(steps) < document["run"]["steps"]:
-        yield (
-            f"{count(len(steps))} of {plural(document['run']['steps'], 'step')} are shown, spread evenly."
-        )
+    if steps and len(steps) < run["steps"]:
+        yield f"Of {plural(run['steps'], 'step')} {count(len(steps))} are shown."
+
+
+def _untraced(steps: int) -> Iterator[str]:
+    if steps > 0:
+        which = f"0:{min(steps, 3)}" if steps <= 2 else "2:5"
+        yield f"No operation was traced: `--steps {which}` shows which ran in which dtype, and what casts cost."
+    else:
+        yield "No operation was traced: no step was seen in the thread that loaded PyTorch."

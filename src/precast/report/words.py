@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["count", "duration", "joined", "plural", "share", "shortened", "size"]
+__all__ = ["be", "count", "duration", "joined", "plural", "sentence", "share", "shortened", "size"]
 
 
 def share(part: float) -> str:
     """A part of one as per cent.
 
-    >>> share(0.4), share(0.034), share(0.0002), share(0), share(0.9999)
-    ('40%', '3.4%', 'under 0.1%', '0%', 'over 99.9%')
+    >>> share(0.4), share(0.034), share(0.0002), share(0), share(0.9999), share(0.997)
+    ('40%', '3.4%', 'under 0.1%', '0%', 'over 99.9%', '99.7%')
     """
     if 0 < part < 0.001:
         return "under 0.1%"
     if 0.999 < part < 1:
         return "over 99.9%"
-    digits = 1 if part < 0.1 and part * 100 % 1 else 0
+    digits = 1 if (part < 0.1 and part * 100 % 1) or 0.99 < part < 1 else 0
     return f"{100 * part:.{digits}f}%"
 
 
@@ -61,23 +61,46 @@ def count(number: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """A number and its noun.
+    """A number and its noun, which forms its plural with "s"; every count of things in a sentence is written by this.
 
-    >>> plural(1, "step"), plural(1200, "step")
-    ('1 step', '1,200 steps')
+    >>> plural(1, "step"), plural(1200, "step"), plural(0, "cast")
+    ('1 step', '1,200 steps', '0 casts')
     """
     return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
 
-def shortened(text: str, most: int = 140) -> str:
-    """The first sentence of a message, and no more than so many characters of it.
+def be(number: int) -> str:
+    """The verb for so many things.
 
-    >>> shortened("ValueError: no. Do this."), shortened("abcdef", 4)
-    ('ValueError: no.', 'abc…')
+    >>> be(1), be(2)
+    ('was', 'were')
     """
-    sentence = text.partition("\n")[0].partition(". ")
-    first = sentence[0] + sentence[1].strip()
-    return first if len(first) <= most else first[: most - 1] + "…"
+    return "was" if number == 1 else "were"
+
+
+def sentence(text: str) -> str:
+    """A text with a full stop, if it has no end of its own.
+
+    >>> sentence("It ends"), sentence("Does it?")
+    ('It ends.', 'Does it?')
+    """
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def shortened(text: str, most: int = 140) -> str:
+    """The first sentence of a message, and no more than so many characters of it; a name is left out or whole.
+
+    >>> shortened("ValueError: no. Do this."), shortened("abcdef", 4), shortened("see `a.b` and `c.d.e`", 18)
+    ('ValueError: no.', 'abc…', 'see `a.b` and …')
+    """
+    parts = text.partition("\n")[0].partition(". ")
+    first = parts[0] + parts[1].strip()
+    if len(first) > most:
+        first = first[: most - 1]
+        if first.count("`") % 2:
+            first = first[: first.rindex("`")]
+        first += "…"
+    return first.replace("`", "") if first.count("`") % 2 else first
 
 
 def joined(parts: Iterable[str]) -> str:

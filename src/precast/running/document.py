@@ -75,7 +75,10 @@ def _with(document: dict[str, Any], watch: Watch) -> dict[str, Any]:
         "policy": {"name": watch.policy.name, "fingerprint": watch.policy.fingerprint},
         "steps": history.count,
         "skipped": history.skipped,
+        "nonfinite_losses": history.nonfinite,
+        "first_nonfinite_loss": history.first_nonfinite,
         "elsewhere": watch.window.elsewhere,
+        "compiled": watch.compiles(),
         "traced": watch.window.traced,
         **watch.rules(),
     }

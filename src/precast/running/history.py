@@ -46,11 +46,15 @@ class History:
         limit: at most so many steps are kept, at least 2.
         count: steps there were.
         skipped: of those, skipped.
+        nonfinite: of the others, with a loss that was infinite or NaN.
+        first_nonfinite: the number of the first of these.
     """
 
     limit: int = 2000
     count: int = 0
     skipped: int = 0
+    nonfinite: int = 0
+    first_nonfinite: int | None = None
     first_skipped: Step | None = None
     _every: list[Step] = field(default_factory=list)
     _stride: int = 1
@@ -62,6 +66,11 @@ class History:
         """Takes in a step, whose numbers are known."""
         self.count += 1
         self._last = step
+        if step.loss is not None and not math.isfinite(step.loss) and not step.skipped:
+            self.nonfinite += 1
+            self.first_nonfinite = (
+                step.step if self.first_nonfinite is None else self.first_nonfinite
+            )
         if step.skipped:
             self.first_skipped = self.first_skipped or step
             if self.skipped % self._skip_stride == 0:

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from precast.report.verdict import beyond_scale, lost, rules_without_effect, verdict
+from precast.report.evidence import lost
+from precast.report.verdict import beyond_scale, rules_without_effect, verdict
 from precast.report.words import count, duration, plural
 
 if TYPE_CHECKING:

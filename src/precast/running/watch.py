@@ -85,6 +85,10 @@ class Watch:
         rules = self._installed.rules
         return {"module_rules": {"models": rules.models, "problems": list(rules.problems)}}
 
+    def compiles(self) -> bool:
+        """Whether `torch.compile` has compiled something: in it nothing is counted."""
+        return _torch.has_compiled()
+
     def health(self) -> dict[str, Any] | None:
         """What the monitor saw, as plain values."""
         return None if self._monitor is None else self._monitor.as_dict()

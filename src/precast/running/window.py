@@ -34,6 +34,7 @@ class Window:
         self._full: Trace | None = None
         self._is_open = False
         self._last = 0
+        self._steps = 0
         self._thread = 0
         self.elsewhere = 0
         """How many steps have ended in other threads."""
@@ -50,10 +51,12 @@ class Window:
         if threading.get_ident() != self._thread:
             self.elsewhere += step > 0
             return
+        if self._is_open and step:
+            self._steps += 1
         if step in {0, self._end}:
             self._close()
         if step == 0:
-            self._full = None
+            self._full, self._steps = None, 0
         if step == self._begin:
             self._full = trace(self._model())
             self._full.__enter__()
@@ -77,8 +80,11 @@ class Window:
         return [dataclasses.asdict(count) for count in self._counter.data.counts]
 
     def as_dict(self) -> dict[str, Any] | None:
-        """The full trace, as plain values."""
-        return None if self._full is None else self._full.data.as_dict()
+        """The full trace, as plain values; its steps are the run's, skipped ones too: a trace counts optimizers'."""
+        if self._full is None:
+            return None
+        plain = self._full.data.as_dict()
+        return {**plain, "totals": {**plain["totals"], "steps": self._steps}}
 
     def _close(self) -> None:
         if self._full is not None and self._is_open:

@@ -66,7 +66,6 @@ class Link:
     island: Any = None
     """The float32 island that they come out of."""
     depth: int = 0
-    saved: bool = False
 
 
 class _Ref(weakref.ref[Any]):
@@ -116,10 +115,9 @@ class Lineage:
         self._links[ref.key] = ref, link
 
     def alive(self, step: int) -> Iterator[Link]:
-        """What forward made in a step and is still there, each once."""
+        """What forward made in a step and is still there."""
         for _, link in list(self._links.values()):
-            if link.step == step and link.phase == "forward" and not link.saved:
-                link.saved = True
+            if link.step == step and link.phase == "forward":
                 yield link
 
 

@@ -93,7 +93,7 @@ class Recorder:
         self.counts = counts
         self.tally = Tally()
         self.totals = self.tally.totals
-        self.saved: defaultdict[str, int] = defaultdict(int)
+        self.saved: dict[str, int] = {}
         self.facts = Facts()
         self.lineage = Lineage()
         self._reasons = Reasons()
@@ -356,9 +356,12 @@ class Recorder:
         return self._nodes.get(number) or self._nodes_before.get(number)
 
     def _count_saved(self) -> None:
-        """Backward begins: what forward made and is still there is there for it."""
+        """Backward begins: what forward made and is still there is there for it; of all such moments the fullest."""
+        there: defaultdict[str, int] = defaultdict(int)
         for link in self.lineage.alive(self.totals.steps):
-            self.saved[str(link.dtype).removeprefix("torch.")] += link.bytes
+            there[str(link.dtype).removeprefix("torch.")] += link.bytes
+        if sum(there.values()) > sum(self.saved.values()):
+            self.saved = dict(there)
 
     def _link(
         self, tensor: Tensor, decided: Decided, place: Place, inputs: _Texts, parent: Link | None

@@ -205,7 +205,7 @@ class Traced:
     totals: Totals = field(default_factory=Totals)
     flow: list[Flow] = field(default_factory=list)
     saved: dict[str, int] = field(default_factory=dict)
-    """Dtype -> bytes of activations that were kept for backward."""
+    """Dtype -> bytes that forward had made and that were there when backward began: of the pass with the most."""
     modules: list[Module] = field(default_factory=list)
     dropped: int = 0
     """Calls that have no row, as there were too many kinds; the totals have them."""

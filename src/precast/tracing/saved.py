@@ -56,7 +56,7 @@ class SavedTrace(Displayed):
 
     @property
     def saved(self) -> dict[str, int]:
-        """Dtype -> bytes that forward had made and that were there when backward began, over all steps."""
+        """Dtype -> bytes that forward had made and that were there when backward began: of the pass with the most."""
         return self.data.saved
 
     @property

@@ -1,6 +1,8 @@
 // The charts, drawn by Plotly. It reads text as a little HTML, so names are escaped before it gets them.
 
-const FORMATS = { // binary exponents: smallest subnormal, smallest normal, largest
+// Binary exponents: smallest subnormal, smallest normal, largest. A count at e is of magnitudes above 2**e and up to
+// 2**(e + 1), and half of the smallest subnormal is what still rounds up to it: so zero begins below one less.
+const FORMATS = {
   float16: [-24, -14, 15], bfloat16: [-133, -126, 127], float8_e4m3fn: [-9, -6, 8], float8_e5m2: [-16, -14, 15],
 };
 const MOST = 60; // modules in the heat map at once
@@ -89,7 +91,7 @@ function lastKnown(steps, step, key) {
 }
 
 function blame(step) {
-  if (step.first) return `${step.first.name}: ${step.first.what}`;
+  if (step.first) return `${step.first.name || "the model"}: ${step.first.what}`;
   return few(step.names) || "not finite";
 }
 
@@ -121,7 +123,7 @@ function drawExponents(host, watched, format) {
     const total = counts.reduce((a, b) => a + b, 0) || 1;
     return x.map((exponent) => (counts[exponent - begin] ?? 0) / total);
   });
-  const lines = FORMATS[format].flatMap((exponent, place) => windowLine(place === 2 ? exponent + 0.5 : exponent - 0.5, place));
+  const lines = FORMATS[format].flatMap((exponent, place) => windowLine(edge(exponent, place), place));
   const names = shown.map(({ name }) => plain(short(name)));
   const height = 15 * shown.length + 200;
   const split = 1 - 90 / (height - 70);
@@ -140,19 +142,24 @@ function drawExponents(host, watched, format) {
   return shown.length;
 }
 
+function edge(exponent, place) { // between which two columns a format's limit is
+  return exponent + [-1.5, -0.5, 0.5][place];
+}
+
 function windowLine(at, place) {
   return [{ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1,
     line: { color: css("bad"), width: 1.5, dash: place ? "solid" : "dot" } }];
 }
 
 function windows(chosen) {
-  return Object.entries(FORMATS).flatMap(([name, [subnormal, normal, largest]]) => {
+  return Object.entries(FORMATS).flatMap(([name, limits]) => {
+    const [subnormal, normal, largest] = limits.map(edge);
     const common = { type: "scatter", mode: "lines", yaxis: "y2", opacity: name === chosen ? 1 : 0.55,
       hovertemplate: `${name}: %{text}<extra></extra>` };
     return [
-      { ...common, x: [subnormal - 0.5, normal - 0.5], y: [name, name], text: ["subnormal", "subnormal"],
+      { ...common, x: [subnormal, normal], y: [name, name], text: ["subnormal", "subnormal"],
         line: { color: colour(name), width: 3 } },
-      { ...common, x: [normal - 0.5, largest + 0.5], y: [name, name], text: ["normal", "normal"],
+      { ...common, x: [normal, largest], y: [name, name], text: ["normal", "normal"],
         line: { color: colour(name), width: 10 } },
     ];
   });
@@ -161,7 +168,7 @@ function windows(chosen) {
 function worstFirst(watched, format) {
   const [least, , most] = FORMATS[format];
   const outside = ({ counts, low }) => counts.reduce((sum, count, k) => (
-    sum + (low + k < least || low + k > most ? count : 0)), 0);
+    sum + (low + k < least - 1 || low + k > most ? count : 0)), 0);
   return watched.map((each, place) => ({ ...each, place, lost: outside(each) })).sort((a, b) => b.lost - a.lost || a.place - b.place);
 }
 

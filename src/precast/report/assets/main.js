@@ -16,8 +16,9 @@ function show() {
   document.querySelectorAll(".part").forEach((part) => { part.hidden = Number(part.dataset.part) !== chosen; });
   const { trace, steps, counts } = here();
   section("time", steps.some((step) => step.loss !== null || step.scale !== null));
-  section("modules", trace);
+  section("modules", trace?.rows.length);
   section("exponents", here().health?.modules.length);
+  find("#exponents .empty").textContent = here().health ? "No step was counted." : "Numbers were not watched.";
   section("casts", trace?.flow.length);
   skippedTable(steps.filter((step) => step.skipped));
   rowsTable(trace?.rows ?? []);
@@ -48,14 +49,14 @@ const amount = (title, key, show, more = {}) => ({ title, number: true, value: (
 
 function rowsTable(rows) {
   new Table(tableAt("rows"), {
-    caption: "Operations that were traced: one row for each place, operation and dtypes", rows, sort: 8,
+    caption: "Operations that were traced: one row for each place, operation and dtypes", rows, sort: 8, empty: "No operation was traced.",
     columns: [text("Operation", "op"), { ...text("Module", "module", { name: true }), show: (row) => row.module || (row.module === null ? "-" : "the model") },
       text("Phase", "phase", { wide: true, word: true }), dtypes("Inputs", "inputs"), dtypes("Output", "output"),
       text("Rule", "rule", { wide: true, word: true }), amount("Calls", "calls", number, { wide: true }), amount("Casts", "casts", number, { wide: true }),
       amount("Time", "seconds", duration), amount("Time of casts", "cast_seconds", duration, { wide: true }),
       text("Source", "source", { wide: true })],
     search: (row) => [row.op, row.module, row.phase, ...row.inputs, ...row.output, row.rule, row.reason, row.source, row.region, row.module_rule],
-    detail: (row) => [["Reason", row.reason], ["Source", row.source], ["Region opened at", row.region], ["Rule for modules", row.module_rule],
+    detail: (row) => [["Reason", row.reason && marked(row.reason)], ["Source", row.source], ["Region opened at", row.region], ["Rule for modules", row.module_rule],
       ["Phase", row.phase], ["Inputs", row.inputs.join(", ")], ["Output", row.output.join(", ")], ["Device", row.device ?? null],
       ["Calls", number(row.calls)], ["Casts", `${number(row.casts)} (${size(row.cast_bytes)}, ${duration(row.cast_seconds)})`],
       ["Casts that the cache saved", number(row.cached)]],
@@ -68,29 +69,42 @@ function dtypes(title, key) {
 
 function countsTable(rows) {
   new Table(tableAt("counts"), {
-    caption: "Calls of operations with a rule, and casts made for them, in the whole run", rows, sort: 3,
+    caption: `Calls of operations with a rule, and casts made for them, in the whole run${uncounted()}`, rows, sort: 3,
+    empty: `No operation with a rule was counted${uncounted()}.`,
     columns: [text("Operation", "op"), text("Device", "device"), text("Rule", "rule"), amount("Calls", "calls", number),
       amount("Casts", "casts", number)],
     search: (row) => [row.op, row.device, row.rule],
   });
 }
 
+function uncounted() { // what the counts leave out
+  const { elsewhere, compiled } = here().run;
+  const parts = [elsewhere ? `steps in other threads (${number(elsewhere)})` : null, compiled ? "functions of torch.compile" : null];
+  return parts.some(Boolean) ? `, without ${parts.filter(Boolean).join(" and ")}` : "";
+}
+
 function skippedTable(rows) {
+  const all = here().run.skipped ?? rows.length;
   new Table(tableAt("skipped"), {
-    caption: "Steps that were skipped, as gradients were not finite", rows,
+    caption: `Steps that were skipped, as gradients were not finite${all > rows.length ? `: ${number(rows.length)} of ${number(all)}` : ""}`, rows,
+    empty: all ? `${number(all)} were skipped; none of them was kept.` : "No step was skipped.",
     columns: [amount("Step", "step", number), amount("Scale", "scale", scientific),
-      { title: "First that was not finite", name: true, value: (row) => row.first?.name, show: (row) => row.first?.name ?? "-" },
+      { title: "First that was not finite", name: true, value: (row) => row.first?.name, show: (row) => (row.first ? row.first.name || "the model" : "-") },
       { title: "Parameters", wide: true, value: (row) => row.names.length, show: (row) => few(row.names) || "-" }],
     search: (row) => [row.step, row.first?.name, ...row.names],
-    detail: (row) => [["What", row.first?.message ?? null], ...(row.first?.inputs ?? []).map((input, place) => [
-      input.of ?? `Input ${place + 1}`, `${input.dtype}, from ${scientific(input.minimum)} to ${scientific(input.maximum)}, root mean square `
-      + `${scientific(input.rms)}, ${number(input.nonfinite)} not finite`]), ["Parameters", row.names.join(", ")]],
+    detail: (row) => [["What", row.first && marked(row.first.message)], ...(row.first?.inputs ?? []).map((input, place) => [
+      input.of ? marked(input.of) : `Input ${place + 1}`, range(input)]), ["Parameters", row.names.join(", ")]],
   });
+}
+
+function range({ dtype, minimum, maximum, rms, nonfinite }) { // of a tensor, as far as it is known
+  const ends = nonfinite ? "not finite" : `from ${scientific(minimum)} to ${scientific(maximum)}`;
+  return `${dtype}, ${ends}${rms == null ? "" : `, root mean square ${scientific(rms)}`}`;
 }
 
 function flowTable(rows) {
   new Table(tableAt("flow"), {
-    caption: "Casts between dtypes in the steps that were traced", rows, sort: 2,
+    caption: "Casts between dtypes in what was traced", rows, sort: 2, empty: "No cast was traced.",
     columns: [{ ...text("From", "from"), show: (row) => chip(row.from) }, { ...text("To", "to"), show: (row) => chip(row.to) },
       amount("Casts", "casts", number), amount("Bytes", "bytes", size), amount("Time", "seconds", duration, { wide: true })],
   });
@@ -101,7 +115,7 @@ function ranksTable() {
     caption: "The processes of this run", rows: data.parts.map((part) => part.numbers), sort: 0, descending: false,
     columns: [amount("Rank", "rank", number), text("Ended", "ended", { wide: true }), amount("Steps", "steps", number, { wide: true }),
       amount("Skipped", "skipped", number), amount("Time", "seconds", duration), amount("In 16 bits", "lower", share, { wide: true }),
-      amount("On casts", "casting", share, { wide: true }), text("First that was not finite", "first")],
+      amount("On casts", "casting", share, { wide: true }), { ...text("First that was not finite", "first"), show: (row) => (row.first ? marked(row.first) : "-") }],
     search: (row) => [row.rank, row.ended, row.first],
   });
 }
@@ -145,9 +159,10 @@ function showHealth() {
 
 function atStep(module, place, format) {
   const elements = module.elements[place] || 1;
+  const hasFinite = module.overflow[place] + module.nan[place] < elements; // else there is no largest number
   const part = (key) => module[key][place] / elements;
   return { name: module.name, module, counts: module.histogram.counts[place], low: module.histogram.low,
-    maximum: module.maximum[place], rms: module.rms[place], underflow: module.underflow_known?.[place] === false || module.underflow_zeros[place] === null ? null : part("underflow_zeros"), subnormal: part("subnormal"),
+    maximum: hasFinite ? module.maximum[place] : null, rms: hasFinite ? module.rms[place] : null, underflow: module.underflow_known?.[place] === false || module.underflow_zeros[place] === null ? null : part("underflow_zeros"), subnormal: part("subnormal"),
     overflow: part("overflow"), saturated: part("saturated"), nan: part("nan"), zeros: part("zeros"), what: module.what_if[format] };
 }
 
@@ -155,16 +170,16 @@ function healthTable(rows) {
   const what = (title, pick, show) => ({ title, number: true, wide: true, value: (row) => row.what && pick(row.what),
     show: (row) => show(row.what ? pick(row.what) : null) });
   return new Table(tableAt("health"), {
-    caption: "What was watched at this step; the last four columns say what the chosen format would make of it", rows, sort: null,
-    columns: [text("Module", "name", { name: true }), amount("Largest", "maximum", scientific, { wide: true }), amount("RMS", "rms", scientific, { wide: true }),
+    caption: "What was watched at this step; the last four columns are of all watched steps: "
+      + "what the format that is chosen would make of these numbers", rows, sort: null,
+    columns: [text("Module", "name", { name: true }), amount("Largest finite", "maximum", scientific, { wide: true }), amount("RMS", "rms", scientific, { wide: true }),
       amount("Underflow", "underflow", share), amount("Subnormal", "subnormal", share, { wide: true }), amount("Overflow", "overflow", share),
-      amount("NaN", "nan", share, { wide: true }), what("If: underflow", (each) => each.underflow, share),
-      what("If: overflow", (each) => each.overflow, share), what("Best scale", (each) => each.best_scale, power),
+      amount("NaN", "nan", share, { wide: true }), what("In format: underflow", (each) => each.underflow, share),
+      what("In format: overflow", (each) => each.overflow, share), what("Best scale", (each) => each.best_scale, power),
       what("Underflow with it", (each) => each.with_best?.underflow, share)],
-    search: (row) => [row.name],
-    detail: (row) => [["Largest", scientific(row.maximum)], ["Zeros", share(row.zeros)], ["Subnormal", share(row.subnormal)], ["Saturated", share(row.saturated)],
+    detail: (row) => [["Largest that is finite", scientific(row.maximum)], ["Zeros", share(row.zeros)], ["Subnormal", share(row.subnormal)], ["Saturated", share(row.saturated)],
       ["NaN", share(row.nan)], ["Root mean square", scientific(row.rms)],
-      ...Object.entries(row.module.what_if).map(([format, each]) => [`In ${format}`, `underflow ${share(each.underflow)}, subnormal `
+      ...Object.entries(row.module.what_if).map(([format, each]) => [`In ${format}, all watched steps`, `underflow ${share(each.underflow)}, subnormal `
         + `${share(each.subnormal)}, overflow ${share(each.overflow)}; best scale ${power(each.best_scale)}, with it underflow `
         + `${share(each.with_best?.underflow)}, overflow ${share(each.with_best?.overflow)}`])],
   });

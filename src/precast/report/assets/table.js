@@ -18,7 +18,12 @@ function classes(column) {
 
 // columns: {title, value(row), show(row) -> text or node; number, wide (not on phones), name (long), word (never broken)}; detail(row) -> [[name, text]] or null
 class Table {
-  constructor(host, { caption, columns, rows, sort = null, descending = true, detail = null, search = null }) {
+  // empty: what is said in its place where there is no row
+  constructor(host, { caption, columns, rows, sort = null, descending = true, detail = null, search = null, empty = null }) {
+    if (empty !== null && !rows.length) {
+      host.replaceChildren(element("p", { class: "soft" }, empty));
+      return;
+    }
     Object.assign(this, { host, caption, columns, rows, sort, descending, detail, search });
     this.page = 0;
     this.words = "";
@@ -99,15 +104,18 @@ class Table {
     this.page = Math.min(this.page, last);
     const begin = this.page * PAGE;
     const shown = rows.slice(begin, begin + PAGE);
-    this.body.replaceChildren(...shown.map((row) => this.line(row)));
+    this.body.replaceChildren(...(shown.length ? shown.map((row) => this.line(row)) : [this.nothing()]));
     this.heads.forEach((head, place) => head.setAttribute("aria-sort",
       place !== this.sort ? "none" : this.descending ? "descending" : "ascending"));
     this.count.textContent = `${number(rows.length)} of ${number(this.rows.length)}`;
-    this.place.textContent = rows.length ? `${number(begin + 1)} to ${number(begin + shown.length)} of ${number(rows.length)}`
-      : "nothing fits";
-    this.pages.hidden = last === 0 && rows.length > 0;
+    this.place.textContent = `${number(begin + 1)} to ${number(begin + shown.length)} of ${number(rows.length)}`;
+    this.pages.hidden = last === 0;
     this.back.disabled = this.page === 0;
     this.next.disabled = this.page === last;
+  }
+
+  nothing() {
+    return element("tr", {}, element("td", { class: "soft", colspan: this.columns.length }, "Nothing fits."));
   }
 
   line(row) {

@@ -14,7 +14,7 @@ function number(value) {
 }
 
 function scientific(value) {
-  if (value == null) return "not finite";
+  if (value == null) return "-";
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return number(value);
   if (value === 0 || (Math.abs(value) >= 0.001 && Math.abs(value) < 100000)) return String(+value.toPrecision(4));
   return value.toExponential(2);
@@ -37,8 +37,9 @@ function size(bytes) {
 
 function share(part) {
   if (part == null) return "-";
-  if (part > 0 && part < 0.0005) return "under 0.1%";
-  return `${(part * 100).toFixed(part < 0.1 && part > 0 ? 1 : 0)}%`;
+  if (part > 0 && part < 0.001) return "under 0.1%";
+  if (part > 0.999 && part < 1) return "over 99.9%";
+  return `${(part * 100).toFixed((part < 0.1 && part > 0) || (part > 0.99 && part < 1) ? 1 : 0)}%`;
 }
 
 function power(value) {
@@ -54,6 +55,12 @@ function chip(dtype) {
 function chips(dtypes) {
   const made = element("span");
   dtypes.forEach((dtype, place) => made.append(place ? " " : "", chip(dtype)));
+  return made;
+}
+
+function marked(text) { // what stands between backticks as code
+  const made = element("span");
+  text.split(/`([^`]+)`/).forEach((part, place) => made.append(place % 2 ? element("code", {}, part) : part));
   return made;
 }
 
