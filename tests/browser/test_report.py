@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from precast import report
 from tests.browser.conftest import prefers, resize, wait
@@ -154,7 +155,8 @@ def test_a_search_wants_all_words_and_says_how_many_rows_it_found(opened: Opened
     status = "document.querySelector('[data-table=rows] [role=status]').textContent"
     assert ask(browser, status) == f"1 of {len(made['trace']['rows'])}"
     put(browser, "[data-table=rows] input", "nowhere to be found")
-    assert column(browser, "rows", "Module") == []
+    rows = "[...document.querySelectorAll('[data-table=rows] tbody td')].map((cell) => cell.textContent)"
+    assert ask(browser, rows) == ["Nothing fits."]
 
 
 def test_a_title_sorts_and_sorts_back(opened: Opened) -> None:
@@ -224,6 +226,17 @@ def test_the_slider_shows_another_step_by_keyboard(opened: Opened) -> None:
     assert heat(browser) != last
 
 
+def limits(dtype: torch.dtype) -> list[float]:
+    """Between which columns numbers become zero, normal and infinite, by PyTorch's casts of the middle of each."""
+    at = {
+        e: float(torch.tensor(1.5 * 2.0**e, dtype=torch.float64).to(dtype)) for e in range(-60, 60)
+    }
+    zero = max(e for e, number in at.items() if number == 0)
+    normal = min(e for e in at if 1.5 * 2.0**e >= torch.finfo(dtype).smallest_normal)
+    finite = max(e for e in at if 1.5 * 2.0**e <= torch.finfo(dtype).max)
+    return [zero + 0.5, normal - 0.5, finite + 0.5]
+
+
 def test_the_heat_map_shows_the_shares_of_the_document(opened: Opened) -> None:
     made = document(layers=1)
     browser = opened(made)
@@ -238,12 +251,12 @@ def test_the_heat_map_shows_the_shares_of_the_document(opened: Opened) -> None:
     lines = ask(
         browser, "document.querySelector('[data-chart=exponents]').layout.shapes.map((s) => s.x0)"
     )
-    assert lines == [-24.5, -14.5, 15.5]
+    assert lines == limits(torch.float16)
     put(browser, "#format", "float8_e4m3fn")
     lines = ask(
         browser, "document.querySelector('[data-chart=exponents]').layout.shapes.map((s) => s.x0)"
     )
-    assert lines == [-9.5, -6.5, 8.5]
+    assert lines == limits(torch.float8_e4m3fn)
 
 
 def test_skipped_steps_are_marked_and_the_offender_is_named(opened: Opened) -> None:
@@ -254,6 +267,51 @@ def test_skipped_steps_are_marked_and_the_offender_is_named(opened: Opened) -> N
     assert ask(browser, f"{chart}.data[1].x") == skipped
     assert "decoder.10.mlp.down: inf" in ask(browser, f"{chart}.layout.annotations[0].text")
     assert column(browser, "skipped", "First that was not finite") == ["decoder.10.mlp.down"] * 3
+
+
+def test_what_is_not_there_is_said_in_words(opened: Opened) -> None:
+    """No titles without rows, no buttons to turn the pages of nothing."""
+    browser = opened(document(overflow_at=None))
+    table = "document.querySelector('[data-table={}]').textContent"
+    assert ask(browser, table.format("skipped")) == "No step was skipped."
+    opened(flat())
+    assert ask(browser, table.format("rows")) == "No operation was traced."
+    assert ask(browser, table.format("counts")) == "No operation with a rule was counted."
+    shown = "document.querySelector('main').innerText"
+    for riddle in ("Previous", "nothing fits", "Nothing fits"):
+        assert riddle not in ask(browser, shown)
+
+
+def test_what_is_not_known_of_an_offender_is_not_called_infinite(opened: Opened) -> None:
+    made: Any = document(layers=2)
+    first = made["steps"][23]["first"]
+    given = {"of": "the output of `a`", "dtype": "float16", "rms": None}
+    first["message"] = "In step 23 the output of `a.b` was the first to be infinite."
+    first["inputs"] = [
+        given | {"minimum": -2.0, "maximum": 3.0, "nonfinite": 0},
+        given | {"minimum": None, "maximum": None, "nonfinite": 1},
+    ]
+    browser = opened(made)
+    browser.find_element("css selector", "[data-table=skipped] tbody button").click()
+    text = browser.find_element("css selector", "[data-table=skipped] .detail").text
+    assert "`" not in text
+    assert "float16, from -2 to 3\n" in text
+    assert text.count("not finite") == 1
+    assert "root mean square" not in text
+    assert "1 not finite" not in text
+
+
+def test_what_is_of_the_step_and_what_of_the_run_is_said(opened: Opened) -> None:
+    made: Any = document(layers=1)
+    for tensor in made["health"]["modules"]:
+        tensor["nan"][-1] = tensor["elements"][-1]
+        tensor["maximum"][-1] = tensor["rms"][-1] = 0.0
+    browser = opened(made)
+    assert set(column(browser, "health", "Largest finite")) == {"-"}
+    caption = browser.find_element("css selector", "[data-table=health] caption").text
+    assert "the last four columns are of all watched steps" in caption
+    searches = browser.find_elements("css selector", "#exponents input[type=search]")
+    assert [each.is_displayed() for each in searches].count(True) == 1
 
 
 def test_the_flow_is_that_of_the_document(opened: Opened) -> None:
@@ -499,4 +557,4 @@ def test_the_verdict_needs_no_script(browser: Any, tmp_path: Path) -> None:
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
     assert "decoder.10.mlp.down" in text
-    assert "Expected gain: 3 steps" in text
+    assert "Expected gain: up to 3 of 60 steps" in text
