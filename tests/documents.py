@@ -68,6 +68,7 @@ def document(
             "devices": ["cpu"],
             "policy": {"name": "default", "fingerprint": "0123456789abcdef"},
             "steps": steps,
+            "module_rules": {"models": {}, "problems": []},
             "traced": [2, 5],
         },
         "steps": _steps(steps, first, draw),
