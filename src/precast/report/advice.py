@@ -85,7 +85,8 @@ def _lower(document: Document) -> Advice | None:
 def _open_a_region(devices: list[str]) -> Advice:
     kind = next((each.split(":")[0] for each in devices if not each.startswith("cpu")), "cpu")
     return {
-        "text": f'Compute the forward pass and the loss inside `with precast.autocast("{kind}"):`, and run backward outside.',
+        "text": f'Compute the forward pass and the loss inside `with precast.autocast("{kind}"):`, '
+        "and run backward outside.",
         "gain": _GAIN,
         "policy": None,
     }
