@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+OLD = '<!doctype html>\n<meta name="generator" content="precast">the old one'
 RUN = [str(Path(sys.executable).with_name("precast")), "run"]
 
 
@@ -142,6 +143,125 @@ def test_a_program_finds_what_python_gives_it(tmp_path: Path, arguments: tuple[s
     assert plain.code == 0, plain.stderr
     assert_alike(plain, run)
     assert run.document["run"]["command"] == list(arguments)
+
+
+STDIN = """
+import sys
+main = sys.modules["__main__"]
+print(sys.argv, sys.path[0] == "", sorted(vars(main)), main, main.__loader__, main.__spec__)
+print(sys.stdin.read() == "", main.__file__)
+class Thing: pass
+import inspect, pickle
+print(type(pickle.loads(pickle.dumps(Thing()))) is Thing)
+def fails(): inspect.getsource(Thing)
+fails()
+"""
+
+
+def test_a_program_is_read_from_stdin(tmp_path: Path) -> None:
+    results = []
+    for command in ([sys.executable], [*RUN, "--json", "out.json"]):
+        done = subprocess.run(
+            [*command, "-", "--lr", "1"],
+            check=False,
+            input=STDIN,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        document = tmp_path / "out.json"
+        told = json.loads(document.read_text()) if document.exists() else {}
+        results.append(Done(done.returncode, done.stdout, done.stderr, told, tmp_path))
+    assert_alike(*results)
+    assert results[1].document["run"]["command"] == ["-", "--lr", "1"]
+
+
+INTROSPECTION = '''
+"""Doc."""
+import dataclasses, doctest, inspect, pickle, sys, typing
+
+class Thing:
+    """A thing.
+
+    >>> Thing().x
+    1
+    """
+    x: "int" = 1
+
+@dataclasses.dataclass
+class Data:
+    a: "Thing"
+
+def function(n=1):
+    # comment
+    return lambda: n
+
+import __main__
+main = sys.modules["__main__"]
+print(main is __main__, vars(main) is globals(), repr(main), main.__spec__)
+print(inspect.getsource(Thing), inspect.getsource(function()), inspect.getsource(main) == open(__file__).read())
+print(inspect.getfile(main), inspect.getsourcefile(function), inspect.getmodule(Thing) is main)
+print(inspect.getmodule(sys._getframe()) is main, inspect.findsource(Data)[1])
+print(typing.get_type_hints(Data), pickle.dumps(Thing()), pickle.dumps(function), doctest.testmod())
+loader = main.__loader__
+print(type(loader), loader.name, loader.path, loader.get_source("__main__") == open(__file__).read())
+print(function.__code__.co_filename, function.__module__)
+'''
+
+
+@pytest.mark.parametrize("name", ["program.py", "inner/program.py", "program"])
+def test_a_program_that_looks_at_itself_sees_what_it_sees_alone(tmp_path: Path, name: str) -> None:
+    write(tmp_path, INTROSPECTION, name)
+    plain, run = both(tmp_path, name)
+    assert plain.code == 0, plain.stderr
+    assert_alike(plain, run)
+
+
+NAMES = [
+    "click",
+    "jinja2",
+    "rich",
+    "report",
+    "plotly",
+    "markupsafe",
+    "tomllib",
+    "textwrap",
+    "queue",
+]
+
+
+@pytest.mark.parametrize(
+    "command", [RUN, [sys.executable, "-m", "precast", "run"]], ids=["precast", "-m"]
+)
+@pytest.mark.parametrize("arguments", [("program.py",), ("-m", "program")], ids=" ".join)
+def test_modules_of_the_program_and_of_precast_may_have_one_name(
+    tmp_path: Path, command: list[str], arguments: tuple[str, ...]
+) -> None:
+    for name in NAMES:
+        write(tmp_path, f"print({name!r}, __name__); here = {name!r}", f"{name}.py")
+    write(tmp_path, "[rules", "no.toml")
+    lines = [f"import {name}; print({name}.here)" for name in NAMES]
+    write(
+        tmp_path, "\n".join([*lines, "import atexit; atexit.register(lambda: print(jinja2.here))"])
+    )
+    plain = ended(start([sys.executable, *arguments], tmp_path), tmp_path)
+    run = ended(start([*command, "--json", "out.json", *arguments], tmp_path), tmp_path)
+    assert plain.code == 0, plain.stderr
+    assert_alike(plain, run)
+    assert (tmp_path / "precast-report.html").stat().st_size > 100_000
+
+
+def test_precast_reads_a_policy_beside_a_tomllib_of_the_programs(tmp_path: Path) -> None:
+    write(tmp_path, "raise ImportError('not for precast')", "tomllib.py")
+    write(tmp_path, 'base = "torch"', "rules.toml")
+    write(
+        tmp_path,
+        "import torch\nwith torch.autocast('cpu'): torch.mm(torch.ones(1, 1), torch.ones(1, 1))",
+    )
+    command = [*RUN, "--policy", "rules.toml", "--json", "out.json", "program.py"]
+    run = ended(start(command, tmp_path), tmp_path)
+    assert run.code == 0, run.stderr
+    assert run.document["counts"][0]["op"] == "mm"
 
 
 # --- how it ends ---
@@ -372,6 +492,42 @@ def test_a_policy_that_cannot_be_read_ends_the_program_where_it_loads_torch(
     assert not (tmp_path / "precast-report.html").exists()
 
 
+@pytest.mark.parametrize("option", ["--json", "--report"])
+@pytest.mark.parametrize("name", ["program.py", "data.json", "page.html"])
+def test_a_file_that_precast_did_not_write_is_left_as_it_is(
+    tmp_path: Path, option: str, name: str
+) -> None:
+    write(tmp_path, "print('it ran')")
+    write(tmp_path, '{"lr": 1}', "data.json")
+    write(tmp_path, "<!doctype html>", "page.html")
+    before = (tmp_path / name).read_bytes()
+    done = ended(start([*RUN, option, name, "program.py"], tmp_path), tmp_path)
+    assert (done.code, done.stdout) == (2, "")
+    said = " ".join(done.stderr.split())
+    assert "there is a file that precast did not write, and it writes over none" in said
+    ended(start([*RUN, "--json", "run.json", "program.py"], tmp_path), tmp_path)
+    merging = [RUN[0], "report", "run.json", *(["-o", name] if option == "--report" else [])]
+    merging += ["--json", name] if option == "--json" else []
+    assert ended(start(merging, tmp_path), tmp_path).code == 1
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_a_file_that_the_program_writes_meanwhile_stays(tmp_path: Path) -> None:
+    command = [*RUN, "--json", "results.json", "program.py"]
+    write(tmp_path, "open('results.json', 'w').write('the results')")
+    run = ended(start(command, tmp_path, TMPDIR=str(tmp_path)), tmp_path)
+    assert run.code == 0
+    assert (tmp_path / "results.json").read_text() == "the results"
+    assert list(tmp_path.glob("precast-*/results.json"))
+
+
+def test_reports_are_written_over_reports(tmp_path: Path) -> None:
+    write(tmp_path, "print('it ran')")
+    for _ in range(2):
+        done = ended(start([*RUN, "--json", "a.json", "program.py"], tmp_path), tmp_path)
+        assert done.code == 0, done.stderr
+
+
 def test_a_folder_that_went_away_is_made_again(tmp_path: Path) -> None:
     write(tmp_path, "import shutil, os; shutil.rmtree('out'); os.chdir('/'); print('done')")
     done = ended(start([*RUN, "--report", "out/r.html", "program.py"], tmp_path), tmp_path)
@@ -411,7 +567,7 @@ def test_where_nothing_can_be_written_the_summary_is_printed(tmp_path: Path) -> 
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\nraise SystemExit(6)",
     )
-    (tmp_path / "precast-report.html").write_text("the old one")
+    (tmp_path / "precast-report.html").write_text(OLD)
     done = ended(start([*RUN, "program.py"], tmp_path), tmp_path)
     assert done.code == 6
     said = " ".join(line.strip() for line in done.ours)
@@ -419,4 +575,4 @@ def test_where_nothing_can_be_written_the_summary_is_printed(tmp_path: Path) -> 
     assert "File too large" in said
     assert "no other place" in said
     assert "exited after 0 steps" in said
-    assert (tmp_path / "precast-report.html").read_text() == "the old one"
+    assert (tmp_path / "precast-report.html").read_text() == OLD

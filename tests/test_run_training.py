@@ -329,7 +329,7 @@ def test_ranks_write_a_report_each_and_one_together(tmp_path: Path) -> None:
     )
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = [torchrun, "--standalone", "--nproc-per-node", "2", "-m", "precast", "run"]
-    (tmp_path / "r.rank1.json").write_text("of an older run")
+    (tmp_path / "r.rank1.json").write_text('{"schema":0,"precast":"older"}')
     report = ["--report", "r.html", "--json", "r.json", "program.py"]
     done = ended(start([*command, *report], tmp_path), tmp_path)
     assert done.code == 0, done.stderr

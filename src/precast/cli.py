@@ -88,6 +88,7 @@ def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
     with _usage_errors():
         chosen = settings.settings(task, **asked)
     _make(out)
+    _refuse_to_write_over(out / task)
     with _progress(f"{task}: float32 and {chosen.dtype}, in turns", chosen.steps) as advance:
         comparison = compare.compare(chosen, advance)
     paths = _write(comparison, out)
@@ -179,14 +180,25 @@ def _make(folder: Path) -> None:
         raise click.ClickException(f"cannot make the folder {folder}: {error}") from error
 
 
+def _refuse_to_write_over(name: Path) -> None:
+    """Before the training, too."""
+    from precast import files
+
+    for path in (name.with_suffix(".png"), name.with_suffix(".html")):
+        if files.is_not_ours(path):
+            raise click.UsageError(
+                f"cannot write {path}: {files.NOT_OURS}; name another folder with --out"
+            )
+
+
 def _write(comparison: Comparison, folder: Path) -> dict[str, str]:
     from precast import files
     from precast.demo import page, picture
 
     name = folder / comparison.settings.task
     paths = {"picture": name.with_suffix(".png"), "page": name.with_suffix(".html")}
-    files.replace(paths["picture"], picture.picture_png(comparison))
-    files.replace(paths["page"], page.page_html(comparison).encode())
+    files.replace_own(paths["picture"], picture.picture_png(comparison))
+    files.replace_own(paths["page"], page.page_html(comparison).encode())
     return {what: str(path) for what, path in paths.items()}
 
 

@@ -116,10 +116,12 @@ class OutputError(PrecastError, OSError):
     What was at the file's path before is unchanged.
     """
 
+    remedy = "Free some space, or name a file in a folder that you may write to"
+
     def __str__(self) -> str:
         return (
             f"cannot write {self.filename}: {self.strerror}; what was there before is unchanged. "
-            "Free some space, or name a file in a folder that you may write to"
+            f"{self.remedy}"
         )
 
 

@@ -2,18 +2,57 @@
 
 Invariants: what was at a path stays until its successor is complete and on the disk; a failure is one
 `OutputError` that says so, and leaves no temporary file. A process that is killed while it writes leaves the
-old file and, beside it, a hidden temporary one. A device or a pipe is written to, and stays what it is.
+old file and, beside it, a hidden temporary one. A device or a pipe is written to, and stays what it is. A report is
+never put in the place of a file that precast did not write.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
 
 from precast.errors import OutputError
 
-__all__ = ["is_no_file", "replace"]
+__all__ = ["NOT_OURS", "is_no_file", "is_not_ours", "replace", "replace_own"]
+
+_HEAD = 4096  # bytes
+_MARKS = (
+    (b'{"schema":', b'"precast":'),
+    (b"<!doctype html>", b'<meta name="generator" content="precast">'),
+    (b"\x89PNG", b"precast"),
+)
+"""How what precast writes begins, and what stands near there."""
+
+
+def is_not_ours(path: Path) -> bool:
+    """Whether there is a file with contents that precast did not write: somebody's script, somebody's results."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+    return bool(head) and not any(head.startswith(a) and b in head for a, b in _MARKS)
+
+
+def replace_own(path: Path, content: bytes) -> None:
+    """`replace`, but for a report's file: what precast did not write stays.
+
+    Raises:
+        OutputError: it could not be written, or there is a file that precast did not write.
+    """
+    try:
+        foreign = is_not_ours(path)
+    except OSError as unread:
+        raise OutputError(unread.errno, unread.strerror or str(unread), str(path)) from unread
+    if foreign:
+        error = OutputError(errno.EEXIST, NOT_OURS, str(path))
+        error.remedy = "Name another file, or move that one away"
+        raise error
+    replace(path, content)
+
+
+NOT_OURS = "there is a file that precast did not write, and it writes over none"
 
 
 def replace(path: Path, content: bytes, mode: int = 0o644) -> None:

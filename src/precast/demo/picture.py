@@ -93,7 +93,7 @@ def _figure(inches: tuple[float, float], ground: str, layout: Any = "constrained
 
 def _png(figure: Figure, dots_per_inch: int) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dots_per_inch)
+    figure.savefig(buffer, format="png", dpi=dots_per_inch, metadata={"Software": "precast"})
     return buffer.getvalue()
 
 

@@ -65,7 +65,7 @@ def save(document: Document | Merged | dict[str, Any], path: str | Path) -> None
     checked = validate(document)
     told = {**checked, "verdict": common_verdict(documents(checked))}
     text = json.dumps(told, allow_nan=False, separators=(",", ":"))
-    files.replace(Path(path), text.encode() + b"\n")
+    files.replace_own(Path(path), text.encode() + b"\n")
 
 
 def load(path: str | Path) -> Document | Merged:

@@ -48,7 +48,7 @@ def write(document: Document | Merged | dict[str, Any], path: str | Path) -> Non
         MissingExtraError: jinja2 or plotly is not installed.
         OutputError: the file could not be written; what was there still is.
     """
-    files.replace(Path(path), html(document).encode("utf-8", "replace"))
+    files.replace_own(Path(path), html(document).encode("utf-8", "replace"))
 
 
 def html(document: Document | Merged | dict[str, Any]) -> str:

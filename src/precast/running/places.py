@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from precast.files import is_no_file
+from precast.files import NOT_OURS, is_no_file, is_not_ours
 
 __all__ = ["Places", "Rank", "rank_from_environment"]
 
@@ -65,7 +65,7 @@ class Places:
         """
         if self.report is not None and self.report == self.json:
             raise ValueError(f"--report and --json are both {self.report}; give each its own name")
-        for path in (self.report, self.json):
+        for path in (self.report, self.json, self.own_report, self.own_json):
             if path is not None:
                 _try(path)
         if self.rank.of > 1:
@@ -104,6 +104,14 @@ def _try(path: Path) -> None:
     """Whether a file can be made there; what is there stays as it is."""
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; name a file in it")
+    try:
+        if is_not_ours(path):
+            raise ValueError(
+                f"cannot write {path}: {NOT_OURS}. Nothing was run; name another file with --report or --json, or move "
+                "that one away"
+            )
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
     if is_no_file(path) and os.access(path, os.W_OK):
         return
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precast.errors import OutputError, PrecastError
+from precast.running.apart import Apart
 from precast.running.arrival import when_torch_is_loaded
 from precast.running.document import document_of
 from precast.running.endings import Ending, Endings
@@ -60,16 +61,22 @@ class _Session:
         self._request = request
         self._watch: Watch | None = None
         self._refused = False
+        self._apart = Apart()
         self._began = time.perf_counter()
         # Now, as the program may change the folder: paths in messages are as they were asked for.
         self._here = Path.cwd()
 
     def run(self) -> None:
         when_torch_is_loaded(self._look_on)
-        Endings(self._finish).run(self._request.target.run)
+        target = self._request.target
+        Endings(self._finish).run(lambda: target.run(self._apart.begin))
 
     def _look_on(self) -> None:
         """PyTorch is there; a program that cannot run as asked ends here."""
+        with self._apart.ours():
+            self._watch_program()
+
+    def _watch_program(self) -> None:
         try:
             from precast.running.watch import Watch
 
@@ -85,9 +92,10 @@ class _Session:
         if self._refused:
             return
         try:
-            document = self._document(ending)
-            where = _write(document, self._request.places, self._here)
-            _say(summary(document, where))
+            with self._apart.ours():
+                document = self._document(ending)
+                where = _write(document, self._request.places, self._here)
+                _say(summary(document, where))
         except BaseException as error:  # nothing that fails here is the program's failure
             _say(said(f"there is no report: {type(error).__name__}: {error}"))
 

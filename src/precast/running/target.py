@@ -11,8 +11,9 @@ import builtins
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from pkgutil import get_importer
 from types import CodeType, ModuleType
 from typing import Any
@@ -25,7 +26,8 @@ class Target:
     """A program and its arguments.
 
     Attributes:
-        name: the path of a script, of a folder or archive with a `__main__.py`; or a module's name.
+        name: the path of a script, of a folder or archive with a `__main__.py`; "-" for what is read from stdin; or a
+            module's name.
         is_module: whether `name` is a module's, as after `python -m`.
         arguments: what the program finds in `sys.argv[1:]`.
     """
@@ -40,30 +42,55 @@ class Target:
         Raises:
             ValueError: there is none.
         """
-        if not self.is_module and not os.path.exists(self.name):
+        if not (self.is_module or self.is_stdin or os.path.exists(self.name)):
             raise ValueError(f"there is no script {self.name!r}; a module is run by -m {self.name}")
+
+    @property
+    def is_stdin(self) -> bool:
+        """Whether the program is read from stdin."""
+        return self.name == "-" and not self.is_module
 
     @property
     def command(self) -> list[str]:
         """What was asked for, as `python` would be told."""
         return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
 
-    def run(self) -> None:
-        """Runs the program as `__main__`; what it raises is raised here."""
-        main, code = self._as_module() if self.is_module else self._as_script()
+    def run(self, starts: Callable[[], None] = lambda: None) -> None:
+        """Runs the program as `__main__`; what it raises is raised here.
+
+        Args:
+            starts: called when `sys.path` is the program's, before anything of it is imported or run.
+        """
+        if self.is_module:
+            _first_in_path(os.getcwd())
+            starts()
+            main, code = self._as_module()
+        elif self.is_stdin:
+            _first_in_path("")
+            starts()
+            main, code = self._as_stdin()
+        else:
+            main, code = self._as_script(starts)
         exec(code, vars(main))
 
-    def _as_script(self) -> tuple[ModuleType, CodeType]:
+    def _as_stdin(self) -> tuple[ModuleType, CodeType]:
+        sys.argv[:] = [self.name, *self.arguments]
+        main = _new_main(BuiltinImporter, "<stdin>")
+        return main, compile(sys.stdin.buffer.read(), "<stdin>", "exec", dont_inherit=True)
+
+    def _as_script(self, starts: Callable[[], None]) -> tuple[ModuleType, CodeType]:
         path = os.path.abspath(self.name)
         sys.argv[:] = [self.name, *self.arguments]
         importer: Any = get_importer(path)  # of a folder or an archive
         if importer is not None:
             _first_in_path(path)
+            starts()
             spec = importer.find_spec("__main__")
             if spec is None:
                 sys.exit(f"{sys.executable}: can't find '__main__' module in {path!r}")
             return _main_of(spec)
         _first_in_path(os.path.dirname(os.path.realpath(path)))
+        starts()
         if path.endswith(".pyc"):
             compiled = SourcelessFileLoader("__main__", path)
             code = compiled.get_code("__main__")
@@ -75,7 +102,6 @@ class Target:
         return _new_main(loader, path), code
 
     def _as_module(self) -> tuple[ModuleType, CodeType]:
-        _first_in_path(os.getcwd())
         sys.argv[:] = ["-m", *self.arguments]  # while its packages are imported
         spec = _spec_of(self.name)
         sys.argv[0] = str(spec.origin)

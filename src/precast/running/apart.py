@@ -1,0 +1,94 @@
+"""Keeps the program's modules and precast's apart where they have one name.
+
+A folder may hold a `click.py`, a `jinja2.py` or a `queue.py` of the program's own. Alone, the program imports those;
+precast has imported others by then, and still needs them when it writes its report.
+
+Invariants: what the program imports is what `python` would have given it; what precast imports, early or late, is not
+the program's; PyTorch is the same for both.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import all_suffixes
+from types import ModuleType
+from typing import Final
+
+__all__ = ["Apart"]
+
+_STAYS: Final = frozenset(
+    {"__main__", "precast", "site", "sitecustomize", "torch", "usercustomize"}
+)
+_LATE: Final = frozenset({"jinja2", "markupsafe", "narwhals", "plotly"})
+"""What a page is made with."""
+
+
+class Apart:
+    """Two sets of modules, of which one is in `sys.modules`: precast's until `begin`, then the program's."""
+
+    def __init__(self) -> None:
+        self._folder: str | None = None
+        self._names: frozenset[str] = frozenset()
+        self._ours: dict[str, ModuleType] = {}
+
+    def begin(self) -> None:
+        """The program starts now, with the folder that comes first in `sys.path`."""
+        folder = sys.path[0] if sys.path else None
+        if folder in sys.path[1:]:
+            return  # what is in it is precast's, too
+        wanted = {*map(_top, sys.modules), *sys.stdlib_module_names, *_LATE}
+        found = wanted & set(_modules_in(folder))
+        self._folder = folder
+        self._names = frozenset(name for name in found if not _was_there(name))
+        self._ours = self._take()
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """A block in which precast imports, and the program does not."""
+        if not self._names:
+            yield
+            return
+        theirs, path = self._take(), list(sys.path)
+        sys.modules.update(self._ours)
+        sys.path[:] = [folder for folder in path if folder != self._folder]
+        try:
+            yield
+        finally:
+            sys.path[:] = path
+            self._ours = self._take()
+            sys.modules.update(theirs)
+
+    def _take(self) -> dict[str, ModuleType]:
+        return {
+            name: sys.modules.pop(name) for name in list(sys.modules) if _top(name) in self._names
+        }
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _was_there(name: str) -> bool:
+    """Whether Python itself loads a module before the first line of any program."""
+    if name in _STAYS or name in sys.builtin_module_names:
+        return True
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and spec.origin in {"built-in", "frozen"}
+
+
+def _modules_in(folder: str | None) -> Iterator[str]:
+    """The modules and packages that a folder holds."""
+    try:
+        entries = list(os.scandir(folder or os.curdir))
+    except OSError:  # an archive
+        return
+    suffixes = all_suffixes()
+    for entry in entries:
+        for suffix in suffixes:
+            if entry.name.endswith(suffix):
+                yield entry.name.removesuffix(suffix)
+            elif os.path.isfile(os.path.join(entry.path, f"__init__{suffix}")):
+                yield entry.name
