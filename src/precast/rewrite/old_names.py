@@ -146,9 +146,11 @@ def _reference(source: Source, node: Node, origin: str, code: str) -> Use:
     kind = reference_kind(source, node)
     if kind in ("annotation", "isinstance"):
         return Use(node, node, origin, kind, code, ())
-    if kind == "alias":
-        return Use(node, node, origin, kind, code, (), unsafe=True)
     old = OLD[origin]
+    if kind == "alias":
+        alone = old.kind == "same" or _is_only_value(source, node)
+        edits = () if alone else _kept_calls(source, node, old)
+        return Use(node, node, origin, kind, code, edits, unsafe=True)
     if kind == "partial":
         arg = source.parents[node]
         call = source.parents[arg]
@@ -159,6 +161,25 @@ def _reference(source: Source, node: Node, origin: str, code: str) -> Use:
     if kind == "value" and old.kind != "cast":
         return Use(node, node, origin, kind, code, _with_device(source, node, old), unsafe=True)
     return Use(node, node, origin, kind, code, None)
+
+
+def _is_only_value(source: Source, node: Node) -> bool:
+    """Whether a name has just this value, so that its calls are known to be calls of it, and can be changed."""
+    statement = source.parents[node]
+    targets = statement.targets if isinstance(statement, cst.Assign) else ()
+    return all(source.names.only_binding(target.target) is not None for target in targets)
+
+
+def _kept_calls(source: Source, node: Node, old: Old) -> tuple[Edit, ...] | None:
+    """A value that is called as before, for a name that has others too; None where one hands on a position."""
+    statement = source.parents[node]
+    names = {t.target.value for t in statement.targets if isinstance(t.target, cst.Name)}  # type: ignore[attr-defined]
+    calls = [
+        c for c in source.all(cst.Call) if isinstance(c.func, cst.Name) and c.func.value in names
+    ]
+    if any(arg.keyword is None for call in calls for arg in call.args):
+        return None
+    return _with_device(source, node, old)
 
 
 def _with_device(source: Source, node: Node, old: Old) -> tuple[Edit, ...] | None:

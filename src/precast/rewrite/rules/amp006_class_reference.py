@@ -159,6 +159,39 @@ INVALID = (
         """,
         note="The new class has another signature: what the subclass hands on has to be read by a person.",
     ),
+    Case(
+        """
+        import torch
+
+        try:
+            autocast = torch.cuda.amp.autocast
+            has_amp = torch.cuda.is_available()
+        except:
+            class autocast:
+                def __init__(self, enabled):
+                    pass
+
+        with autocast(enabled=True):
+            pass
+        """,
+        """
+        import functools
+        import torch
+
+        try:
+            autocast = functools.partial(torch.amp.autocast, "cuda")
+            has_amp = torch.cuda.is_available()
+        except:
+            class autocast:
+                def __init__(self, enabled):
+                    pass
+
+        with autocast(enabled=True):
+            pass
+        """,
+        unsafe=True,
+        note="The name has another value too: its calls stay as they are.",
+    ),
 )
 
 RULE = Rule(
