@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import precast
 from precast import attachment as attachments
-from precast import held, unseen, weights
+from precast import engine, held, unseen, weights
 from precast.held_gradients import GradientMemory, with_gradient
 
 BF16 = torch.bfloat16
@@ -586,6 +586,11 @@ class TestGuard:
                 pass
 
     @staticmethod
+    def use(model: nn.Module, x: Tensor, times: int) -> None:
+        for _ in range(times):
+            model(x)
+
+    @staticmethod
     def round_of_pytorchs(model: nn.Module, x: Tensor) -> None:
         for _ in range(6):
             with torch.autocast("cpu"):
@@ -686,6 +691,20 @@ class TestGuard:
                 attachment.refresh()
                 assert is_right()
                 assert is_right()
+
+    @pytest.mark.parametrize("kind", engine.ENGINES)
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_a_region_that_is_never_left_finds_it(self, mode: Any, kind: str) -> None:
+        model, attachment = self.used(64, 64)
+        x = torch.randn(2, 64)
+        with engine.use_engine(kind), mode(), region():
+            self.use(model, x, 100)
+            model[2].weight.data.mul_(2)
+            with pytest.raises(precast.StaleWeightError, match=r"2\.weight"):
+                self.use(model, x, 5 * unseen.USES_BETWEEN_LOOKS)
+            attachment.refresh()
+            self.use(model, x, 100)
+        attachment.detach()
 
     def test_regions_of_pytorchs_find_it_while_precast_is_installed(self) -> None:
         model, attachment = self.used(64, 64)

@@ -121,7 +121,7 @@ def _is_open(thread: weakref.ref[Records]) -> bool:
 class InForce:
     """What holds in one thread for one device type."""
 
-    __slots__ = ("attempts", "cache", "frame")
+    __slots__ = ("attempts", "cache", "frame", "uses")
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
@@ -129,6 +129,8 @@ class InForce:
         self.attempts = 0
         """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
         self.cache = regions.cache
+        self.uses = 0
+        """How many operations have asked for weights since writes to held ones were last looked for."""
 
 
 class InForceHere(threading.local):

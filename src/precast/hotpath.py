@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from precast import _torch, held, kernels
+from precast import _torch, held, kernels, unseen
 from precast._torch import Kernel
 from precast.frames import Runner, in_force, installed, lent_frame
 from precast.operation import Operation
@@ -93,12 +93,19 @@ _SWAP = """\
         first_is_pytorchs = inference_mode()
         cache = here.cache.in_inference_mode if first_is_pytorchs else here.cache
         used = cache.used
-        leaves = cache.lasting if {lasting} else cache.leaves
+        leaves = cache.leaves
+        if holdings:
+            here.uses += 1
+            if here.uses >= USES_BETWEEN_LOOKS:
+                here.uses = 0
+                look()
+            if {lasting}:
+                leaves = cache.lasting
         find = nothing if dispatch_modes() or is_tracing() else leaves[dtype].get
 """
 
 # A CUDA graph keeps what it was given, whatever becomes of the weights.
-_LASTING = "holdings and not grad_enabled()"
+_LASTING = "not grad_enabled()"
 
 # What the cache holds is float32, and most activations are not: their dtype is all that is looked at. The copy is read
 # before the version: another thread that withdraws it writes them in the other order.
@@ -141,6 +148,7 @@ def entry_point(
     """
     namespace: dict[str, Any] = {
         "DELEGATE": DELEGATE,
+        "USES_BETWEEN_LOOKS": unseen.USES_BETWEEN_LOOKS,
         "Parameter": Parameter,
         "Tensor": Tensor,
         "capturing": _torch.is_capturing,
@@ -155,6 +163,7 @@ def entry_point(
         "inference_mode": torch.is_inference_mode_enabled,
         "kernel": kernel,
         "keyset": _torch.keyset_of(op.device_type),
+        "look": unseen.look_within_a_region,
         "lower_dtype": torch.get_autocast_dtype,
         "lent_frame": lent_frame,
         "name": op.name,

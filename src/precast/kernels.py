@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from precast import _torch, events
+from precast import _torch, events, held, unseen
 from precast._tree import tensors_in
 from precast.errors import BannedOperationError
-from precast.frames import Runner, in_force, regions
+from precast.frames import InForce, Runner, in_force, regions
 from precast.operation import Convert, Operation
 from precast.policy import Rule
 
@@ -44,6 +44,8 @@ def _lower(op: Operation) -> Runner:
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = op.lower_dtype()
+        if held.holdings:
+            _count_use(in_force(op.device_type).in_force)
         cached = regions.cache.cast if torch.is_autocast_cache_enabled() else _no_cache
 
         def convert(tensor: Tensor) -> Tensor:
@@ -55,6 +57,13 @@ def _lower(op: Operation) -> Runner:
         return op.call_cast(convert, args, kwargs)
 
     return run
+
+
+def _count_use(here: InForce) -> None:
+    here.uses += 1
+    if here.uses >= unseen.USES_BETWEEN_LOOKS:
+        here.uses = 0
+        unseen.look_within_a_region()
 
 
 def _fp32(op: Operation) -> Runner:

@@ -3,7 +3,8 @@
 Invariants:
 
 - each entry of a region compares a part of one held weight with its parameter: the next weight at each entry, and
-  once all had their turn, the next part;
+  once all had their turn, the next part; so does every 256th operation that takes weights, as a server may never
+  leave its region;
 - what is found stays found until the copies are renewed;
 - nothing is compared while operations are recorded or transformed;
 - a thread gets the error for weights that it uses, at an entry; where another thread's entry found the write, the next
@@ -27,10 +28,19 @@ from precast.doubts import are_in_doubt, look_for_graphs
 from precast.errors import StaleWeightError
 from precast.held import Copy, Holding, before_next_region, guarded, lock, stale
 
-__all__ = ["LONGEST_WRITE", "enter_region", "leave_region_of_pytorchs"]
+__all__ = [
+    "LONGEST_WRITE",
+    "USES_BETWEEN_LOOKS",
+    "enter_region",
+    "leave_region_of_pytorchs",
+    "look_within_a_region",
+]
 
 LONGEST_WRITE: Final = 1.0
 """Seconds after which no operation that another thread has begun still writes: one on many GiB takes less."""
+
+USES_BETWEEN_LOOKS: Final = 256
+"""How many operations that take weights a region runs before it looks again: one look takes as long as two of them."""
 
 _YES: Final = torch.tensor(True, device="cpu")
 _GUARD_ELEMENTS: Final = 16384
@@ -53,6 +63,11 @@ def enter_region() -> None:
         _spoil(*found)  # a use that evaluates would have it copied again
     else:
         raise StaleWeightError(stale(found[0].name, found[1]))
+
+
+def look_within_a_region() -> None:
+    """The same in the middle of a region, which may never be left: the next use of that weight raises the error."""
+    leave_region_of_pytorchs()
 
 
 def leave_region_of_pytorchs() -> None:
