@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast.rewrite.flow_events import key
+from precast.rewrite.functions import called_method
 from precast.rewrite.guards import is_tried
 from precast.rewrite.model import Applicability, Case, Finding, Rule, Severity
 from precast.rewrite.regions import AUTOCASTS, regions
@@ -15,6 +16,8 @@ __all__ = ["RULE"]
 
 _PYTORCHS = frozenset(name for name in AUTOCASTS if name.startswith("torch."))
 _RECURSIVE = "this calls the function again inside its own region, whose one object is active: autocast stays on"
+
+_THROUGH = "this enters the region's one object again, which is active here: autocast stays on"
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -27,8 +30,45 @@ def check(source: Source) -> Iterator[Finding]:
                 yield source.find(RULE, call, _RECURSIVE)
     for statement in source.all(cst.With):
         for item in statement.items:
-            if _is_active(source, statement, item) and not is_tried(source, statement):
+            if is_tried(source, statement):
+                continue
+            if _is_active(source, statement, item):
                 yield source.find(RULE, item.item)
+            elif _is_shared(source, item):
+                yield from _entered_again(source, statement, item)
+
+
+def _is_shared(source: Source, item: cst.WithItem) -> bool:
+    """Whether an item enters a region that functions share: one of the module's names, or an attribute of self."""
+    node = item.item
+    if isinstance(node, cst.Attribute):
+        return key(source, node.value) == "self" and _is_region(source, node)
+    if not isinstance(node, cst.Name) or not _is_region(source, node):
+        return False
+    return source.scopes.scope_of[node].home(node.value) is source.scopes.module
+
+
+def _entered_again(source: Source, statement: cst.With, item: cst.WithItem) -> Iterator[Finding]:
+    """The calls inside, of functions of this file that enter the very object."""
+    name = key(source, item.item)
+    for call in walk(statement.body):
+        called = _called(source, call) if isinstance(call, cst.Call) else None
+        if called is None or source.function(call) is not source.function(statement):
+            continue
+        entered = [n for n in walk(called.body) if isinstance(n, cst.With)]
+        own = [inner for inner in entered if source.function(inner) is called]
+        if any(key(source, other.item) == name for inner in own for other in inner.items):
+            yield source.find(RULE, call, _THROUGH)
+
+
+def _called(source: Source, call: cst.Call) -> cst.FunctionDef | None:
+    """The function or method of this file that a call runs, if there is just one."""
+    method = called_method(source, call)
+    if method is not None:
+        return method
+    binding = source.names.only_binding(call.func)
+    node = binding.node if binding is not None else None
+    return node if isinstance(node, cst.FunctionDef) and not node.decorators else None
 
 
 def _own_calls(source: Source, function: cst.FunctionDef) -> Iterator[cst.Call]:
@@ -138,6 +178,22 @@ VALID = (
                 with region:
                     pass
     """),
+    Case(
+        """
+        import torch
+
+        region = torch.autocast("cuda")
+
+        def first(x):
+            with region:
+                x = model(x)
+            return second(x)
+
+        def second(x):
+            with region:
+                return model(x)
+        """,
+    ),
 )
 
 INVALID = (
@@ -172,6 +228,38 @@ INVALID = (
                 with self.region, self.region:
                     pass
     """),
+    Case(
+        """
+        import torch
+
+        region = torch.autocast("cuda")
+
+        def inner(x):
+            with region:
+                return model(x)
+
+        def outer(x):
+            with region:
+                return inner(x)
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        class Runner:
+            def __init__(self):
+                self.region = torch.autocast("cuda")
+
+            def outer(self, x):
+                with self.region:
+                    return self.inner(x)
+
+            def inner(self, x):
+                with self.region:
+                    return x
+        """,
+    ),
 )
 
 RULE = Rule(

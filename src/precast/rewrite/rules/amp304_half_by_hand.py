@@ -51,7 +51,7 @@ def _inputs(source: Source, trained: dict[str, Node | None], models: set[str]) -
         name = key(source, call.func) if isinstance(call.func, (cst.Name, cst.Attribute)) else None
         if name not in trained or name in models or region_in_force(source, call) is None:
             continue
-        if trained[name] is not source.function(call):
+        if trained[name] is not _home(source, call, name):
             continue
         for arg in call.args:
             inner = arg.value
@@ -73,8 +73,16 @@ def _trained(source: Source) -> dict[str, Node | None]:
         first = call.args[0].value
         func = first.func if isinstance(first, cst.Call) else None
         if isinstance(func, cst.Attribute) and func.attr.value == "parameters":
-            found[key(source, func.value) or ""] = source.function(call)
+            name = key(source, func.value) or ""
+            found[name] = _home(source, call, name)
     return found
+
+
+def _home(source: Source, node: Node, name: str) -> Node | None:
+    """Where a name means one thing: the function around a node, or for an attribute of self the class."""
+    if name.startswith("self."):
+        return source.values.enclosing_class(node)
+    return source.function(node)
 
 
 def _dtype(source: Source, call: cst.Call, arguments: Arguments) -> str | None:
@@ -92,9 +100,8 @@ def _model(
     source: Source, call: cst.Call, owner: Node, trained: dict[str, Node | None]
 ) -> str | None:
     """The trained model that a call casts: `model.half()`, `model = Net().half().cuda()`."""
-    function = source.function(call)
-    name = key(source, owner)
-    if name in trained and trained[name] is function:
+    name = key(source, owner) or ""
+    if name in trained and trained[name] is _home(source, call, name):
         return name
     outer: Node = call
     while isinstance(source.parents[outer], (cst.Attribute, cst.Call)):
@@ -102,17 +109,18 @@ def _model(
     parent = source.parents[outer]
     if not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
         return None
-    name = key(source, parent.targets[0].target)
+    name = key(source, parent.targets[0].target) or ""
     # of a name that gets a tensor later on it says nothing: only what is made here
-    made = isinstance(owner, cst.Call) and trained.get(name or "", source.module) is function
+    is_here = trained.get(name, source.module) is _home(source, call, name)
+    made = is_here and (isinstance(owner, cst.Call) or name.startswith("self."))
     return name if made else None
 
 
 def _runs_in_region(source: Source, call: cst.Call, name: str) -> bool:
-    """Whether the model is called in a region of the same function."""
+    """Whether the model is called in a region of the same function, or of the same class."""
     return any(
         key(source, other.func) == name
-        and source.function(other) is source.function(call)
+        and _home(source, other, name) is _home(source, call, name)
         and region_in_force(source, other) is not None
         for other in source.all(cst.Call)
         if isinstance(other.func, (cst.Name, cst.Attribute))
@@ -190,6 +198,21 @@ VALID = (
             model.half()
             torch.save(model, "model.pt")
     """),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model, teacher):
+                self.model = model
+                self.teacher = teacher.half()
+                self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+            def step(self, batch):
+                with torch.autocast("cuda"):
+                    loss = self.model(batch).sum() + self.teacher(batch).sum()
+        """,
+    ),
 )
 
 INVALID = (
@@ -259,6 +282,41 @@ INVALID = (
         """,
         unsafe=True,
         count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model.half()
+                self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, batch):
+                with torch.autocast("cuda"):
+                    loss = self.model(batch).sum()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, batch):
+                with torch.autocast("cuda"):
+                    loss = self.model(batch).sum()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        unsafe=True,
     ),
 )
 
