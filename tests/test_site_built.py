@@ -86,7 +86,10 @@ def test_search_knows_both_languages_and_cuts_chinese_into_words(site: Path) -> 
 
 
 def test_start_here_is_found_before_what_has_the_word_in_its_name(tmp_path: Path) -> None:
-    start = {f"docs/start{end}.md": "# Start\n\n## Install precast\n" for end in ("", ".zh")}
+    start = {
+        "docs/start.md": "# Start\n\n## Install precast\n\nHow.\n",
+        "docs/start.zh.md": "# 开始\n\n## 安装\n\n方法。\n",
+    }
     folder = project(tmp_path, **start, **{"mkdocs.yml": settings() + NAV + "  - start.md\n"})
     built = mkdocs(folder)
     assert not built.returncode, built.stderr
