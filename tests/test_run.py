@@ -396,6 +396,76 @@ def test_ctrl_c_and_a_signal_from_outside(tmp_path: Path) -> None:
         assert results[1].document["run"]["code"] == 128 + number
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_midst_of_an_operation_ends_the_program_then(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    # A wait for itself, which gives Python's lock away and does not come back for a signal, as a long operation.
+    write(
+        tmp_path,
+        """
+        import ctypes, torch
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(4):
+            with torch.autocast("cpu"):
+                loss = model(torch.ones(3, 2)).sum()
+            loss.backward()
+            optimizer.step()
+        mutex, system = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+        system.pthread_mutex_init(mutex, None)
+        system.pthread_mutex_lock(mutex)
+        print("ready", flush=True)
+        system.pthread_mutex_lock(mutex)
+        """,
+    )
+    process = start([*RUN, "--json", "out.json", "program.py"], tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    run = ended(process, tmp_path)
+    assert run.code == -number
+    assert run.document["run"]["code"] == 128 + number
+    assert run.document["run"]["steps"] == 4
+    assert run.document["trace"]["totals"]["steps"] == 2
+    assert "interrupted after 4 steps" in run.ours[0]
+
+
+def test_a_program_that_forks_and_waits_for_signals_sees_nothing_of_the_listener(
+    tmp_path: Path,
+) -> None:
+    write(
+        tmp_path,
+        """
+        import asyncio, os, signal, sys, threading, warnings
+        warnings.simplefilter("error")
+        import torch
+        torch.set_num_threads(1)
+        print(signal.set_wakeup_fd(-1), threading.enumerate()[1:], flush=True)
+        for _ in range(3):
+            torch.nn.Linear(1, 1)(torch.ones(1))
+            if os.fork() == 0:
+                print(signal.set_wakeup_fd(-1), flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+            print(os.wait()[1], flush=True)
+
+        async def main():
+            loop, got = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_signal_handler(signal.SIGTERM, got.set)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await got.wait()
+            loop.remove_signal_handler(signal.SIGTERM)
+            print("heard")
+
+        asyncio.run(main())
+        print(signal.set_wakeup_fd(-1), signal.getsignal(signal.SIGTERM))
+        """,
+    )
+    plain, run = both(tmp_path, "program.py")
+    assert plain.code == 0, plain.stderr
+    assert_alike(plain, run)
+
+
 def test_processes_that_are_spawned_find_what_is_defined_in_main(tmp_path: Path) -> None:
     # Flushed: a pool may end its workers before they have written what they print.
     write(

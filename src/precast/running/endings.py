@@ -8,6 +8,7 @@ without a word.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import functools
 import itertools
@@ -20,10 +21,13 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, NoReturn
 
+from precast.running.listener import Listener, die_of
+
 __all__ = ["Ending", "Endings", "Interrupted"]
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _FATAL: Final = [signal.Signals[n] for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n)]
+_MOST_FOR_A_REPORT: Final = 5.0  # seconds, where a signal comes in the midst of an operation
 _INTERRUPTED: Final = 128 + signal.SIGINT
 _DEFECTS: Final = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 
@@ -55,7 +59,9 @@ class Endings:
         self._lock = threading.RLock()
         atexit.register(self._end)  # first registered, last called
         os.register_at_fork(after_in_child=self._forget)
+        self._dying = False
         self._hear_signals()
+        self.listener = Listener(self._heard)
         exit_now = os._exit
 
         @functools.wraps(exit_now)
@@ -106,7 +112,7 @@ class Endings:
     def _hear_signals(self) -> None:
         """Programs look whether somebody handles a signal before they do, so ours are not to be seen."""
         get, set_ = signal.getsignal, signal.signal
-        ours = self._die
+        ours, self._get = self._die, get
 
         def seen(handler: Any) -> Any:
             return signal.SIG_DFL if handler == ours else handler
@@ -124,7 +130,27 @@ class Endings:
                 set_(number, ours)
         signal.getsignal, signal.signal = getsignal, setsignal
 
+    def _heard(self, number: int) -> None:
+        """In the listener's thread: the main one may be in the midst of an operation, and the program ends now."""
+        if number not in _FATAL or self._dying or signal.getsignal(number) is not signal.SIG_DFL:
+            return  # it is the program's to handle, or the main thread does
+        if self._get(number) != self._die:
+            return
+        self._ending = Ending("interrupted", 128 + number, signal.Signals(number).name)
+        done = _thread.allocate_lock()
+        done.acquire()
+        _thread.start_new_thread(self._end_and_release, (done,))
+        done.acquire(timeout=_MOST_FOR_A_REPORT)
+        die_of(number)
+
+    def _end_and_release(self, done: Any) -> None:
+        try:
+            self._end()
+        finally:
+            done.release()
+
     def _die(self, number: int, _frame: FrameType | None) -> None:
+        self._dying = True
         name = signal.Signals(number).name
         self._ending = Ending("interrupted", 128 + number, name)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,14 +63,16 @@ class _Session:
         self._watch: Watch | None = None
         self._refused = False
         self._apart = Apart()
+        self._listen: Callable[[], None] = lambda: None
         self._began = time.perf_counter()
         # Now, as the program may change the folder: paths in messages are as they were asked for.
         self._here = Path.cwd()
 
     def run(self) -> None:
         when_torch_is_loaded(self._look_on)
-        target = self._request.target
-        Endings(self._finish).run(lambda: target.run(self._apart.begin))
+        target, endings = self._request.target, Endings(self._finish)
+        self._listen = endings.listener.listen
+        endings.run(lambda: target.run(self._apart.begin))
 
     def _look_on(self) -> None:
         """PyTorch is there; a program that cannot run as asked ends here."""
@@ -80,7 +83,8 @@ class _Session:
         try:
             from precast.running.watch import Watch
 
-            watch = Watch(self._request.policy, self._request.traced, self._request.health)
+            request = self._request
+            watch = Watch(request.policy, request.traced, request.health, self._listen)
             watch.start()
         except PrecastError as error:
             self._refused = True

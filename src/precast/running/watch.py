@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,15 +39,23 @@ class Watch:
         policy: the name of a preset, or the path of a policy file.
         traced: the first step that is traced in full, and the first that no longer is.
         health: whether a model's numbers are looked at, too.
+        begins: called when a step begins.
 
     Raises:
         PolicyError: the policy cannot be read.
     """
 
-    def __init__(self, policy: str, traced: tuple[int, int], health: bool) -> None:
+    def __init__(
+        self,
+        policy: str,
+        traced: tuple[int, int],
+        health: bool,
+        begins: Callable[[], None] = lambda: None,
+    ) -> None:
         self.policy = Policy.load(policy)
         self.window = Window(*traced, model=self._model)
-        self.steps = Steps(self.window.begins, self._called)
+        self._begins = begins
+        self.steps = Steps(self._step, self._called)
         self._scalers = Scalers(_tell, self.judged)
         self._verdicts: list[dict[str, Any]] = []
         self._judged_at = -2
@@ -125,6 +133,10 @@ class Watch:
 
     def _model(self) -> nn.Module | None:
         return None if self._largest is None else self._largest[1]()
+
+    def _step(self, number: int) -> None:
+        self._begins()
+        self.window.begins(number)
 
     def _called(self, module: nn.Module) -> None:
         if module in self._known or _torch.is_tracing():  # there, to ask for a size is an operation

@@ -1,0 +1,93 @@
+"""Hears of fatal signals in the midst of an operation, when the main thread cannot.
+
+Python runs a handler between two lines of Python, so a program in a multiplication of a minute would end a minute late.
+Python's own C handler writes each signal into a pipe; a thread reads it.
+
+Invariants: the thread is none that `threading` knows, and there is none while the process forks, as Python warns of
+that; a program that wants the pipe's place (`signal.set_wakeup_fd`, as asyncio) has it, and finds none there.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Listener", "die_of"]
+
+_GRACE = 0.1  # seconds in which the main thread may come to it
+_STOP = b"\0"  # no signal has this number
+
+
+class Listener:
+    """Calls ``heard(number)`` in a thread of its own for each signal that Python handles; made in the main thread."""
+
+    def __init__(self, heard: Callable[[int], None]) -> None:
+        self._heard = heard
+        self._process = os.getpid()
+        self._thread: int | None = None
+        self._out, self._in = os.pipe()
+        os.set_blocking(self._in, False)
+        self._set = signal.set_wakeup_fd
+        before = self._set(self._in, warn_on_full_buffer=False)
+        self._is_alone = before == -1
+        if not self._is_alone:  # what embeds Python has one
+            self._set(before)
+            return
+        os.register_at_fork(before=self._stop, after_in_child=self._leave)
+        self._hide()
+
+    def listen(self) -> None:
+        """Begins to, if it does not: called now and then, as the thread ends where the process forks."""
+        if self._thread is None and self._is_alone and os.getpid() == self._process:
+            self._thread = 0
+            _thread.start_new_thread(self._read, ())
+
+    def _read(self) -> None:
+        self._thread = _thread.get_native_id()
+        while _STOP not in (numbers := os.read(self._out, 64)):
+            for number in numbers:
+                time.sleep(_GRACE)
+                self._heard(number)
+
+    def _stop(self) -> None:
+        """Before a fork: waits until the system counts the thread no more."""
+        if not self._thread or os.getpid() != self._process:
+            return
+        os.write(self._in, _STOP)
+        here, until = f"/proc/self/task/{self._thread}", time.monotonic() + 1.0
+        while os.path.exists(here) and time.monotonic() < until:
+            time.sleep(0.0002)
+        self._thread = None
+
+    def _leave(self) -> None:
+        """In a child: its signals are not its parent's."""
+        with contextlib.suppress(ValueError):  # forked by another thread, which is the main one now
+            if self._set(-1) != self._in:
+                self._is_alone = False
+
+    def _hide(self) -> None:
+        set_, ours = self._set, self._in
+
+        @functools.wraps(set_)
+        def set_wakeup_fd(fd: int, **how: Any) -> int:
+            is_ours = fd == -1 and os.getpid() == self._process
+            before = set_(ours, warn_on_full_buffer=False) if is_ours else set_(fd, **how)
+            return -1 if before == ours else before
+
+        signal.set_wakeup_fd = set_wakeup_fd
+
+
+def die_of(number: int) -> None:
+    """Ends the process by a signal from any thread, where `signal.signal` serves the main one alone."""
+    import ctypes
+
+    reset = ctypes.pythonapi.PyOS_setsig
+    reset.argtypes, reset.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    reset(number, None)  # the default
+    os.kill(os.getpid(), number)
