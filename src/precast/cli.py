@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class _Commands(click.Group):
@@ -58,15 +58,15 @@ for _command in (cli_check.check, cli_check.fix, cli_check.rule, cli_run.run, cl
     main.add_command(_command)
 
 
-@main.command(short_help="Train in float32 and in mixed precision; compare.")
+@main.command(short_help="Train in float32 and in mixed precision, and compare.")
 @click.argument(
     "task", type=click.Choice(["checkerboard", "digits"]), default="checkerboard", required=False
 )
 @click.option("--size", type=int, help="Pixels along a side (checkerboard), or images in a batch.")
-@click.option("--steps", type=int, help="Training steps of each run.")
+@click.option("--steps", type=int, help="How many steps each of the two runs trains.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: cuda if there is one]")
 @click.option("--dtype", help="bfloat16 or float16.  [default: float16 on cuda, bfloat16 on cpu]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and batches.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and batches.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -76,7 +76,7 @@ for _command in (cli_check.check, cli_check.fix, cli_check.rule, cli_run.run, cl
 )
 @_as_json
 def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
-    """Train a network in float32 and in mixed precision, and show the difference.
+    """Train a network in float32 and in mixed precision, and compare the two.
 
     checkerboard (the default) learns an image from its coordinates; digits learns to read
     handwritten digits. Without --size and --steps it takes about a minute on two CPU cores.
@@ -101,10 +101,10 @@ def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
         raise click.ClickException(failure)
 
 
-@main.command(short_help="Measure what this machine does in each dtype.")
+@main.command(short_help="Measure how fast this machine is in each dtype.")
 @_as_json
 def doctor(as_json: bool) -> None:
-    """Measure what this machine does in each dtype, and say which one to use."""
+    """Measure how fast this machine is in each dtype, and advise which one to use."""
     from rich.console import Console
 
     _require_torch()
@@ -119,12 +119,12 @@ def doctor(as_json: bool) -> None:
         Console().print(doctor_.render(found))
 
 
-@main.command(short_help="Say what a policy means for a model or an operation.")
+@main.command(short_help="Show what a policy does with a model or an operation.")
 @click.argument("operation", required=False)
-@click.option("--model", metavar="MODULE:FACTORY", help="A function that makes the model.")
+@click.option("--model", metavar="MODULE:FACTORY", help="The function that makes the model.")
 @click.option("--policy", default="default", show_default=True, help="A preset or a policy file.")
-@click.option("--device", help="One device type, for an operation.  [default: cpu and cuda]")
-@click.option("--module", help="The name of a module that the operation is in.")
+@click.option("--device", help="Device type, for an operation.  [default: cpu and cuda]")
+@click.option("--module", help="Name of the module in which the operation runs.")
 @_as_json
 def explain(
     *,
@@ -135,11 +135,11 @@ def explain(
     module: str | None,
     as_json: bool,
 ) -> None:
-    """Say what a policy means: for one OPERATION, or for each module of a model.
+    """Show what a policy does with one OPERATION, or with each module of a model.
 
-    For an operation: its rule and the reason, what presets and PyTorch do on each device, and an
-    example that was run. For a model: what each module runs in, by which rule, and the rules that
-    match nothing.
+    For an operation: its rule and the reason, what the presets and PyTorch do on each device, and
+    the result of an example. For a model: the precision of each module, the rule that decides it,
+    and the rules that match nothing.
     """
     if (operation is None) == (model is None):
         raise click.UsageError("Name an operation, as in `precast explain softmax`, or a --model.")

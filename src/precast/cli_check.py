@@ -37,48 +37,56 @@ def _shared(command: _Command) -> _Command:
         [
             click.argument("paths", nargs=-1, type=click.Path(path_type=Path, allow_dash=True)),
             click.option(
-                "--unsafe-fixes", is_flag=True, help="Also fixes that may change what it does."
+                "--unsafe-fixes",
+                is_flag=True,
+                help="Apply also fixes that may change results.",
             ),
             click.option(
-                "--diff", "as_diff", is_flag=True, help="Show what would be fixed; write nothing."
+                "--diff", "as_diff", is_flag=True, help="Print the fixes as a diff; change no file."
             ),
-            _codes("--select", help="Only these rules: codes, beginnings of codes, names, ALL."),
-            _codes("--extend-select", help="These rules as well."),
-            _codes("--ignore", help="Not these rules."),
+            _codes("--select", help="Use only these rules: a code, its beginning, a name, or ALL."),
+            _codes("--extend-select", help="Use these rules too."),
+            _codes("--ignore", help="Do not use these rules."),
             click.option(
                 "--exclude",
                 multiple=True,
                 metavar="PATTERN",
-                help="Leave out files and folders like this.",
+                help="Do not check files and folders that match.",
             ),
             click.option(
-                "--force-exclude", is_flag=True, help="Leave out what is excluded, even if named."
+                "--force-exclude", is_flag=True, help="Exclude also paths that are named here."
             ),
-            click.option("--isolated", is_flag=True, help="Read no pyproject.toml."),
+            click.option("--isolated", is_flag=True, help="Do not read pyproject.toml."),
             click.option(
-                "--min-torch", metavar="V", help="The oldest PyTorch that the code is for."
+                "--min-torch", metavar="V", help="The oldest PyTorch that the code must run on."
             ),
             click.option(
                 "--output-format", type=click.Choice(_FORMATS), default="full", show_default=True
             ),
-            click.option("--exit-zero", is_flag=True, help="Exit with 0 whatever is found."),
+            click.option(
+                "--exit-zero", is_flag=True, help="Exit with 0 even if there are findings."
+            ),
             click.option(
                 "--exit-non-zero-on-fix", is_flag=True, help="Exit with 1 if anything was fixed."
             ),
-            click.option("--statistics", is_flag=True, help="Only count findings by rule."),
-            click.option("--quiet", "-q", is_flag=True, help="No summary."),
+            click.option("--statistics", is_flag=True, help="Print how often each rule was found."),
+            click.option("--quiet", "-q", is_flag=True, help="Print no summary."),
             click.option(
                 "--output-file",
                 "-o",
                 type=click.Path(path_type=Path, dir_okay=False),
-                help="Where to write what was found.  [default: stdout]",
+                help="Write the findings here.  [default: stdout]",
             ),
             click.option(
-                "--stdin-filename", metavar="F", help="The name of what comes from stdin (-)."
+                "--stdin-filename", metavar="F", help="File name for code from stdin (-)."
             ),
-            click.option("--no-cache", is_flag=True, help="Neither read nor write .precast_cache."),
             click.option(
-                "--jobs", type=click.IntRange(min=1), help="Processes.  [default: one a core]"
+                "--no-cache", is_flag=True, help="Do not use the cache in .precast_cache."
+            ),
+            click.option(
+                "--jobs",
+                type=click.IntRange(min=1),
+                help="How many processes.  [default: one per core]",
             ),
         ]
     ):
@@ -87,29 +95,29 @@ def _shared(command: _Command) -> _Command:
 
 
 @click.command(short_help="Find deprecated and wrong mixed-precision code.")
-@click.option("--fix", "apply", is_flag=True, help="Apply safe fixes.")
+@click.option("--fix", "apply", is_flag=True, help="Apply fixes that cannot change results.")
 @_shared
 def check(apply: bool, **asked: Any) -> None:
     """Find mixed-precision code that is deprecated or wrong, in files and folders (- for stdin).
 
-    `precast rule CODE` says more about a finding. Settings are in [tool.precast.check] of
-    pyproject.toml.
+    The code is read, not run. `precast rule CODE` explains a finding. Settings are read from
+    [tool.precast.check] in pyproject.toml.
     """
     _main(apply, **asked)
 
 
 @click.command(short_help="Fix deprecated and wrong mixed-precision code.")
-@click.option("--to", type=click.Choice(["precast"]), help="Move PyTorch's names to precast's.")
+@click.option("--to", type=click.Choice(["precast"]), help="Replace torch.amp by precast.")
 @_shared
 def fix(**asked: Any) -> None:
-    """Apply the fixes of `precast check`, and report what is left."""
+    """Apply the fixes of `precast check`, and list the findings that remain."""
     _main(True, **asked)
 
 
-@click.command(short_help="Say what a rule of `precast check` is about.")
+@click.command(short_help="Explain a rule of `precast check`.")
 @click.argument("code", required=False)
 def rule(code: str | None) -> None:
-    """Say what a rule finds, why, and when not to worry; without CODE, list all rules."""
+    """Explain what a rule finds, why it matters and how to fix it; without CODE, list all rules."""
     from precast.rewrite.registry import index, load
 
     if code is None:

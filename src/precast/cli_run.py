@@ -39,30 +39,36 @@ class _Steps(click.ParamType[tuple[int, int]]):
 
 
 @click.command(
-    short_help="Run a program under precast; report what it saw.",
+    short_help="Run a script as it is, and write a report.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("program", metavar="SCRIPT", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.option(
+    "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
+)
 @click.option("--policy", default="torch", show_default=True, help="A preset or a policy file.")
 @click.option(
     "--report",
     "page",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=f"The page.  [default: {_DEFAULT}]",
+    help=f"Write the report here.  [default: {_DEFAULT}]",
 )
 @click.option(
-    "--json", "as_json", type=click.Path(path_type=Path), metavar="FILE", help="The same, as data."
+    "--json",
+    "as_json",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the data of the report, too.",
 )
 @click.option(
     "--steps",
     type=_Steps(),
     default=(2, 5),
-    help="Which steps to trace in full, from 0, without the last.  [default: 2:5]",
+    help="Steps to trace in detail: from A up to B, without B; counted from 0.  [default: 2:5]",
 )
-@click.option("--health", is_flag=True, help="Look at the numbers, too: overflow, underflow.")
+@click.option("--health", is_flag=True, help="Watch for overflow and underflow, too.")
 def run(
     program: str | None,
     arguments: tuple[str, ...],
@@ -74,11 +80,11 @@ def run(
     steps: tuple[int, int],
     health: bool,
 ) -> None:
-    """Run a training or inference program, as it is, under precast, and report what it did.
+    """Run a training or inference script as it is, and write a report on its precision.
 
-    Its regions run on precast's engine with the policy, `torch` unless another is named: then
-    results are those of `python SCRIPT`. All that follows SCRIPT is the program's. Exit code and
-    output are the program's, too; at its end a summary goes to stderr.
+    The script's autocast regions follow the policy. With the policy `torch`, the default, results
+    are those of `python SCRIPT`. Everything after SCRIPT is passed to the script. The exit code is
+    that of the script; at its end, precast prints a summary to stderr.
     """
     if program is None:
         raise click.UsageError("Name a script, as in `precast run train.py`.")
@@ -113,7 +119,7 @@ def _makes_page(page: Path | None, as_json: Path | None) -> bool:
     return True
 
 
-@click.command(short_help="Make the page of a run from its data; merge ranks.")
+@click.command(short_help="Make the report of a run from its data.")
 @click.argument(
     "documents",
     metavar="FILE...",
@@ -126,15 +132,19 @@ def _makes_page(page: Path | None, as_json: Path | None) -> bool:
     type=click.Path(dir_okay=False, path_type=Path),
     default=_DEFAULT,
     show_default=True,
-    help="The page.",
+    help="Write the report here.",
 )
 @click.option(
-    "--json", "as_json", type=click.Path(path_type=Path), metavar="FILE", help="Merged data, too."
+    "--json",
+    "as_json",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the merged data, too.",
 )
 def report(documents: tuple[Path, ...], output: Path, as_json: Path | None) -> None:
-    """Make the page of a run from what `precast run --json` wrote; several ranks become one page."""
+    """Make the report of a run from the files of `precast run --json`, one for each rank."""
     if not documents:
-        raise click.UsageError("Name what `precast run --json` wrote, one file a rank.")
+        raise click.UsageError("Name the files that `precast run --json` wrote, one for each rank.")
     from precast import report as report_
 
     merged = report_.merge([report_.load(path) for path in documents])
