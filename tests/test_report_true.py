@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import precast
+from precast import report
 from precast.report.page import html
 from precast.report.ranks import common_verdict
 from precast.report.verdict import verdict
@@ -433,6 +437,83 @@ def test_no_backtick_reaches_the_reader() -> None:
     page = html(made).split("<main>")[1].split('<script type="application/json"')[0]
     assert "`" not in page
     assert "`" not in summary(made, [])
+
+
+# --- policy files ---
+
+OVERFLOWS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+for step in range(6):
+    with torch.no_grad():
+        model[2].weight.mul_({3: 2.0**18, 4: 2.0**-18}.get(step, 1.0))
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(4, 8)).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def run(folder: Path, *options: str) -> Any:
+    """The data of `precast run` on the program above."""
+    (folder / "train.py").write_text(OVERFLOWS)
+    command = [sys.executable, "-m", "precast", "run", "--health", "--json", "run.json"]
+    done = subprocess.run(
+        [*command, *options, "train.py"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return report.load(folder / "run.json")
+
+
+def test_the_policy_file_against_an_overflow_mends_it_under_run(tmp_path: Path) -> None:
+    before = run(tmp_path)
+    assert before["run"]["skipped"] == 1
+    advice = before["verdict"]["first"]
+    assert advice["policy"] == 'base = "torch"\n\n[modules]\n"2" = "fp32"\n'
+    (tmp_path / "pasted.toml").write_text(advice["policy"])
+    after = run(tmp_path, "--policy", "pasted.toml")
+    assert after["run"]["skipped"] == 0
+    assert after["run"]["policy"]["file"] == advice["policy"]
+    lower = [r for r in after["trace"]["rows"] if r["op"] == "linear" and r["rule"] == "lower"]
+    assert {row["module"] for row in lower} >= {"0", "4"}, "the other layers still run in 16 bits"
+
+
+def test_the_policy_file_of_a_finding_mends_it_under_run(tmp_path: Path) -> None:
+    def program() -> None:
+        first, second = nn.Linear(256, 256), nn.Linear(256, 256)
+        with torch.autocast("cpu"), torch.no_grad():
+            for _ in range(4):
+                second(torch.sigmoid(first(torch.ones(64, 256))))
+
+    policy = policy_of(
+        tmp_path, 'base = "torch"\n[ops]\nsigmoid = "fp32"\n[modules]\n"x.*" = "keep"\n'
+    )
+    made = seen(program, policy, (0, 9))
+    [found] = [f for f in made["trace"]["findings"] if f["kind"] == "float32-island"]
+    made = seen(program, policy_of(tmp_path, found["policy"]), (0, 9))
+    assert not [f for f in made["trace"]["findings"] if f["kind"] == "float32-island"]
+    rows = {row["op"]: row["output"] for row in made["trace"]["rows"] if row["rule"]}
+    assert rows["sigmoid"] == rows["linear"] == ["bfloat16"]
+    assert '"x.*" = "keep"' in found["policy"], "what was in force stays in force"
+
+
+def test_a_rule_for_a_module_is_added_to_the_policy_that_was_in_force() -> None:
+    made: Any = document(overflow_at=3)
+    made["findings"] = []
+    name = made["health"]["first"]["name"]
+    made["run"]["policy"] = {
+        "name": "mine",
+        "file": f'base = "lean"\n\n[modules]\n"{name}" = "keep"\n',
+    }
+    file = str((verdict(made)["first"] or {})["policy"])  # type: ignore[typeddict-item]
+    assert tomllib.loads(file) == {"base": "lean", "modules": {name: "fp32"}}
 
 
 # --- findings ---

@@ -51,8 +51,9 @@ def test_without_a_finding_the_offender_still_gets_advice_that_is_a_policy(tmp_p
     advice = verdict(made)["first"]
     assert advice is not None
     path = tmp_path / "policy.toml"
-    path.write_text(f'base = "default"\n\n{advice["policy"]}\n')
+    path.write_text(str(advice["policy"]))
     assert Policy.load(path).modules
+    assert Policy.load(path).fingerprint == Policy.load("default").fingerprint
 
 
 def test_all_skipped_steps_count_also_those_that_were_not_kept() -> None:
@@ -160,7 +161,11 @@ def test_gradients_that_underflow_are_said_with_their_share() -> None:
 @pytest.mark.parametrize(
     ("what", "does", "policy"),
     [
-        ({"kind": "output"}, "Run `a.b` in float32", '[modules]\n"a.b" = "fp32"'),
+        (
+            {"kind": "output"},
+            "Run `a.b` in float32",
+            'base = "default"\n\n[modules]\n"a.b" = "fp32"\n',
+        ),
         ({"kind": "output", "name": ""}, "Run in bfloat16", None),
         ({"kind": "input"}, "Look at what makes the input of `a.b`", None),
         ({"kind": "gradient"}, 'init_scale="auto"', None),
@@ -189,7 +194,7 @@ def test_a_gradient_without_a_scaler_and_numbers_in_bfloat16_get_other_advice() 
     made["health"]["first"] |= {"kind": "parameter", "name": "a.weight"}
     for step in made["steps"]:
         step |= {"first": None, "scale": None}
-    assert numeric_findings(made)[0]["policy"] == '[modules]\n"a" = "fp32"'
+    assert numeric_findings(made)[0]["policy"] == 'base = "default"\n\n[modules]\n"a" = "fp32"\n'
     made["health"]["format"] = "bfloat16"
     [finding] = numeric_findings(made)
     assert "learning rate" in finding["suggestion"]

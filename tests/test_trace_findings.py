@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ def of_kind(trace: Trace, kind: str) -> list[Finding]:
     return [finding for finding in trace.findings if finding.kind == kind]
 
 
-def with_line(line: str, folder: Path, base: str = "default") -> Policy:
-    """The policy of a file that says `line` under [ops.cpu]."""
+def pasted(file: str | None, folder: Path) -> Policy:
+    """The policy of a file that a finding shows, saved as it is."""
+    assert file is not None
     path = folder / "mended.toml"
-    path.write_text(f'name = "mended"\nbase = "{base}"\n[ops.cpu]\n{line}\n')
-    tomllib.loads(path.read_text())
+    path.write_text(file)
     return Policy.load(path)
 
 
@@ -87,7 +87,7 @@ def test_a_round_trip_by_a_rule_is_mended_by_its_line(tmp_path: Path) -> None:
     [found] = run(policy)
     assert found.policy is not None
     assert found.where.op == "reflection_pad1d"
-    assert not run(with_line(found.policy, tmp_path))
+    assert not run(pasted(found.policy, tmp_path))
 
 
 @pytest.mark.parametrize("op", [torch.exp, lambda x: x * 3, lambda x: x + torch.ones(8)])
@@ -158,7 +158,7 @@ def test_a_float32_island_is_found_and_its_line_mends_it(tmp_path: Path) -> None
     assert found.where.op == "sigmoid"
     assert found.cost.bytes == (4 * 8) * (4 + 2)
     assert found.policy is not None
-    assert not run(with_line(found.policy, tmp_path))
+    assert not run(pasted(found.policy, tmp_path))
 
 
 def test_a_loss_in_float32_is_no_island() -> None:
@@ -227,8 +227,8 @@ def test_an_operation_without_a_rule_that_should_have_one(tmp_path: Path) -> Non
         return of_kind(trace, "float32-op")
 
     [found] = run(policy)
-    assert found.policy == 'mm = { rule = "lower" }'
-    assert not run(with_line(found.policy, tmp_path))
+    assert found.policy == 'base = "default"\n\n[ops.cpu]\nmm = "lower"\n'
+    assert not run(pasted(found.policy, tmp_path))
 
 
 def test_what_is_switched_off_on_purpose_is_not_reported() -> None:
@@ -251,8 +251,8 @@ def test_a_sum_of_two_dtypes_that_spreads_float32(tmp_path: Path) -> None:
         return of_kind(trace, "float32-spread")
 
     [found] = run("default")
-    assert found.policy == '"add.Tensor" = { rule = "lower" }'
-    assert not run(with_line(found.policy, tmp_path))
+    assert found.policy == 'base = "default"\n\n[ops.cpu]\n"add.Tensor" = "lower"\n'
+    assert not run(pasted(found.policy, tmp_path))
 
 
 def test_findings_say_their_share_and_are_sorted() -> None:
@@ -291,8 +291,10 @@ def test_a_dtype_mismatch_says_what_led_there_and_what_mends_it(tmp_path: Path) 
     assert "bfloat16, float32" in note
     assert "bfloat16 came from linear" in note
     assert "rule lower, policy 'torch'" in note
-    [line] = [row.strip() for row in note.splitlines() if "under [ops.cpu]: " in row]
-    mended = run(with_line(line.partition("under [ops.cpu]: ")[2], tmp_path, "torch"))
+    file = (
+        note.partition("save this as a policy file")[2].partition(":\n")[2].partition("  or: ")[0]
+    )
+    mended = run(pasted(textwrap.dedent(file), tmp_path))
     assert mended.dtype is torch.bfloat16
 
 

@@ -69,7 +69,7 @@ def overflow(document: Document, first: First) -> Finding:
 
 
 def _mend(document: Document, first: First, module: str) -> tuple[str, str | None]:
-    """What to do, and a line of a policy where there is one."""
+    """What to do, and a whole policy file where one does it."""
     if first["kind"] == "input":
         return (
             f"Look at what makes the input of `{module}`: the data, or code between modules."
@@ -96,7 +96,7 @@ def _mend(document: Document, first: First, module: str) -> tuple[str, str | Non
         suggestion += (
             " If it is NaN there too, the format is not the reason: look at what it divides by."
         )
-    return suggestion, f'[modules]\n{_quoted(module)} = "fp32"'
+    return suggestion, _file_with(document, module)
 
 
 def _called(module: str, otherwise: str) -> str:
@@ -159,6 +159,21 @@ def _underflow_share(module: HealthModule) -> float:
 def _underflowed(module: HealthModule) -> int:
     """How many zeros underflow made, as far as that is known."""
     return sum(number or 0 for number in module["underflow_zeros"])
+
+
+def _file_with(document: Document, module: str) -> str:
+    """The run's policy as a file, with a rule that a module runs in float32."""
+    policy = document["run"]["policy"]
+    known = {"default", "lean", "torch"}
+    text = (
+        policy.get("file") or f'base = "{policy["name"] if policy["name"] in known else "torch"}"\n'
+    )
+    key = _quoted(module)
+    lines = [line for line in text.splitlines() if not line.startswith(f"{key} =")]
+    lines += (
+        [] if "[modules]" in lines else ["", "[modules]"]
+    )  # the last table of a file that precast writes
+    return "\n".join([*lines, f'{key} = "fp32"']) + "\n"
 
 
 def _quoted(name: str) -> str:

@@ -55,10 +55,11 @@ class Flow(_From):
 
 
 class PolicyName(TypedDict):
-    """Which policy a run was under."""
+    """Which policy a run was under; `file` is a whole policy file that says the same."""
 
     name: str
     fingerprint: NotRequired[str]
+    file: NotRequired[str]
 
 
 class ModuleRules(TypedDict):
@@ -164,7 +165,7 @@ class Count(TypedDict):
 
 
 class Finding(TypedDict):
-    """Something that could be better: what it costs and what to do; `policy` is a line of TOML."""
+    """Something that could be better: what it costs and what to do; `policy` is a whole policy file that does it."""
 
     kind: str
     title: str

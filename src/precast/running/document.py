@@ -72,7 +72,7 @@ def _with(document: dict[str, Any], watch: Watch) -> dict[str, Any]:
     history = watch.steps.history
     seen = {
         "devices": watch.devices(),
-        "policy": {"name": watch.policy.name, "fingerprint": watch.policy.fingerprint},
+        "policy": watch.named_policy(),
         "steps": history.count,
         "skipped": history.skipped,
         "nonfinite_losses": history.nonfinite,

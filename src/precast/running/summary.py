@@ -72,7 +72,8 @@ def _verdict(document: Document) -> Iterator[str]:
         yield _plain(found["headline"])
     yield from map(_plain, found["precision"][1:2] or found["precision"][:1])
     if found["first"] is not None:
-        yield f"to do first: {_plain(found['first']['text'])}"
+        file = " The policy file for it is in the report." if found["first"]["policy"] else ""
+        yield f"to do first: {_plain(found['first']['text'])}{file}"
 
 
 def _plain(text: str) -> str:

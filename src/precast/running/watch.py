@@ -23,6 +23,7 @@ from precast.health.monitor import Monitor, monitor
 from precast.installation import install_to_observe
 from precast.names import names_in
 from precast.policy import Policy
+from precast.policy_text import whole_file
 from precast.running.scalers import Scalers
 from precast.running.steps import Steps
 from precast.running.window import Window
@@ -92,6 +93,12 @@ class Watch:
             return {}
         rules = self._installed.rules
         return {"module_rules": {"models": rules.models, "problems": list(rules.problems)}}
+
+    def named_policy(self) -> dict[str, str]:
+        """The policy, as the document has it."""
+        policy = self.policy
+        file = whole_file(policy)
+        return {"name": policy.name, "fingerprint": policy.fingerprint, "file": file}
 
     def compiles(self) -> bool:
         """Whether `torch.compile` has compiled something: in it nothing is counted."""

@@ -1,19 +1,24 @@
 """Findings: what could be better in what was traced, what it costs, and the line or the call that mends it.
 
 Invariants: a finding's cost is what was measured, its share that of the traced time; the dearest come first, `MOST` of
-each kind; a line for a policy file is one that `Policy.load` reads.
+each kind; a policy file is whole: what was in force, with what mends the finding.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
+from precast.errors import PolicyError
+from precast.policy import Policy
+from precast.policy_text import whole_file
+from precast.report.words import plural
 from precast.tracing.rows import Cost, Finding, Row, Totals, Where
 
-__all__ = ["MOST", "findings_of", "policy_line"]
+__all__ = ["MOST", "findings_of"]
 
 MOST: Final = 10
 _T = TypeVar("_T")
@@ -37,20 +42,40 @@ _HEAVY: Final = {
 }
 
 
-def policy_line(op: str, rule: str) -> str:
-    """A row of a policy file."""
-    key = op if re.fullmatch(r"\w+", op) else f'"{op}"'
-    return f'{key} = {{ rule = "{rule}" }}'
+class Remedies:
+    """Writes the policy files that mend findings.
+
+    Args:
+        policies: device type -> the policy in force there; `default` where none was.
+    """
+
+    def __init__(self, policies: Mapping[str, Policy]) -> None:
+        self._policies = policies
+
+    def file(self, op: str, rule: str, device: str) -> str | None:
+        """The whole file of that policy with another rule for one operation; None where there can be none."""
+        return _file(self._policies.get(device) or Policy.load("default"), op, rule, device)
 
 
-def findings_of(rows: list[Row], totals: Totals, facts: Any) -> list[Finding]:
-    """All findings of a trace."""
+@functools.lru_cache(maxsize=256)
+def _file(policy: Policy, op: str, rule: str, device: str) -> str | None:
+    try:
+        return whole_file(policy, ops={device: {op: rule}})
+    except PolicyError:  # the operation has no such rule
+        return None
+
+
+def findings_of(
+    rows: list[Row], totals: Totals, facts: Any, policies: Mapping[str, Policy]
+) -> list[Finding]:
+    """All findings of a trace; `policies` are those in force, by device type."""
+    remedies = Remedies(policies)
     kinds = (
-        _round_trips(facts.round_trips.values(), totals),
-        _islands(facts.islands.values(), totals),
+        _round_trips(facts.round_trips.values(), rows, totals, remedies),
+        _islands(facts.islands.values(), totals, remedies),
         _casts_again(facts.weights, totals),
-        _in_float32(rows, totals),
-        _spread(rows, totals),
+        _in_float32(rows, totals, remedies),
+        _spread(rows, totals, remedies),
     )
     found = [finding for kind in kinds for finding in sorted(kind, key=_cost)[:MOST]]
     return sorted(found, key=_cost)
@@ -64,7 +89,11 @@ def _price(seconds: float, size: int | None, totals: Totals) -> Cost:
     return Cost(seconds, size, min(1.0, seconds / totals.seconds) if totals.seconds else None)
 
 
-def _round_trips(trips: Iterable[Any], totals: Totals) -> Iterator[Finding]:
+def _round_trips(
+    trips: Iterable[Any], rows: list[Row], totals: Totals, remedies: Remedies
+) -> Iterator[Finding]:
+    devices = {row.op: row.device for row in rows}
+
     def ends(trip: Any) -> tuple[Any, ...]:
         up = trip.up
         back = _pattern(trip.module), trip.source, trip.op
@@ -83,14 +112,14 @@ def _round_trips(trips: Iterable[Any], totals: Totals) -> Iterator[Finding]:
         if up.rule is None:
             do = f"Take the cast to float32{here} away: the values are {dtype}, and become {dtype} again."
         else:
-            line = policy_line(up.op, "keep")
-            do = f"{up.op} only moves numbers: keep it in {dtype} with the policy line {line}."
+            line = remedies.file(up.op, "keep", devices.get(up.op, "cpu"))
+            do = f"{up.op} only moves numbers: keep it in {dtype}, by the rule keep in a policy file."
         seconds, size = sum(t.seconds for t in some), sum(t.bytes for t in some)
         where = Where(max(some, key=lambda trip: trip.seconds).up.module, up.op, up.source)
         yield Finding("round-trip", title, _price(seconds, size, totals), do, line, where)
 
 
-def _islands(islands: Iterable[Any], totals: Totals) -> Iterator[Finding]:
+def _islands(islands: Iterable[Any], totals: Totals, remedies: Remedies) -> Iterator[Finding]:
     by_op: defaultdict[tuple[str, str, str], list[Any]] = defaultdict(list)
     for island in islands:
         by_op[island.op, island.device, island.policy].append(island)
@@ -104,9 +133,9 @@ def _islands(islands: Iterable[Any], totals: Totals) -> Iterator[Finding]:
             f"{op} is a float32 island in 16 bits: the policy {policy!r} has it cast up {_times(calls)}, "
             f"and its results were cast back {_times(back)}."
         )
-        line = policy_line(op, "lower")
+        line = remedies.file(op, "lower", device)
         do = (
-            f"If the results stay good enough, run it in 16 bits: {line} under [ops.{device}] of a policy file; "
+            f"If the results stay good enough, run {op} in 16 bits on {device}, by the rule lower in a policy file; "
             'policy="lean" has those that lose nothing by it.'
         )
         where = Where(dearest.module, op, dearest.source)
@@ -120,7 +149,7 @@ def _casts_again(weights: Iterable[Any], totals: Totals) -> Iterator[Finding]:
         seconds, size = sum(c.seconds for c in some), sum(c.bytes for c in some)
         most = max(some, key=lambda cast: cast.casts)
         title = (
-            f"{most.op}{_place([c.module for c in some], most.source)} casts {_counted(len(some), 'weight')} again and "
+            f"{most.op}{_place([c.module for c in some], most.source)} casts {plural(len(some), 'weight')} again and "
             f"again: {casts:,} casts, {again:,} of them of a weight that had not changed "
             f"(shape {list(most.shape)}, to {most.dtype})."
         )
@@ -133,7 +162,7 @@ def _casts_again(weights: Iterable[Any], totals: Totals) -> Iterator[Finding]:
         yield Finding("weight-cast-again", title, _price(seconds, size, totals), do, None, where)
 
 
-def _in_float32(rows: list[Row], totals: Totals) -> Iterator[Finding]:
+def _in_float32(rows: list[Row], totals: Totals, remedies: Remedies) -> Iterator[Finding]:
     """Operations that are worth 16 bits and ran in float32, though nothing said so."""
     if not any(row.rule == "lower" for row in rows):
         return
@@ -143,8 +172,10 @@ def _in_float32(rows: list[Row], totals: Totals) -> Iterator[Finding]:
             do = f'Open the region around it, too: with precast.autocast("{row.device}"): ...'
             line = None
         else:
-            line = policy_line(row.op, "lower")
-            do = f"Have it run in 16 bits: {line} under [ops.{row.device}] of a policy file."
+            line = remedies.file(row.op, "lower", row.device)
+            do = (
+                f"Have {row.op} run in 16 bits on {row.device}, by the rule lower in a policy file."
+            )
         calls = _times(sum(each.calls for each in some))
         title = f"{row.op}{place} ran in float32 {calls}: {row.reason}."
         yield _of_rows("float32-op", title, some, totals, (do, line))
@@ -160,16 +191,18 @@ def _is_unexpected(row: Row) -> bool:
     return row.region is None or not is_off  # else somebody switched it off
 
 
-def _spread(rows: list[Row], totals: Totals) -> Iterator[Finding]:
+def _spread(rows: list[Row], totals: Totals, remedies: Remedies) -> Iterator[Finding]:
     """Operations without a rule whose inputs are of two dtypes: PyTorch gives the wider one."""
     for some in _alike(filter(_is_spreading, rows), lambda row: (*_of_row(row), *row.inputs)):
-        row, line = some[0], policy_line(some[0].op, "lower")
+        row = some[0]
+        line = remedies.file(row.op, "lower", row.device)
         title = (
             f"{row.op}{_place([row.module for row in some], row.source)} mixes "
             f"{' and '.join(dict.fromkeys(row.inputs))}, and what follows is float32: "
             f"{_times(sum(each.calls for each in some))}."
         )
-        do = f"Cast the float32 input once, or run it in 16 bits: {line} under [ops.{row.device}]."
+        do = f"Cast the float32 input once, or run {row.op} in 16 bits on {row.device}, by the rule lower in a policy "
+        do += "file."
         yield _of_rows("float32-spread", title, some, totals, (do, line))
 
 
@@ -215,7 +248,3 @@ def _place(modules: list[str | None], source: str | None) -> str:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count:,} times"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

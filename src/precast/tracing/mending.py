@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from precast.errors import PolicyError
 from precast.policy import Policy
-from precast.tracing.findings import policy_line
+from precast.policy_text import whole_file
 from precast.tracing.lineage import Link, chain
 from precast.tracing.reasons import Decided
 
@@ -58,13 +58,14 @@ def _ways(links: Iterable[Link | None]) -> Iterable[str]:
 
 def _remedy(op: str, device: str, policy: Policy) -> str:
     try:
-        policy.replace(ops={device: {op: "promote"}})
+        lines = whole_file(policy, ops={device: {op: "promote"}}).splitlines()
     except PolicyError:
         return "  To mend it, cast one of them before the call."
-    return (
-        f"  To mend it, have a policy file say under [ops.{device}]: {policy_line(op, 'promote')}\n"
-        f"  or: policy=precast.Policy.load({policy.name!r}).replace(ops={{{op!r}: 'promote'}})"
-    )
+    file = "\n".join(f"    {line}".rstrip() for line in lines)
+    said = f"  To mend it, save this as a policy file, and name it as the policy:\n{file}"
+    if policy.name not in Policy.presets():
+        return said
+    return f"{said}\n  or: policy=precast.Policy.load({policy.name!r}).replace(ops={{{op!r}: 'promote'}})"
 
 
 def _open_a_region(device: str) -> str:

@@ -94,6 +94,8 @@ class Recorder:
         self.tally = Tally()
         self.totals = self.tally.totals
         self.saved: dict[str, int] = {}
+        self.policies: dict[str, Policy] = {}
+        """Device type -> the policy that was last in force there."""
         self.facts = Facts()
         self.lineage = Lineage()
         self._reasons = Reasons()
@@ -119,6 +121,7 @@ class Recorder:
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A rule is about to be carried out."""
         policy = self._reasons.policy_here(op.device_type)
+        self.policies[op.device_type] = policy
         decided = self._reasons.decided(policy, op)
         frame = frame_above(2)
         source, owner, phase = read_stack(frame)
@@ -237,6 +240,8 @@ class Recorder:
             reason = "a cast that the program asks for"
         if reason is None:
             policy = self._reasons.policy_here(device)
+            if region is not None:
+                self.policies[device] = policy
             reason = self._reasons.alone(policy, kind.name, device, region).reason
         decided = Decided(kind.name, None, reason)
         inputs = tuple(map(text_of, tensors))

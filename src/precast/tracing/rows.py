@@ -193,7 +193,7 @@ class Finding:
     cost: Cost
     suggestion: str
     policy: str | None
-    """A line for a policy file that mends it; None where the remedy is none."""
+    """A whole policy file that mends it, to be saved and named as the policy; None where the remedy is none."""
     where: Where
 
 

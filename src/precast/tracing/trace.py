@@ -152,7 +152,7 @@ class Trace(SavedTrace):
             dict(recorder.saved),
             modules,
             tally.dropped,
-            findings_of(rows, recorder.totals, recorder.facts),
+            findings_of(rows, recorder.totals, recorder.facts, recorder.policies),
             list(self._counts.by_rule.values()),
             self._notes(),
         )
