@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,3 +87,105 @@ def test_parameters_of_fsdp_are_left_alone_and_named() -> None:
         assert all("FSDP" in reason for reason in attachment.left_alone.values())
         trained(model, x)
         assert attachment.memory() == 0
+
+
+SETUP = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+import precast
+
+rank = int(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+torch.manual_seed(rank)
+model = nn.Linear(160, 160).requires_grad_(sys.argv[3] == "trained")
+attachment, x = precast.attach(model), torch.ones(1, 160)
+
+def run():
+    with precast.autocast("cpu", dtype=torch.bfloat16):
+        return model(x)
+
+def expected():
+    return F.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
+"""
+
+WRITTEN_BY_COLLECTIVES = """
+def broadcast():
+    for p in model.parameters():
+        dist.broadcast(p.data if rank else p, 0)
+
+def broadcast_later():
+    for work in [dist.broadcast(p.data, 0, async_op=True) for p in model.parameters()]:
+        work.wait()
+
+def average():
+    for p in model.parameters():
+        dist.all_reduce(p.data, op=dist.ReduceOp.SUM)
+
+def gather():
+    dist.all_gather([torch.empty(160), model.bias.data], torch.randn(160))
+
+for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+    for write in (broadcast, broadcast_later, average, gather):
+        with torch.no_grad():
+            model.weight.mul_(0.01 * (rank + 1))
+        with mode():
+            for _ in range(3):
+                run()
+            with torch.no_grad():
+                write()
+            for _ in range(5):
+                assert torch.equal(run(), expected()), write
+dist.destroy_process_group()
+"""
+
+ONE_RAISES = """
+try:
+    with torch.no_grad():
+        for _ in range(3):
+            run()
+        if rank:
+            model.weight.data.mul_(2)
+        for _ in range(20):
+            dist.all_reduce(run().float())
+except precast.StaleWeightError:
+    assert rank == 1
+    try:
+        dist.barrier()
+    except Exception:
+        sys.exit(3)
+except RuntimeError:
+    assert rank == 0
+    sys.exit(4)
+"""
+
+
+def two_processes(program: str, folder: Path, kind: str) -> list[int]:
+    """How each ends."""
+    command = [sys.executable, "-c", SETUP + program]
+    started = [
+        subprocess.Popen([*command, str(rank), str(folder / "store"), kind]) for rank in range(2)
+    ]
+    try:
+        return [process.wait(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.parametrize("kind", ["trained", "frozen"])
+def test_what_a_collective_writes_is_seen(tmp_path: Path, kind: str) -> None:
+    assert two_processes(WRITTEN_BY_COLLECTIVES, tmp_path, kind) == [0, 0]
+
+
+def test_an_error_in_one_process_ends_the_waiting_of_the_others(tmp_path: Path) -> None:
+    assert two_processes(ONE_RAISES, tmp_path, "frozen") == [4, 3]
+
+
+def test_process_groups_are_as_before_when_nothing_is_attached() -> None:
+    before = dict(vars(dist.ProcessGroup))
+    precast.attach(network()).detach()
+    assert dict(vars(dist.ProcessGroup)) == before

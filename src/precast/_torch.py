@@ -77,6 +77,7 @@ __all__ = [
     "is_view",
     "keyset_of",
     "leave_mode",
+    "leave_process_groups",
     "lend_to_pool_threads",
     "lent_by",
     "lower_dtypes",
@@ -86,6 +87,7 @@ __all__ = [
     "on_backward",
     "on_checkpoint",
     "on_cleared_cache",
+    "on_collectives",
     "on_graph_region",
     "on_its_way",
     "on_module_call",
@@ -963,6 +965,82 @@ def _made_by(
 
 
 _hear_module_calls = _ModuleCalls()
+
+
+_WRITING_COLLECTIVES: Final = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+
+
+def on_collectives(tell: Callable[[list[torch.Tensor]], None]) -> Callable[[], None]:
+    """Has `tell` called with the tensors of each collective that Python calls; calling what it returns ends that.
+
+    What a collective writes moves no version counter, and nothing public tells of it. All of `torch.distributed` calls
+    these methods of the group, whoever imported which of its functions; DDP's own do not come by (2.13).
+    """
+    if not torch.distributed.is_available():
+        return lambda: None
+    group: Any = torch.distributed.ProcessGroup
+    before = {name: vars(group)[name] for name in _WRITING_COLLECTIVES if name in vars(group)}
+
+    def telling(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            tell(list(_tensors_of([*args[1:], *kwargs.values()])))
+            return call(*args, **kwargs)
+
+        return told
+
+    ours = {name: telling(getattr(group, name)) for name in before}
+    for name, told in ours.items():
+        setattr(group, name, told)
+
+    def stop() -> None:
+        for name, told in ours.items():
+            if vars(group)[name] is told:  # else somebody replaced it after us, and calls us
+                setattr(group, name, before[name])
+
+    return stop
+
+
+def _tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_of(value)
+
+
+def leave_process_groups() -> None:
+    """Has other processes' collectives raise, which would wait for this one, as it is about to raise an error itself.
+
+    What is public leaves one group in a friendly way, which waits for the others, or does not close what they wait for:
+    `ProcessGroup.abort` of gloo (2.13).
+    """
+    distributed = torch.distributed
+    is_one_of_several = (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+    if is_one_of_several:
+        distributed.distributed_c10d._abort_process_group()
 
 
 _clear_autocast_cache = torch.clear_autocast_cache

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precast import held
 from precast._display import Card, Displayed, size
-from precast._torch import is_captured, runs_uncompiled
+from precast._torch import is_captured, on_collectives, runs_uncompiled
 from precast.errors import AttachError, PrecastWarning
 from precast.frames import regions
 from precast.held import Copy, Holding
@@ -296,9 +296,15 @@ def _end(attachment: Attachment) -> None:
         _watch()
 
 
-# While there are attachments, modules tell of the parameters and modules that they get, and optimizers of their steps:
-# fused ones move no version counter (2.13).
+# While there are attachments, modules tell of the parameters and modules that they get, optimizers of their steps, and
+# process groups of what they write: fused optimizers and collectives move no version counter (2.13).
 _registrations: Final[list[Any]] = []
+
+
+class _Ending(NamedTuple):
+    """What ends when it is removed, as a hook does."""
+
+    remove: Callable[[], None]
 
 
 def _watch() -> None:
@@ -306,6 +312,7 @@ def _watch() -> None:
         _registrations.append(register_module_parameter_registration_hook(_registered))
         _registrations.append(register_module_module_registration_hook(_registered))
         _registrations.append(register_optimizer_step_post_hook(_stepped))
+        _registrations.append(_Ending(on_collectives(held.written_unseen)))
         held.on_gone.append(_look_again)
     elif not held.attached:
         while _registrations:

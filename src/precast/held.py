@@ -29,6 +29,7 @@ from precast._torch import (
     fused_copy,
     is_captured,
     is_plain,
+    leave_process_groups,
     stream_of,
     unheard,
     version_of,
@@ -59,6 +60,7 @@ __all__ = [
     "stale",
     "stepped",
     "suspend",
+    "written_unseen",
 ]
 
 WORTH_A_NODE: Final = 16384
@@ -140,6 +142,7 @@ def loan_of(parameter: Tensor, dtype: torch.dtype) -> Loan | None:
             copy.doubt()
         current = copy is not None and copy.is_of(parameter)
         if current and holding.spoiled:
+            leave_process_groups()
             raise StaleWeightError(stale(holding.name, dtype))
         if is_captured(parameter):
             return _captured(copy) if copy and current and not parameter.requires_grad else None
@@ -174,6 +177,14 @@ def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> N
         for parameter in parameters:
             for holding in _lying_with(parameter):
                 holding.optimizer = steps
+                holding.doubt(at_once=True)
+
+
+def written_unseen(tensors: Iterable[Tensor]) -> None:
+    """Has copies of what lies in the memory of these tensors written before their next use."""
+    with lock:
+        for tensor in tensors:
+            for holding in lying_in(tensor):
                 holding.doubt(at_once=True)
 
 

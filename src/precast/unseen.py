@@ -23,7 +23,14 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from precast._torch import dispatch_modes, is_capturing, is_functorch_active, stream_of, unheard
+from precast._torch import (
+    dispatch_modes,
+    is_capturing,
+    is_functorch_active,
+    leave_process_groups,
+    stream_of,
+    unheard,
+)
 from precast.doubts import are_in_doubt, look_for_graphs
 from precast.errors import StaleWeightError
 from precast.held import Copy, Holding, before_next_region, guarded, lock, stale
@@ -62,6 +69,7 @@ def enter_region() -> None:
     if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
         _spoil(*found)  # a use that evaluates would have it copied again
     else:
+        leave_process_groups()
         raise StaleWeightError(stale(found[0].name, found[1]))
 
 
