@@ -276,7 +276,7 @@ def test_an_optimizer_of_the_old_contract_gets_the_scaler() -> None:
 
     scaler, parameter, _ = started(init_scale=16.0)
     optimizer = Takes([parameter])
-    with pytest.warns(FutureWarning, match="grad_scaler") as warned:
+    with pytest.warns(FutureWarning, match="GradScaler is going to stop") as warned:
         scaler.step(optimizer)
     assert warned[0].filename == __file__
     assert optimizer.checked == {torch.device("cpu"): torch.zeros(())}

@@ -43,6 +43,7 @@ __all__ = [
     "current_node",
     "custom_backend",
     "definitions",
+    "deprecation_of",
     "destroy",
     "dispatch_modes",
     "drop_forward_hook",
@@ -115,6 +116,7 @@ __all__ = [
     "update_scale_",
     "verdicts_of",
     "version_of",
+    "warning_of_old_contract",
     "writes_graph",
 ]
 
@@ -581,6 +583,19 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
 def handles_scaling(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `step` of this optimizer unscales and decides itself; the mark of fused optimizers since 1.13."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def warning_of_old_contract() -> str:
+    """What PyTorch's scaler says where an optimizer's step takes the scaler; only its code has the text (2.13)."""
+    texts = torch.amp.GradScaler.step.__code__.co_consts
+    said = [t for t in texts if isinstance(t, str) and t.startswith("GradScaler is going to stop")]
+    return said[0] if said else "GradScaler is going to stop passing itself to optimizers' step."
+
+
+def deprecation_of(function: Any) -> str | None:
+    """What PyTorch says of a deprecated function; that attribute is public in Python 3.13 alone (2.13)."""
+    text: str | None = getattr(function, "__deprecated__", None)
+    return text
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:

@@ -7,7 +7,7 @@
     ├── BannedOperationError (RuntimeError)  an operation that the policy refuses inside a region
     ├── AttachError (TypeError, ValueError)  `attach` was given what it cannot attach to
     ├── StaleWeightError (RuntimeError)   a held weight was written unseen, so its copy is out of date
-    ├── ScalerError (RuntimeError, ValueError)  a gradient scaler used in the wrong order or on the wrong tensors
+    ├── ScalerError (RuntimeError, ValueError, AssertionError)  a gradient scaler used wrongly
     │   └── BrokenModelError              gradients that nothing has mended; `verdict` says what was seen
     ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
     ├── CheckError (RuntimeError)         a rule of `precast check` failed on a file, which is a defect of precast's
@@ -82,10 +82,10 @@ class CheckError(PrecastError, RuntimeError):
     """A rule of `precast check` failed on a file: a defect of precast's, not of the file."""
 
 
-class ScalerError(PrecastError, RuntimeError, ValueError):
+class ScalerError(PrecastError, RuntimeError, ValueError, AssertionError):
     """A gradient scaler used in the wrong order or on tensors it cannot handle.
 
-    Both a `RuntimeError` and a `ValueError`: PyTorch raises one or the other, and programs catch either.
+    A `RuntimeError`, a `ValueError` and an `AssertionError`: PyTorch raises one of them, and programs catch any.
     """
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from precast import _torch, engine, unseen
-from precast._standins import FUNCTIONS, SCALERS
+from precast._standins import FUNCTIONS, SCALERS, let_be_pickled
 from precast.errors import PrecastWarning
 from precast.found_models import FoundModels, Rules
 from precast.frames import Frame, installed
@@ -164,9 +164,11 @@ def _replace_names() -> None:
     for owner, name, stand_in in stand_ins:
         _replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, stand_in)
+    let_be_pickled(installed=_installations[-1].replaces_scalers)
 
 
 def _restore_names() -> None:
+    let_be_pickled(installed=False)
     while _replaced:
         setattr(*_replaced.pop())
 

@@ -254,7 +254,9 @@ class GradScaler(Steps):
         records = list(self._records.values())
         if new_scale is not None:
             new_scale = new_scale_from(new_scale, self._device, self._limits)
-        found = verdict_on(scale.device, records) if new_scale is None else None
+        found = None
+        if new_scale is None:
+            found = verdict_on(scale.device, records, "prior to update.")
         searching, measured = self._searching, self._measures()
         known = self._end_iteration(records, found, wait=measured)
         if new_scale is not None:
@@ -303,7 +305,7 @@ class GradScaler(Steps):
 
     def _scale_on(self, device: torch.device) -> Tensor:
         if self._scale is None:
-            self._start_on(device)
+            self._lazy_init_scale_growth_tracker(device)
         return moved(self._started("scale")[0], device)
 
     def _note(self, loss: Tensor) -> None:
@@ -338,7 +340,8 @@ class GradScaler(Steps):
             interval = 0 if found is None or self._searching else self._growth_interval
             skipped = verdict_on(scale.device, checked) if known is None else known
             self._ledger.end_iteration(self._iterations, scale, skipped, interval)
-        self._records, self._losses = {}, ()
+        self._records.clear()
+        self._losses = ()
         self._iterations += 1
         for record in records:
             record.end()

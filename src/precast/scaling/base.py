@@ -21,6 +21,7 @@ from precast.errors import ScalerError
 from precast.scaling import states
 from precast.scaling.display import card
 from precast.scaling.ledger import Ledger
+from precast.scaling.names import States
 from precast.scaling.search import FIRST, Search
 from precast.scaling.settings import (
     AUTO,
@@ -38,6 +39,7 @@ from precast.scaling.turns import Record
 
 __all__ = ["Scale", "off"]
 
+_HISTORY = 100  # steps, unless the user says how many
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -64,8 +66,8 @@ class Scale(Displayed, torch.amp.GradScaler):
 
     It is a subclass of PyTorch's class because trainers ask ``isinstance(scaler,
     torch.amp.GradScaler)`` before they call `unscale_`, and that class leaves no other way to be
-    recognised. None of its logic runs: all public methods, and the private ones that optimizers
-    with a scaling of their own are told to call, are defined here and in `GradScaler`.
+    recognised. None of its logic runs: all public methods, and the private names that optimizers,
+    trainers and other programs call, read or write, are defined here, in `Steps` and in `GradScaler`.
     """
 
     def __init__(self, device: str, enabled: bool, settings: dict[str, Any]) -> None:
@@ -171,8 +173,33 @@ class Scale(Displayed, torch.amp.GradScaler):
             )
         return {**self.__dict__, **self._resting_state()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Goes on for a scaler that was pickled or copied: one of this class, or of PyTorch's."""
+        if "_records" in state:
+            vars(self).update({**state, "_records": {}})
+        else:
+            self._go_on_for_pytorchs(state)
+
     def _get_scale_async(self) -> Tensor | None:
         return self._scale
+
+    @property  # type: ignore[override]
+    def _per_optimizer_states(self) -> States:
+        return States(self._records)
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: Any) -> None:
+        kept = {key: dict(state) for key, state in states.items()}
+        self._per_optimizer_states.clear()
+        self._per_optimizer_states.update(kept)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        return self._started(funcname)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        tracker = self._init_growth_tracker
+        self._growth_tracker = torch.full((), tracker, dtype=torch.int32, device=dev)
 
     @off(lambda: 0)
     def _get_growth_tracker(self) -> int:
@@ -180,6 +207,17 @@ class Scale(Displayed, torch.amp.GradScaler):
         return self._init_growth_tracker if tracker is None else int(tracker.item())
 
     # From here on the names are ours alone.
+
+    def _go_on_for_pytorchs(self, state: dict[str, Any]) -> None:
+        """Becomes what a scaler of PyTorch's was, whose attributes these are; the limits are the defaults."""
+        make: Any = type(self).__init__
+        make(self, state["_device"], enabled=False)
+        if state["_enabled"]:
+            self._enabled, self._ledger = True, Ledger(_HISTORY)
+            names = ("growth_factor", "backoff_factor", "growth_interval")
+            numbers = {name: state[f"_{name}"] for name in names}
+            scale, tracker = state["_init_scale"], state["_init_growth_tracker"]
+            self.load_state_dict({"scale": scale, "_growth_tracker": tracker, **numbers})
 
     @_torch.never_compiled
     def _card(self) -> Card:
@@ -230,11 +268,6 @@ class Scale(Displayed, torch.amp.GradScaler):
         if search is None or (scale is not None and _torch.is_captured(scale)):
             return False
         return search.measures(self._iterations, self._growth_interval)
-
-    def _start_on(self, device: torch.device) -> None:
-        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
-        tracker = self._init_growth_tracker
-        self._growth_tracker = torch.full((), tracker, dtype=torch.int32, device=device)
 
     def _started(self, call: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:

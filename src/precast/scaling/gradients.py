@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast._callers import callers_level
 from precast.errors import PrecastWarning
 from precast.lower_gradients import factors_of
 
@@ -78,7 +79,7 @@ def unscaled(
     verdicts: Verdicts = {}
     for (device, dtype, later), group in _gradients(optimizer).items():
         if dtype is torch.float16 and not allow_fp16 and later is None:
-            warnings.warn(_why_float16(optimizer), PrecastWarning, stacklevel=6)
+            warnings.warn(_why_float16(optimizer), PrecastWarning, stacklevel=callers_level())
         if device not in verdicts:
             verdicts[device] = moved(found_inf, device).clone()
         by = inverse if later is None else torch.ones_like(inverse)

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from precast._callers import callers_level
 from precast.errors import PrecastWarning, ScalerError
 
 __all__ = [
@@ -198,7 +199,7 @@ def is_usable(device_type: str) -> bool:
         "GradScaler('cuda') is off: there is no CUDA here. Write GradScaler('cpu') to scale on the "
         "CPU, or enabled=False to silence this.",
         PrecastWarning,
-        stacklevel=5,
+        stacklevel=callers_level(),
     )
     return False
 

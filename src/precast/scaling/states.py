@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from precast._callers import callers_level
 from precast.errors import PrecastWarning, ScalerError
 from precast.scaling.settings import (
     DEFAULT_LIMITS,
@@ -98,7 +99,7 @@ def _of_torch(state: Mapping[str, Any]) -> State:
             f"this scaler's state was saved by a newer precast (version {version} of its "
             f"format, here {_VERSION}): only PyTorch's five numbers are loaded.",
             PrecastWarning,
-            stacklevel=5,
+            stacklevel=callers_level(),
         )
         ours = {}
     return State(
@@ -163,6 +164,6 @@ def _within(scale: float, limits: Limits) -> float:
     warnings.warn(
         f"the state's scale is {scale:g}, {where}: {moved:g} is taken.{cause}",
         PrecastWarning,
-        stacklevel=4,
+        stacklevel=callers_level(),
     )
     return moved

@@ -48,10 +48,12 @@ class Steps(Scale):
         return {**super().__getstate__(), "_chosen": None, "_losses": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({**state, "_chosen": WeakIdKeyDictionary()})
+        super().__setstate__(state)
+        self._chosen = WeakIdKeyDictionary()
 
     # These keep names of torch.amp.GradScaler that optimizers with a scaling of their own
-    # (`_get_scale_async`, `_check_inf_per_device`, `_found_inf_per_device`) and subclasses call.
+    # (`_get_scale_async`, `_check_inf_per_device`, `_found_inf_per_device`) and programs call or
+    # replace: fine-tuning scripts put a function of their own in the place of `_unscale_grads_`.
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -74,7 +76,16 @@ class Steps(Scale):
     # From here on the names are ours alone.
 
     def _record_of(self, optimizer: Optimizer) -> Record:
-        return self._records.setdefault(id(optimizer), Record(optimizer))
+        record = self._records.setdefault(id(optimizer), Record(optimizer))
+        record.optimizer = optimizer
+        return record
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> float | None:
+        if any(bool(found) for found in optimizer_state["found_inf_per_device"].values()):
+            return None
+        return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return, unused-ignore]
 
     def _unscale(self, record: Record) -> None:
         scale, _ = self._started("unscale_")

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from precast import lower_gradients
+from precast import _torch, lower_gradients
+from precast._callers import callers_level
 from precast.errors import ScalerError
 from precast.scaling.findings import Findings
 from precast.scaling.gradients import Verdicts, moved
@@ -30,7 +31,7 @@ __all__ = ["Record", "lent", "step_given", "verdict_on", "verdict_so_far"]
 class Record:
     """What one optimizer has done in this iteration."""
 
-    optimizer: Optimizer  # held, so that no other optimizer gets its id before the iteration ends
+    optimizer: Any  # held, so that no other optimizer gets its id before the iteration ends; None until it is met
     stage: OptState = OptState.READY
     found_inf: Verdicts = field(default_factory=dict)
     scale: Tensor | None = None
@@ -56,6 +57,13 @@ class Record:
         """From now on backward must not reach these gradients: they are unscaled already."""
         if self.stage is OptState.UNSCALED and self._watch is None and not self.is_stepping:
             self._watch = _Watch(self.optimizer)
+
+    def go_to(self, stage: OptState) -> None:
+        """A program says where the optimizer is: at the beginning nothing has been unscaled."""
+        self.stage = stage
+        if stage is OptState.READY and self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
     def end(self) -> None:
         """The iteration is over."""
@@ -114,13 +122,16 @@ _MIXED = (
 )
 
 
-def verdict_on(device: torch.device, records: Iterable[Record]) -> Tensor:
-    """The sum of the verdicts in `records`, on `device`."""
+def verdict_on(
+    device: torch.device, records: Iterable[Record], where: str = "for this optimizer."
+) -> Tensor:
+    """The sum of the verdicts in `records`, on `device`; `where` they should have been is for the error."""
     found = [moved(v, device) for record in records for v in record.found_inf.values()]
     if found:
         return functools.reduce(torch.add, found)
     raise ScalerError(
-        "no gradients were checked in this iteration: no parameter of the optimizer has one, or "
+        f"No inf checks were recorded {where} "  # PyTorch's words, which programs look for
+        "That is, no gradients were checked in this iteration: no parameter of the optimizer has one, or "
         "step() was not called. Call scale(loss).backward(), step(optimizer), then update(); leave "
         "an optimizer out whose parameters took no part in the loss."
     )
@@ -136,10 +147,9 @@ def step_given(
 ) -> float | None:
     """PyTorch's first contract with optimizers that scale: they take the scaler and ask it."""
     warnings.warn(
-        "step(grad_scaler=...) is PyTorch's old contract. Let the optimizer read its attributes "
-        "grad_scale and found_inf, which the scaler sets for the time of the step.",
+        _torch.warning_of_old_contract(),
         FutureWarning,
-        stacklevel=5,
+        stacklevel=callers_level(),
     )
     result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
     return result

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
+from precast._callers import callers_level
 from precast.errors import BrokenModelError, PrecastWarning
 from precast.events import StepEvent, Verdict, emit, witnesses
 from precast.scaling.ledger import Iteration, Ledger
@@ -70,7 +71,7 @@ def judge(iteration: Iteration, ledger: Ledger, limits: Limits) -> None:
     if limits.on_verdict == "raise":
         raise BrokenModelError(verdict.message, verdict)
     if limits.on_verdict == "warn":
-        warnings.warn(verdict.message, PrecastWarning, stacklevel=4)
+        warnings.warn(verdict.message, PrecastWarning, stacklevel=callers_level())
 
 
 def verdict_of(iteration: Iteration, ledger: Ledger, limits: Limits) -> Verdict | None:
