@@ -310,6 +310,23 @@ def test_cells_that_are_not_python_are_one_finding(here: Path) -> None:
     assert precast_("check", "--ignore", "AMP900").exit_code == 0
 
 
+def test_a_shell_command_may_go_on_in_the_next_lines(here: Path) -> None:
+    code = """import torch
+!pip install a \\
+    --upgrade \\
+    b
+if x:
+    !ls \\
+        -l
+scaler = torch.cuda.amp.GradScaler()
+"""
+    _notebook(here / "a.ipynb", code)
+    assert "AMP900" not in precast_("check").stdout
+    assert precast_("fix").exit_code == 0
+    fixed = json.loads((here / "a.ipynb").read_text())["cells"][0]["source"]
+    assert fixed == code.replace("torch.cuda.amp.GradScaler()", 'torch.amp.GradScaler("cuda")')
+
+
 def test_a_notebook_in_another_language_is_left_alone(here: Path) -> None:
     _notebook(here / "a.ipynb", "x <- torch.cuda.amp.autocast(", language="R")
     assert precast_("check").exit_code == 0

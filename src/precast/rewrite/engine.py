@@ -118,7 +118,21 @@ def _syntax_error(text: Text, error: Exception) -> Iterator[Finding]:
     if isinstance(error, RecursionError):
         reason = "it is nested too deeply"
     message = f"this file is not Python that can be read: {reason}"
-    yield Finding("AMP900", ENGINE["AMP900"], Severity.ERROR, message, Span(start, start))
+    severity = Severity.ERROR
+    if _is_python(text.string):
+        message = f"this file was not checked: Python reads it, but LibCST, which precast uses, does not: {reason}"
+        severity = Severity.INFORMATION
+    yield Finding("AMP900", ENGINE["AMP900"], severity, message, Span(start, start))
+
+
+def _is_python(text: str) -> bool:
+    import ast
+
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[Finding]:

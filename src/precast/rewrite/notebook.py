@@ -170,9 +170,22 @@ def _shown(source: str) -> str | Broken | None:
         return None
     if _error(source) is None:
         return source
-    lines = [_MAGIC.sub(rf"\g<1>{_HIDDEN}\g<2>", line) for line in source.split("\n")]
-    hidden = "\n".join(lines)
+    hidden = "\n".join(_without_magics(source.split("\n")))
     return _error(hidden) or hidden
+
+
+def _without_magics(lines: list[str]) -> Iterator[str]:
+    """Lines with magics and shell commands hidden, and the lines on which these go on behind a backslash."""
+    indent: str | None = None  # that of a magic that goes on
+    for line in lines:
+        if indent is not None and line.startswith(indent):
+            shown = f"{indent}{_HIDDEN}{line[len(indent) :]}"
+        else:
+            shown = _MAGIC.sub(rf"\g<1>{_HIDDEN}\g<2>", line)
+            indent = line[: len(line) - len(line.lstrip())] if shown != line else None
+        if not line.rstrip().endswith("\\"):
+            indent = None
+        yield shown
 
 
 def _error(source: str) -> Broken | None:
