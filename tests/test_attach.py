@@ -1130,3 +1130,46 @@ def test_backward_of_another_model_is_compiled_while_one_is_attached() -> None:
     torch.compiler.reset()
     assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad, x.sum(0).expand(4, 4))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda weight: weight.t(),
+    "rows": lambda weight: weight[8:40],
+    "a third": lambda weight: weight.chunk(3)[1],
+    "rows, transposed": lambda weight: weight[8:40].t(),
+    "columns": lambda weight: weight[:, 8:40],
+    "flat and back": lambda weight: weight.view(-1).view(WIDTH, WIDTH),
+    "every second row": lambda weight: weight[::2],
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_held_weight_is_as_if_it_were_cast(
+    name: str, mode: Any, casts: list[Any]
+) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
+
+    def product(region: Any) -> Tensor:
+        with region, mode():
+            view = VIEWS[name](model.weight)
+            return torch.mm(x[:, : view.shape[0]], view)
+
+    with precast.attach(model):
+        for write in (model.weight.zero_, model.weight.normal_, lambda: None):
+            with torch.no_grad():
+                write()
+            assert torch.equal(product(region()), product(torch.autocast("cpu", BF16)))
+    assert casts == []
+
+
+def test_a_view_that_is_older_than_the_data_of_its_weight_is_cast_itself() -> None:
+    model, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.ones(1, WIDTH)
+    with precast.attach(model), torch.no_grad():
+        view = model.weight.t()
+        expected = torch.mm(x.bfloat16(), view.bfloat16())
+        model.weight.data = torch.zeros(WIDTH, WIDTH)
+        for _ in range(2):
+            with region():
+                assert torch.equal(torch.mm(x, view), expected)
+                assert model(x).abs().sum() == 0

@@ -153,19 +153,15 @@ def test_memory_given_to_other_data_of_the_same_weight(size: int) -> None:
             assert F.linear(x, weight)[0, 0] == size * weight[0, 0]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_copy_ends_with_the_memory_of_its_source(frozen: bool) -> None:
-    weight = ones().requires_grad_(not frozen)
-    cache = WeightCache()
-    with torch.no_grad():
-        cache.cast(weight, torch.bfloat16, "cpu")  # a frozen one is held from its second use on
-        copies = [cache.cast(w, torch.bfloat16, "cpu") for w in (weight, weight.t())]
-    assert None not in copies
-    gone = [weakref.ref(copy) for copy in copies if copy is not None]
-    del copies
+def test_a_copy_ends_with_the_memory_of_its_source() -> None:
+    weight, cache = ones(), WeightCache()
+    copy = cache.cast(weight, torch.bfloat16, "cpu")
+    assert copy is not None
+    gone = weakref.ref(copy)
+    del copy
     weight.data = torch.zeros(3, 3)
     gc.collect()
-    assert [copy() for copy in gone] == [None, None]
+    assert gone() is None
 
 
 def test_views_with_one_geometry_and_two_signs() -> None:
@@ -190,15 +186,6 @@ def test_a_view_with_a_tangent_is_not_one_without() -> None:
             found = pushed(forward_ad.make_dual(weight, tangent))
             assert found is not None
             assert torch.equal(found, expected)
-
-
-def test_a_window_that_slides_over_a_table_is_not_kept_in_every_place() -> None:
-    table = Parameter(torch.randn(1000, 8), requires_grad=False)
-    with precast.autocast("cpu"):
-        for start in range(900):
-            torch.mm(torch.ones(1, 100), table[start : start + 100])
-        views = regions.cache._views[id(table)]
-        assert sum(c.cast.numel() for c in views.copies.values()) <= 2 * table.numel()
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])

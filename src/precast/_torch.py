@@ -70,6 +70,7 @@ __all__ = [
     "is_dtensor",
     "is_functorch_active",
     "is_functorch_wrapper",
+    "is_in_graph_tree",
     "is_on",
     "is_optimizer_step",
     "is_plain",
@@ -300,6 +301,9 @@ def in_forward_mode() -> bool:
 
 # How many `TorchDispatchMode`s are active in this thread; the kernel that `hotpath` writes asks it at each call.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+# Whether CUDA-graph trees manage a tensor's memory, and write it unseen: PyTorch's own cache asks the same (2.11).
+is_in_graph_tree: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cached_tensor")  # noqa: B009 -- no stub
 
 # What `torch.jit.is_tracing` asks, without a call in Python around it: the hot path asks for each operation (2.13).
 is_tracing: Callable[[], bool] = torch._C._is_tracing
@@ -612,14 +616,17 @@ def verdicts_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch.T
 
 def quiet_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`tensor` in `dtype`, unheard by subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
+    cast = _CASTS.get(dtype)
+    if cast is not None and type(tensor) in _UNHEARING and not function_modes():
+        return cast(tensor)
     with _DisableTorchFunction():
-        cast = _CASTS.get(dtype)
         return tensor.to(dtype) if cast is None else cast(tensor)
 
 
 _DisableTorchFunction = torch._C.DisableTorchFunction
 unheard: Callable[[], Any] = _DisableTorchFunction
 """A context whose operations no subclass and no function mode hears: they are no calls of the program's (2.13)."""
+_UNHEARING: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}
 
 

@@ -23,8 +23,6 @@ from types import CodeType, FunctionType
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
 from precast import _torch, held, kernels, unseen
 from precast._torch import Kernel
@@ -88,50 +86,47 @@ _ATTEMPT_WITH_AUTOCAST_ON = f"""\
 
 _SWAP = """\
     {copies} = {originals}
-    if cache_enabled():
+    if cache_enabled() and (holdings or not inference_mode()):
         dtype = lower_dtype(device_type)
-        first_is_pytorchs = inference_mode()
-        cache = here.cache.in_inference_mode if first_is_pytorchs else here.cache
-        used = cache.used
-        leaves = cache.leaves
+        cache = here.cache
         if holdings:
             here.uses += 1
             if here.uses >= USES_BETWEEN_LOOKS:
                 here.uses = 0
                 look()
-            if {lasting}:
-                leaves = cache.lasting
-        find = nothing if dispatch_modes() or is_tracing() else leaves[dtype].get
+        if dispatch_modes() or is_tracing():
+            find = find_held = nothing
+        else:
+            records = grad_enabled()
+            find_held = (cache.passing if records else cache.lasting)[dtype].get if {held} else nothing
+            find = cache.leaves[dtype].get if records or not holdings else find_held
 """
 
 # A CUDA graph keeps what it was given, whatever becomes of the weights.
-_LASTING = "not grad_enabled()"
+_HELD = "holdings"
 
 # What the cache holds is float32, and most activations are not: their dtype is all that is looked at. The copy is read
 # before the version: another thread that withdraws it writes them in the other order.
-# In inference mode PyTorch keeps no copies, nor does the cache at first: what is only noted costs the least.
+# What requires no grad is kept for attached models alone: PyTorch casts it at each use.
 _TENSOR = """\
         if {condition}:
-            key = id({a})
-            entry = find(key)
+            entry = (find if {a}.requires_grad else find_held)(id({a}))
             if (
                 entry is not None
                 and (copy := entry.cast) is not None
                 and entry.version == {a}._version
                 and entry.pointer == {a}.data_ptr()
-                and entry.requires_grad is {a}.requires_grad
                 and entry.shape == {a}.shape
                 and entry.stride == {a}.stride()
             ):
                 {b} = copy
-            elif first_is_pytorchs and key not in used and key not in holdings and type({a}) is Parameter:
-                used.add(key)
-            elif type({a}) is not Tensor or {a}.requires_grad or {a}._base is not None:
-                {b} = weight(here.cache, {a}, dtype, device_type)
+            elif {a}.requires_grad or (holdings and (id({a}) in holdings or id({a}._base) in holdings)):
+                copy = None  # who still reads what was copied has it written elsewhere
+                {b} = weight(cache, {a}, dtype, device_type)
 """
 
 _TENSORS = """\
-        {b} = weight(here.cache, {a}, dtype, device_type)
+        {b} = weight(cache, {a}, dtype, device_type)
 """
 
 
@@ -149,8 +144,6 @@ def entry_point(
     namespace: dict[str, Any] = {
         "DELEGATE": DELEGATE,
         "USES_BETWEEN_LOOKS": unseen.USES_BETWEEN_LOOKS,
-        "Parameter": Parameter,
-        "Tensor": Tensor,
         "capturing": _torch.is_capturing,
         "cache_enabled": torch.is_autocast_cache_enabled,
         "device_type": op.device_type,
@@ -245,9 +238,12 @@ def _swap(op: Operation, slots: tuple[int, ...]) -> str:
     head = _SWAP.format(
         copies=", ".join(f"b{i}" for i in slots),
         originals=", ".join(f"a{i}" for i in slots),
-        lasting=_LASTING + (" and not capturing()" if op.device_type == "cuda" else ""),
+        held=_HELD + (" and not capturing()" if op.device_type == "cuda" else ""),
     )
-    return head + "".join(_replacement(f"a{i}", f"b{i}", str(schema[i].type)) for i in slots)
+    # From the last to the first, as PyTorch casts: backward comes by the weights in the other order, and so do hooks.
+    return head + "".join(
+        _replacement(f"a{i}", f"b{i}", str(schema[i].type)) for i in reversed(slots)
+    )
 
 
 def _replacement(a: str, b: str, kind: str) -> str:

@@ -1,51 +1,38 @@
-"""Copies of views of weights, found by geometry: each forward makes a new view object of the same numbers."""
+"""Views of held copies: a view of a weight is, in lower precision, the same view of the weight's copy."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 from torch import Tensor
 
-__all__ = ["Forgetful", "Views"]
-
-Held = TypeVar("Held")
+__all__ = ["same_view"]
 
 
-class Forgetful(dict[Any, Held]):
-    """A dictionary that forgets a key when what the key is of ends.
+def same_view(copy: Tensor, base: Tensor, view: Tensor) -> Tensor | None:
+    """The part of `copy` that `view` is of `base`, or None where no view of the copy is what a cast would give.
 
-    It is in no cycle with what it holds: copies go when a region ends, not when the collector happens to run.
+    A cast keeps the strides of a tensor without gaps, and no others: with other strides another kernel may compute.
+    The base may have got other data since the view was made, or be a part of more than was copied.
     """
-
-    __slots__ = ("__weakref__",)
-
-    def forgetting(self, key: Any) -> Callable[[Any], None]:
-        """The callback for a weak reference."""
-        here = weakref.ref(self)
-
-        def forget(_: Any) -> None:
-            held = here()
-            if held is not None:
-                held.pop(key, None)
-
-        return forget
+    offset = view.storage_offset() - base.storage_offset()
+    if (
+        view.is_neg()
+        or not _is_dense(view)
+        or copy.stride() != base.stride()
+        or view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+        or not 0 <= offset <= copy.numel() - view.numel()
+        or not _is_dense(base)
+    ):
+        return None
+    return copy.as_strided(view.shape, view.stride(), offset)
 
 
-class Views:
-    """Copies of views of one weight by geometry: each forward makes a new view object of the same numbers."""
-
-    __slots__ = ("copies", "elements", "owner")
-
-    def __init__(self, base: Tensor, forget: Callable[[Any], Any]) -> None:
-        self.copies = Forgetful[Any]()
-        self.elements = 0
-        self.owner = weakref.ref(base, forget)
-
-    def make_room(self, elements: int, limit: int) -> None:
-        """Starts anew where copies grow beyond `limit` elements, as those of a window that slides over a table do."""
-        if self.elements + elements > limit:
-            self.copies.clear()
-            self.elements = 0
-        self.elements += elements
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor lie side by side in memory, each once, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -59,13 +59,4 @@ DIFFERENCES = (
         test="tests/test_region.py::test_one_object_entered_twice_restores_what_was_there",
         anchor="regions",
     ),
-    Difference(
-        seam="uncounted",
-        when_installed=True,
-        name="a frozen weight written through `.data` inside a region (a known limit)",
-        what="Precast uses the old copy until the outermost region ends; PyTorch keeps none of frozen "
-        "weights.",
-        test="tests/conformance/test_differences.py::test_each_difference_is_met_by_its_program",
-        anchor="known-limits",
-    ),
 )

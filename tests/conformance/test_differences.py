@@ -28,7 +28,6 @@ OURS = Region(torchs=False, device="cpu", dtype=torch.bfloat16, enabled=True, ca
 TORCHS = Region(torchs=True, device="cpu", dtype=torch.bfloat16, enabled=True, cache=None)
 FLOAT16 = Region(torchs=False, device="cpu", dtype=torch.float16, enabled=True, cache=None)
 LINEAR, MATMUL = Compute("linear", (8, 0, 0)), Compute("matmul", (9, 0, 0))
-FROZEN = Compute("linear", (8, 1, 1))
 GRADIENTS = Differentiate((-1, -2, -3), None, True, False, True)
 
 MET: dict[str, Program] = {
@@ -36,7 +35,6 @@ MET: dict[str, Program] = {
     "dtype": (OURS, LINEAR, FLOAT16, LINEAR, Leave(), MATMUL, GRADIENTS),
     "own cache": (TORCHS, LINEAR, OURS, MATMUL, Leave(), LINEAR, GRADIENTS),
     "re-entered": (OURS, Reenter(0), LINEAR, Leave(), Leave(), LINEAR),
-    "uncounted": (OURS, FROZEN, FROZEN, Write("through data", 1), FROZEN),
 }
 """The shortest programs that come by each."""
 
@@ -65,7 +63,7 @@ def test_each_difference_has_its_test_and_its_line(difference: Difference) -> No
 def test_a_stale_copy_is_not_explained_by_pytorchs_own(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precast.weights.version_of", lambda tensor: 0)
+    monkeypatch.setattr("precast.cached_cast.version_of", lambda tensor: 0)
     report = compare([Case((OURS, LINEAR, Write("in place", 0), LINEAR), 3)], [system])
     [(_, case, _)] = report.unexplained
     assert len(case.program) <= 4

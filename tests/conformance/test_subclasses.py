@@ -120,7 +120,7 @@ def _weights(region: MakeRegion, name: str, dtype: torch.dtype) -> Any:
         with torch.no_grad():
             quiet = [F.linear(x, weight), F.softmax(F.linear(x, weight), -1)]
         functions = [function for function in heard if function not in READS]
-        with torch.inference_mode():  # where PyTorch casts a weight again, and precast does not
+        with torch.inference_mode():
             quiet.append(refused(lambda: F.linear(x, weight)))
     heard.clear()
     if leaf.requires_grad:

@@ -33,7 +33,7 @@ from tests.conformance.programs.steps import (
     Write,
 )
 from tests.conformance.programs.world import World, fold, kind, record
-from tests.conformance.programs.writes import FUSED, UNCOUNTED, WRITES
+from tests.conformance.programs.writes import FUSED, WRITES
 from tests.conformance.systems import MakeRegion
 from tests.op_samples import Sample
 
@@ -289,9 +289,7 @@ def _write(runner: _Runner, step: Write) -> None:
             # A weight made in inference mode cannot be written outside of it, nor one with a history be loaded.
             world.found.append(kind(error))
             return
-    if step.name in UNCOUNTED:
-        runner.seams.uncounted()
-    elif step.name in FUSED and not torch.equal(before, weight.detach()):
+    if step.name in FUSED and not torch.equal(before, weight.detach()):
         runner.seams.fused(weight)
     if new is not None:
         world.replace(weight, new)

@@ -10,7 +10,6 @@ PyTorch's lost with it, and leaves what is under test: whatever precast must see
 | "dtype" | an operation in a region of another dtype than that of the operation before |
 | "own cache" | a region of precast's inside one of PyTorch's: another one than the operation before was in |
 | "re-entered" | a region object that is entered while it is open |
-| "uncounted" | a write that leaves no trace on the weight but its contents |
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def repair_ours(seam: str, what: Any) -> None:
     if seam == "written":
         _drop(lambda leaf, entry: leaf not in what)
     elif seam == "dtype":
-        _drop(lambda leaf, entry: entry.cast.dtype is what)
+        _drop(lambda leaf, entry: entry.cast is None or entry.cast.dtype is what)
     elif seam != "re-entered":
         regions.cache.clear()
 
@@ -69,7 +68,7 @@ def _drop(is_lost: Callable[[int, Any], bool]) -> None:
     for entries in regions.cache.leaves.values():
         for leaf, entry in list(entries.items()):
             if is_lost(leaf, entry):
-                entry.cast = entry.other = None
+                entry.cast = None
                 entries.pop(leaf, None)  # it may have ended with its copy
 
 
@@ -102,10 +101,6 @@ class Seams:
     def left(self) -> None:
         """What began last ends."""
         self._open.pop()
-
-    def uncounted(self) -> None:
-        """A weight was written, and does not show it."""
-        self.meets("uncounted")
 
     def fused(self, weight: Tensor) -> None:
         """A weight was written by an optimizer, without a trace on it."""
