@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn.modules import module as global_hooks
 
+import precast
 from tests.conformance.compare import assert_same, in_both_dtypes, tensors_in
 from tests.conformance.systems import MakeRegion, System, on_all_systems
 
@@ -196,3 +198,37 @@ def _saved(region: MakeRegion, _: None) -> Any:
         results = [world.module(torch.randn(3, 4)) for _ in range(2)]
     torch.stack(results).float().square().sum().backward()
     return packed, results, [p.grad for p in world.module.parameters()]
+
+
+LAYERS: dict[str, Callable[[], tuple[nn.Module, int]]] = {
+    "Linear": lambda: (nn.Linear(4, 4), 1),
+    "a large Linear": lambda: (nn.Linear(256, 256), 1),
+    "Conv1d": lambda: (nn.Conv1d(4, 4, 1), 1),
+    "Bilinear": lambda: (nn.Bilinear(4, 4, 4), 2),
+    "LSTM": lambda: (nn.LSTM(4, 4, 2), 1),
+    "MultiheadAttention": lambda: (nn.MultiheadAttention(4, 2), 3),
+}
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+@on_all_systems
+def test_hooks_of_parameters_are_called_in_pytorchs_order(
+    system: System, name: str, attached: bool
+) -> None:
+    """What hooks draw at random depends on it, and in which order gradients are sent to other processes."""
+    assert_same(system, _order, name, attached)
+
+
+def _order(region: MakeRegion, name: str, attached: bool) -> Any:
+    module, inputs = LAYERS[name]()
+    seen: Seen = []
+    for key, parameter in module.named_parameters():
+        parameter.register_hook(lambda _, key=key: seen.append(key))
+        parameter.register_post_accumulate_grad_hook(lambda _, key=key: seen.append(f"{key}.grad"))
+    width = 256 if "large" in name else 4
+    x = torch.randn(4, width) if name == "Conv1d" else torch.randn(2, width)
+    with precast.attach(module) if attached else nullcontext(), region("cpu"):
+        y = module(*[x] * inputs)
+        (y[0] if isinstance(y, tuple) else y).float().sum().backward()
+    return seen, [parameter.grad for parameter in module.parameters()]
