@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import precast
 from precast import report
+from precast.policy import Policy
+from precast.policy_text import whole_file
 from precast.report.page import html
 from precast.report.ranks import common_verdict
 from precast.report.verdict import verdict
@@ -480,7 +482,7 @@ def test_the_policy_file_against_an_overflow_mends_it_under_run(tmp_path: Path) 
     (tmp_path / "pasted.toml").write_text(advice["policy"])
     after = run(tmp_path, "--policy", "pasted.toml")
     assert after["run"]["skipped"] == 0
-    assert after["run"]["policy"]["file"] == advice["policy"]
+    assert tomllib.loads(after["run"]["policy"]["file"]) == tomllib.loads(advice["policy"])
     lower = [r for r in after["trace"]["rows"] if r["op"] == "linear" and r["rule"] == "lower"]
     assert {row["module"] for row in lower} >= {"0", "4"}, "the other layers still run in 16 bits"
 
@@ -504,16 +506,23 @@ def test_the_policy_file_of_a_finding_mends_it_under_run(tmp_path: Path) -> None
     assert '"x.*" = "keep"' in found["policy"], "what was in force stays in force"
 
 
-def test_a_rule_for_a_module_is_added_to_the_policy_that_was_in_force() -> None:
+@pytest.mark.parametrize("name", ["a.b", "linear", "2"])
+def test_a_rule_for_a_module_is_added_to_the_policy_that_was_in_force(name: str) -> None:
     made: Any = document(overflow_at=3)
     made["findings"] = []
-    name = made["health"]["first"]["name"]
-    made["run"]["policy"] = {
-        "name": "mine",
-        "file": f'base = "lean"\n\n[modules]\n"{name}" = "keep"\n',
-    }
+    for first in (made["health"]["first"], *(step["first"] for step in made["steps"])):
+        if first:
+            first["name"] = name
+    policy = Policy.load("lean").replace(
+        ops={"cpu": {"linear": "fp32"}}, modules={name: "keep", "x": "fp32"}
+    )
+    made["run"]["policy"] = {"name": "mine", "file": whole_file(policy)}
     file = str((verdict(made)["first"] or {})["policy"])  # type: ignore[typeddict-item]
-    assert tomllib.loads(file) == {"base": "lean", "modules": {name: "fp32"}}
+    assert tomllib.loads(file) == {
+        "base": "lean",
+        "ops": {"cpu": {"linear": "fp32"}},
+        "modules": {name: "fp32", "x": "fp32"},
+    }
 
 
 # --- findings ---

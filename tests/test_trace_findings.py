@@ -218,7 +218,7 @@ def test_alike_blocks_share_their_findings() -> None:
 
 
 def test_an_operation_without_a_rule_that_should_have_one(tmp_path: Path) -> None:
-    policy = Policy.load("default").replace(ops={"mm": None})
+    policy = Policy.load("default").replace(ops={"cpu": {"mm": None}})
 
     def run(policy: Policy) -> list[Finding]:
         with precast.trace() as trace, precast.autocast("cpu", policy=policy):

@@ -165,15 +165,13 @@ def _file_with(document: Document, module: str) -> str:
     """The run's policy as a file, with a rule that a module runs in float32."""
     policy = document["run"]["policy"]
     known = {"default", "lean", "torch"}
-    text = (
-        policy.get("file") or f'base = "{policy["name"] if policy["name"] in known else "torch"}"\n'
-    )
+    base = policy["name"] if policy["name"] in known else "torch"
+    text = policy.get("file") or f'base = "{base}"\n'
     key = _quoted(module)
-    lines = [line for line in text.splitlines() if not line.startswith(f"{key} =")]
-    lines += (
-        [] if "[modules]" in lines else ["", "[modules]"]
-    )  # the last table of a file that precast writes
-    return "\n".join([*lines, f'{key} = "fp32"']) + "\n"
+    before, _, rules = text.partition("[modules]\n")  # the last table of a file that precast writes
+    same = (f"{key} =", f"{module} =")  # a key of letters and digits alone has no quotes
+    others = [line for line in rules.splitlines() if not line.startswith(same)]
+    return "\n".join([before.rstrip(), "", "[modules]", *others, f'{key} = "fp32"']).strip() + "\n"
 
 
 def _quoted(name: str) -> str:
