@@ -61,13 +61,13 @@ def attach(
     hold: bool = True,
     grad_dtype: torch.dtype | None = None,
 ) -> Attachment:
-    """Casts a model's weights once, for all regions to come, and gives its modules precisions of their own.
+    """Keeps the 16-bit copies of a model's weights between regions, and sets the precision of its modules by name.
 
     Args:
         model: the model, or a part of one. Several attachments of one model share the copies.
-        policy: what holds inside the model in any enabled region, PyTorch's own included, whatever the region's policy:
-            its tables, and its rules for modules by name. A `Policy`, the name of a preset, or the path of a policy
-            file. None leaves that to the region.
+        policy: the policy for the model in every enabled region, also in PyTorch's, instead of the region's: its
+            tables, and its rules for modules by name. A `Policy`, the name of a preset, or the path of a policy file.
+            None: the policy of the region.
         optimizer: the one that trains the model, which `grad_dtype` needs. Any of PyTorch's kind is listened to; one
             that is given here is known before its first step. Copies are renewed when they are next used: on the CPU
             each by itself, as it is then in the processor's cache; elsewhere all together.

@@ -46,17 +46,17 @@ _MOST_LOSSES = 1024  # of one iteration that are remembered
 
 
 class GradScaler(Steps):
-    """Scales losses, unscales and checks gradients, adapts the scale: as `torch.amp.GradScaler`.
+    """Scales losses, unscales and checks gradients, and adapts the scale, like `torch.amp.GradScaler`.
 
-    It differs where PyTorch's is wrong or mute: a step says what it did (`last_step`, `history`,
-    `counters`), the scale stays between its limits, and gradients that neither a lower scale nor the
-    next batch mends are an error instead of another skipped step.
+    In addition, it reports what each step did (`last_step`, `history`, `counters`), keeps the scale
+    within limits, and raises an error when neither a lower scale nor the next batch can help, where
+    PyTorch's scaler would skip steps for ever.
 
     Args:
-        device: Device type of the gradients. ``"cuda"`` without CUDA warns and is off.
-        init_scale: First scale, above 0. PyTorch's ``2**16`` is just above float16's largest
-            number: the first iterations find the scale that the model bears. ``"auto"`` finds it from the
-            size of the first gradients, which those iterations wait for.
+        device: Device type of the gradients. With ``"cuda"`` and no CUDA, the scaler warns and is off.
+        init_scale: First scale, above 0. With ``2**16``, as in PyTorch, the first iterations skip
+            steps until the scale suits the model. ``"auto"`` finds it from the size of the first
+            gradients; those iterations wait for the device.
         growth_factor: What the scale grows by after `growth_interval` good iterations, above 1.
         backoff_factor: What the scale is multiplied by after a skipped step, between 0 and 1.
         growth_interval: Good iterations in a row until the scale grows, at least 1.
