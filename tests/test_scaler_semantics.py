@@ -23,14 +23,8 @@ DIFFERENT = {
     "test_params_invalidated_with_grads_invalidated_between_unscale_and_step": (
         "demands that gradients broken after unscale_ are written into the parameters; the step is skipped here"
     ),
-    "test_grad_scaling_unscale (refuses float16)": (
-        "demands that float16 gradients are refused; they are divided in float32 here, with a warning"
-    ),
-    "test_grad_scaler_pass_itself": (
-        "demands a FutureWarning of its own text for step(grad_scaler=...); the warning has other words here"
-    ),
 }
-"""PyTorch's test -> why ours does not pass it."""
+"""PyTorch's test -> why ours does not pass it, in any of its six variants."""
 
 SCALERS = [torch.amp.GradScaler, precast.GradScaler]
 SKIPPED_STEP, STEPS = 2, 4
@@ -203,7 +197,51 @@ def test_nothing_to_check_is_an_error(kind: Any) -> None:
         scaler.step(torch.optim.SGD([parameter], lr=0.1))
 
 
+@pytest.mark.parametrize(("foreach", "fused"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_six_variants_that_are_different_are(
+    optimizer: Any, foreach: bool, fused: bool
+) -> None:
+    """As in `test_params_invalidated_with_grads_invalidated_between_unscale_and_step`."""
+    intact = []
+    for kind in SCALERS:
+        model = _network()
+        made = optimizer(model.parameters(), lr=1.0, foreach=foreach, fused=fused)
+        scaler = kind("cpu", init_scale=128.0)
+        for x, target in _data():
+            made.zero_grad()
+            scaler.scale(F.mse_loss(model(x), target)).backward()
+            scaler.unscale_(made)
+            for index, parameter in enumerate(model.parameters()):
+                assert parameter.grad is not None
+                parameter.grad.mul_(math.inf if index % 2 else math.nan)
+            scaler.step(made)
+            scaler.update()
+        intact.append(all(bool(p.isfinite().all()) for p in model.parameters()))
+    assert intact == [False, True]
+
+
+@both
+@pytest.mark.parametrize("bad", [-1, 0, 1, 2, 3])
+def test_gradients_of_several_dtypes_and_layouts_are_unscaled_together(kind: Any, bad: int) -> None:
+    """As in `test_grad_scaling_unscale`: the verdict may have one dimension, and float16 is let through."""
+    full = torch.full((20, 20), 4.0)
+    gradients = [full.clone(), full.clone()[:, :5], full.half(), full.half()]
+    if bad >= 0:
+        gradients[bad][2, 2] = math.inf
+    parameters = [torch.empty_like(gradient) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    found = kind("cpu")._unscale_grads_(optimizer, torch.full((1,), 0.25), torch.zeros(1), True)
+    assert sum(verdict.item() for verdict in found.values()) == (bad >= 0)
+    if bad < 0:
+        assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient in gradients)
+
+
 def test_the_page_lists_what_is_different() -> None:
     page = (Path(__file__).parents[1] / "docs" / "scaler.md").read_text(encoding="utf-8")
     for name in DIFFERENT:
-        assert f"`{name.partition(' ')[0]}`" in page
+        assert f"`{name}`" in page
+    section = page.partition("## PyTorch's own tests")[2].partition("\n## ")[0]
+    assert section.count("`test_") == len(DIFFERENT)
