@@ -14,7 +14,7 @@ INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples demo-digits demo-distributed doctor test lint format types docs docs-draft docs-serve docs-examples \
-	ci bench test-clients test-package test-versions conformance conformance-nightly bench-clients gpu clean
+	ci bench attack test-clients test-package test-versions conformance conformance-nightly bench-clients gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,9 @@ test-package: $(STAMP)  ## the wheel and the source distribution in empty enviro
 
 test-versions: $(STAMP)  ## all tests on the oldest and the newest PyTorch that is supported
 	$(BIN)/python -m tools.versions
+
+attack: $(STAMP)  ## every scenario of tests/attack with three fresh seeds; writes what it found to docs/reliability.md
+	$(BIN)/python -m tests.attack --seeds 3 --write
 
 conformance: $(STAMP)  ## all that is compared with PyTorch, and ten thousand random programs; writes docs/conformance.md
 	$(BIN)/python -m tools.conformance

@@ -343,8 +343,10 @@ def _yes(intact: bool) -> str:
 
 @click.command()
 def main() -> None:
-    """Run every fault under both scalers, and write docs/reliability.md."""
-    PAGE.write_text(page(table()), encoding="utf-8")
+    """Run every fault under both scalers, and write the first part of docs/reliability.md."""
+    # What another program writes begins at its heading, and stays.
+    _, heading, attack = PAGE.read_text(encoding="utf-8").partition("\n## The attack\n")
+    PAGE.write_text(page(table()) + heading + attack, encoding="utf-8")
     click.echo(PAGE.read_text(encoding="utf-8"))
 
 
