@@ -57,6 +57,7 @@ __all__ = [
     "function_modes",
     "fused_copy",
     "handles_scaling",
+    "call_open",
     "has_autocast_kernel",
     "has_compiled",
     "has_device",
@@ -67,6 +68,7 @@ __all__ = [
     "innermost_dispatch_mode",
     "innermost_other_mode",
     "is_captured",
+    "is_composite",
     "is_dtensor",
     "is_functorch_active",
     "is_functorch_wrapper",
@@ -350,6 +352,50 @@ def leave_mode(mode: ObservingMode) -> None:
     mode.__exit__(None, None, None)
     for other in reversed(above):
         module._push_mode(other)
+
+
+def is_composite(op: Any) -> bool:
+    """Whether an operation is made of others above autograd; a mode sees it only in inference mode (2.13)."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return isinstance(op, OpOverload) and op.has_kernel_for_dispatch_key(key)
+
+
+_BELOW_MODES: Final = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.Python)
+_LEFT_OUT: Final = [
+    getattr(torch._C.DispatchKey, name) for name in ("ADInplaceOrView", "Negative", "Conjugate")
+]
+
+
+def call_open(
+    mode: ObservingMode,
+    op: Any,
+    tensors: list[torch.Tensor],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    casting: list[str],
+) -> Any:
+    """Calls an operation that a mode was told of, so that the mode is told of what that calls in turn.
+
+    What a mode calls runs with all modes off and all keys above them excluded, autocast's too: what an operation calls
+    is not seen, and casts nothing that it would cast without the mode. Nothing public calls it otherwise (2.13).
+
+    Args:
+        mode: the one that was told, in its ``__torch_dispatch__``.
+        op: the operation.
+        tensors: those that it was given.
+        call: its arguments.
+        casting: device types on which autocast is on where the program calls it.
+    """
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    for tensor in tensors:
+        keys = keys | torch._C._dispatch_keys(tensor)
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in [*map(_key, casting), *(_LEFT_OUT if is_composite(op) else ())]:
+        excluded = excluded.remove(key)
+    args, kwargs = call
+    with mode:  # type: ignore[attr-defined]
+        included = torch._C._dispatch_tls_local_include_set()
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            return op.redispatch(keys & _BELOW_MODES, *args, **kwargs)
 
 
 def other_modes() -> list[Any]:

@@ -208,7 +208,7 @@ def _spread(rows: list[Row], totals: Totals, remedies: Remedies) -> Iterator[Fin
 
 def _is_spreading(row: Row) -> bool:
     mixed = "float32" in row.inputs and {"bfloat16", "float16"} & set(row.inputs)
-    if row.phase != "forward" or not mixed or row.output != ["float32"] or row.casts:
+    if row.phase != "forward" or not mixed or row.output != ["float32"] or row.op == "_to_copy":
         return False
     return row.rule is None and row.region is not None
 

@@ -23,7 +23,7 @@ _texts: Final[dict[torch.dtype, str]] = {
 class Kind:
     """An operation, looked at once."""
 
-    __slots__ = ("_finds", "base", "is_view", "may_cast", "name")
+    __slots__ = ("_finds", "base", "is_composite", "is_view", "may_cast", "name")
 
     def __init__(self, func: Any) -> None:
         full, _, overload = str(func).rpartition(".")
@@ -33,6 +33,7 @@ class Kind:
         self.is_view = _is_view(func)
         self._finds = _CASTS.get(self.base)
         self.may_cast = self._finds is not None
+        self.is_composite = _torch.is_composite(func)
 
     def casts(self, args: tuple[Any, ...], out: Any) -> list[Cast]:
         """The casts between floating dtypes that a call of it was."""
@@ -40,6 +41,21 @@ class Kind:
         return [pair for pair in found if _is_cast(*pair)]
 
 
+    def casts_inside(self, tensors: list[Tensor], call: tuple[Any, Any]) -> bool:
+        """Whether a call may cast in what it calls in turn, as where floating dtypes are mixed."""
+        if self.may_cast or self.is_view or not tensors:
+            return False
+        args, kwargs = call
+        if self.base in _WHOLE or any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+            return True
+        return len({t.dtype for t in tensors if t.dtype.is_floating_point}) > 1
+
+
+_WHOLE: Final = frozenset(
+    {"_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_trilinear"}
+    | {"mean", "mkldnn_rnn_layer_backward"}
+)
+"""One operation in which whole layers run, which autocast reaches, or which cast whatever they are given."""
 _kinds: dict[Any, Kind] = {}
 
 

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from precast import _torch
 from precast.operation import Operation, is_eligible
-from precast.policy import Policy, Rule
+from precast.policy import DEVICE_TYPES, Policy, Rule
 from precast.tracing.counting import Counts
 from precast.tracing.facts import Facts
 from precast.tracing.lineage import Lineage, Link, Up
@@ -34,11 +35,13 @@ from precast.tracing.reasons import Decided, Reasons
 from precast.tracing.rows import Row
 from precast.tracing.tally import Around, Place, Tally
 
-__all__ = ["Recorder"]
+__all__ = ["Inside", "Recorder"]
 
 _MOST_NODES: Final = 200_000
 _FP32: Final = ("fp32", "fp32_set_dtype", "fp32_append_dtype")
 _Texts = tuple[str, ...]
+Inside = Sequence[tuple[Tensor, Tensor, float]]
+"""Casts inside an operation: what was cast, to what, and the seconds."""
 
 
 class _Node(NamedTuple):
@@ -57,6 +60,7 @@ class _Decision:
         "casts",
         "decided",
         "inputs",
+        "inside",
         "links",
         "op",
         "place",
@@ -74,6 +78,7 @@ class _Decision:
         self.inputs: _Texts = ()
         self.links: list[Link | None] = []
         self.wanting = 0
+        self.inside: list[tuple[int, float]] = []
         self.casts = 0
         self.cast_bytes = 0
         self.cast_seconds = 0.0
@@ -172,22 +177,40 @@ class Recorder:
             row.cached += cached
             row.seconds += d.seconds
             row.cast_seconds += d.cast_seconds
+            _add_inside(row, d.inside)
         self.totals.cached += cached
         if decided.rule is not None:
             self.counts.add(decided.op, device, decided.rule, d.casts)
 
     # --- operations ---
 
+    def casting_here(self) -> list[str]:
+        """Device types on which what runs now is cast by autocast: not inside an operation that has a rule."""
+        if any(d.decided.rule is not None for d in self._decisions[-1:]):
+            return []
+        return [device for device in DEVICE_TYPES if is_enabled(device)]
+
+    @property
+    def depth(self) -> int:
+        """How many rules are being carried out."""
+        return len(self._decisions)
+
     def saw(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, seconds: float
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        seconds: float,
+        inside: Inside = (),
     ) -> None:
-        """An operation has run."""
+        """An operation has run; `inside` are the casts in what it called in turn."""
         kind = kind_of(func)
         sequence = _torch.next_sequence()
         made = sequence > self._sequence
         if not self._decisions:
             if made or not kind.is_view:
-                self._saw_alone(kind, args, kwargs, out, seconds)
+                self._saw_alone(kind, args, kwargs, out, seconds, inside)
             return
         decision = self._decisions[-1]
         self.totals.seconds += seconds
@@ -197,6 +220,7 @@ class Recorder:
         if kind.may_cast:
             for source, target in kind.casts(args, out):
                 self._cast_in(decision, source, target, seconds)
+        decision.inside += [self._sized(cast) for cast in inside]
 
     def failed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException
@@ -219,6 +243,7 @@ class Recorder:
         kwargs: dict[str, Any],
         out: Any,
         seconds: float,
+        inside: Inside,
     ) -> None:
         """Outside of all decisions: a row of its own."""
         place, reason = self._place()
@@ -247,8 +272,10 @@ class Recorder:
         inputs = tuple(map(text_of, tensors))
         around = Around(region, self._reasons.module_rule(), device)
         row = self.tally.row(place, decided, inputs, outputs, around)
+        sized = [self._sized(cast) for cast in inside]
         if row is not None:
             row.seconds += seconds
+            _add_inside(row, sized)
         if casts:
             self._casts_alone(row, decided, place, casts, seconds / len(casts))
         elif len(outputs) <= _MOST_TRAILED and place.phase != "optimizer":
@@ -297,6 +324,10 @@ class Recorder:
             link.up = up if tensor.dtype is torch.float32 else None
 
     # --- casts ---
+
+    def _sized(self, cast: tuple[Tensor, Tensor, float]) -> tuple[int, float]:
+        """Counts a cast inside an operation, which no rule asks for; its bytes and seconds."""
+        return self.tally.cast_inside(*cast), cast[2]
 
     def _cast_in(self, d: _Decision, source: Tensor, target: Tensor, seconds: float) -> None:
         size = self.tally.cast(source, target, seconds)
@@ -375,6 +406,13 @@ class Recorder:
         link = Link(*decided, *place, inputs, tensor.dtype, parent, self.totals.steps, size)
         self.lineage.put(tensor, link)
         return link
+
+
+def _add_inside(row: Row, sized: Iterable[tuple[int, float]]) -> None:
+    for size, seconds in sized:
+        row.casts += 1
+        row.cast_bytes += size
+        row.cast_seconds += seconds
 
 
 _MOST_TRAILED: Final = 8

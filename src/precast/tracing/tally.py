@@ -45,6 +45,8 @@ class Tally:
         self.rows: dict[tuple[Any, ...], Row] = {}
         self.totals = Totals()
         self.flow: dict[tuple[str, str], Flow] = {}
+        self.inside: dict[tuple[str, str], Flow] = {}
+        """Of these, the casts inside operations, which no rule and no program asks for."""
         self.dropped = 0
 
     def row(
@@ -77,11 +79,23 @@ class Tally:
         self.totals.casts += 1
         self.totals.cast_bytes += size
         self.totals.cast_seconds += seconds
-        key = text_of(source), text_of(target)
-        flow = self.flow.get(key)
-        if flow is None:
-            flow = self.flow[key] = Flow(*key)
-        flow.casts += 1
-        flow.bytes += size
-        flow.seconds += seconds
+        _add(self.flow, source, target, size, seconds)
         return size
+
+    def cast_inside(self, source: Tensor, target: Tensor, seconds: float) -> int:
+        """Counts a cast inside an operation; gives the bytes that it wrote."""
+        size = self.cast(source, target, seconds)
+        _add(self.inside, source, target, size, seconds)
+        return size
+
+
+def _add(
+    flows: dict[tuple[str, str], Flow], source: Tensor, target: Tensor, size: int, seconds: float
+) -> None:
+    key = text_of(source), text_of(target)
+    flow = flows.get(key)
+    if flow is None:
+        flow = flows[key] = Flow(*key)
+    flow.casts += 1
+    flow.bytes += size
+    flow.seconds += seconds

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from time import perf_counter
 from types import TracebackType
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ from precast.tracing import places
 from precast.tracing.counting import Counter, Counts
 from precast.tracing.findings import findings_of
 from precast.tracing.lineage import chain
+from precast.tracing.mode import Mode
 from precast.tracing.places import Names
 from precast.tracing.recorder import Recorder
 from precast.tracing.rows import Explanation, Module, Row, Traced
@@ -83,7 +83,7 @@ class Trace(SavedTrace):
         self._counts = Counts()
         self._recorder = Recorder(self._names, self._counts)
         self._counter = Counter(self._counts)
-        self._mode = _Mode(self._recorder)
+        self._mode = Mode(self._recorder)
         self._depth = 0
         self._thread = 0
         self._is_seeing = False
@@ -200,28 +200,6 @@ class Trace(SavedTrace):
         if self._is_seeing:
             _see_through(-1)
             _torch.leave_mode(self._mode)
-
-
-class _Mode(_torch.ObservingMode):
-    """Tells a recorder of every operation."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    @_torch.runs_uncompiled
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _torch.writes_graph():
-            return func(*args, **kwargs)
-        start = perf_counter()
-        try:
-            out = func(*args, **kwargs)
-        except Exception as error:
-            self._recorder.failed(func, args, kwargs, error)
-            raise
-        self._recorder.saw(func, args, kwargs, out, perf_counter() - start)
-        return out
 
 
 class _Here(threading.local):

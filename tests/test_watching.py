@@ -1,0 +1,253 @@
+"""Watching changes nothing, and counts all: modules of torch.nn under a trace and under a monitor, beside themselves alone.
+
+The oracle of bits and dtypes is the module without anybody watching; that of casts is PyTorch's own profiler, which
+shows each as a copy between two floating dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import precast
+from precast import _tree
+
+Build = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
+
+
+class Does(nn.Module):
+    """A function as a module with a weight."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+def _vectors(width: int = 8) -> Tensor:
+    return torch.randn(2, 3, width)
+
+
+def _of(module: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Build:
+    return lambda: (module(), tuple(torch.randn(*shape) for shape in shapes))
+
+
+def _attention(**how: Any) -> Build:
+    def build() -> tuple[nn.Module, tuple[Any, ...]]:
+        x = _vectors()
+        return nn.MultiheadAttention(8, 2, **how), (x, x, x)
+
+    return build
+
+
+def _layer(**how: Any) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(8, 2, 16, **how)
+
+
+_SEQUENCE, _IMAGE, _LINE, _VOLUME = (2, 3, 8), (2, 4, 8, 8), (2, 4, 9), (2, 4, 6, 6, 6)
+
+MODULES: dict[str, Build] = {
+    "linear": _of(lambda: nn.Linear(8, 4), _SEQUENCE),
+    "bilinear": _of(lambda: nn.Bilinear(4, 4, 2), (3, 4), (3, 4)),
+    "conv1d": _of(lambda: nn.Conv1d(4, 4, 3), _LINE),
+    "conv2d": _of(lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), _IMAGE),
+    "conv2d, reflected": _of(lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), _IMAGE),
+    "conv3d": _of(lambda: nn.Conv3d(4, 4, 3), _VOLUME),
+    "transposed convolution": _of(lambda: nn.ConvTranspose2d(4, 4, 3), _IMAGE),
+    "gru": _of(lambda: nn.GRU(8, 5, 2), _SEQUENCE),
+    "gru, both ways": _of(lambda: nn.GRU(8, 5, bidirectional=True, batch_first=True), _SEQUENCE),
+    "lstm": _of(lambda: nn.LSTM(8, 5, 2), _SEQUENCE),
+    "lstm, projected": _of(lambda: nn.LSTM(8, 5, proj_size=3), _SEQUENCE),
+    "rnn": _of(lambda: nn.RNN(8, 5), _SEQUENCE),
+    "gru cell": _of(lambda: nn.GRUCell(8, 5), (3, 8)),
+    "lstm cell": _of(lambda: nn.LSTMCell(8, 5), (3, 8)),
+    "rnn cell": _of(lambda: nn.RNNCell(8, 5), (3, 8)),
+    "attention": _attention(),
+    "attention, batch first": _attention(batch_first=True),
+    "attention with dropout": _attention(dropout=0.5),
+    "encoder layer": _of(_layer, _SEQUENCE),
+    "encoder layer, batch first": _of(lambda: _layer(batch_first=True), _SEQUENCE),
+    "encoder layer, norm first": _of(
+        lambda: _layer(batch_first=True, norm_first=True, activation="gelu"), _SEQUENCE
+    ),
+    "encoder": _of(lambda: nn.TransformerEncoder(_layer(batch_first=True), 2), _SEQUENCE),
+    "encoder in a model": _of(
+        lambda: nn.Sequential(
+            nn.Linear(8, 8), nn.TransformerEncoder(_layer(batch_first=True), 2), nn.Linear(8, 2)
+        ),
+        _SEQUENCE,
+    ),
+    "decoder layer": _of(lambda: nn.TransformerDecoderLayer(8, 2, 16), _SEQUENCE, _SEQUENCE),
+    "transformer": _of(
+        lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True), _SEQUENCE, _SEQUENCE
+    ),
+    "einsum": _of(lambda: Does(lambda x, w: torch.einsum("bij,jk->bik", x, w)), (2, 3, 4)),
+    "scaled dot product": _of(
+        lambda: Does(lambda x, w: F.scaled_dot_product_attention(x @ w, x, x)), (2, 3, 4)
+    ),
+    "mixed dtypes": _of(lambda: Does(lambda x, w: (x @ w) * x + w.sum()), (2, 3, 4)),
+    "a dtype asked for": _of(lambda: Does(lambda x, w: (x @ w).softmax(-1, torch.float32)), (2, 4)),
+    "a sum of another dtype": _of(
+        lambda: Does(lambda x, w: (x @ w).sum(-1, dtype=torch.float64)), (2, 4)
+    ),
+    "in place in another dtype": _of(
+        lambda: Does(lambda x, w: (x @ w).float().mul_(w.to(torch.float64))), (4, 4)
+    ),
+    "a complex matrix, conjugated": _of(
+        lambda: Does(lambda x, w: (torch.complex(x, x).mH @ torch.complex(w, w)).abs()), (4, 4)
+    ),
+    "norms": _of(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.RMSNorm(8), nn.Softmax(-1)),
+        _SEQUENCE,
+    ),
+    "batch norm": _of(lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)), _IMAGE),
+    "group norm": _of(lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)), _IMAGE),
+    "instance norm": _of(
+        lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.InstanceNorm1d(4, affine=True)), _LINE
+    ),
+    "local response norm": _of(lambda: nn.LocalResponseNorm(2), _IMAGE),
+    "pools": _of(
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2)), _IMAGE
+    ),
+    "upsample": _of(lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Upsample(scale_factor=2)), _IMAGE),
+    "activations": _of(
+        lambda: nn.Sequential(
+            nn.Linear(8, 8), nn.GELU(), nn.SiLU(), nn.PReLU(), nn.Softplus(), nn.Mish(), nn.GLU()
+        ),
+        _SEQUENCE,
+    ),
+    "in place": _of(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)),
+        _SEQUENCE,
+    ),
+    "dropouts": _of(
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Dropout2d(), nn.AlphaDropout()), _IMAGE
+    ),
+    "embedding": lambda: (
+        nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 3)),
+        (torch.tensor([1, 4, 2]),),
+    ),
+    "embedding bag": lambda: (
+        nn.Sequential(nn.EmbeddingBag(5, 8), nn.Linear(8, 3)),
+        (torch.tensor([[1, 4, 2]]),),
+    ),
+    "similarities": _of(lambda: nn.CosineSimilarity(), _SEQUENCE, _SEQUENCE),
+    "distances": _of(lambda: nn.PairwiseDistance(), (3, 8), (3, 8)),
+    "a loss": _of(lambda: nn.SmoothL1Loss(reduction="none"), _SEQUENCE, _SEQUENCE),
+    "shuffles": _of(lambda: nn.Sequential(nn.PixelShuffle(2), nn.ChannelShuffle(1)), _IMAGE),
+    "folds": _of(lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Unfold(2)), _IMAGE),
+}
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "grad": torch.enable_grad,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+Result = tuple[list[Tensor], list[Tensor]]
+
+
+def _runs(
+    build: Build,
+    mode: str,
+    trains: bool,
+    watch: Callable[[nn.Module], AbstractContextManager[Any]],
+    policy: str,
+) -> Result:
+    """Outputs, and gradients where there are some: two steps, as the second may meet what the first left."""
+    torch.manual_seed(0)
+    module, inputs = build()
+    module.train(trains)
+    for tensor in inputs:
+        tensor.requires_grad_(mode == "grad" and tensor.is_floating_point())
+    outputs: list[Tensor] = []
+    with watch(module):
+        for _ in range(2):
+            with MODES[mode](), precast.autocast("cpu", policy=policy):
+                found = [t for t in _tree.tensors_in(module(*inputs)) if t.is_floating_point()]
+            outputs += found
+            if mode == "grad":
+                sum(t.double().square().sum() for t in found).backward()  # type: ignore[union-attr]
+    learnt = [*module.parameters(), *(t for t in inputs if t.is_leaf)]
+    return outputs, [p.grad for p in learnt if p.grad is not None]
+
+
+def _differ(ours: list[Tensor], theirs: list[Tensor]) -> list[str]:
+    assert len(ours) == len(theirs)
+    return [
+        f"{a.dtype} for {b.dtype}" if a.dtype != b.dtype else "other bits"
+        for a, b in zip(ours, theirs, strict=True)
+        if a.dtype != b.dtype or not torch.equal(a.isnan(), b.isnan())
+        or not torch.equal(a.nan_to_num(), b.nan_to_num())
+    ]  # fmt: skip
+
+
+WATCHES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
+    "trace": precast.trace,
+    "counting trace": lambda module: precast.trace(module, full=False),
+    "monitor": lambda module: precast.monitor(module, every=1),
+    "monitor that counts nothing": lambda module: precast.monitor(module, every=10**6),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch's, about how such modules are best called
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("name", MODULES)
+def test_watching_changes_nothing(name: str, watch: str) -> None:
+    if (name, watch) == ("bilinear", "trace"):
+        pytest.skip("PyTorch computes it otherwise under any dispatch mode: docs/trace.md says so")
+    for mode in MODES:
+        for trains in (True, False):
+            for policy in ("default", "torch"):
+                alone = _runs(MODULES[name], mode, trains, lambda _: nullcontext(), policy)
+                watched = _runs(MODULES[name], mode, trains, WATCHES[watch], policy)
+                where = f"{mode}, {'train' if trains else 'eval'}, {policy}"
+                assert not _differ(watched[0], alone[0]), where
+                assert not _differ(watched[1], alone[1]), where
+
+
+def _casts_profiled(run: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        run()
+    copies = [e for e in seen.profiler.kineto_results.events() if e.name() == "aten::copy_"]
+    return sum(_is_cast(e.dtypes()) and not _is_number(e.dtypes(), e.shapes()) for e in copies)
+
+
+_FLOATING = {"float", "double", "c10::Half", "c10::BFloat16"}
+
+
+def _is_number(dtypes: list[str], shapes: list[list[int]]) -> bool:
+    """Whether it is a number of Python's beside a tensor, as in ``x * 0.5``: PyTorch makes a float64 tensor of it."""
+    return dtypes[1] == "double" and shapes[1] == []
+
+
+def _is_cast(dtypes: list[str]) -> bool:
+    return dtypes[0] != dtypes[1] and {dtypes[0], dtypes[1]} <= _FLOATING
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "bilinear"])
+def test_casts_are_those_of_the_profiler(name: str) -> None:
+    """Those inside other operations, too: where dtypes are mixed, PyTorch casts below all that a rule sees."""
+    for mode in MODES:
+        for trains in (True, False):
+            for policy in ("default", "torch"):
+                expected = _casts_profiled(
+                    lambda: _runs(MODULES[name], mode, trains, lambda _: nullcontext(), policy)  # noqa: B023
+                )
+                with precast.trace() as trace:
+                    _runs(MODULES[name], mode, trains, lambda _: nullcontext(), policy)
+                where = f"{mode}, {'train' if trains else 'eval'}, {policy}"
+                assert trace.totals.casts == expected, where
+                assert sum(row.casts for row in trace.rows) == expected, where
+                assert sum(flow.casts for flow in trace.flow) == expected, where
