@@ -58,7 +58,7 @@ class Casts(TorchDispatchMode):
 
 
 def asked_for(trace: precast.Trace) -> tuple[int, int, dict[tuple[str, str], int]]:
-    """Casts, their bytes and their dtypes, but for those inside operations, which no mode sees (tests/test_watching.py)."""
+    """Casts, their bytes and dtypes, but for those inside operations, which no mode sees."""
     inside = trace._recorder.tally.inside
     flow = {(f.source, f.target): f.casts for f in trace.flow}
     for key, one in inside.items():

@@ -1,4 +1,4 @@
-"""Watching changes nothing, and counts all: modules of torch.nn under a trace and under a monitor, beside themselves alone.
+"""Watching changes nothing, and counts all: modules of torch.nn under a trace or a monitor, and alone.
 
 The oracle of bits and dtypes is the module without anybody watching; that of casts is PyTorch's own profiler, which
 shows each as a copy between two floating dtypes.
@@ -141,8 +141,8 @@ MODULES: dict[str, Build] = {
         nn.Sequential(nn.EmbeddingBag(5, 8), nn.Linear(8, 3)),
         (torch.tensor([[1, 4, 2]]),),
     ),
-    "similarities": _of(lambda: nn.CosineSimilarity(), _SEQUENCE, _SEQUENCE),
-    "distances": _of(lambda: nn.PairwiseDistance(), (3, 8), (3, 8)),
+    "similarities": _of(nn.CosineSimilarity, _SEQUENCE, _SEQUENCE),
+    "distances": _of(nn.PairwiseDistance, (3, 8), (3, 8)),
     "a loss": _of(lambda: nn.SmoothL1Loss(reduction="none"), _SEQUENCE, _SEQUENCE),
     "shuffles": _of(lambda: nn.Sequential(nn.PixelShuffle(2), nn.ChannelShuffle(1)), _IMAGE),
     "folds": _of(lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Unfold(2)), _IMAGE),
@@ -200,7 +200,9 @@ WATCHES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch's, about how such modules are best called
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # of PyTorch's, about how such modules are best called
 @pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize("name", MODULES)
 def test_watching_changes_nothing(name: str, watch: str) -> None:
@@ -214,6 +216,27 @@ def test_watching_changes_nothing(name: str, watch: str) -> None:
                 where = f"{mode}, {'train' if trains else 'eval'}, {policy}"
                 assert not _differ(watched[0], alone[0]), where
                 assert not _differ(watched[1], alone[1]), where
+
+
+def test_a_layer_without_hooks_is_looked_into_where_its_modules_run() -> None:
+    torch.manual_seed(0)
+    for model in (
+        _layer(batch_first=True),
+        nn.Sequential(nn.Linear(8, 8), _layer(batch_first=True)),
+    ):
+        before = [set(vars(module)) for module in model.modules()]
+        name = "1." if isinstance(model, nn.Sequential) else ""
+        with precast.monitor(model, every=1) as monitor:
+            model(_vectors()).square().mean().backward()
+            monitor.end_step()
+        seen = {(e["kind"], e["name"]) for e in monitor.as_dict()["modules"]}
+        assert {("output", f"{name}{m}") for m in ("self_attn", "linear1", "norm2")} <= seen
+        assert ("gradient", f"{name}linear2") in seen
+        assert [set(vars(module)) for module in model.modules()] == before
+        with precast.monitor(model.eval(), every=1) as monitor, torch.no_grad():
+            model(_vectors())
+        found = {e["name"] for e in monitor.as_dict()["modules"]}
+        assert found == ({"0", "1"} if name else {""})
 
 
 def _casts_profiled(run: Callable[[], object]) -> int:

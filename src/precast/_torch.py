@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,6 +37,7 @@ __all__ = [
     "all_dtypes",
     "autocast_key",
     "base_of",
+    "call_open",
     "check_and_unscale_",
     "compiled_kernel",
     "count_other_modes",
@@ -57,7 +59,6 @@ __all__ = [
     "function_modes",
     "fused_copy",
     "handles_scaling",
-    "call_open",
     "has_autocast_kernel",
     "has_compiled",
     "has_device",
@@ -89,6 +90,7 @@ __all__ = [
     "never_compiled",
     "next_sequence",
     "on_backward",
+    "on_call_without_hooks",
     "on_checkpoint",
     "on_cleared_cache",
     "on_collectives",
@@ -392,7 +394,7 @@ def call_open(
     for key in [*map(_key, casting), *(_LEFT_OUT if is_composite(op) else ())]:
         excluded = excluded.remove(key)
     args, kwargs = call
-    with mode:  # type: ignore[attr-defined]
+    with mode:
         included = torch._C._dispatch_tls_local_include_set()
         with torch._C._ForceDispatchKeyGuard(included, excluded):
             return op.redispatch(keys & _BELOW_MODES, *args, **kwargs)
@@ -1109,6 +1111,33 @@ def leave_process_groups() -> None:
     )
     if is_one_of_several:
         distributed.distributed_c10d._abort_process_group()
+
+
+def on_call_without_hooks(module: torch.nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """Has ``call(module, run, args, kwargs)`` make each call of a module; calling what it returns ends that.
+
+    For modules of which PyTorch asks whether they have hooks, to leave its fast path if so. What `Module.compile` sets
+    is called in place of the module, and is in no copy of it; where that is set, nothing is done (2.13).
+    """
+    known = weakref.ref(module)
+    if module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule):
+        return lambda: None
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        there = known()
+        assert there is not None
+        plain: Any = there._call_impl
+        if torch.compiler.is_dynamo_compiling():
+            return plain(*args, **kwargs)
+        return call(there, lambda: plain(*args, **kwargs), args, kwargs)
+
+    def stop() -> None:
+        there = known()
+        if there is not None and vars(there).get("_compiled_call_impl") is called:
+            del there._compiled_call_impl
+
+    module._compiled_call_impl = called
+    return stop
 
 
 _clear_autocast_cache = torch.clear_autocast_cache

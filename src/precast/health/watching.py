@@ -82,8 +82,11 @@ class Watcher(Protocol):
 class _Watched:
     """The forward hooks of one module."""
 
-    def __init__(self, watcher: Watcher | None = None, name: str = "") -> None:
+    def __init__(
+        self, watcher: Watcher | None = None, name: str = "", is_whole: bool = False
+    ) -> None:
         self._watcher = watcher
+        self.is_whole = is_whole
         self._key = "output", name
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,6 +130,20 @@ class _Watched:
         if not torch.compiler.is_dynamo_compiling() and self._watcher is not None:
             unseen(self._watcher.ends)
 
+    def around(self, module: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """All of these around a call, where hooks would change what the module does."""
+        if self.is_whole:
+            self.begin(module, args)
+        try:
+            if may_write(module):
+                self.enter(module, args, kwargs)
+            output = run()
+            self.leave(module, args, kwargs, output)
+            return output
+        finally:
+            if self.is_whole:
+                self.end(module, args, None)
+
 
 class Optimizers:
     """Tells which optimizers have parameters of a model."""
@@ -150,31 +167,47 @@ class Optimizers:
 class Installed:
     """Hooks that are there until `remove`."""
 
-    def __init__(self, handles: list[Any]) -> None:
-        self._handles = handles
+    def __init__(self, removes: list[Callable[[], None]]) -> None:
+        self._removes = removes
 
     def remove(self) -> None:
         """Takes them off. Does nothing the second time."""
-        while self._handles:
-            self._handles.pop().remove()
+        while self._removes:
+            self._removes.pop()()
 
 
 def install(model: nn.Module, watcher: Watcher) -> Installed:
     """Puts hooks on each module of `model`, once, and on all optimizers."""
-    handles = []
+    removes: list[Callable[[], None]] = []
+    asked = {id(m) for layer in _layers_asked_for_hooks(model) for m in layer.modules()}
     for name, module in name_of_each(model):
-        hook = _Watched(watcher, name)
-        # Not `module.register...`: that of a scripted module refuses, though its hooks are called.
-        handles.append(nn.Module.register_forward_hook(module, hook.leave, with_kwargs=True))
-        if module is model:
-            handles.append(nn.Module.register_forward_pre_hook(module, hook.begin))
-            handles.append(nn.Module.register_forward_hook(module, hook.end, always_call=True))
-        if may_write(module):
-            enter = nn.Module.register_forward_pre_hook(module, hook.enter, with_kwargs=True)
-            handles.append(enter)
-    handles.append(register_optimizer_step_pre_hook(_telling(watcher, "steps_now")))
-    handles.append(register_optimizer_step_post_hook(_telling(watcher, "has_stepped")))
-    return Installed(handles)
+        hook = _Watched(watcher, name, module is model)
+        if id(module) in asked:
+            removes.append(_torch.on_call_without_hooks(module, hook.around))
+        else:
+            removes += [handle.remove for handle in _hooks_on(module, hook)]
+    for handle in (
+        register_optimizer_step_pre_hook(_telling(watcher, "steps_now")),
+        register_optimizer_step_post_hook(_telling(watcher, "has_stepped")),
+    ):
+        removes.append(handle.remove)
+    return Installed(removes)
+
+
+def _layers_asked_for_hooks(model: nn.Module) -> list[nn.Module]:
+    """Those that leave PyTorch's fast path if they, or modules in them, have hooks."""
+    return [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+
+
+def _hooks_on(module: nn.Module, hook: _Watched) -> list[Any]:
+    # Not `module.register...`: that of a scripted module refuses, though its hooks are called.
+    handles = [nn.Module.register_forward_hook(module, hook.leave, with_kwargs=True)]
+    if hook.is_whole:
+        handles.append(nn.Module.register_forward_pre_hook(module, hook.begin))
+        handles.append(nn.Module.register_forward_hook(module, hook.end, always_call=True))
+    if may_write(module):
+        handles.append(nn.Module.register_forward_pre_hook(module, hook.enter, with_kwargs=True))
+    return handles
 
 
 def may_write(module: nn.Module) -> bool:

@@ -55,7 +55,7 @@ class Mode(_torch.ObservingMode):
         if here.casts is not None and self._recorder.depth == here.depth:
             here.casts += [*inside, *((*pair, seconds) for pair in kind.casts(args, out))]
         else:
-            self._recorder.saw(func, *call, out, seconds, inside)
+            self._recorder.saw(func, *call, out, seconds, inside=inside)
         return out
 
     def _run(self, kind: Kind, func: Any, tensors: list[Tensor], call: Any) -> tuple[Any, Any]:

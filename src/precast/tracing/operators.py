@@ -40,13 +40,14 @@ class Kind:
         found = () if self._finds is None else self._finds(args, out)
         return [pair for pair in found if _is_cast(*pair)]
 
-
     def casts_inside(self, tensors: list[Tensor], call: tuple[Any, Any]) -> bool:
         """Whether a call may cast in what it calls in turn, as where floating dtypes are mixed."""
         if self.may_cast or self.is_view or not tensors:
             return False
         args, kwargs = call
-        if self.base in _WHOLE or any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+        if self.base in _WHOLE or any(
+            isinstance(a, torch.dtype) for a in (*args, *kwargs.values())
+        ):
             return True
         return len({t.dtype for t in tensors if t.dtype.is_floating_point}) > 1
 

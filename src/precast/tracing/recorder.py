@@ -202,6 +202,7 @@ class Recorder:
         kwargs: dict[str, Any],
         out: Any,
         seconds: float,
+        *,
         inside: Inside = (),
     ) -> None:
         """An operation has run; `inside` are the casts in what it called in turn."""
@@ -210,7 +211,7 @@ class Recorder:
         made = sequence > self._sequence
         if not self._decisions:
             if made or not kind.is_view:
-                self._saw_alone(kind, args, kwargs, out, seconds, inside)
+                self._saw_alone(kind, args, kwargs, out, seconds, inside=inside)
             return
         decision = self._decisions[-1]
         self.totals.seconds += seconds
@@ -243,6 +244,7 @@ class Recorder:
         kwargs: dict[str, Any],
         out: Any,
         seconds: float,
+        *,
         inside: Inside,
     ) -> None:
         """Outside of all decisions: a row of its own."""
