@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import precast
 from precast import held, unseen, weights
 from precast.frames import regions
+from precast.held_gradients import GradientMemory
 
 BF16 = torch.bfloat16
 WIDTH = 160
@@ -356,6 +357,33 @@ def test_a_counted_write_during_the_search_is_no_unseen_write(
         assert not asked[0]
 
 
+@pytest.mark.parametrize("module", ["engine", "installation", "policy", "marks"])
+def test_a_process_that_is_forked_while_a_thread_has_a_lock_finds_it_free(module: str) -> None:
+    program = f"""
+import os, sys, threading, time, warnings
+import torch
+import precast
+from precast import {module} as module
+
+warnings.simplefilter("ignore")
+inside = threading.Event()
+def hold():
+    with module._lock:
+        inside.set()
+        time.sleep(0.2)
+thread = threading.Thread(target=hold)
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    os._exit(7 if module._lock.acquire(timeout=60) else 1)
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
+    assert done.returncode == 7
+
+
 def test_a_process_that_is_forked_during_a_refresh_goes_on() -> None:
     program = """
 import os, sys, threading, time, warnings
@@ -465,3 +493,16 @@ def test_threads_that_attach_and_detach_change_no_result_of_others() -> None:
         jobs = [threads.submit(act) for act in (read, read, read, read, write, come_and_go)]
         for job in jobs:
             job.result()
+
+
+def test_two_threads_may_ask_for_the_memory_of_one_gradient_at_once() -> None:
+    class Emptied(list[Tensor]):
+        """As it looks where another thread takes the last one after it was seen."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    memory = GradientMemory()
+    memory._own = Emptied()
+    given = memory.like(torch.ones(3, 2), (2, 1), torch.float32)
+    assert given.shape == (3, 2)

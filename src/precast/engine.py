@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from precast import _torch, compiler_tag, hotpath, kernels
+from precast._locks import survives_fork
 from precast._torch import Kernel
 from precast.errors import PrecastError
 from precast.frames import (
@@ -58,7 +59,7 @@ __all__ = [
 
 ENGINES: Final = ("delegated", "reference")
 
-_lock = threading.RLock()
+_lock = survives_fork(threading.RLock())
 _frames: Final[weakref.WeakValueDictionary[tuple[str, ...], Frame]] = weakref.WeakValueDictionary()
 """Frames by device type, engine, name and fingerprint of the policy, for equal policies to share. A frame lives as long
 as its policy, which keeps it, or whoever runs under it: a region, an installation, a thread of PyTorch's own."""

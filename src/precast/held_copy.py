@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
@@ -21,16 +20,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from precast._locks import survives_fork
 from precast._torch import is_shared, unheard, version_of
 from precast.held_gradients import GradientMemory
 
 __all__ = ["Copy", "Loan", "lock", "unless_python_ends"]
 
-lock: Final = threading.RLock()
+lock: Final = survives_fork(threading.RLock())
 """Taken by whoever begins, ends, lends or writes what is held; an entry in a thread's cache is used without it."""
-
-# A child process has only the thread that forked: what another one had locked would stay locked, and half written.
-os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 class Loan(NamedTuple):

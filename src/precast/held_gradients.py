@@ -76,7 +76,7 @@ class GradientMemory:
 
     def like(self, gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor of that layout and dtype, for the shape of `gradient`."""
-        own = self._own.pop() if self._own else None  # taken out: two threads never get the same
+        own = _taken(self._own)
         if (
             own is None
             or own.dtype is not dtype
@@ -92,13 +92,21 @@ class GradientMemory:
         return _for_a_moment(gradient, layout, dtype)
 
 
+def _taken(some: list[Tensor]) -> Tensor | None:
+    """One of them, taken out, so that two threads never get the same."""
+    try:
+        return some.pop()
+    except IndexError:
+        return None
+
+
 _Kind = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _moments: Final[defaultdict[_Kind, list[Tensor]]] = defaultdict(list)
 
 
 def _for_a_moment(gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     spare = _moments[gradient.shape, layout, dtype]
-    free = spare.pop() if spare else None
+    free = _taken(spare)
     if free is None or is_shared(free):
         free = gradient.new_empty_strided(gradient.shape, layout, dtype=dtype)
     given = free.detach()

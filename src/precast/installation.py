@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from precast import _torch, engine, unseen
+from precast._locks import survives_fork
 from precast._standins import FUNCTIONS, SCALERS, let_be_pickled
 from precast.errors import PrecastWarning
 from precast.found_models import FoundModels, Rules
@@ -30,7 +31,7 @@ from precast.policy import DEVICE_TYPES, Policy, as_policy
 
 __all__ = ["Installation", "install", "install_to_observe", "uninstall"]
 
-_lock = threading.RLock()
+_lock = survives_fork(threading.RLock())
 _installations: list[Installation] = []
 _replaced: Final[list[tuple[Any, str, Any]]] = []
 """Where a name of PyTorch's was replaced, and by what: object, name, what it was."""

@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from precast import _torch
+from precast._locks import survives_fork
 
 __all__ = ["LIMIT", "NO_MARK", "Mark", "lent", "write"]
 
@@ -58,7 +59,7 @@ class Mark:
 
 NO_MARK: Final = Mark(frozenset(), None, None)
 _marks: Final[dict[Policies, Mark]] = {NO_MARK.policies: NO_MARK}
-_lock = threading.Lock()
+_lock = survives_fork(threading.Lock())
 
 
 def write(mark: Mark, before: Mark, frames: Mapping[str, object]) -> None:

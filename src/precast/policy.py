@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from precast import _policy_file, _torch
 from precast._display import Card, Displayed, size
+from precast._locks import survives_fork
 from precast._policy_checks import (
     changed,
     changed_modules,
@@ -310,7 +311,7 @@ class _Alike:
 
 
 _alike: Final[weakref.WeakValueDictionary[str, _Alike]] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = survives_fork(threading.Lock())
 
 
 def _remember(policy: Policy) -> None:
