@@ -66,25 +66,31 @@ base = "torch"
 TREE = """\
 Decoder with the policy 'careful'; 76,600 parameters, counted below at each
 module
+Behind modules of torch.nn: what their operation runs in, in a region. Of others
+only a run can tell: precast run shows it.
 
 model Decoder 76.6k
-├── embed Embedding 30k
+├── embed Embedding 30k (embedding in its inputs' dtype)
 ├── layers ModuleList 15.6k
 │   ├── 0 Block 1.3k
-│   │   ├── attn Linear 1.24k keep by 'layers.0.attn'
-│   │   └── norm LayerNorm 60
+│   │   ├── attn Linear 1.24k (linear in the region's dtype) keep by
+│   │   │   'layers.0.attn'
+│   │   └── norm LayerNorm 60 (layer_norm in its inputs' dtype on cpu, float32
+│   │       on cuda)
 │   ├── 1-2 Block 1.3k each
-│   │   ├── attn Linear 1.24k bfloat16 by 'layers.*.attn'
-│   │   └── norm LayerNorm 60
+│   │   ├── attn Linear 1.24k (linear in bfloat16) bfloat16 by 'layers.*.attn'
+│   │   └── norm LayerNorm 60 (layer_norm in its inputs' dtype on cpu, float32
+│   │       on cuda)
 │   ├── 3 Block 1.3k
-│   │   ├── attn Linear 1.24k bfloat16 by 'layers.*.attn'
-│   │   └── norm LayerNorm 60 the region's dtype with layer_norm = lower by
-│   │       'layers.3.norm'
+│   │   ├── attn Linear 1.24k (linear in bfloat16) bfloat16 by 'layers.*.attn'
+│   │   └── norm LayerNorm 60 (layer_norm in the region's dtype) the region's
+│   │       dtype with layer_norm = lower by 'layers.3.norm'
 │   └── 4-11 Block 1.3k each
-│       ├── attn Linear 1.24k bfloat16 by 'layers.*.attn'
-│       └── norm LayerNorm 60
-└── lm_head Linear 31k fp32 by '**.lm_head': the logits of a large vocabulary
-    need float32's range
+│       ├── attn Linear 1.24k (linear in bfloat16) bfloat16 by 'layers.*.attn'
+│       └── norm LayerNorm 60 (layer_norm in its inputs' dtype on cpu, float32
+│           on cuda)
+└── lm_head Linear 31k (linear in float32) fp32 by '**.lm_head': the logits of a
+    large vocabulary need float32's range
 
 Warning: [modules] 'embd' matches no module of the model; did you mean embed?
 Warning: [modules] 'encoder.**' matches no module of the model.
@@ -134,6 +140,7 @@ def test_a_plan_as_json_has_every_module() -> None:
         "type": "Linear",
         "parameters": 1240,
         "precision": "bfloat16",
+        "operations": {"linear": {"cpu": "bfloat16", "cuda": "bfloat16"}},
         "ops": {},
         "pattern": "layers.*.attn",
         "rule": "bfloat16",
@@ -344,3 +351,40 @@ def test_what_cannot_be_explained_is_one_message(
 def test_a_model_that_is_none_is_refused_in_python_too() -> None:
     with pytest.raises(PrecastError, match=r"no torch\.nn\.Module"):
         load_model("zoo_of_models:text")
+
+
+def test_each_known_module_says_what_its_operation_runs_in_and_that_is_so() -> None:
+    """Without a rule for modules, too; by what a region then gives, and for its own modules alone."""
+
+    class Linear(nn.Linear):
+        """Of a name that is known, and a type that is not: who knows what it calls."""
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), Linear(4, 4))
+    policy = Policy.load("default").replace(ops={"layer_norm": "fp32"}, modules={"2": "fp32"})
+    report = explain_model(model, policy)
+    rows = {row["name"]: row["operations"] for row in report.as_dict()["modules"]}
+    assert rows["0"]["linear"] == dict.fromkeys(("cpu", "cuda"), "the region's dtype")
+    assert rows["1"]["layer_norm"]["cpu"] == rows["2"]["linear"]["cpu"] == "float32"
+    assert rows[""] == rows["3"] == {}
+    seen: dict[str, torch.dtype] = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(
+            lambda _module, _inputs, output, name=name: seen.update({name: output.dtype})
+        )
+    with precast.attach(model, policy), precast.autocast("cpu"):
+        model(torch.ones(2, 4))
+    assert (seen["0"], seen["1"], seen["2"]) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def test_an_error_names_what_was_asked_for_and_no_function_of_ours() -> None:
+    done = CliRunner().invoke(main, ["explain", "softmx"])
+    assert done.exit_code == 1
+    assert "resolve" not in done.output
+    assert "the operation 'softmx'" in done.output
+    assert "did you mean softmax" in done.output
+
+
+def test_each_device_type_is_allowed_once() -> None:
+    with pytest.raises(precast.errors.RegionError) as caught:
+        precast.autocast("cuba")
+    assert str(caught.value).count("privateuseone") == 1

@@ -48,7 +48,7 @@ def check_device_type(device_type: object) -> None:
 
 
 def _check_known(device_type: str) -> None:
-    known = (*DEVICE_TYPES, _torch.custom_backend())
+    known = tuple(dict.fromkeys((*DEVICE_TYPES, _torch.custom_backend())))
     if device_type in known:
         ACCEPTED.add(device_type)
         return

@@ -19,6 +19,7 @@ from rich.tree import Tree
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from precast._policy_modules import Inside
 from precast.errors import PrecastError
 from precast.names import modules_by_name
 from precast.plan import Plan, PlannedModule, outwards, plan
@@ -27,6 +28,31 @@ from precast.policy import ModuleRule, Policy, Precision
 __all__ = ["ModelReport", "explain_model", "load_model"]
 
 _LOWER = "the region's dtype"
+_DEVICES = ("cpu", "cuda")
+_WORDS = {
+    "lower": _LOWER,
+    "keep": "its inputs' dtype",
+    "promote": "the widest of its dtypes",
+}
+_OPERATIONS: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.LayerNorm: "layer_norm",
+    nn.GroupNorm: "group_norm",
+    nn.BatchNorm1d: "batch_norm",
+    nn.BatchNorm2d: "batch_norm",
+    nn.BatchNorm3d: "batch_norm",
+    nn.Embedding: "embedding",
+    nn.GELU: "gelu",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Softmax: "softmax.int",
+    nn.LogSoftmax: "log_softmax.int",
+    nn.CrossEntropyLoss: "cross_entropy_loss",
+}
+"""What modules of exactly these types call."""
 
 
 def load_model(where: str) -> nn.Module:
@@ -52,10 +78,16 @@ def load_model(where: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A plan, with the number of parameters in each module."""
+    """A plan, with the number of parameters in each module, and what the operation of each known one runs in.
+
+    Attributes:
+        operations: name of a module -> its operation -> device type -> what that runs in, in a region. Of modules
+            whose type is known, that is one of `torch.nn`'s own; what others compute is not known without a run.
+    """
 
     plan: Plan
     parameters: dict[str, int]
+    operations: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -71,8 +103,15 @@ class ModelReport:
         parameters = f"{self.parameters['']:,} parameters, counted below at each module"
         head = f"{root.module.kind} with the policy {self.plan.policy.name!r}; {parameters}"
         complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
+        known = "Behind modules of torch.nn: what their operation runs in, in a region. Of others only a run can tell: "
+        known += "precast run shows it."
         return Group(
-            Text(head), Text(), _branch(root), *([Text()] if complaints else []), *complaints
+            Text(head),
+            Text(known),
+            Text(),
+            _branch(root),
+            *([Text()] if complaints else []),
+            *complaints,
         )
 
     def _row(self, module: PlannedModule) -> dict[str, Any]:
@@ -81,6 +120,7 @@ class ModelReport:
             "type": module.kind,
             "parameters": self.parameters[module.name],
             "precision": module.inside.precision,
+            "operations": self.operations.get(module.name, {}),
             "ops": {key: str(entry.rule) for key, entry in module.inside.ops.items()},
             "pattern": module.pattern,
             "rule": None if module.rule is None else str(module.rule),
@@ -94,8 +134,26 @@ def explain_model(model: nn.Module, policy: Policy) -> ModelReport:
     Raises:
         PolicyError: they cannot be carried out.
     """
-    counts = {name: _numbers_in(module) for name, module in modules_by_name(model).items()}
-    return ModelReport(plan(model, policy), counts)
+    modules = modules_by_name(model)
+    counts = {name: _numbers_in(module) for name, module in modules.items()}
+    planned = plan(model, policy)
+    insides = {module.name: module.inside for module in planned.modules}
+    known = {
+        name: {op: {device: _runs_in(policy, insides[name], op, device) for device in _DEVICES}}
+        for name, module in modules.items()
+        if name in insides and (op := _OPERATIONS.get(type(module)))
+    }
+    return ModelReport(planned, counts, known)
+
+
+def _runs_in(policy: Policy, inside: Inside, op: str, device: str) -> str:
+    """What an operation runs in, in a region on a device type."""
+    if not inside.enabled:
+        return "float32"
+    rule = str(policy.replace(ops=inside.ops).resolve(op, device).rule)
+    if rule == "lower" and inside.dtype:
+        return str(inside.dtype)
+    return "float32" if rule.startswith("fp32") else _WORDS.get(rule, rule)
 
 
 @contextmanager
@@ -155,13 +213,15 @@ class _Node:
     label: str
     module: PlannedModule
     parameters: int
+    operations: dict[str, dict[str, str]] = field(default_factory=dict)
     children: list[_Node] = field(default_factory=list)
 
     @property
     def likeness(self) -> tuple[object, ...]:
         """What makes two nodes alike, whatever they are called."""
         module = self.module
-        said = (module.kind, module.rule, module.pattern, module.inside.precision, self.parameters)
+        plan = (module.kind, module.rule, module.pattern, module.inside.precision)
+        said = (*plan, self.parameters, repr(self.operations))
         below = tuple((child.label, child.likeness) for child in self.children)
         return *said, repr(module.inside.state), below
 
@@ -171,7 +231,9 @@ def _tree_of(report: ModelReport) -> _Node:
     for module in report.plan.modules:
         parent = next((outer for outer in outwards(module.name) if outer in nodes), "")
         label = module.name.removeprefix(f"{parent}.") if parent else module.name
-        nodes[module.name] = _Node(label, module, report.parameters[module.name])
+        nodes[module.name] = _Node(
+            label, module, report.parameters[module.name], report.operations.get(module.name, {})
+        )
         if module.name:
             nodes[parent].children.append(nodes[module.name])
     return _collapsed(nodes[""])
@@ -192,7 +254,7 @@ def _runs(nodes: list[_Node]) -> Iterator[_Node]:
         first, last = nodes[start], nodes[end - 1]
         if first is not last:
             label = f"{first.label}-{last.label}"
-            first = _Node(label, first.module, first.parameters, first.children)
+            first = _Node(label, first.module, first.parameters, first.operations, first.children)
         yield first
         start = end
 
@@ -218,12 +280,21 @@ def _line(node: _Node) -> Text:
     if node.parameters:
         each = " each" if "-" in node.label and node.label[0].isdecimal() else ""
         line.append(f" {_short(node.parameters)}{each}", "not bold dim")
+    for op, devices in node.operations.items():
+        line.append(f" ({op} in {_by_device(devices)})", "not bold cyan")
     if module.rule is None:
         precision = module.inside.precision
         return line if precision == "lower" else line.append(f" {precision}", "not bold dim")
     line.append(f" {_said(module.rule)}", "not bold green")
     reason = f": {module.rule.reason}" if module.rule.reason else ""
     return line.append(f" by {module.pattern!r}{reason}", "not bold")
+
+
+def _by_device(devices: dict[str, str]) -> str:
+    """One dtype, or `float32 on cuda, ...` where devices differ."""
+    if len(set(devices.values())) == 1:
+        return next(iter(devices.values()))
+    return ", ".join(f"{dtype} on {device}" for device, dtype in devices.items())
 
 
 def _said(rule: ModuleRule) -> str:

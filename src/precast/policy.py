@@ -270,9 +270,10 @@ class Policy(Displayed):
         """
         if module is not None:
             return self._resolve_inside(self.inside(module), op, device)
-        key = canonical(op, "resolve")
+        where = f"the operation {shown(op)}"
+        key = canonical(op, where)
         table = self.entries(device)
-        check_row(key, table.get(key, Entry(Rule.KEEP)), "resolve")
+        check_row(key, table.get(key, Entry(Rule.KEEP)), where)
         operation, overload = split(key)
         if overload is not None:
             return self._resolution(_find(table, operation, overload), key, device)
@@ -283,7 +284,7 @@ class Policy(Displayed):
                 f"{short(exact_key(operation, name or 'default'))} ({resolution.rule})"
                 for name, resolution in resolutions.items()
             )
-            raise PolicyError(f"resolve: the overloads of {key} differ; ask for one: {listed}")
+            raise PolicyError(f"the overloads of {key} differ; ask for one: {listed}")
         return next(iter(resolutions.values()))
 
     def _resolve_inside(self, inside: Inside, op: str, device: str) -> Resolution:
