@@ -1173,3 +1173,37 @@ def test_a_view_that_is_older_than_the_data_of_its_weight_is_cast_itself() -> No
             with region():
                 assert torch.equal(torch.mm(x, view), expected)
                 assert model(x).abs().sum() == 0
+
+
+KEEPERS: dict[str, Callable[[Tensor], Any]] = {
+    "storage": lambda gradient: gradient.untyped_storage(),
+    "data": lambda gradient: gradient.data,
+    "detached": lambda gradient: gradient.detach(),
+    "array": lambda gradient: gradient.numpy(),
+    "capsule": torch.utils.dlpack.to_dlpack,
+    "view": lambda gradient: gradient.view(-1),
+}
+READ: dict[str, Callable[[Any], Tensor]] = {
+    "storage": lambda kept: torch.tensor([], dtype=torch.float32).set_(kept),
+    "array": torch.from_numpy,
+    "capsule": torch.utils.dlpack.from_dlpack,
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_gradient_that_the_program_keeps_is_never_written(name: str) -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def backward(scale: float) -> Tensor:
+        model.weight.grad = None
+        with region():
+            (model(torch.ones(2, WIDTH)).float().sum() * scale).backward()
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    with precast.attach(model):
+        backward(1.0)
+        kept, expected = KEEPERS[name](backward(2.0)), backward(2.0).clone()
+        for scale in (4.0, 8.0, 16.0):
+            backward(scale)
+        assert torch.equal(READ.get(name, Tensor.clone)(kept).reshape(-1), expected.reshape(-1))

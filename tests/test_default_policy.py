@@ -6,6 +6,8 @@ Each row that `default` adds is tried with mixed floating dtypes, beside PyTorch
 from __future__ import annotations
 
 import itertools
+import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import precast
+from precast import engine
 from precast.policy import DEVICE_TYPES, Policy, Rule
 from tests import op_samples
 from tests.behaviour import map_tensors, torch_region
@@ -138,3 +141,47 @@ def test_default_names_only_operations_that_pytorch_has():
 
 def test_default_promotes_and_torch_does_not():
     assert (DEFAULT.mixed, TORCH.mixed) == ("promote", "raise")
+
+
+@pytest.fixture
+def own() -> Iterator[torch.library.Library]:
+    library = torch.library.Library("precast_retried", "FRAGMENT")
+    yield library
+    library._destroy()
+
+
+@pytest.mark.parametrize("engine_name", engine.ENGINES)
+@pytest.mark.parametrize(
+    ("schema", "complaint", "runs"),
+    [
+        ("Tensor a, Tensor b", "the disk is full", 1),
+        ("Tensor a, Tensor b", "Output 0 is a view and its base has been modified inplace", 1),
+        ("Tensor(a!) a, Tensor b", "expected a and b to have the same dtype", 1),
+        ("Tensor a, Tensor b", "expected a and b to have the same dtype", 2),
+    ],
+)
+def test_what_failed_for_its_own_reason_runs_once(
+    own: torch.library.Library, engine_name: str, schema: str, complaint: str, runs: int
+) -> None:
+    """Again in the widest dtype runs only what refuses mixed dtypes, and writes to nothing."""
+    name = f"op{secrets.token_hex(8)}"
+    called: list[torch.dtype] = []
+
+    def work(a: Tensor, b: Tensor) -> Tensor:
+        called.append(a.dtype)
+        if a.dtype is b.dtype:
+            return a + b
+        raise RuntimeError(complaint)
+
+    own.define(f"{name}({schema}) -> Tensor")
+    own.impl(name, work, "CompositeExplicitAutograd")
+    policy = precast.Policy.load("default").replace(ops={f"precast_retried::{name}": "keep"})
+    operation = getattr(torch.ops.precast_retried, name)
+    a, b = torch.ones(2).bfloat16(), torch.ones(2)
+    with engine.use_engine(engine_name), precast.autocast("cpu", policy=policy):
+        if runs == 1:
+            with pytest.raises(RuntimeError, match=complaint):
+                operation(a, b)
+        else:
+            assert operation(a, b).dtype is torch.float32
+    assert len(called) == runs

@@ -770,12 +770,22 @@ def stream_of(device: torch.device) -> Any:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor, or anything else, shares the memory of one.
+    """Whether another tensor, a storage that the program keeps, or anything else shares the memory of one.
 
-    Nothing public counts the users of a storage (2.13): the tensor is one, what is made here to ask is another.
+    Nothing public counts the users of a storage (2.13): tensors, arrays and capsules are counted by the storage itself,
+    variables that are bound to it by Python, as there is one object for it whoever asks.
     """
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return users > 2
+    tensors, variables = _users(tensor)
+    return tensors > _ALONE[0] or variables > _ALONE[1]
+
+
+def _users(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_ALONE: Final = _users(torch.empty(1, device="cpu"))
+"""What is counted of a tensor that is alone: itself, and what asks."""
 
 
 def outside_inference_mode() -> Any:

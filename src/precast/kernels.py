@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,6 +28,11 @@ from precast.policy import Rule
 __all__ = ["noting", "promoting", "retry_promoted", "runner_for"]
 
 _F32: Final = torch.float32
+_ABOUT_DTYPES: Final = re.compile(
+    r"[dD]types?\b|dtype|[Ss]calar ?[Tt]ype|(same|result|input|different|mixed) types?\b|not implemented for '"
+    r"|\b(Half|BFloat16|Float|Double)\b"
+)
+"""What PyTorch's operations say of dtypes that they do not take together (2.11 to 2.15)."""
 
 
 def runner_for(rule: Rule, op: Operation) -> Runner:
@@ -161,7 +167,13 @@ def promoting(op: Operation, inner: Runner) -> Runner:
 def retry_promoted(
     op: Operation, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs `op` once more with its floating tensors in their widest dtype; raises `error` where that is no way out."""
+    """Runs `op` once more with its floating tensors in their widest dtype; raises `error` where that is no way out.
+
+    Only where the error is about dtypes: what failed for another reason may have done a part of its work. PyTorch's own
+    operations look at dtypes before they write; of others nobody knows, so what writes to its arguments runs once.
+    """
+    if not _ABOUT_DTYPES.search(str(error)) or (op.written and not op.name.startswith("aten::")):
+        raise error
     promotable = functools.partial(_promotable, op)
     floating = {t.dtype for t in tensors_in((args, kwargs)) if promotable(t)}
     if len(floating) < 2 or in_force(op.device_type).in_force.attempts:
