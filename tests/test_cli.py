@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -249,3 +250,86 @@ def test_doctor_json_is_one_object_and_nothing_else() -> None:
     value = json.loads(result.stdout)
     assert value["torch"] == torch.__version__
     assert value["recommendation"]["dtype"] in {"float32", "bfloat16", "float16"}
+
+
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", *sys.argv.pop(1).split(",")):
+    sys.modules[name] = None
+from precast.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("rich", ["numpy", "rich,tomli_w,numpy"])
+@pytest.mark.parametrize(
+    "command",
+    [["demo"], ["doctor"], ["explain", "softmax"], ["explain", "--model", "a:b"]],
+    ids=" ".join,
+)
+def test_without_pytorch_a_command_that_needs_it_says_so(
+    tmp_path: Path, command: list[str], rich: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, rich, *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        f"Error: precast {command[0]} needs PyTorch, which is not installed"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_without_pytorch_a_program_runs_and_its_report_is_written(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('it ran')")
+    for command in (
+        ["run", "--json", "a.json", "program.py"],
+        ["report", "a.json", "-o", "b.html"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, "rich,tomli_w", *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "there is no report" not in done.stderr
+    assert json.loads((tmp_path / "a.json").read_text())["run"]["ended"] == "ended"
+    assert (tmp_path / "b.html").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "--policy", "nope", "softmax"),
+        ("explain", "--device", "abacus", "softmax"),
+        ("explain", "softmx"),
+        ("run", "--policy", "nope", __file__),
+    ],
+    ids=" ".join,
+)
+def test_a_value_that_cannot_be_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    result = precast_(*arguments)
+    assert result.exit_code == 2
+    one_message(result)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_that_the_docs_name_is_a_script(shell: str) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "run.md").read_text(encoding="utf-8")
+    asked = f"_PRECAST_COMPLETE={shell}_source precast"
+    assert asked in page
+    program = str(Path(sys.executable).with_name("precast"))
+    variables = {"_PRECAST_COMPLETE": f"{shell}_source", "PATH": os.environ["PATH"]}
+    done = subprocess.run([program], env=variables, capture_output=True, text=True, check=True)
+    assert "_precast_completion" in done.stdout
+    words = {"_PRECAST_COMPLETE": "bash_complete", "COMP_WORDS": "precast ru", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [program], env={**variables, **words}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["plain,rule", "plain,run"]

@@ -144,7 +144,7 @@ def test_the_wheel_says_what_it_is(built: Built) -> None:
 def test_the_extra_all_has_every_extra_of_the_program_but_those_of_trainers(built: Built) -> None:
     about = email.message_from_string(contents(built.wheel)[f"{INFO}/METADATA"].decode())
     extras = set(about.get_all("Provides-Extra", []))
-    trainers = {"lightning", "accelerate", "transformers", "ignite"}
+    trainers = {"lightning", "accelerate", "transformers", "ignite", "wandb"}  # and a service
     work = {"dev", "docs", "test", "test-browser", "test-clients"}
     required = [Requirement(text) for text in about.get_all("Requires-Dist", [])]
 

@@ -551,15 +551,40 @@ def test_a_report_of_what_is_no_document_is_refused(
     assert not (tmp_path / "page.html").exists()
 
 
+def test_a_policy_that_is_not_there_is_said_before_anything_runs(tmp_path: Path) -> None:
+    write(tmp_path, "print('it ran')")
+    done = ended(start([*RUN, "--policy", "no.toml", "program.py"], tmp_path), tmp_path)
+    assert (done.code, done.stdout) == (2, "")
+    assert "no policy 'no.toml': neither a preset nor a file" in done.stderr
+    assert not (tmp_path / "precast-report.html").exists()
+
+
 def test_a_policy_that_cannot_be_read_ends_the_program_where_it_loads_torch(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, "try:\n    import torch\nexcept Exception: pass\nprint('it ran')")
-    done = ended(start([*RUN, "--policy", "no.toml", "program.py"], tmp_path), tmp_path)
-    assert done.code == 1
+    write(tmp_path, "[rules", "wrong.toml")
+    done = ended(start([*RUN, "--policy", "wrong.toml", "program.py"], tmp_path), tmp_path)
+    assert done.code == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("Error: no policy 'no.toml'")
+    assert done.stderr.startswith("Error: ")
+    assert "wrong.toml" in done.stderr
     assert not (tmp_path / "precast-report.html").exists()
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_page_is_opened_at_the_end_where_asked_for(tmp_path: Path, found: bool) -> None:
+    write(tmp_path, "print('it ran', flush=True)")
+    write(tmp_path, '#!/bin/sh\necho "opened $1"', "browser")
+    (tmp_path / "browser").chmod(0o755)
+    browser = f"{tmp_path}/browser %s" if found else "nowhere"
+    command = [*RUN, "--open", "--report", "r.html", "program.py"]
+    done = ended(start(command, tmp_path, BROWSER=browser, PATH="", DISPLAY=""), tmp_path)
+    assert done.code == 0, done.stderr
+    page = tmp_path / "r.html"
+    assert page.exists()
+    assert done.stdout == "it ran\n" + (f"opened {page.as_uri()}\n" if found else "")
+    assert ("no browser was found to open" in done.stderr) is not found
 
 
 @pytest.mark.parametrize("option", ["--json", "--report"])

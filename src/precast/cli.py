@@ -17,7 +17,8 @@ import click
 
 from precast import cli_check, cli_run
 from precast._version import __version__
-from precast.errors import PrecastError
+from precast.errors import PolicyError, PrecastError
+from precast.missing import missing_requirement
 
 if TYPE_CHECKING:
     from precast.demo.compare import Comparison
@@ -33,8 +34,15 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except PolicyError as error:  # asked for wrongly, like a task that there is not
+            raise click.UsageError(str(error)) from error
         except PrecastError as error:
             raise click.ClickException(str(error)) from error
+        except ModuleNotFoundError as error:
+            told = missing_requirement(f"precast {ctx.invoked_subcommand}", error)
+            if told is None:
+                raise
+            raise click.ClickException(str(told)) from error
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -105,9 +113,9 @@ def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
 @_as_json
 def doctor(as_json: bool) -> None:
     """Measure how fast this machine is in each dtype, and advise which one to use."""
+    _require_torch()
     from rich.console import Console
 
-    _require_torch()
     from precast import doctor as doctor_
 
     console = Console(stderr=True)

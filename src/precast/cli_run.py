@@ -6,6 +6,7 @@ Exit codes of `run`: the program's own; where nothing was run 2, asked for wrong
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class _Steps(click.ParamType[tuple[int, int]]):
     default=(2, 5),
     help="Steps to trace in detail: from A up to B, without B; counted from 0.  [default: 2:5]",
 )
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser at the end.")
 @click.option("--health", is_flag=True, help="Watch for overflow and underflow, too.")
 def run(
     program: str | None,
@@ -78,6 +80,7 @@ def run(
     page: Path | None,
     as_json: Path | None,
     steps: tuple[int, int],
+    opens: bool,
     health: bool,
 ) -> None:
     """Run a training or inference script as it is, and write a report on its precision.
@@ -92,7 +95,8 @@ def run(
     from precast.running.places import Places, rank_from_environment
     from precast.running.target import Target
 
-    if _makes_page(page, as_json):
+    _refuse_no_policy(policy)
+    if _makes_page(page or (_DEFAULT if opens else None), as_json):
         page = page or _DEFAULT
     places = Places(
         page and page.absolute(), as_json and as_json.absolute(), rank_from_environment()
@@ -103,7 +107,19 @@ def run(
         places.check()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    runner.run(runner.Request(target, places, policy, steps, health))
+    runner.run(runner.Request(target, places, policy, steps, health, opens))
+
+
+def _refuse_no_policy(policy: str) -> None:
+    """Before anything runs; what is wrong in a file is known when PyTorch is there."""
+    folder = resources.files("precast").joinpath("policies")
+    files = [each.name for each in folder.iterdir() if each.name.endswith(".toml")]
+    presets = sorted(name.removesuffix(".toml") for name in files)
+    if policy not in presets and not Path(policy).exists():
+        raise click.UsageError(
+            f"no policy {policy!r}: neither a preset nor a file. Allowed: {', '.join(presets)}, or the path of a TOML "
+            "file. Nothing was run"
+        )
 
 
 def _makes_page(page: Path | None, as_json: Path | None) -> bool:

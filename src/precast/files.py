@@ -20,7 +20,7 @@ __all__ = ["NOT_OURS", "is_no_file", "is_not_ours", "replace", "replace_own"]
 _HEAD = 4096  # bytes
 _MARKS = (
     (b'{"schema":', b'"precast":'),
-    (b"<!doctype html>", b'<meta name="generator" content="precast">'),
+    (b"<!doctype html>", b'<meta name="generator" content="precast'),
     (b"\x89PNG", b"precast"),
 )
 """How what precast writes begins, and what stands near there."""

@@ -83,7 +83,7 @@ def test_every_case_is_looked_at() -> None:
         ("fsdp", "first.bias"),
         ("fsdp_mixed", "first.bias"),
         ("tensor_parallelism", "first.bias"),
-        ("ddp_with_a_reduction", "module.first.bias"),
+        ("ddp_with_a_reduction", "first.bias"),
     ],
 )
 def test_all_ranks_skip_together_and_know_whose_gradient_it_was(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from precast.demo.task import Batch, Mark, Panel, Task, channels_last
-from precast.errors import MissingExtraError
+from precast.missing import missing_extra
 
 __all__ = ["IMAGES", "Digits"]
 
@@ -117,8 +117,7 @@ def _load() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        message = "the digits come with scikit-learn, which is not installed here; "
-        raise MissingExtraError(message + "write: pip install 'precast[demo]'") from error
+        raise missing_extra("the task digits", "scikit-learn", "demo") from error
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16  # pixels are 0 to 16
     return images.contiguous(memory_format=torch.channels_last), torch.tensor(data.target)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from precast.demo.compare import Comparison, Run
 from precast.demo.findings import caption, title
 from precast.demo.task import Panel
-from precast.errors import MissingExtraError
+from precast.missing import missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,10 +36,7 @@ def require() -> None:
         try:
             __import__(package)
         except ImportError as error:
-            raise MissingExtraError(
-                f"the demo draws with {package}, which is not installed here; "
-                "write: pip install 'precast[demo]'"
-            ) from error
+            raise missing_extra("the demo", package, "demo") from error
 
 
 def picture_png(comparison: Comparison) -> bytes:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from precast.errors import MissingExtraError
+from precast.missing import missing_extra
 
 __all__ = ["missing"]
 
 
 def missing(package: str, extra: str) -> MissingExtraError:
     """The error for a library that is not installed."""
-    return MissingExtraError(
-        f"precast.integrations.{extra} needs the package {package}; write: pip install 'precast[{extra}]'."
-    )
+    return missing_extra(f"precast.integrations.{extra}", package, extra)

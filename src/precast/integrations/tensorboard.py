@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from precast.errors import MissingExtraError
 from precast.events import HealthEvent, StepEvent, Verdict
+from precast.missing import missing_extra
 
 __all__ = ["TensorBoard"]
 
@@ -121,8 +121,6 @@ def _open(folder: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise MissingExtraError(
-            "TensorBoard(folder) needs the package tensorboard; write: "
-            "pip install 'precast[tensorboard]', or give a writer of your own."
-        ) from error
+        what = "TensorBoard(folder), unlike one with a writer of your own,"
+        raise missing_extra(what, "tensorboard", "tensorboard") from error
     return SummaryWriter(folder)

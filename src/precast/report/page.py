@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from precast import _version, files
-from precast.errors import MissingExtraError
+from precast.missing import missing_extra
 from precast.report.document import documents, validate
 from precast.report.evidence import in_16_bits, lost, on_casts, was_traced
 from precast.report.numbers import in_words, offender
@@ -96,10 +96,7 @@ def needed() -> tuple[Any, str]:
         package = "plotly"
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise MissingExtraError(
-            f"the report's page is made with {package}, which is not installed here; "
-            "write: pip install 'precast[report]'"
-        ) from error
+        raise missing_extra("the report's page", package, "report") from error
     return jinja2, get_plotlyjs()
 
 

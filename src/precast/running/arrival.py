@@ -19,7 +19,7 @@ __all__ = ["when_torch_is_loaded"]
 
 def when_torch_is_loaded(act: Callable[[], None]) -> None:
     """Calls `act` once: now if PyTorch is there, else in the import that brings it."""
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         act()
     else:
         sys.meta_path.insert(0, _Herald(act))
@@ -52,7 +52,7 @@ class _Herald(MetaPathFinder):
             run()
         finally:
             self._depth -= 1
-        if self._depth == 0 and "torch" in sys.modules and self in sys.meta_path:
+        if self._depth == 0 and sys.modules.get("torch") is not None and self in sys.meta_path:
             sys.meta_path.remove(self)
             self._act()
 

@@ -45,7 +45,7 @@ def document_of(
         "seconds": seconds,
         "rank": rank.number,
         "world_size": rank.of,
-        "torch": importlib.metadata.version("torch"),
+        "torch": _version_of_torch(),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "devices": [],
@@ -66,6 +66,13 @@ def document_of(
     }
     seen = cast("Document", document if watch is None else _with(document, watch))
     return {**seen, "findings": numeric_findings(seen)}
+
+
+def _version_of_torch() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _with(document: dict[str, Any], watch: Watch) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Request:
         policy: the name of a preset, or the path of a policy file.
         traced: the first step that is traced in full, and the first that no longer is.
         health: whether numbers are looked at, too.
+        opens: whether the page is shown in a browser at the end.
     """
 
     target: Target
@@ -46,6 +47,7 @@ class Request:
     policy: str = "torch"
     traced: tuple[int, int] = (2, 5)
     health: bool = False
+    opens: bool = False
 
 
 def run(request: Request) -> None:
@@ -89,7 +91,7 @@ class _Session:
         except PrecastError as error:
             self._refused = True
             _say(f"Error: {error}\n")
-            sys.exit(1)
+            sys.exit(2)
         self._watch = watch
 
     def _finish(self, ending: Ending) -> None:
@@ -100,6 +102,8 @@ class _Session:
                 document = self._document(ending)
                 where = _write(document, self._request.places, self._here)
                 _say(summary(document, where))
+                if self._request.opens and ending.how != "interrupted":
+                    _open(self._request.places)
         except BaseException as error:  # nothing that fails here is the program's failure
             _say(said(f"there is no report: {type(error).__name__}: {error}"))
 
@@ -154,6 +158,17 @@ def _merge(places: Places) -> list[Path]:
         if places.report is not None:
             report.write(document, places.report)
     return [path for path in (places.json, places.report) if path is not None]
+
+
+def _open(places: Places) -> None:
+    """Shows the page; of several processes one does."""
+    page = places.report
+    if page is None or places.rank.number not in {None, 0}:
+        return
+    import webbrowser
+
+    if not (page.exists() and webbrowser.open(page.as_uri())):
+        _say(said(f"no browser was found to open {page}"))
 
 
 def _shown(path: Path, here: Path) -> str:
