@@ -46,7 +46,7 @@ def section() -> str:
 def write(seeds: int) -> None:
     """Puts the section into the page, between its marks, with the number of seeds that each scenario had."""
     each = "a fresh seed" if seeds == 1 else f"{seeds} fresh seeds"
-    said = f"In the latest run each scenario had {each}, {seeds * len(TABLE):,} tries in all.\n\n"
+    said = f"Each scenario was tried with {each}: {seeds * len(TABLE):,} tries in all.\n\n"
     put(PAGE, f"{BEGIN}\n", END, f"\n{said}{section()}\n")
 
 

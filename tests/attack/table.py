@@ -23,16 +23,9 @@ PARTS = (regions, weights, attach, threads, scaler, policies, installed, program
 """Every file with scenarios."""
 
 _OPEN = (
-    "a GRU under a trace in inference",
-    "a failing operation runs once",
-    "a failing write happens once",
-    "an LSTM under a trace in inference",
-    "attention under a monitor in inference",
-    "attention under a trace in inference",
-    "casts of a GRU",
-    "casts of attention",
-    "patches of others",
+    "casts of an LSTM",
     "the end of a process after threads used a region",
+    "patches of others",
 )
 
 OPEN: Final[dict[str, Scenario]] = {name: TABLE.pop(name) for name in _OPEN}
