@@ -31,3 +31,20 @@ def run(program: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize("kept", ["", LONGER_THAN_OUR_MODULES], ids=["", "kept"])
 def test_a_model_that_is_attached_to_the_end(kept: str) -> None:
     assert run(ATTACHED + kept) == (0, "", "")
+
+
+THREADS = """
+import threading, torch, precast
+
+def work():
+    with precast.autocast("cpu"):
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+
+for _ in range(30):
+    threading.Thread(target=work).start()
+"""
+
+
+def test_threads_that_used_a_region_until_the_end() -> None:
+    """For the system a thread ends later than for Python, and gives back then what it has lent."""
+    assert [run(THREADS) for _ in range(3)] == [(0, "", "")] * 3

@@ -6,9 +6,12 @@ private feature of the installed PyTorch (developed on 2.13), so that a new vers
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -866,7 +869,25 @@ def lend_to_pool_threads(key: str, value: object) -> None:
         _count_reference(
             value
         )  # PyTorch takes a reference that it has not counted, and gives it back one day
+    _lenders.add(threading.get_native_id())
     torch._C._stash_obj_in_tls(key, value)
+
+
+_lenders: Final[set[int]] = set()
+"""The threads that have lent something, by the system's numbers."""
+
+
+@atexit.register
+def _await_lenders() -> None:
+    """Waits, before Python ends, for threads that have ended for Python and not yet for the system.
+
+    What they have lent is given back then, with the interpreter's lock, which aborts a process that is ending (2.13).
+    """
+    alive = {thread.native_id for thread in threading.enumerate()}
+    until = time.monotonic() + 5.0
+    for thread in _lenders - alive:
+        while os.path.exists(f"/proc/self/task/{thread}") and time.monotonic() < until:
+            time.sleep(0.001)
 
 
 def _count_reference(value: object) -> None:
