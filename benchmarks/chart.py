@@ -22,10 +22,22 @@ _COLORS = {
     "by hand": "#1f2328",
 }
 _MARKS = dict.fromkeys(_COLORS, "o") | {"float32": "s", "by hand": "|"}
+_AXIS = f"time, as a ratio to {BASELINE}: left of 1 is faster, right of it slower"
 _INK, _GRID = "#1f2328", "#d0d7de"
 
 
-def png(rows: list[dict[str, Any]]) -> bytes:
+def _measured_on(machine: dict[str, Any]) -> str:
+    """What the chart was measured on, for those who see it without its page."""
+    units = ", AMX" if machine.get("amx_bf16") else ""
+    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
+    threads = machine["threads"]
+    return (
+        f"{machine['cpu']} ({machine['cpu_capability']}{units}){gpu}, {threads} thread{'' if threads == 1 else 's'}, "
+        f"PyTorch {machine['torch']}, {machine['date']}"
+    )
+
+
+def png(rows: list[dict[str, Any]], machine: dict[str, Any]) -> bytes:
     """Draws the measured rows; a mark is a median, the line through it as long as the interquartile range."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,7 +50,9 @@ def png(rows: list[dict[str, Any]]) -> bytes:
     panels = figure.subplots(len(works), 1, squeeze=False, sharex=True, height_ratios=heights)
     for axes, work in zip(panels[:, 0], works, strict=True):
         _draw(axes, work, names[work], [row for row in rows if row["work"] == work])
-    panels[-1, 0].set_xlabel(f"time, as a ratio to {BASELINE}", fontsize=9, color=_INK)
+    panels[-1, 0].set_xlabel(
+        f"{_AXIS}\n{_measured_on(machine)}", fontsize=9, color=_INK, linespacing=1.5
+    )
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=8)
     buffer = io.BytesIO()

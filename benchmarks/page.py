@@ -37,7 +37,7 @@ def write(data: dict[str, Any]) -> Iterator[Path]:
     """Puts the rows of `data` into the page, and draws the chart beside it; gives what it wrote."""
     put(PAGE, BEGIN, END, f"\n{render(data)}")
     yield PAGE
-    replace(PICTURE, chart.png(_measured(data)))
+    replace(PICTURE, chart.png(_measured(data), data["machine"]))
     yield PICTURE
 
 
@@ -70,7 +70,7 @@ def render(data: dict[str, Any]) -> str:
             "",
             "### Whole networks",
             "",
-            "![Time of each variant as a ratio to torch.autocast](images/models.png)",
+            "![Time of each variant as a ratio to torch.autocast; left is faster](images/models.png)",
             "",
             "#### Targets",
             "",

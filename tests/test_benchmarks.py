@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from benchmarks import by_hand, demos, growth, models, networks, observe, page
+from benchmarks import by_hand, chart, demos, growth, models, networks, observe, page
 from benchmarks.__main__ import main
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
@@ -452,6 +452,19 @@ def test_the_page_says_what_the_rows_say() -> None:
         assert line in text.splitlines()
     assert "Skipped: GPT: no GPT." in text
     assert "load of the machine when it began: 0.1" in text
+
+
+def test_the_chart_says_what_it_was_measured_on_and_which_side_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    from matplotlib.axes import Axes
+
+    monkeypatch.setattr(Axes, "set_xlabel", lambda _, text, **__: said.append(text))
+    rows = [row for row in DATA["rows"] if row["benchmark"] == "models" and "ratio" in row]
+    chart.png(rows, DATA["machine"] | {"amx_bf16": True, "threads": 2})
+    assert "left of 1 is faster" in said[0]
+    assert said[0].splitlines()[-1] == "A CPU (AVX512, AMX), 2 threads, PyTorch 2.13.0, 2026-01-02"
 
 
 def test_writing_leaves_the_rest_of_the_page_alone(
