@@ -393,10 +393,36 @@ def test_the_picture_is_a_png(drawn: Comparison) -> None:
     assert image.std() > 0.05  # something is on it
 
 
+def test_no_part_of_the_picture_is_blank(drawn: Comparison) -> None:
+    """Also without a scaler, whose chart would be empty."""
+    from matplotlib.image import imread
+
+    image = imread(io.BytesIO(picture.picture_png(drawn)))[..., :3]
+    height, width, _ = image.shape
+    for column, least in enumerate((0.01, 0.01, 0.05)):  # of the two lower fifths: curves, and bars
+        part = image[height * 3 // 5 :, column * width // 3 : (column + 1) * width // 3]
+        inked = (part.min(axis=2) < 0.8).mean()
+        assert inked > least, column
+
+
+def test_the_picture_says_what_it_was_measured_on() -> None:
+    found = findings.machine(comparison())
+    assert torch.__version__ in found
+    assert len(found.split(", PyTorch ")[0]) > 2
+
+
+def test_what_a_step_took_is_what_the_table_says(drawn: Comparison) -> None:
+    for cost, row in zip(findings.costs(drawn), findings.rows(drawn), strict=False):
+        assert cost.name in row.name.replace("peak ", "")
+        assert cost.said(cost.float32) == row.float32
+        assert cost.said(cost.mixed) == row.mixed
+
+
 def test_the_page_needs_nothing_else_and_shows_the_table(drawn: Comparison) -> None:
     html = page.page_html(drawn)
     links = re.findall(r"(?:src|srcset|href)=\"([^\"]*)\"", html)
-    assert len(links) == 3 + 2 * 2
+    charts = 2 if drawn.mixed.scales else 1  # no empty chart of a scale that there is not
+    assert len(links) == 3 + 2 * charts
     assert all(link.startswith("data:image/png;base64,") for link in links)
     assert "http" not in re.sub(r"base64,[^\"]*", "", html)
     assert "<script" not in html

@@ -23,6 +23,7 @@ __all__ = [
     "Diagnosis",
     "Recommendation",
     "diagnose",
+    "processor",
     "recommend",
     "render",
     "report_as_dict",
@@ -153,10 +154,17 @@ def _measured_devices() -> list[torch.device]:
     return [cpu] if accelerator is None else [cpu, torch.device(accelerator.type, 0)]
 
 
+def processor(device: torch.device) -> str:
+    """What the processor or GPU is called; the type of the device where it has no name."""
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        return str(capabilities.get("cpu_name", capabilities.get("architecture", "CPU")))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def _devices() -> list[Device]:
-    capabilities = torch.cpu.get_capabilities()
-    name = capabilities.get("cpu_name", capabilities.get("architecture", "CPU"))
     vector = torch.backends.cpu.get_cpu_capability()
+    name = processor(torch.device("cpu"))
     devices = [Device("cpu", f"{name}, {torch.get_num_threads()} threads, {vector}")]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:

@@ -7,15 +7,29 @@ console's table and the HTML page show the same rows and the same sentences.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
+
+import torch
 
 from precast.demo.compare import Comparison, Run
 from precast.demo.profile import KINDS
 from precast.demo.task import Panel
-from precast.doctor import report_as_dict, times
+from precast.doctor import processor, report_as_dict, times
 
-__all__ = ["Row", "as_dict", "caption", "failure", "reasons", "rows", "title"]
+__all__ = [
+    "Cost",
+    "Row",
+    "as_dict",
+    "caption",
+    "costs",
+    "failure",
+    "machine",
+    "reasons",
+    "rows",
+    "title",
+]
 
 _SAME: Final = 0.03  # speeds this close are the same: less than the spread of a step's time
 _PRODUCTS, _CASTS, _REST = KINDS
@@ -31,12 +45,37 @@ class Row:
     beside: str = ""
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a step took of one thing, in both runs."""
+
+    name: str
+    float32: float
+    mixed: float
+    said: Callable[[float], str]
+
+
 def title(comparison: Comparison) -> str:
     """What was trained, in one line."""
     asked, threads = comparison.settings, comparison.threads
     plural = "" if threads == 1 else "s"
     device = str(asked.device) if threads is None else f"{asked.device} ({threads} thread{plural})"
     return f"{comparison.summary}; {asked.steps} steps on {device}, seed {asked.seed}"
+
+
+def machine(comparison: Comparison) -> str:
+    """What it was trained on, in one line: the processor or GPU, and PyTorch's version."""
+    device = comparison.settings.device
+    return f"{processor(device)}, PyTorch {torch.__version__}"
+
+
+def costs(comparison: Comparison) -> tuple[Cost, Cost]:
+    """The median time of a step, in seconds, and the peak of its tensor memory, in bytes."""
+    float32, mixed = comparison.float32, comparison.mixed
+    return (
+        Cost("time", float32.seconds, mixed.seconds, _ms),
+        Cost("memory", float32.profile.peak_bytes, mixed.profile.peak_bytes, _mib),
+    )
 
 
 def caption(comparison: Comparison, panel: Panel) -> str:
@@ -218,5 +257,5 @@ def _ms(seconds: float) -> str:
     return f"{milliseconds:.{1 if milliseconds >= 1 else 2}f} ms"
 
 
-def _mib(count: int) -> str:
+def _mib(count: float) -> str:
     return f"{count / 2**20:.1f} MiB"

@@ -7,7 +7,7 @@ from importlib import resources
 
 from precast import _version
 from precast.demo.compare import Comparison
-from precast.demo.findings import caption, reasons, rows, title
+from precast.demo.findings import caption, machine, reasons, rows, title
 from precast.demo.picture import curves_png, panel_png
 
 __all__ = ["page_html"]
@@ -23,13 +23,14 @@ def page_html(comparison: Comparison) -> str:
     return environment.from_string(source).render(
         settings=comparison.settings,
         title=title(comparison),
+        machine=machine(comparison),
         mixed=f"{comparison.mixed.label} mixed",
         rows=rows(comparison),
         reasons=reasons(comparison),
         panels=[(caption(comparison, panel), panel_png(panel)) for panel in comparison.panels],
         curves=[
             (f"{what} by step", *(curves_png(comparison, what, s) for s in ("light", "dark")))
-            for what in ("loss", "scale")
+            for what in (("loss", "scale") if comparison.mixed.scales else ("loss",))
         ],
         marked=any(panel.marks for panel in comparison.panels),  # words: large, also on a phone
         version=_version.__version__,

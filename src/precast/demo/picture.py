@@ -1,4 +1,4 @@
-"""The comparison drawn with matplotlib: what was learnt, how the loss fell, what the scale did.
+"""The comparison drawn with matplotlib: what was learnt, how the loss fell, what the scale did, what a step took.
 
 Invariants: matplotlib is imported when something is drawn, never before; nothing here depends on,
 or changes, its global state: figures are made from the object interface, styles apply to one figure.
@@ -10,7 +10,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from precast.demo.compare import Comparison, Run
-from precast.demo.findings import caption, title
+from precast.demo.findings import caption, costs, machine, title
 from precast.demo.task import Panel
 from precast.missing import missing_extra
 
@@ -40,18 +40,22 @@ def require() -> None:
 
 
 def picture_png(comparison: Comparison) -> bytes:
-    """Everything in one picture: the panels in a row, the curves below."""
+    """Everything in one picture: the panels in a row; below them the curves, and what a step took."""
     figure = _figure((9, 6.4), "white")
-    figure.suptitle(title(comparison), fontsize=11)
+    figure.suptitle(f"{title(comparison)}\n{machine(comparison)}", fontsize=10, linespacing=1.4)
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 2.4))[:, 0]
     above.set_facecolor("white")
     below.set_facecolor("white")
     for axes, panel in zip(above.subplots(1, 3), comparison.panels, strict=True):
         _draw_panel(axes, panel)
         axes.set_title(caption(comparison, panel), fontsize=10)
-    left, right = below.subplots(1, 2)
-    _draw_losses(left, comparison, "light")
-    _draw_scales(right, comparison.mixed, "light")
+    if comparison.mixed.scales:
+        losses, scales, took = below.subplots(1, 3)
+        _draw_scales(scales, comparison.mixed, "light")
+    else:  # the losses get the place of what there is not
+        losses, took = below.subplots(1, 2, width_ratios=(2, 1))
+    _draw_losses(losses, comparison, "light")
+    _draw_costs(took, comparison, "light")
     return _png(figure, 150)
 
 
@@ -68,7 +72,7 @@ def curves_png(comparison: Comparison, what: str, style: str) -> bytes:
 
     Args:
         comparison: what to draw.
-        what: "loss" or "scale".
+        what: "loss", or "scale" where the mixed run had a scaler.
         style: "light" or "dark"; the ground is transparent in both.
     """
     figure = _figure((4.4, 2.9), "none")
@@ -126,16 +130,31 @@ def _draw_losses(axes: Any, comparison: Comparison, style: str) -> None:
 def _draw_scales(axes: Any, run: Run, style: str) -> None:
     colors = _STYLES[style]
     _dress(axes, "scale of the loss", style)
-    if not run.scales:
-        axes.set_axis_off()
-        words = f"no scaler: {run.label} has float32's range"
-        place = {"transform": axes.transAxes, "ha": "center", "va": "center"}
-        axes.text(0.5, 0.5, words, color=colors["ink"], fontsize=9, **place)
-        return
     scales = (run.initial_scale, *run.scales)
     axes.step(range(len(scales)), scales, color=colors["mixed"], where="post", linewidth=1.3)
     axes.set_yscale("log", base=2)
     axes.set_ylim(min(scales) / 4, max(scales) * 4)
+
+
+def _draw_costs(axes: Any, comparison: Comparison, style: str) -> None:
+    """A pair of bars for each cost, as long as it is of float32's, with the figure itself beside it."""
+    colors = _STYLES[style]
+    _dress(axes, "a step took (shorter is better)", style)
+    for place, cost in enumerate(costs(comparison)):
+        longest = max(cost.float32, cost.mixed)
+        bars = (("float32", cost.float32, -0.2), ("mixed", cost.mixed, 0.2))
+        for name, amount, beside in bars:
+            share = amount / longest if longest else 0.0
+            axes.barh(place + beside, share, height=0.36, color=colors[name])
+            words = {"color": colors["ink"], "fontsize": 8, "va": "center"}
+            axes.text(share + 0.03, place + beside, cost.said(amount), **words)
+    axes.set_yticks(range(2), [cost.name for cost in costs(comparison)])
+    axes.set_ylim(1.6, -0.6)
+    axes.set_xlim(0, 1.45)  # the figure beside the longest bar is within
+    axes.set_xticks([])
+    axes.set_xlabel("")
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
 
 
 def _dress(axes: Any, name: str, style: str) -> None:
