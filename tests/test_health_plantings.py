@@ -154,6 +154,18 @@ class Twice(nn.Module):
         return found
 
 
+class Again(nn.Module):
+    """Calls one layer twice; the fault is in between."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.between = nn.Linear(WIDTH, WIDTH), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        again: Tensor = self.layer(self.between(self.layer(x)))
+        return again
+
+
 class Last(nn.Module):
     """The fault is behind the last module, in the code of the model itself."""
 
@@ -298,6 +310,10 @@ PLANTINGS = {
     ),
     "before a tied module's second call": Planting(
         lambda f: Twice(f, inside=False), "input", "tied", "`tied` in its call 2 of the step"
+    ),
+    "between two calls": Planting(Again, "input", "layer", "made between two calls of `layer`"),
+    "between two calls, in place": Planting(
+        lambda f: Again(f.write), "input", "layer", "code between two calls of `layer` wrote it in place"
     ),
     # Checkpoints.
     "in a checkpoint": Planting(

@@ -167,7 +167,7 @@ def test_gradients_that_underflow_are_said_with_their_share() -> None:
             'base = "default"\n\n[modules]\n"a.b" = "fp32"\n',
         ),
         ({"kind": "output", "name": ""}, "Run in bfloat16", None),
-        ({"kind": "input"}, "Look at what makes the input of `a.b`", None),
+        ({"kind": "input"}, "Look at the code before `a.b`", None),
         ({"kind": "gradient"}, 'init_scale="auto"', None),
         ({"kind": "parameter", "name": "a.b.weight"}, 'init_scale="auto"', None),
     ],

@@ -176,6 +176,17 @@ def test_rows_add_up_to_the_totals() -> None:
     assert trace.dropped == 0
 
 
+def test_the_order_of_rows_is_that_of_their_first_calls() -> None:
+    with precast.trace() as seen, torch.no_grad():
+        x = torch.ones(3)
+        for _ in range(3):
+            x = (x + 1).exp().log()
+        x.sin()
+    ops = [row.op for row in sorted(seen.rows, key=lambda row: row.order)]
+    assert ops == ["ones", "add.Tensor", "exp", "log", "sin"]
+    assert sorted(row.order for row in seen.rows) == [0, 1, 2, 3, 4]
+
+
 def test_a_weight_in_the_cache_is_counted_as_cached() -> None:
     layer = nn.Linear(4, 4)
     with precast.trace() as trace, precast.autocast("cpu"):

@@ -103,10 +103,13 @@ def _made(slot: Slot, slots: Sequence[Slot], before: Sequence[int]) -> str:
     """Where an input comes from."""
     if not slot.name:
         return "it came so from outside of the model"
-    after = f" `{slots[before[-1]].name}` and" if before and slots[before[-1]].name else ""
+    last = slots[before[-1]].name if before else ""
+    between = f"between `{last}` and `{slot.name}`"
+    if last == slot.name:
+        between = f"between two calls of `{last}`"
     if slot.inputs:
-        return f"code between{after} `{slot.name}` wrote it in place"
-    return f"it was made between{after} `{slot.name}`" if after else "it was made between modules"
+        return f"code {between if last else f'before `{slot.name}`'} wrote it in place"
+    return f"it was made {between if last else 'between modules'}"
 
 
 def _which(slot: Slot) -> str:

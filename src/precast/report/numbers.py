@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast.report.between import Between, between, module_before
 from precast.report.schema import Document, Finding, First, HealthModule
-from precast.report.words import share
+from precast.report.words import joined, share
 
 __all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
 
 _TELLING = 0.01  # a share of gradients below this is left alone
+_IF_NAN = " If it is NaN there too, the format is not the reason: look at what it divides by."
+_OWN_CAST = (
+    " A cast that the program itself makes to float16 by name, as `.half()`, has to go from the code: no policy and "
+    "no region changes it."
+)
+_WIDE = "run the whole program in bfloat16 (`dtype=torch.bfloat16`), which has float32's range"
 _NOTHING: Finding = {
     "kind": "",
     "title": "",
@@ -56,26 +63,30 @@ def module_of(what: First | HealthModule) -> str:
 
 def overflow(document: Document, first: First) -> Finding:
     """The finding about the first tensor that was not finite."""
-    module = module_of(first)
-    suggestion, policy = _mend(document, first, module)
+    module, suggestion, policy = module_of(first), "", None
+    code = _code_before(document, first)
+    if code is None:
+        suggestion, policy = _mend(document, first, module)
+    else:
+        suggestion, policy = _mend_code(document, first, code)
     return {
         **_NOTHING,
         "kind": "overflow" if first["what"] == "inf" else "nan",
         "title": first["message"],
         "suggestion": suggestion,
         "policy": policy,
-        "where": {"module": module, "op": None, "source": None},
+        "where": {
+            "module": module,
+            "op": code and code.op,
+            "source": code and code.source,
+        },
     }
 
 
 def _mend(document: Document, first: First, module: str) -> tuple[str, str | None]:
     """What to do, and a whole policy file where one does it."""
     if first["kind"] == "input":
-        return (
-            f"Look at what makes the input of `{module}`: the data, or code between modules."
-            if module
-            else "Look at the data that the model is given."
-        ), None
+        return _look_before(document, first), None
     if first["kind"] in {"gradient", "parameter"} and _is_scaled(document):
         return (
             "Leave it if it happens now and then: a growing scale finds its limit by a skipped step. If it happens "
@@ -92,11 +103,72 @@ def _mend(document: Document, first: First, module: str) -> tuple[str, str | Non
     suggestion = (
         f"Run `{module}` in float32, or the whole run in bfloat16, which has float32's range."
     )
-    if first["what"] == "nan":
-        suggestion += (
-            " If it is NaN there too, the format is not the reason: look at what it divides by."
-        )
+    suggestion += _IF_NAN if first["what"] == "nan" else ""
     return suggestion, _file_with(document, module)
+
+
+def _code_before(document: Document, first: First) -> Between | None:
+    """The operations that may have made a module's input infinite or NaN, where steps were traced."""
+    if first["kind"] != "input" or not first["name"]:
+        return None
+    return between(document, first, _format(document, first) or "float16")
+
+
+def _mend_code(document: Document, first: First, code: Between) -> tuple[str, str | None]:
+    """What to do about code between modules, and a whole policy file where one does it."""
+    dtype = _format(document, first) or "float16"
+    ran = f" {_traced(document)}, the code {_place(first)} ran in {dtype}: {code.lines}."
+    if dtype != "float16":
+        return (
+            f"Look at what these lines divide by, and at how large their numbers grow.{ran}",
+            None,
+        )
+    ran += _OWN_CAST if code.casts else ""
+    ran += _IF_NAN if first["what"] == "nan" else ""
+    modules = [name for name in code.owners if name]
+    if len(modules) == len(code.owners):
+        names = joined(f"`{name}`" for name in modules)
+        return f"Run {names} in float32, or {_WIDE}.{ran}", _file_with(document, *modules)
+    # A rule for the model itself would leave nothing in 16 bits, and none is for the code around it.
+    return (
+        f"Compute these lines in float32: put them into `with precast.disable():` and call `.float()` on what they are "
+        f"given; or {_WIDE}.{ran}"
+    ), None
+
+
+def _traced(document: Document) -> str:
+    """The steps that were traced, as the beginning of a sentence."""
+    if document["run"]["traced"] is None:
+        return "In the steps that were traced"
+    first, end = document["run"]["traced"]
+    last = min(end, document["run"]["steps"]) - 1
+    return (
+        f"In steps {first} to {last}, which were traced"
+        if last > first
+        else f"In step {first}, which was traced"
+    )
+
+
+def _look_before(document: Document, first: First) -> str:
+    """What to do where no operation before a module is known."""
+    if not first["name"]:
+        return "Look at the data that the model is given."
+    look = f"Look at the code {_place(first)}"
+    if module_before(first) is None:
+        look += ", and at the data that the model is given"
+    if document["trace"] is None and not document["run"].get("compiled"):
+        step = max(
+            first["step"], 1
+        )  # a trace from the start on has other names: it knows no model yet
+        look += f". Its operations and lines are named where a step is traced, as by `--steps {step}:{step + 1}`"
+    return f"{look}."
+
+
+def _place(first: First) -> str:
+    before, module = module_before(first), first["name"]
+    if before is None:
+        return f"before `{module}`"
+    return f"between {f'two calls of `{module}`' if before == module else f'`{before}` and `{module}`'}"
 
 
 def _called(module: str, otherwise: str) -> str:
@@ -161,17 +233,19 @@ def _underflowed(module: HealthModule) -> int:
     return sum(number or 0 for number in module["underflow_zeros"])
 
 
-def _file_with(document: Document, module: str) -> str:
-    """The run's policy as a file, with a rule that a module runs in float32."""
+def _file_with(document: Document, *modules: str) -> str:
+    """The run's policy as a file, with rules that modules run in float32."""
     policy = document["run"]["policy"]
     known = {"default", "lean", "torch"}
     base = policy["name"] if policy["name"] in known else "torch"
     text = policy.get("file") or f'base = "{base}"\n'
-    key = _quoted(module)
     before, _, rules = text.partition("[modules]\n")  # the last table of a file that precast writes
-    same = (f"{key} =", f"{module} =")  # a key of letters and digits alone has no quotes
+    same = tuple(
+        f"{key} =" for name in modules for key in (_quoted(name), name)
+    )  # keys may be bare
     others = [line for line in rules.splitlines() if not line.startswith(same)]
-    return "\n".join([before.rstrip(), "", "[modules]", *others, f'{key} = "fp32"']).strip() + "\n"
+    added = [f'{_quoted(name)} = "fp32"' for name in modules]
+    return "\n".join([before.rstrip(), "", "[modules]", *others, *added]).strip() + "\n"
 
 
 def _quoted(name: str) -> str:

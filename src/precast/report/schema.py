@@ -178,7 +178,7 @@ class Finding(TypedDict):
 class Row(TypedDict):
     """One operation at one place; `module` is "" for the model itself, null outside of all modules.
 
-    `seconds` has the casts in it.
+    `seconds` has the casts in it. `order` is the row's place among all rows by the time of their first calls.
     """
 
     module: str | None
@@ -198,6 +198,7 @@ class Row(TypedDict):
     cached: int
     seconds: float
     cast_seconds: float
+    order: NotRequired[int]
 
 
 class Totals(TypedDict):

@@ -71,6 +71,8 @@ class Row:
     seconds: float = 0.0
     """Time in its kernels, casts included, as the host sees it."""
     cast_seconds: float = 0.0
+    order: int = 0
+    """Its place among all rows by the time of their first calls, the first is 0."""
 
 
 @dataclass(frozen=True, slots=True)

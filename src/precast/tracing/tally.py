@@ -68,7 +68,8 @@ class Tally:
                 return None
             op, rule, reason = decided
             row = self.rows[key] = Row(
-                place.module, op, place.phase, place.source, list(inputs), list(output), rule, reason, *around
+                place.module, op, place.phase, place.source, list(inputs), list(output), rule, reason, *around,
+                order=len(self.rows),
             )  # fmt: skip
         row.calls += 1
         return row
