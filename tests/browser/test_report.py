@@ -558,3 +558,26 @@ def test_the_verdict_needs_no_script(browser: Any, tmp_path: Path) -> None:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
     assert "decoder.10.mlp.down" in text
     assert "Expected gain: up to 3 of 60 steps" in text
+
+
+def test_a_phone_that_is_turned_shows_the_charts_as_one_that_was_opened_so(opened: Opened) -> None:
+    bars = "document.querySelectorAll('.colorbar').length"
+    heights = "[...document.querySelectorAll('.js-plotly-plot')].map((chart) => chart.style.height)"
+    upright = opened(document(), width=360)
+    narrow, placed = ask(upright, bars), ask(upright, heights)
+    wide = opened(document(), width=1280)
+    assert ask(wide, bars) == 1
+    resize(wide, 360)
+    assert ask(wide, bars) == narrow == 0
+    assert ask(wide, heights) == placed
+    assert all(height.endswith("px") for height in placed), "what is below keeps its place"
+
+
+def test_a_word_is_not_broken_on_a_phone(opened: Opened) -> None:
+    browser = opened(document(), width=360)
+    broken = """[...document.querySelectorAll('td')].filter((cell) => /^(lower|promote|fp32|keep|cpu)$/.test(
+        cell.textContent) && cell.offsetHeight).filter((cell) => {
+        const range = document.createRange(); range.selectNodeContents(cell);
+        return new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size > 1;
+        }).map((cell) => cell.textContent)"""
+    assert ask(browser, broken) == []

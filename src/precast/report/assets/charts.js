@@ -19,8 +19,10 @@ function css(name) {
   return found;
 }
 
+const narrowly = matchMedia("(max-width: 699px)");
+
 function narrow() {
-  return document.documentElement.clientWidth < 700;
+  return narrowly.matches;
 }
 
 function short(name) {
@@ -33,6 +35,7 @@ function axis(more) {
 }
 
 function draw(host, traces, layout) {
+  host.style.height = `${layout.height}px`; // so that what is below stays below while Plotly draws anew
   const touch = matchMedia("(pointer: coarse)").matches; // where a drag is how one scrolls
   Plotly.react(host, traces, {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("ink"), size: 12 },

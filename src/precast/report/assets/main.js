@@ -71,7 +71,7 @@ function countsTable(rows) {
   new Table(tableAt("counts"), {
     caption: `Calls of operations with a rule, and casts made for them, in the whole run${uncounted()}`, rows, sort: 3,
     empty: `No operation with a rule was counted${uncounted()}.`,
-    columns: [text("Operation", "op"), text("Device", "device"), text("Rule", "rule"), amount("Calls", "calls", number),
+    columns: [text("Operation", "op"), text("Device", "device", { word: true }), text("Rule", "rule", { word: true }), amount("Calls", "calls", number),
       amount("Casts", "casts", number)],
     search: (row) => [row.op, row.device, row.rule],
   });
@@ -213,6 +213,7 @@ find("#rank")?.addEventListener("change", (event) => { chosen = Number(event.tar
 for (const id of ["kind", "format", "step", "modules-shown"]) find(`#${id}`).addEventListener("input", showHealth);
 find("#flow-by").addEventListener("change", charts);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
+narrowly.addEventListener("change", charts); // a phone that is turned: names and colour bar as for the new width
 addEventListener("beforeprint", () => onPaper(true));
 addEventListener("afterprint", () => onPaper(false));
 if (documents.length > 1) ranksTable();
