@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rich.console import Console
 from torch import nn
 
 import precast
@@ -21,6 +22,7 @@ from precast.explain import explain_model, load_model
 from precast.explain_operation import explain_operation
 
 MODEL = """
+import torch
 from torch import nn
 
 class Block(nn.Module):
@@ -47,6 +49,28 @@ def fails():
 def text():
     return "a model"
 
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 2)
+        self.idle = nn.Linear(8, 2)
+
+    def forward(self, x, factor=1.0):
+        x = self.gru(self.lstm(x)[0])[0]
+        return self.head(self.drop(self.attention(x, x, x)[0])) * factor
+
+def inputs():
+    return torch.randn(2, 3, 8)
+
+ready = inputs()
+several = (ready, 2.0)
+named = {"x": ready, "factor": 2.0}
+too_wide = torch.ones(2, 3, 9)
+
 built = nn.Linear(2, 2)
 three = 3
 """
@@ -67,7 +91,7 @@ TREE = """\
 Decoder with the policy 'careful'; 76,600 parameters, counted below at each
 module
 Behind modules of torch.nn: what their operation runs in, in a region. Of others
-only a run can tell: precast run shows it.
+only a run can tell: give an example input, with --example, or use precast run.
 
 model Decoder 76.6k
 ├── embed Embedding 30k (embedding in its inputs' dtype)
@@ -193,7 +217,7 @@ def test_a_plan_that_cannot_be_carried_out_is_one_message(tmp_path: Path) -> Non
     (tmp_path / "q.toml").write_text('[modules]\n"layers.*.attn" = "fp32"\n"**.attn" = "lower"\n')
     assert explain("--model", "zoo_of_models:Decoder", "--policy", "p.toml").exit_code == 0
     result = explain("--model", "zoo_of_models:Decoder", "--policy", "q.toml")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "'layers.*.attn' says fp32, '**.attn' says lower" in result.stderr
 
 
@@ -334,9 +358,9 @@ def test_an_operation_in_a_module() -> None:
         ((), 2, "Name an operation"),
         (("softmax", "--model", "zoo_of_models:Decoder"), 2, "Name an operation"),
         (("--model", "zoo_of_models:Decoder", "--device", "cpu"), 2, "go with an operation"),
-        (("softmaxx",), 1, "no operation aten::softmaxx; did you mean softmax"),
-        (("softmax", "--device", "gpu"), 1, "'gpu' is not a device type"),
-        (("softmax", "--policy", "no.toml"), 1, "no policy 'no.toml'"),
+        (("softmaxx",), 2, "no operation aten::softmaxx; did you mean softmax"),
+        (("softmax", "--device", "gpu"), 2, "'gpu' is not a device type"),
+        (("softmax", "--policy", "no.toml"), 2, "no policy 'no.toml'"),
     ],
 )
 def test_what_cannot_be_explained_is_one_message(
@@ -378,7 +402,7 @@ def test_each_known_module_says_what_its_operation_runs_in_and_that_is_so() -> N
 
 def test_an_error_names_what_was_asked_for_and_no_function_of_ours() -> None:
     done = CliRunner().invoke(main, ["explain", "softmx"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "resolve" not in done.output
     assert "the operation 'softmx'" in done.output
     assert "did you mean softmax" in done.output
@@ -388,3 +412,97 @@ def test_each_device_type_is_allowed_once() -> None:
     with pytest.raises(precast.errors.RegionError) as caught:
         precast.autocast("cuba")
     assert str(caught.value).count("privateuseone") == 1
+
+
+# --- an example ---
+
+
+EXAMPLE = ("--model", "zoo_of_models:Mixed", "--example")
+
+
+def ran(example: str, *more: str) -> dict[str, dict[str, list[str]]]:
+    """What the modules ran, by name, as the command says it in JSON."""
+    result = explain(*EXAMPLE, f"zoo_of_models:{example}", "--json", *more)
+    assert result.exit_code == 0, result.output
+    return {module["name"]: module["ran"] for module in json.loads(result.stdout)["modules"]}
+
+
+@pytest.mark.parametrize("example", ["inputs", "ready", "several", "named"])
+def test_an_example_says_what_each_module_ran_also_recurrent_ones_and_attention(
+    example: str,
+) -> None:
+    found = ran(example, "--policy", "torch")
+    for name in ("lstm", "gru", "attention", "head"):
+        assert found[name].get("bfloat16"), name
+    assert found["head"] == {"bfloat16": ["linear"]}
+    assert found["idle"] == {}
+
+
+def test_an_example_follows_the_rules_of_the_modules(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text(
+        'base = "torch"\n[modules]\nlstm = "fp32"\nhead = "float16"\n'
+    )
+    found = ran("inputs", "--policy", "rules.toml")
+    assert set(found["lstm"]) == {"float32"}
+    assert set(found["head"]) == {"float16"}
+    assert "bfloat16" in found["gru"]
+
+
+def test_the_tree_says_what_ran_and_what_did_not() -> None:
+    result = explain(*EXAMPLE, "zoo_of_models:inputs")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "by the dtype of their results" in text
+    assert "head Linear 18 (linear in bfloat16)" in text
+    assert "idle Linear 18 (no floating-point operation in the example)" in text
+    assert "only a run can tell" not in text
+
+
+def test_blocks_that_ran_alike_are_one_line() -> None:
+    blocks = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+    report = explain_model(nn.Sequential(*blocks), Policy.load("default"), torch.randn(2, 3, 8))
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(report.render())
+    assert "0-2 TransformerEncoderLayer" in printed.get()
+    assert report.ran is not None
+    assert "linear" in report.ran["1.self_attn"]["bfloat16"]
+
+
+def test_an_example_leaves_the_model_and_the_random_numbers_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+    model[2].eval()
+    modes = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    example = torch.randn(3, 4, requires_grad=True)
+    drawn, fused = torch.get_rng_state(), torch.backends.mha.get_fastpath_enabled()
+    report = explain_model(model, Policy.load("default"), example)
+    assert report.ran is not None
+    assert report.ran["0"] == {"bfloat16": ["linear"]}
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.backends.mha.get_fastpath_enabled() == fused
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert example.grad is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((*EXAMPLE, "zoo_of_models:too_wide"), 1, "the model failed on the example: "),
+        ((*EXAMPLE, "zoo_of_models:nothing"), 2, "there is no 'nothing' in zoo_of_models"),
+        ((*EXAMPLE, "inputs"), 2, "write MODULE:NAME, as in my_package.models:example"),
+        ((*EXAMPLE, "zoo_of_models:fails"), 1, "zoo_of_models:fails() failed"),
+        (("softmax", "--example", "zoo_of_models:inputs"), 2, "it goes with --model"),
+    ],
+)
+def test_an_example_that_is_not_there_or_fails_is_named(
+    arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    result = explain(*arguments)
+    assert result.exit_code == code
+    assert message in " ".join(result.stderr.split())
+    assert not torch.is_autocast_enabled("cpu")

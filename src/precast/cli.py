@@ -130,6 +130,11 @@ def doctor(as_json: bool) -> None:
 @main.command(short_help="Show what a policy does with a model or an operation.")
 @click.argument("operation", required=False)
 @click.option("--model", metavar="MODULE:FACTORY", help="The function that makes the model.")
+@click.option(
+    "--example",
+    metavar="MODULE:NAME",
+    help="An input of the model, or a function that gives one: the model is run on it once.",
+)
 @click.option("--policy", default="default", show_default=True, help="A preset or a policy file.")
 @click.option("--device", help="Device type, for an operation.  [default: cpu and cuda]")
 @click.option("--module", help="Name of the module in which the operation runs.")
@@ -138,6 +143,7 @@ def explain(
     *,
     operation: str | None,
     model: str | None,
+    example: str | None,
     policy: str,
     device: str | None,
     module: str | None,
@@ -147,12 +153,16 @@ def explain(
 
     For an operation: its rule and the reason, what the presets and PyTorch do on each device, and
     the result of an example. For a model: the precision of each module, the rule that decides it,
-    and the rules that match nothing.
+    and the rules that match nothing. With an --example the model is run on it once, and what each
+    module ran is shown. The example is the model's argument, a tuple of its arguments, or a dict
+    of its keyword arguments.
     """
     if (operation is None) == (model is None):
         raise click.UsageError("Name an operation, as in `precast explain softmax`, or a --model.")
     if model is not None and (device or module):
         raise click.UsageError("--device and --module go with an operation, not with --model.")
+    if example is not None and model is None:
+        raise click.UsageError("--example is an input of a model: it goes with --model.")
     _require_torch()
     from rich.console import Console
 
@@ -165,7 +175,8 @@ def explain(
     if model is not None:
         with _usage_errors():
             made = explain_.load_model(model)
-        report = explain_.explain_model(made, chosen)
+            examples = () if example is None else (explain_.load_example(example),)
+        report = explain_.explain_model(made, chosen, *examples)
     else:
         devices = (device,) if device else ("cpu", "cuda")
         report = explain_operation.explain_operation(str(operation), chosen, devices, module)

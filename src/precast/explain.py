@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -21,11 +21,12 @@ from torch.nn.parameter import is_lazy
 
 from precast._policy_modules import Inside
 from precast.errors import PrecastError
+from precast.explain_example import Ran, ran_in
 from precast.names import modules_by_name
 from precast.plan import Plan, PlannedModule, outwards, plan
 from precast.policy import ModuleRule, Policy, Precision
 
-__all__ = ["ModelReport", "explain_model", "load_model"]
+__all__ = ["ModelReport", "explain_model", "load_example", "load_model"]
 
 _LOWER = "the region's dtype"
 _DEVICES = ("cpu", "cuda")
@@ -34,6 +35,15 @@ _WORDS = {
     "keep": "its inputs' dtype",
     "promote": "the widest of its dtypes",
 }
+_KNOWN = (
+    "Behind modules of torch.nn: what their operation runs in, in a region. Of others only a run can tell: give an "
+    "example input, with --example, or use precast run."
+)
+_RAN = (
+    "Behind each module: the operations that the example ran in it, by the dtype of their results. The model was in "
+    "evaluation mode, without gradients and without PyTorch's fused transformer kernels."
+)
+_MOST = 4  # operations of one dtype that a line of the tree names
 _OPERATIONS: dict[type[nn.Module], str] = {
     nn.Linear: "linear",
     nn.Conv1d: "conv1d",
@@ -76,6 +86,23 @@ def load_model(where: str) -> nn.Module:
     return made
 
 
+def load_example(where: str) -> Any:
+    """The example input `package.module:name`: a value, or what a function of that name gives.
+
+    Raises:
+        ValueError: there is no such thing.
+        PrecastError: it is there, and fails.
+    """
+    module_name, colon, path = where.partition(":")
+    if not (module_name and colon and path):
+        raise ValueError(
+            f"the example is {where!r}; write MODULE:NAME, as in my_package.models:example"
+        )
+    with _importable_from_here():
+        found = _found(_import(module_name), path, where)
+        return _call(found, where) if callable(found) else found
+
+
 @dataclass(frozen=True)
 class ModelReport:
     """A plan, with the number of parameters in each module, and what the operation of each known one runs in.
@@ -83,11 +110,13 @@ class ModelReport:
     Attributes:
         operations: name of a module -> its operation -> device type -> what that runs in, in a region. Of modules
             whose type is known, that is one of `torch.nn`'s own; what others compute is not known without a run.
+        ran: what an example ran in each module; None without an example.
     """
 
     plan: Plan
     parameters: dict[str, int]
     operations: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+    ran: Ran | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -103,11 +132,9 @@ class ModelReport:
         parameters = f"{self.parameters['']:,} parameters, counted below at each module"
         head = f"{root.module.kind} with the policy {self.plan.policy.name!r}; {parameters}"
         complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
-        known = "Behind modules of torch.nn: what their operation runs in, in a region. Of others only a run can tell: "
-        known += "precast run shows it."
         return Group(
             Text(head),
-            Text(known),
+            Text(_KNOWN if self.ran is None else _RAN),
             Text(),
             _branch(root),
             *([Text()] if complaints else []),
@@ -121,6 +148,7 @@ class ModelReport:
             "parameters": self.parameters[module.name],
             "precision": module.inside.precision,
             "operations": self.operations.get(module.name, {}),
+            **({} if self.ran is None else {"ran": self.ran.get(module.name, {})}),
             "ops": {key: str(entry.rule) for key, entry in module.inside.ops.items()},
             "pattern": module.pattern,
             "rule": None if module.rule is None else str(module.rule),
@@ -128,11 +156,12 @@ class ModelReport:
         }
 
 
-def explain_model(model: nn.Module, policy: Policy) -> ModelReport:
-    """What the module rules of a policy mean for a model.
+def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelReport:
+    """What the module rules of a policy mean for a model, and with an example what each module ran.
 
     Raises:
         PolicyError: they cannot be carried out.
+        PrecastError: the model fails on the example.
     """
     modules = modules_by_name(model)
     counts = {name: _numbers_in(module) for name, module in modules.items()}
@@ -143,7 +172,8 @@ def explain_model(model: nn.Module, policy: Policy) -> ModelReport:
         for name, module in modules.items()
         if name in insides and (op := _OPERATIONS.get(type(module)))
     }
-    return ModelReport(planned, counts, known)
+    ran = ran_in(model, policy, *examples) if examples else None
+    return ModelReport(planned, counts, known, ran)
 
 
 def _runs_in(policy: Policy, inside: Inside, op: str, device: str) -> str:
@@ -214,6 +244,7 @@ class _Node:
     module: PlannedModule
     parameters: int
     operations: dict[str, dict[str, str]] = field(default_factory=dict)
+    ran: dict[str, list[str]] | None = None
     children: list[_Node] = field(default_factory=list)
 
     @property
@@ -221,7 +252,7 @@ class _Node:
         """What makes two nodes alike, whatever they are called."""
         module = self.module
         plan = (module.kind, module.rule, module.pattern, module.inside.precision)
-        said = (*plan, self.parameters, repr(self.operations))
+        said = (*plan, self.parameters, repr(self.operations), repr(self.ran))
         below = tuple((child.label, child.likeness) for child in self.children)
         return *said, repr(module.inside.state), below
 
@@ -232,7 +263,11 @@ def _tree_of(report: ModelReport) -> _Node:
         parent = next((outer for outer in outwards(module.name) if outer in nodes), "")
         label = module.name.removeprefix(f"{parent}.") if parent else module.name
         nodes[module.name] = _Node(
-            label, module, report.parameters[module.name], report.operations.get(module.name, {})
+            label,
+            module,
+            report.parameters[module.name],
+            report.operations.get(module.name, {}),
+            None if report.ran is None else report.ran.get(module.name, {}),
         )
         if module.name:
             nodes[parent].children.append(nodes[module.name])
@@ -254,7 +289,7 @@ def _runs(nodes: list[_Node]) -> Iterator[_Node]:
         first, last = nodes[start], nodes[end - 1]
         if first is not last:
             label = f"{first.label}-{last.label}"
-            first = _Node(label, first.module, first.parameters, first.operations, first.children)
+            first = replace(first, label=label)
         yield first
         start = end
 
@@ -280,14 +315,32 @@ def _line(node: _Node) -> Text:
     if node.parameters:
         each = " each" if "-" in node.label and node.label[0].isdecimal() else ""
         line.append(f" {_short(node.parameters)}{each}", "not bold dim")
-    for op, devices in node.operations.items():
-        line.append(f" ({op} in {_by_device(devices)})", "not bold cyan")
+    line.append(_behind(node), "not bold cyan")
     if module.rule is None:
         precision = module.inside.precision
         return line if precision == "lower" else line.append(f" {precision}", "not bold dim")
     line.append(f" {_said(module.rule)}", "not bold green")
     reason = f": {module.rule.reason}" if module.rule.reason else ""
     return line.append(f" by {module.pattern!r}{reason}", "not bold")
+
+
+def _behind(node: _Node) -> str:
+    """What the module's operations run in; with an example, what they ran in."""
+    if node.ran is None:
+        known = node.operations.items()
+        return "".join(f" ({op} in {_by_device(devices)})" for op, devices in known)
+    if not node.ran:
+        return (
+            " (no floating-point operation in the example)"
+            if node.parameters and not node.children
+            else ""
+        )
+    return f" ({'; '.join(f'{_named(ops)} in {dtype}' for dtype, ops in node.ran.items())})"
+
+
+def _named(ops: list[str]) -> str:
+    more = f" and {len(ops) - _MOST} more" if len(ops) > _MOST else ""
+    return ", ".join(ops[:_MOST]) + more
 
 
 def _by_device(devices: dict[str, str]) -> str:
