@@ -453,7 +453,9 @@ def test_the_rule_that_the_report_advises_holds_under_run(tmp_path: Path) -> Non
             )
         else:
             assert became["problems"] == []
-            assert run.document["verdict"]["first"] is None
+            assert run.document["findings"] == [], (
+                "advice on time depends on how busy the machine is"
+            )
             assert {
                 row["module_rule"] for row in run.document["trace"]["rows"] if row["module"] == name
             } == {f"{name} = fp32", None}
