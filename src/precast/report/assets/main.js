@@ -71,7 +71,7 @@ function countsTable(rows) {
   new Table(tableAt("counts"), {
     caption: `Calls of operations with a rule, and casts made for them, in the whole run${uncounted()}`, rows, sort: 3,
     empty: `No operation with a rule was counted${uncounted()}.`,
-    columns: [text("Operation", "op"), text("Device", "device", { word: true }), text("Rule", "rule", { word: true }), amount("Calls", "calls", number),
+    columns: [text("Operation", "op"), text("Device", "device", { wide: true, word: true }), text("Rule", "rule", { word: true }), amount("Calls", "calls", number),
       amount("Casts", "casts", number)],
     search: (row) => [row.op, row.device, row.rule],
   });
