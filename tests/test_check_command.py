@@ -355,6 +355,7 @@ _LIGHT = {
     "precast.cli_check",
     "precast.cli_run",
     "precast.errors",
+    "precast.missing",
     "precast.rewrite",
     "precast.rewrite.cache",
     "precast.rewrite.files",

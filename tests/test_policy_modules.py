@@ -148,7 +148,7 @@ def test_dump_load_pickle_replace_and_equality_know_modules(tmp_path: Path) -> N
     assert [*other.modules] == ["*.lm_head", "decoder.*.attn.softmax", "rows", "x"]
     assert policy.replace(name="n").modules == policy.modules
     assert policy.retarget().modules == policy.modules
-    assert "modules=4" in repr(policy)
+    assert "4 rules for modules" in repr(policy)
     assert other.fingerprint == policy.fingerprint, "regions do not look at rules for modules"
     with pytest.raises(TypeError):
         policy.modules["x"] = policy.modules["rows"]  # type: ignore[index]

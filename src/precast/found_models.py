@@ -112,10 +112,12 @@ class FoundModels:
     def _find(self, module: nn.Module) -> None:
         if _torch.is_tracing() or not self._is_open:  # what is put on now would be in the trace
             return
-        self._known[module] = None
+        if module in self._known:
+            return
         model = _torch.unwrapped(module)
         if next(model.parameters(), None) is not None and not self._is_part(model):
             self._attach(model)
+        self._known[module] = None  # last: a thread that calls it meanwhile waits for its rules
 
     def _is_part(self, model: nn.Module) -> bool:
         """Whether a model is one that was found, or in one."""
