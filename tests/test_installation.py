@@ -395,3 +395,19 @@ def test_scripted_functions_follow_the_installed_policy() -> None:
                 assert torch.equal(result, a.mm(b.float()))
             result.sum().backward()
             assert torch._C._get_graph_executor_optimize()
+
+
+def test_a_patch_of_another_library_outlives_the_installation() -> None:
+    original = torch.amp.custom_fwd
+    precast.install()
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    torch.amp.custom_fwd = patched
+    try:
+        precast.uninstall()
+        assert torch.amp.custom_fwd is patched
+        assert torch.amp.custom_bwd is not precast.custom_bwd
+    finally:
+        torch.amp.custom_fwd = original

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import precast
 from precast import _tree
+from tests.profiled import casts_profiled
 
 Build = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 
@@ -239,25 +239,6 @@ def test_a_layer_without_hooks_is_looked_into_where_its_modules_run() -> None:
         assert found == ({"0", "1"} if name else {""})
 
 
-def _casts_profiled(run: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
-        run()
-    copies = [e for e in seen.profiler.kineto_results.events() if e.name() == "aten::copy_"]
-    return sum(_is_cast(e.dtypes()) and not _is_number(e.dtypes(), e.shapes()) for e in copies)
-
-
-_FLOATING = {"float", "double", "c10::Half", "c10::BFloat16"}
-
-
-def _is_number(dtypes: list[str], shapes: list[list[int]]) -> bool:
-    """Whether it is a number of Python's beside a tensor, as in ``x * 0.5``: PyTorch makes a float64 tensor of it."""
-    return dtypes[1] == "double" and shapes[1] == []
-
-
-def _is_cast(dtypes: list[str]) -> bool:
-    return dtypes[0] != dtypes[1] and {dtypes[0], dtypes[1]} <= _FLOATING
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "bilinear"])
 def test_casts_are_those_of_the_profiler(name: str) -> None:
@@ -265,7 +246,7 @@ def test_casts_are_those_of_the_profiler(name: str) -> None:
     for mode in MODES:
         for trains in (True, False):
             for policy in ("default", "torch"):
-                expected = _casts_profiled(
+                expected = casts_profiled(
                     lambda: _runs(MODULES[name], mode, trains, lambda _: nullcontext(), policy)  # noqa: B023
                 )
                 with precast.trace() as trace:

@@ -156,7 +156,8 @@ def _is_off_by_rule(device: str, off: Off) -> bool:
 def _set_off(off: Off) -> None:
     """Marks the thread, too: compiled functions look at flags, which do not say who switched autocast off."""
     for device in _thread.off.keys() ^ off.keys():
-        write_mark(regions.mark.after(f"{device} off by a rule", "" if device in off else None))
+        mark = regions.mark.after(f"{device} off by a rule", "" if device in off else None)
+        write_mark(mark, regions.written)
     _thread.off = off
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from precast.weights import WeightCache
 
 __all__ = [
     "Frame",
+    "Group",
     "InForce",
     "InForceHere",
     "Installed",
@@ -83,6 +83,12 @@ class Record:
     cache_enabled: bool
     frame: Frame | None
     optimizes_torchscript: bool
+    nesting: list[int] = field(default_factory=list)
+    """PyTorch's count of open regions when this one was counted, and when it was no longer."""
+
+
+Group = tuple[object, list[tuple[Any, Record]]]
+"""Regions that were entered as one: the object that was, and each region with its record."""
 
 
 class Records(list[Record]):
@@ -100,10 +106,12 @@ class ThreadRegions(threading.local):
     def __init__(self) -> None:
         self.records = Records()
         _threads.append(weakref.ref(self.records, _threads.remove))
-        self.groups: list[tuple[object, ExitStack]] = []
+        self.groups: list[Group] = []
         # A thread of PyTorch's own ends no region, so nothing would empty its cache.
         self.cache = WeightCache(holds=not in_pool_thread())
         self.mark = NO_MARK
+        self.written: Mark | None = NO_MARK
+        """The mark that flags say; None from when they begin to change until they say another."""
 
 
 regions = ThreadRegions()
@@ -165,11 +173,17 @@ def installed(device_type: str) -> Installed:
     return _installed.get(device_type) or _installed.setdefault(device_type, Installed())
 
 
-def write_mark(mark: Mark) -> None:
-    """Marks this thread anew, and lends the frames that the mark speaks of to threads of PyTorch's own."""
-    before, regions.mark = regions.mark, mark
+def write_mark(mark: Mark, before: Mark | None) -> None:
+    """Marks this thread anew, and lends the frames that the mark speaks of to threads of PyTorch's own.
+
+    Args:
+        mark: the new mark.
+        before: what `regions.written` was.
+    """
+    regions.written, regions.mark = None, mark
     slots = ((device, _in_force.get(device)) for device, _ in mark.policies)
     marks.write(mark, before, {device: slot.in_force.frame for device, slot in slots if slot})
+    regions.written = mark
 
 
 def lent_frame(device_type: str) -> Frame | None:

@@ -33,8 +33,8 @@ __all__ = ["Installation", "install", "install_to_observe", "uninstall"]
 
 _lock = survives_fork(threading.RLock())
 _installations: list[Installation] = []
-_replaced: Final[list[tuple[Any, str, Any]]] = []
-"""Where a name of PyTorch's was replaced, and by what: object, name, what it was."""
+_replaced: Final[list[tuple[Any, str, Any, Any]]] = []
+"""Where a name of PyTorch's was replaced: object, name, what it was, what took its place."""
 
 
 class Installation:
@@ -163,7 +163,7 @@ def _replace_names() -> None:
     if not all(frame is None or frame.is_pytorchs for frame in map(_frame, DEVICE_TYPES)):
         stand_ins += [(torch.autocast, "__enter__", _enter), (torch.autocast, "__exit__", _exit)]
     for owner, name, stand_in in stand_ins:
-        _replaced.append((owner, name, getattr(owner, name)))
+        _replaced.append((owner, name, getattr(owner, name), stand_in))
         setattr(owner, name, stand_in)
     let_be_pickled(installed=_installations[-1].replaces_scalers)
 
@@ -171,7 +171,11 @@ def _replace_names() -> None:
 def _restore_names() -> None:
     let_be_pickled(installed=False)
     while _replaced:
-        setattr(*_replaced.pop())
+        owner, name, original, stand_in = _replaced.pop()
+        if (
+            getattr(owner, name, None) is stand_in
+        ):  # else it is another library's patch, which stays
+            setattr(owner, name, original)
 
 
 _enter_pytorchs: Callable[..., Any] = torch.autocast.__enter__

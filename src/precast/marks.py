@@ -62,18 +62,18 @@ _marks: Final[dict[Policies, Mark]] = {NO_MARK.policies: NO_MARK}
 _lock = survives_fork(threading.Lock())
 
 
-def write(mark: Mark, before: Mark, frames: Mapping[str, object]) -> None:
+def write(mark: Mark, before: Mark | None, frames: Mapping[str, object]) -> None:
     """Puts `mark` where `before` was in this thread.
 
     Args:
         mark: that of the policies that are in force from now on.
-        before: the one in its place.
+        before: the one in its place; None where it is not known, as its writing was interrupted.
         frames: device type -> what is in force there, for threads of PyTorch's own that work for this one.
     """
-    if mark.low is not before.low:
-        _write_digit(_LOW, mark.low, before.low)
-    if mark.high is not before.high:
-        _write_digit(_HIGH, mark.high, before.high)
+    if before is None or mark.low is not before.low:
+        _write_digit(_LOW, mark.low, before and before.low)
+    if before is None or mark.high is not before.high:
+        _write_digit(_HIGH, mark.high, before and before.high)
     # The frames themselves, not only the mark that names them: they stay for as long as somebody may ask for them.
     _torch.lend_to_pool_threads("precast frames", frames)
     if mark.repeats:
@@ -89,7 +89,7 @@ def _write_digit(device_type: str, digit: torch.dtype | None, before: torch.dtyp
     if digit is None or before is None:
         torch.set_autocast_enabled(device_type, digit is not None)
     default = _DEFAULTS[device_type]
-    if (digit or default) is not (before or default):
+    if digit is None or digit is not (before or default):
         torch.set_autocast_dtype(device_type, digit or default)
 
 

@@ -4,7 +4,8 @@ Invariants:
 
 - the object is only a description; what an entry replaced is kept on the thread's stack, so one object can be
   entered twice, by recursion or by several threads at once, and each exit restores what its entry found;
-- nothing has changed when an error is raised: arguments are checked when the object is made;
+- nothing has changed when an error is raised: arguments are checked when the object is made, and an entry or exit that
+  Ctrl-C interrupts restores what its record says;
 - PyTorch's own flags are set too, so `torch.is_autocast_enabled` and `torch.get_autocast_dtype` tell the truth.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from operator import call
 from typing import Any, Final, NoReturn
 
 import torch
@@ -30,7 +31,7 @@ from precast._arguments import (
 from precast._version import __version__
 from precast.decorate import DecoratorRegion
 from precast.errors import PrecastWarning, RegionError
-from precast.frames import Frame, InForce, Record, in_force, installed, regions, write_mark
+from precast.frames import Frame, Group, InForce, Record, in_force, installed, regions, write_mark
 from precast.policy import DEVICE_TYPES, Policy, policy_of
 
 __all__ = ["Regions", "autocast", "current", "disable", "in_graph", "put_in_force", "refuse_export"]
@@ -113,39 +114,46 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             outside,
             _torch.optimizes_torchscript(),
         )
-        regions.records.append(record)
-        if frame is not None and not frame.is_pytorchs:
-            _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
-        if frame is not outside:
-            put_in_force(here, device, frame)
-        torch.set_autocast_enabled(device, self.enabled)
-        torch.set_autocast_dtype(device, self.fast_dtype)
-        torch.autocast_increment_nesting()
-        if self.cache_enabled is not None:
-            torch.set_autocast_cache_enabled(self.cache_enabled)
+        try:  # Ctrl-C may come between any two of these: what is restored is what the record says
+            regions.records.append(record)
+            if frame is not None and not frame.is_pytorchs:
+                _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
+            if frame is not outside:
+                put_in_force(here, device, frame)
+            torch.set_autocast_enabled(device, self.enabled)
+            torch.set_autocast_dtype(device, self.fast_dtype)
+            record.nesting.extend(map(call, _DEEPER))
+            if self.cache_enabled is not None:
+                torch.set_autocast_cache_enabled(self.cache_enabled)
+        except BaseException:
+            _end(record)
+            raise
         return self
 
     @_torch.runs_uncompiled
     def __exit__(self, *exc_info: object) -> None:
-        if _is_traced():
-            next(self._steps, None)
-            return
-        if _torch.function_modes():
-            _torch.export_region(None)
-        records = regions.records
-        in_order = bool(records) and records[-1].owner is self
-        if in_order:
-            record = records.pop()
-            _restore_device(record)
-            _restore_thread(record)
-        else:
-            _splice_out(self)
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()  # which clears ours too
-        elif not records and installed(self.device).frame is None:
-            regions.cache.clear()
-        if not in_order:
-            _warn_out_of_order(self)
+        found: list[Record] = []  # gets the record before anything is changed
+        try:
+            if _is_traced():
+                next(self._steps, None)
+                return
+            if _torch.function_modes():
+                _torch.export_region(None)
+            records = regions.records
+            if records and records[-1].owner is self:
+                found.append(records[-1])
+                _end(records[-1])
+            else:
+                _leave_nesting(_splice_out(self))
+                _warn_out_of_order(self)
+        except RegionError:
+            raise
+        except BaseException:  # Ctrl-C, say: what is done already is not done twice
+            if found:
+                _end(found[0])
+            else:
+                self.__exit__()
+            raise
 
     def _frame(self, surrounding: Frame | None) -> Frame | None:
         """The frame to be in force inside; a disabled region has one too: code in it may enable autocast again."""
@@ -249,19 +257,31 @@ class Regions(DecoratorRegion):
 
     @_torch.never_compiled
     def __enter__(self) -> Regions:
-        with ExitStack() as group:  # where one can't be entered, those before it end
+        entered: list[tuple[autocast, Record]] = []
+        depth = len(regions.records)
+        try:
             for region in self._members():
-                group.enter_context(region)
-            regions.groups.append((self, group.pop_all()))
+                region.__enter__()
+                entered.append((region, regions.records[-1]))
+            regions.groups.append((self, entered))
+        except BaseException:  # where one cannot be entered, or Ctrl-C comes, those before it end
+            if regions.groups and regions.groups[-1][1] is entered:
+                regions.groups.pop()
+            for record in reversed(regions.records[depth:]):
+                _end(record)
+            raise
         return self
 
     @_torch.never_compiled
     def __exit__(self, *exc_info: object) -> None:
-        groups = regions.groups
-        latest = next((i for i in reversed(range(len(groups))) if groups[i][0] is self), None)
-        if latest is None:
-            raise _ended_elsewhere(self)
-        groups.pop(latest)[1].close()
+        found: list[Group] = []
+        try:
+            _leave_group(self, found)
+        except RegionError:
+            raise
+        except BaseException:
+            _leave_group(self, found)
+            raise
 
 
 @_torch.never_compiled
@@ -339,7 +359,32 @@ class _Captured(autocast):
         return self._captured
 
 
-def _splice_out(owner: autocast) -> None:
+# PyTorch's count of open regions, changed and read in one step that nothing interrupts: `list.extend(map(call, ...))`.
+_DEEPER: Final = (torch.autocast_increment_nesting,)
+_LESS_DEEP: Final = (torch.autocast_decrement_nesting,)
+
+
+def _end(record: Record) -> None:
+    """Restores what a record says and takes it off this thread's stack; where that was begun already, the rest."""
+    _restore_device(record)
+    _restore_thread(record)
+    _leave_nesting(record)
+
+
+def _leave_nesting(record: Record) -> None:
+    """Counts one open region less, once for each that was counted, and empties the caches behind the outermost."""
+    if len(record.nesting) == 1:
+        record.nesting.extend(map(call, _LESS_DEEP))
+    records = regions.records
+    if records and records[-1] is record:
+        records.pop()
+    if record.nesting[1:] == [0]:
+        torch.clear_autocast_cache()  # which clears ours too
+    elif not records and installed(record.device_type).frame is None:
+        regions.cache.clear()
+
+
+def _splice_out(owner: autocast) -> Record:
     """Takes `owner`'s latest record out from under others, which then restore what it would have."""
     records = regions.records
     index = next((i for i in reversed(range(len(records))) if records[i].owner is owner), None)
@@ -357,6 +402,19 @@ def _splice_out(owner: autocast) -> None:
         _restore_device(record)
     else:
         above.enabled, above.dtype, above.frame = record.enabled, record.dtype, record.frame
+    return record
+
+
+def _leave_group(owner: Regions, found: list[Group]) -> None:
+    """Leaves what is open of an object's latest entry, the innermost region first, and forgets the entry."""
+    if not found:
+        found.extend([group for group in regions.groups if group[0] is owner][-1:])
+    if not found:
+        raise _ended_elsewhere(owner)
+    for region, record in reversed(found[0][1]):
+        if any(record is known for known in regions.records):
+            region.__exit__(None, None, None)
+    regions.groups[:] = [other for other in regions.groups if other is not found[0]]
 
 
 def _ended_elsewhere(owner: object) -> RegionError:
@@ -377,15 +435,19 @@ def _warn_out_of_order(owner: autocast) -> None:
 
 def put_in_force(here: InForce, device_type: str, frame: Frame | None) -> None:
     """Has this thread's operations follow a frame, and says so where compiled functions look."""
-    before, here.frame = here.frame, frame
-    meaning = None if frame is None else frame.meaning
-    if meaning != (None if before is None else before.meaning):
-        write_mark(regions.mark.after(device_type, meaning))
+    mark = regions.mark.after(device_type, None if frame is None else frame.meaning)
+    before = regions.written
+    if mark is before:
+        here.frame = frame
+        return
+    regions.written = None  # until it is: an interrupt in between leaves that to whoever restores
+    here.frame = frame
+    write_mark(mark, before)
 
 
 def _restore_device(record: Record) -> None:
     here = in_force(record.device_type).in_force
-    if here.frame is not record.frame:
+    if here.frame is not record.frame or regions.written is None:
         put_in_force(here, record.device_type, record.frame)
     torch.set_autocast_enabled(record.device_type, record.enabled)
     torch.set_autocast_dtype(record.device_type, record.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import precast
 from tests.attack.scenarios import scenario
 from tests.attack.tools import equal, net
+from tests.profiled import casts_profiled
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "a linear model": lambda: (
@@ -47,9 +48,7 @@ def _casts_as_the_profiler(make: Callable[[], Any]) -> Callable[[], None]:
             out.float().sum().backward()
 
         step()
-        with torch.profiler.profile() as profile:
-            step()
-        copies = sum(e.count for e in profile.key_averages() if e.key == "aten::_to_copy")
+        copies = casts_profiled(step)
         with precast.trace(model) as trace:
             step()
         assert trace.totals.casts == copies, f"{trace.totals.casts} for the profiler's {copies}"
