@@ -71,9 +71,9 @@ def write(mark: Mark, before: Mark | None, frames: Mapping[str, object]) -> None
         frames: device type -> what is in force there, for threads of PyTorch's own that work for this one.
     """
     if before is None or mark.low is not before.low:
-        _write_digit(_LOW, mark.low, before and before.low)
+        _write_digit(_LOW, mark.low, None if before is None else before.low)
     if before is None or mark.high is not before.high:
-        _write_digit(_HIGH, mark.high, before and before.high)
+        _write_digit(_HIGH, mark.high, None if before is None else before.high)
     # The frames themselves, not only the mark that names them: they stay for as long as somebody may ask for them.
     _torch.lend_to_pool_threads("precast frames", frames)
     if mark.repeats:
