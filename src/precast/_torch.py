@@ -869,12 +869,24 @@ def lend_to_pool_threads(key: str, value: object) -> None:
         _count_reference(
             value
         )  # PyTorch takes a reference that it has not counted, and gives it back one day
-    _lenders.add(threading.get_native_id())
+    if (thread := threading.get_native_id()) not in _lenders:
+        _note_lender(thread)
     torch._C._stash_obj_in_tls(key, value)
 
 
 _lenders: Final[set[int]] = set()
-"""The threads that have lent something, by the system's numbers."""
+"""The threads that have lent something, by the system's numbers; of those that are gone, not more than a few."""
+
+
+def _note_lender(thread: int) -> None:
+    if len(_lenders) >= 1024:
+        _lenders.difference_update([t for t in list(_lenders) if not _runs(t)])
+    _lenders.add(thread)
+
+
+def _runs(thread: int) -> bool:
+    """Whether the system still has a thread, as Linux says it; elsewhere False."""
+    return os.path.exists(f"/proc/self/task/{thread}")
 
 
 @atexit.register
@@ -886,7 +898,7 @@ def _await_lenders() -> None:
     alive = {thread.native_id for thread in threading.enumerate()}
     until = time.monotonic() + 5.0
     for thread in _lenders - alive:
-        while os.path.exists(f"/proc/self/task/{thread}") and time.monotonic() < until:
+        while _runs(thread) and time.monotonic() < until:
             time.sleep(0.001)
 
 
