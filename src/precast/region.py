@@ -122,7 +122,8 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
                 put_in_force(here, device, frame)
             torch.set_autocast_enabled(device, self.enabled)
             torch.set_autocast_dtype(device, self.fast_dtype)
-            record.nesting.extend(map(call, _DEEPER))
+            # PyTorch's count is changed and kept in one step that nothing interrupts, by what a trace may listen with.
+            record.nesting.extend(map(call, (torch.autocast_increment_nesting,)))
             if self.cache_enabled is not None:
                 torch.set_autocast_cache_enabled(self.cache_enabled)
         except BaseException:
@@ -359,11 +360,6 @@ class _Captured(autocast):
         return self._captured
 
 
-# PyTorch's count of open regions, changed and read in one step that nothing interrupts: `list.extend(map(call, ...))`.
-_DEEPER: Final = (torch.autocast_increment_nesting,)
-_LESS_DEEP: Final = (torch.autocast_decrement_nesting,)
-
-
 def _end(record: Record) -> None:
     """Restores what a record says and takes it off this thread's stack; where that was begun already, the rest."""
     _restore_device(record)
@@ -374,7 +370,7 @@ def _end(record: Record) -> None:
 def _leave_nesting(record: Record) -> None:
     """Counts one open region less, once for each that was counted, and empties the caches behind the outermost."""
     if len(record.nesting) == 1:
-        record.nesting.extend(map(call, _LESS_DEEP))
+        record.nesting.extend(map(call, (torch.autocast_decrement_nesting,)))
     records = regions.records
     if records and records[-1] is record:
         records.pop()

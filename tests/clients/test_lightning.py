@@ -505,7 +505,8 @@ def test_a_broken_model_ends_a_run() -> None:
         def training_step(self, rows: Tensor, index: int) -> Tensor:
             return super().training_step(rows, index) * math.nan
 
-    plugin = Precast("16-mixed")
+    scaler = precast.GradScaler("cpu", max_nonfinite_losses=1)
+    plugin = Precast("16-mixed", scaler=scaler)
     with pytest.raises(precast.BrokenModelError, match="not finite"):
         fit(plugin, Broken)
     assert plugin.attachments == []

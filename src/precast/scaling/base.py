@@ -61,7 +61,7 @@ def off(answer: Callable[..., Any]) -> Callable[[Method], Method]:
     return decorate
 
 
-class Scale(Displayed, torch.amp.GradScaler):
+class Scale(torch.amp.GradScaler, Displayed):
     """A scale with its settings; `GradScaler` says what it is used for.
 
     It is a subclass of PyTorch's class because trainers ask ``isinstance(scaler,
