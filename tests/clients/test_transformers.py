@@ -154,7 +154,7 @@ def test_after_an_exception_the_callback_is_closed_by_hand(tmp_path: Path) -> No
         def forward(self, rows: Tensor) -> dict[str, Tensor]:
             return {"loss": super().forward(rows)["loss"] * math.nan}
 
-    callback = PrecastCallback()
+    callback = PrecastCallback(scaler=precast.GradScaler("cpu", max_nonfinite_losses=1))
     made = trainer(tmp_path, Broken(), callback, precision="fp16")
     with pytest.raises(precast.BrokenModelError):
         made.train()
