@@ -72,13 +72,9 @@ def load_model(where: str) -> nn.Module:
         ValueError: there is no such thing.
         PrecastError: it is there, and fails.
     """
-    module_name, colon, path = where.partition(":")
-    if not (module_name and colon and path):
-        raise ValueError(
-            f"the model is {where!r}; write MODULE:FACTORY, as in my_package.models:build"
-        )
+    named = _place(where, "the model", "MODULE:FACTORY, as in my_package.models:build")
     with _importable_from_here():
-        made = _found(_import(module_name), path, where)
+        made = _found(_import(named[0]), named[1], where)
         if not isinstance(made, nn.Module):
             made = _call(made, where)
     if not isinstance(made, nn.Module):
@@ -93,14 +89,18 @@ def load_example(where: str) -> Any:
         ValueError: there is no such thing.
         PrecastError: it is there, and fails.
     """
+    named = _place(where, "the example", "MODULE:NAME, as in my_package.models:example")
+    with _importable_from_here():
+        found = _found(_import(named[0]), named[1], where)
+        return _call(found, where) if callable(found) else found
+
+
+def _place(where: str, what: str, form: str) -> tuple[str, str]:
+    """The module and the path in it that `module:path` names."""
     module_name, colon, path = where.partition(":")
     if not (module_name and colon and path):
-        raise ValueError(
-            f"the example is {where!r}; write MODULE:NAME, as in my_package.models:example"
-        )
-    with _importable_from_here():
-        found = _found(_import(module_name), path, where)
-        return _call(found, where) if callable(found) else found
+        raise ValueError(f"{what} is {where!r}; write {form}")
+    return module_name, path
 
 
 @dataclass(frozen=True)
