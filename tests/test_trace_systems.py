@@ -236,11 +236,13 @@ def test_random_programs_give_the_same_bits_and_counts(system: System) -> None:
             with system() as region:
                 return run(program, seed, region)
 
-        plain = alone()
+        def under_a_mode(program: Any = program, seed: int = seed) -> Any:
+            with system() as region, under_nothing():
+                return run(program, seed, region)
+
+        plain, expected = alone(), under_a_mode()
         with system() as region, precast.trace(full=False):
             counted = run(program, seed, region)
-        with system() as region, under_nothing():
-            expected = run(program, seed, region)
         with system() as region, precast.trace() as trace:
             traced = run(program, seed, region)
         with system() as region, precast.trace() as beside, Casts() as independent:
@@ -251,9 +253,11 @@ def test_random_programs_give_the_same_bits_and_counts(system: System) -> None:
         ):  # else an operation of it has other bits under any dispatch mode
             assert difference(traced, plain) is None, f"seed {seed}: {program}"
         # Between two oracles: a mode changes what some operations cast, so it sees no more casts than a trace; the
-        # profiler, which watches the program as it runs alone, sees no fewer.
+        # profiler sees also those that a kernel makes for its own arithmetic (docs/trace.md lists them).
         assert asked_for(beside)[0] >= independent.number, f"seed {seed}: {program}"
-        assert trace.totals.casts <= casts_profiled(alone), f"seed {seed}: {program}"
+        profiled = casts_profiled(alone)
+        if casts_profiled(under_a_mode) == profiled:  # else PyTorch calls others under any mode
+            assert trace.totals.casts <= profiled, f"seed {seed}: {program}"
         assert sum(row.casts for row in trace.rows) == trace.totals.casts
 
 

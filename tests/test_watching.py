@@ -255,3 +255,40 @@ def test_casts_are_those_of_the_profiler(name: str) -> None:
                 assert trace.totals.casts == expected, where
                 assert sum(row.casts for row in trace.rows) == expected, where
                 assert sum(flow.casts for flow in trace.flow) == expected, where
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "result of another dtype": lambda x: torch.add(x.half(), 1, out=x),
+    "and a double": lambda x: torch.mul(x.bfloat16(), 0.5, out=x),
+    "made of others": lambda x: torch.multiply(x, 2.0),
+    "made of others, in place": lambda x: x.subtract_(1.0),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_stands_for_a_tensor_is_taken_as_without_a_trace(name: str) -> None:
+    given = torch.randn(3, 4)
+    for mode in MODES.values():
+        with mode():
+            expected = NUMBERS[name](given.clone())
+            with precast.trace():
+                assert torch.equal(NUMBERS[name](given.clone()), expected)
+
+
+IN_FLOAT32: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "renorm": lambda x, i: x.renorm(2, 0, 0.5),
+    "renorm_": lambda x, i: x.clone().renorm_(2, 0, 0.5),
+    "scatter, sums": lambda x, i: torch.scatter(x, 0, i, x, reduce="add"),
+    "scatter_reduce": lambda x, i: torch.scatter_reduce(x, 0, i, x, "sum"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", IN_FLOAT32)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_casts_of_kernels_that_compute_in_float32_count(name: str, dtype: torch.dtype) -> None:
+    x, index = torch.randn(4, 4).to(dtype), torch.randint(0, 4, (4, 4))
+    expected = casts_profiled(lambda: IN_FLOAT32[name](x, index))
+    with precast.trace() as trace:
+        IN_FLOAT32[name](x, index)
+    assert trace.totals.casts == expected > 0

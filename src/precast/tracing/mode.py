@@ -42,7 +42,7 @@ class Mode(_torch.ObservingMode):
             return func(*args, **call[1])
         kind = kind_of(func)
         tensors = _tensors_in((*args, *call[1].values()))
-        if kind.is_composite and tensors and _can_open(tensors):
+        if kind.is_composite and tensors and _can_open(kind, args, tensors):
             return _torch.call_open(self, func, tensors, call, self._recorder.casting_here())
         start = perf_counter()
         try:
@@ -60,7 +60,7 @@ class Mode(_torch.ObservingMode):
 
     def _run(self, kind: Kind, func: Any, tensors: list[Tensor], call: Any) -> tuple[Any, Any]:
         """Its result, and the casts inside it."""
-        if not (kind.casts_inside(tensors, call) and _can_open(tensors)):
+        if not (kind.casts_inside(tensors, call) and _can_open(kind, call[0], tensors)):
             return func(*call[0], **call[1]), ()
         here, recorder = self._here, self._recorder
         before = here.casts, here.depth
@@ -80,9 +80,9 @@ def _tensors_in(values: Any) -> list[Tensor]:
     return found
 
 
-def _can_open(tensors: list[Tensor]) -> bool:
+def _can_open(kind: Kind, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
     """Whether an operation can be called so that what it calls is seen: another mode around would not be told of it."""
-    return not _torch.dispatch_modes() and all(map(_is_usual, tensors))
+    return not _torch.dispatch_modes() and all(map(_is_usual, tensors)) and kind.can_open(args)
 
 
 def _is_usual(tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ _texts: Final[dict[torch.dtype, str]] = {
 class Kind:
     """An operation, looked at once."""
 
-    __slots__ = ("_finds", "base", "is_composite", "is_view", "may_cast", "name")
+    __slots__ = ("_finds", "_wants_tensor", "base", "is_composite", "is_view", "may_cast", "name")
 
     def __init__(self, func: Any) -> None:
         full, _, overload = str(func).rpartition(".")
@@ -31,6 +31,7 @@ class Kind:
         named = overload and overload != "default" and full
         self.name = f"{self.base}.{overload}" if named else self.base
         self.is_view = _is_view(func)
+        self._wants_tensor = _wants_tensor(func)
         self._finds = _CASTS.get(self.base)
         self.may_cast = self._finds is not None
         self.is_composite = _torch.is_composite(func)
@@ -49,7 +50,15 @@ class Kind:
             isinstance(a, torch.dtype) for a in (*args, *kwargs.values())
         ):
             return True
-        return len({t.dtype for t in tensors if t.dtype.is_floating_point}) > 1
+        dtypes = {t.dtype for t in tensors if t.dtype.is_floating_point}
+        return len(dtypes) > 1 or (self.base in _IN_FLOAT32 and dtypes <= _LOW)
+
+    def can_open(self, args: tuple[Any, ...]) -> bool:
+        """Whether it can be called open; not where a number stands for a tensor, which only a plain call takes."""
+        return not any(
+            wants and isinstance(arg, int | float | complex)
+            for arg, wants in zip(args, self._wants_tensor, strict=False)
+        )
 
 
 _WHOLE: Final = frozenset(
@@ -57,6 +66,11 @@ _WHOLE: Final = frozenset(
     | {"mean", "mkldnn_rnn_layer_backward"}
 )
 """One operation in which whole layers run, which autocast reaches, or which cast whatever they are given."""
+_IN_FLOAT32: Final = frozenset(
+    {"renorm", "renorm_", "scatter", "scatter_", "scatter_reduce", "scatter_reduce_"}
+)
+"""Operations whose kernels compute numbers of 16 bits in float32, on some devices, and copy them there and back."""
+_LOW: Final = frozenset({torch.float16, torch.bfloat16})
 _kinds: dict[Any, Kind] = {}
 
 
@@ -106,6 +120,13 @@ def _is_view(func: Any) -> bool:
     schema = _torch.schema_of(func)
     returned = [r.alias_info for r in schema.returns]
     return bool(returned) and all(info is not None and not info.is_write for info in returned)
+
+
+def _wants_tensor(func: Any) -> list[bool]:
+    """Which of its positional arguments are one tensor each."""
+    if not isinstance(func, _torch.OpOverload):
+        return []
+    return [str(a.type) == "Tensor" for a in _torch.schema_of(func).arguments if not a.kwarg_only]
 
 
 _CASTS: Final[dict[str, Callable[[Any, Any], Iterable[tuple[Any, Any]]]]] = {
