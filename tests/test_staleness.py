@@ -288,3 +288,17 @@ def test_threads_share_a_model_and_no_copies() -> None:
     assert [float(r) for r in results] == [18.0] * 8
     assert weight.grad is not None
     assert (weight.grad == 16).all()
+
+
+@pytest.mark.usefixtures("_engine")
+def test_a_weight_that_got_data_in_inference_mode_is_cast_each_time() -> None:
+    """Its writes are counted no longer: PyTorch goes on with the copy of before."""
+    weight, x = Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+    found = []
+    with precast.autocast("cpu"):
+        for times in range(4):
+            with torch.inference_mode():
+                weight.data = torch.ones(2, 2) if times == 0 else weight.data.mul_(2)
+            found.append(F.linear(x, weight)[0, 0].item())
+            found.append(F.linear(x, weight)[0, 0].item())
+    assert found == [2, 2, 4, 4, 8, 8, 16, 16]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from precast._torch import counts_versions, version_of
@@ -50,10 +51,17 @@ class CachedCast:
         self.storage: weakref.ref[Any] | None = None
 
     def is_of(self, source: Tensor) -> bool:
-        """Whether the contents of `source` are still what was cast."""
-        # What was made in inference mode counts no writes: its copy is kept as PyTorch keeps it.
-        version = version_of(source) if counts_versions(source) else 0
-        return self.version == version and (not self.plain or self.is_where(source))
+        """Whether `source` is still what was cast, as far as its counter of versions says; never where it has none."""
+        if self.cast is None or not counts_versions(source):
+            return False
+        return self.version == version_of(source) and (not self.plain or self.is_where(source))
+
+    def says(self, source: Tensor) -> bool:
+        """Whether the cast has the numbers of `source`: for one that counts no writes, as in inference mode."""
+        if self.cast is None or not self.plain or not self.is_where(source):
+            return False
+        with torch.no_grad():
+            return torch.equal(self.cast, source.to(self.cast.dtype))
 
     def is_where(self, source: Tensor) -> bool:
         """Whether `source` lies in the memory that it was in, and as it lay there."""

@@ -219,7 +219,7 @@ class WeightCache:
         entries, key = table[dtype], id(tensor)
         entry = entries.get(key)
         if entry is not None:
-            if entry.cast is not None and entry.is_of(tensor):
+            if entry.is_of(tensor) if counted else entry.says(tensor):
                 return entry.cast
             entry.withdraw()
         if not _holdable(tensor, plain):
