@@ -69,9 +69,10 @@ conformance: $(STAMP)  ## all that is compared with PyTorch, and ten thousand ra
 conformance-nightly: $(STAMP)  ## ten thousand random programs
 	$(BIN)/python -m tools.conformance --programs 10000
 
-lint: $(STAMP)  ## format check, lint
+lint: $(STAMP)  ## format check, lint, the order of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
@@ -94,7 +95,7 @@ docs-serve: $(STAMP)  ## the site on http://127.0.0.1:8000, built anew when a pa
 	$(MKDOCS) serve --no-strict
 
 docs-examples: $(STAMP)  ## run every Python example of the README files and docs
-	$(BIN)/python -m pytest tests/test_docs.py
+	$(BIN)/python -m pytest tests/project/test_docs.py
 
 # What keeps one core busy runs beside its like; tests take what cores there are. (Make 3.81 cannot keep outputs apart.)
 ci: $(STAMP)  ## everything CI runs (the layer test and the docs examples are part of `test`)

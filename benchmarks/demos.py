@@ -18,8 +18,8 @@ from precast.demo.compare import seeded_model
 from precast.demo.settings import DTYPES, TASKS, Settings, settings
 from precast.demo.steps import float32_step, mixed_step
 from precast.demo.task import Batch, Task
-from precast.machine import synchronize
-from precast.scaler import GradScaler
+from precast.diagnostics.hardware.machine import synchronize
+from precast.grad_scaler.scaler import GradScaler
 
 __all__ = ["run"]
 

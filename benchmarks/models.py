@@ -31,8 +31,8 @@ from benchmarks.variants import (
     kinds,
     prepare,
 )
+from precast.diagnostics.hardware.machine import synchronize
 from precast.errors import MissingExtraError
-from precast.machine import synchronize
 
 __all__ = ["CASES", "ROUNDS", "Case", "comparisons", "figures", "measure", "run", "settings"]
 __all__ += ["timed", "title", "variant"]

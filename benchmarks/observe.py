@@ -23,7 +23,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from benchmarks.variants import Prepared
-from precast.machine import synchronize
+from precast.diagnostics.hardware.machine import synchronize
 
 __all__ = ["Observation", "observe"]
 

@@ -16,7 +16,7 @@ import precast
 from benchmarks import networks
 from benchmarks.interleave import Comparison, Variant, compare
 from benchmarks.networks import Network
-from precast.health.monitor import DEFAULT_EVERY
+from precast.diagnostics.numerics.monitoring import DEFAULT_EVERY
 
 __all__ = ["BASELINE", "CASES", "HEALTH", "ROUNDS", "TARGETS", "WATCHES", "run"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import precast
 from benchmarks.interleave import Comparison, Variant, compare
-from precast import engine
+from precast.engine import registration
 
 __all__ = ["run"]
 
@@ -32,7 +32,10 @@ def run(*, rounds: int = ROUNDS, calls: int = CALLS) -> Iterator[dict[str, Any]]
         for policy in ("torch", "default"):
             yield _row(kind, name, policy, _in_regions(work, policy, rounds, calls))
     for name, theirs, ours in _entries():
-        variants = {"torch": Variant(theirs, before=engine.unregister), "precast": Variant(ours)}
+        variants = {
+            "torch": Variant(theirs, before=registration.unregister),
+            "precast": Variant(ours),
+        }
         yield _row("region", name, "default", compare(variants, rounds=rounds, calls=calls))
     yield from _growth(rounds, calls)
 
@@ -60,7 +63,7 @@ def _in_regions(work: Callable[[], object], policy: str, rounds: int, calls: int
     chosen = precast.Policy.load(policy)
     return compare(
         {
-            "torch": _inside(lambda: torch.autocast("cpu"), work, first=engine.unregister),
+            "torch": _inside(lambda: torch.autocast("cpu"), work, first=registration.unregister),
             "precast": _inside(lambda: precast.autocast("cpu", policy=chosen), work),
         },
         rounds=rounds,

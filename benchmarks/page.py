@@ -15,7 +15,7 @@ from benchmarks.models import title
 from benchmarks.sections import put
 from benchmarks.targets import Result, results
 from benchmarks.variants import ACCUMULATION, BASELINE, TRAINING, kinds
-from precast.files import replace
+from precast._internal.atomic_write import replace
 
 __all__ = ["BEGIN", "DATA", "END", "PAGE", "render", "write"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from precast.files import replace
+from precast._internal.atomic_write import replace
 
 __all__ = ["put"]
 

@@ -23,7 +23,7 @@ import precast
 from benchmarks import by_hand
 from benchmarks.by_hand import Update
 from benchmarks.networks import MOST_BATCHES, Batch, Network
-from precast import engine
+from precast.engine import registration
 
 __all__ = ["ACCUMULATION", "BASELINE", "BY_HAND", "INFERENCE", "TRAINING", "Prepared", "Setting"]
 __all__ += ["LOWER_GRADIENTS", "SkippedError", "kinds", "prepare"]
@@ -146,7 +146,7 @@ def _register(region: Region) -> None:
 
 _MIXED: Mapping[str, _Mixed] = {
     "float32": _Mixed(lambda _: nullcontext),
-    BASELINE: _Mixed(_torch_region, lambda _: engine.unregister()),
+    BASELINE: _Mixed(_torch_region, lambda _: registration.unregister()),
     "precast": _Mixed(partial(_precast_region, policy="torch"), _register, precast.GradScaler),
     "attached": _Mixed(_precast_region, _register, precast.GradScaler, _attach),
     "attached + lean": _Mixed(

@@ -14,9 +14,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from precast import _torch, held
-from precast.frames import regions
-from precast.marks import NO_MARK
+from precast import _torch
+from precast.engine.compile_guards import NO_MARK
+from precast.engine.thread_state import regions
+from precast.weights import held
 
 # In the environment, so that what this process starts draws the same programs.
 PROGRAMS_SEED = int(os.environ.setdefault("PRECAST_PROGRAMS_SEED", str(random.getrandbits(30))))

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from precast.files import replace
+from precast._internal.atomic_write import replace
 from tests.conformance.programs.compare import Report, compare
 from tests.conformance.programs.draw import cases
 from tests.conformance.systems import SYSTEMS

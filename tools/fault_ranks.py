@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import precast
-from precast.distributed import Reduction
+from precast.grad_scaler.distributed import Reduction
 
 __all__ = ["main"]
 

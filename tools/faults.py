@@ -319,7 +319,7 @@ def page(rows: list[tuple[str, Seen, Seen]]) -> str:
         "",
         "What goes wrong in training, and what a gradient scaler makes of it. `python -m tools.faults` runs each",
         "fault under `torch.amp.GradScaler` and under `precast.GradScaler`, and writes this page;",
-        f"`tests/test_faults.py` runs those of one process. PyTorch is version {version}, on the CPU.",
+        f"`tests/project/test_faults.py` runs those of one process. PyTorch is version {version}, on the CPU.",
         "",
         "| fault | torch.amp | parameters intact | precast | parameters intact |",
         "|---|---|---|---|---|",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import precast
-from precast.policy import Policy
+from precast.policy.policy import Policy
 from tools.lean_cases import CASES, REFUSED, Case
 
 __all__ = ["DTYPES", "Outcome", "Ratios", "outcome", "ratios"]

@@ -12,8 +12,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from precast import _policy_file, _versions
-from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
+from precast._internal import torch_versions
+from precast.policy import toml_file
+from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
 
 __all__ = ["for_all_versions", "name_of", "note", "page", "row"]
 
@@ -72,8 +73,8 @@ def page() -> str:
 def for_all_versions(name: str) -> Policy:
     """The preset with the rows for any PyTorch that precast supports; a row says itself which."""
     tables: dict[str, dict[str, Entry]] = {device: {} for device in DEVICE_TYPES}
-    for version in _versions.supported():
-        contents = _policy_file.read(name, version)
+    for version in torch_versions.supported():
+        contents = toml_file.read(name, version)
         for device, table in contents.tables.items():
             tables[device].update(table)
     return Policy(contents.name, tables, contents.mixed, contents.summary)

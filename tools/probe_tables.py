@@ -8,7 +8,7 @@ with mixed floating dtypes inside a region that follows the table of one device 
 An operation is listed where that raises and the same call with all arguments in the widest dtype works.
 
 Invariants:
-    - Nothing is written: the TOML that is printed is to be compared with `src/precast/policies`.
+    - Nothing is written: the TOML that is printed is to be compared with `src/precast/policy/presets`.
     - Not part of the package.
 """
 
@@ -31,8 +31,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from precast import _torch
-from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
-from tests.behaviour import consistent_rules, torch_region
+from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
+from tests.support.behaviour import consistent_rules, torch_region
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SAMPLES_PER_OPERATION = 8

@@ -22,7 +22,7 @@ from typing import (
     is_typeddict,
 )
 
-from precast.report import schema
+from precast.diagnostics.report import schema
 
 __all__ = ["PAGE", "tables", "with_tables"]
 

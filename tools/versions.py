@@ -2,7 +2,7 @@
 
     python -m tools.versions                  the oldest and the newest that precast supports and pip can find
     python -m tools.versions 2.11.0 2.12.1    these
-    python -m tools.versions --pytest tests/test_tables.py    all that follows is pytest's
+    python -m tools.versions --pytest tests/policy/test_tables.py    all that follows is pytest's
 
 Where wheels come from is pip's to know: a CUDA build runs on the CPU too, but brings some GB of libraries.
 
@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
-from precast import _versions
+from precast._internal import torch_versions
 
 __all__ = ["Run", "found_by_pip", "main", "merged", "oldest_and_newest", "read_report"]
 
@@ -94,7 +94,7 @@ def found_by_pip(python: str) -> list[str]:
 
 def oldest_and_newest(versions: Iterable[str]) -> list[str]:
     """Of these versions, the two ends of what precast supports."""
-    supported = [v for v in versions if _versions.parse(v) in _versions.supported()]
+    supported = [v for v in versions if torch_versions.parse(v) in torch_versions.supported()]
     if not supported:
         raise SystemExit("pip finds no PyTorch that precast supports")
     supported.sort(key=_numbers)

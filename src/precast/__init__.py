@@ -8,11 +8,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from precast._version import __version__
+from precast._internal.version import __version__
 
 if TYPE_CHECKING:
-    from precast.attachment import Attachment, attach
-    from precast.autograd import custom_bwd, custom_fwd
+    from precast._internal.events import First, HealthEvent, Note, StepEvent, Verdict, observe
+    from precast.attachment.attachment import Attachment, attach
+    from precast.autocast_mode.custom_function import custom_bwd, custom_fwd
+    from precast.autocast_mode.region import autocast, current, disable
+    from precast.diagnostics.numerics.monitoring import Monitor, monitor
+    from precast.diagnostics.tracing.tracer import Trace, trace
     from precast.errors import (
         AttachError,
         BannedOperationError,
@@ -28,18 +32,14 @@ if TYPE_CHECKING:
         StaleWeightError,
         TorchVersionError,
     )
-    from precast.events import First, HealthEvent, Note, StepEvent, Verdict, observe
-    from precast.health.monitor import Monitor, monitor
-    from precast.installation import install, uninstall
-    from precast.losses import LossScalers
-    from precast.policy import Policy, Rule
-    from precast.region import autocast, current, disable
-    from precast.scaler import GradScaler
-    from precast.tracing.trace import Trace, trace
+    from precast.grad_scaler.losses import LossScalers
+    from precast.grad_scaler.scaler import GradScaler
+    from precast.integrations.torch_amp.installation import install, uninstall
+    from precast.policy.policy import Policy, Rule
 
 _HOME = {
-    "precast.attachment": ("Attachment", "attach"),
-    "precast.autograd": ("custom_bwd", "custom_fwd"),
+    "precast.attachment.attachment": ("Attachment", "attach"),
+    "precast.autocast_mode.custom_function": ("custom_bwd", "custom_fwd"),
     "precast.errors": (
         "AttachError",
         "BannedOperationError",
@@ -55,16 +55,16 @@ _HOME = {
         "StaleWeightError",
         "TorchVersionError",
     ),
-    "precast.events": ("First", "HealthEvent", "Note", "StepEvent", "Verdict", "observe"),
-    "precast.health.monitor": ("Monitor", "monitor"),
-    "precast.installation": ("install", "uninstall"),
-    "precast.losses": ("LossScalers",),
-    "precast.policy": ("Policy", "Rule"),
-    "precast.region": ("autocast", "current", "disable"),
-    "precast.scaler": ("GradScaler",),
-    "precast.tracing.trace": ("Trace", "trace"),
+    "precast._internal.events": ("First", "HealthEvent", "Note", "StepEvent", "Verdict", "observe"),
+    "precast.diagnostics.numerics.monitoring": ("Monitor", "monitor"),
+    "precast.integrations.torch_amp.installation": ("install", "uninstall"),
+    "precast.grad_scaler.losses": ("LossScalers",),
+    "precast.policy.policy": ("Policy", "Rule"),
+    "precast.autocast_mode.region": ("autocast", "current", "disable"),
+    "precast.grad_scaler.scaler": ("GradScaler",),
+    "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
 }
-_WITHOUT_TORCH = ("precast.errors", "precast.events")
+_WITHOUT_TORCH = ("precast.errors", "precast._internal.events")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [

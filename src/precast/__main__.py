@@ -6,7 +6,7 @@ import sys
 if not sys.flags.safe_path:  # in place of the folder, the one that the command `precast` is in
     sys.path[0] = os.path.dirname(sys.executable)
 
-from precast.cli import main  # a `click.py` in that folder is not ours
+from precast.cli.main import main  # a `click.py` in that folder is not ours
 
 if __name__ == "__main__":
     main()

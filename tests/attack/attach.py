@@ -284,7 +284,7 @@ def checkpoints_attached() -> None:
     "attach", "hooks on parameters are called in PyTorch's order, by both engines", "plain PyTorch"
 )
 def order_of_hooks() -> None:
-    from precast import engine
+    from precast.engine import registration
 
     def order(region: Any, attached: bool) -> list[str]:
         model = nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 2, 1), nn.Flatten(), nn.Linear(2, 2))
@@ -299,8 +299,8 @@ def order_of_hooks() -> None:
         return seen
 
     expected = order(torch.autocast, False)
-    for name in engine.ENGINES:
-        with engine.use_engine(name):
+    for name in registration.ENGINES:
+        with registration.use_engine(name):
             assert order(precast.autocast, False) == expected, name
             assert order(precast.autocast, True) == expected, f"{name}, attached"
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import precast
 from precast.errors import PolicyError
-from precast.policy import Policy
+from precast.policy.policy import Policy
 from tests.attack.scenarios import Limit, scenario
 from tests.attack.tools import net
 
@@ -311,7 +311,7 @@ def exceptions_inside_modules() -> None:
     "modules", "10,000 rules for a model of 300 modules mean what one by one they mean", "by hand"
 )
 def ten_thousand_rules() -> None:
-    from precast.plan import plan
+    from precast.policy.module_plan import plan
 
     model = nn.Sequential(*(nn.ModuleDict({"x": nn.Linear(1, 1)}) for _ in range(150)))
     rules = {

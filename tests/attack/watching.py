@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import precast
 from tests.attack.scenarios import scenario
 from tests.attack.tools import equal, net
-from tests.profiled import casts_profiled
+from tests.support.profiled import casts_profiled
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "a linear model": lambda: (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from precast import report
+from precast.diagnostics import report
 
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

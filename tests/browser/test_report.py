@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from precast import report
+from precast.diagnostics import report
 from tests.browser.conftest import prefers, resize, wait
-from tests.documents import document, flat, with_rows
+from tests.support.documents import document, flat, with_rows
 
 Opened = Callable[..., Any]
 KEYS = {"Enter": ("\r", 13), "ArrowLeft": ("", 37), "Tab": ("", 9), " ": (" ", 32)}

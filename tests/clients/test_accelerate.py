@@ -24,7 +24,7 @@ import precast
 from precast.integrations.accelerate import use
 from precast.integrations.tensorboard import TensorBoard
 from tests.clients.outcome import Outcome, differences, outcome
-from tests.test_tensorboard import Writer
+from tests.integrations.test_tensorboard import Writer
 
 accelerate = pytest.importorskip("accelerate", reason="`make test-clients` runs these tests")
 

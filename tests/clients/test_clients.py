@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import precast
-from precast.engine import ENGINES, use_engine
-from precast.policy import Policy, Rule
+from precast.engine.registration import ENGINES, use_engine
+from precast.policy.policy import Policy, Rule
 from tests.clients.clients import CASES
 from tests.clients.outcome import Outcome, differences, not_finite, steps_in
-from tests.pages import blocks
+from tests.support.pages import blocks
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import precast
 from precast.integrations.tensorboard import TensorBoard
 from tests.clients.outcome import Outcome, differences, outcome
-from tests.test_tensorboard import Writer
+from tests.integrations.test_tensorboard import Writer
 
 ignite = pytest.importorskip("ignite", reason="`make test-clients` runs these tests")
 

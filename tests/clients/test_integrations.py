@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.pages import CHECKS, NOT_RUN, with_checks
-from tests.pages import blocks as blocks_of
+from tests.support.pages import CHECKS, NOT_RUN, with_checks
+from tests.support.pages import blocks as blocks_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "integrations.md"

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import precast
 from tests.clients.outcome import Outcome, differences, outcome
-from tests.test_tensorboard import Writer
+from tests.integrations.test_tensorboard import Writer
 
 lightning = pytest.importorskip("lightning", reason="`make test-clients` runs these tests")
 

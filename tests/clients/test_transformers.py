@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import precast
 from precast.integrations.tensorboard import TensorBoard
 from tests.clients.outcome import Outcome, differences, outcome
-from tests.test_tensorboard import Writer
+from tests.integrations.test_tensorboard import Writer
 
 transformers = pytest.importorskip("transformers", reason="`make test-clients` runs these tests")
 

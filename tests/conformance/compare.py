@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from precast._tree import map_tensors
+from precast._internal.pytree import map_tensors
 from tests.conformance.systems import TORCH, MakeRegion, System
-from tests.outcomes import same_bits
+from tests.support.outcomes import same_bits
 
 __all__ = [
     "Make",

@@ -32,7 +32,7 @@ DIFFERENCES = (
         when_installed=True,
         name="a weight changed inside a region",
         what="PyTorch uses the old copy until the outermost region ends; precast sees the change.",
-        test="tests/test_weights.py::test_a_written_weight_is_never_stale",
+        test="tests/weights/test_weights.py::test_a_written_weight_is_never_stale",
         anchor="weight-cache",
     ),
     Difference(
@@ -40,7 +40,7 @@ DIFFERENCES = (
         when_installed=True,
         name="a float16 region in a bfloat16 one, same weight",
         what="PyTorch's cache gives the copy in the other dtype; precast keeps copies by dtype.",
-        test="tests/test_weights.py::test_regions_of_two_dtypes_share_a_weight",
+        test="tests/weights/test_weights.py::test_regions_of_two_dtypes_share_a_weight",
         anchor="weight-cache",
     ),
     Difference(
@@ -56,7 +56,7 @@ DIFFERENCES = (
         when_installed=False,
         name="one object entered twice",
         what="PyTorch's stays on after the last exit; precast's restores what was there.",
-        test="tests/test_region.py::test_one_object_entered_twice_restores_what_was_there",
+        test="tests/autocast_mode/test_region.py::test_one_object_entered_twice_restores_what_was_there",
         anchor="regions",
     ),
 )

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import precast
-from precast import engine
-from precast.policy import Policy
+from precast.engine import registration
+from precast.policy.policy import Policy
 
 __all__ = ["SYSTEMS", "TORCH", "MakeRegion", "System", "on_all_systems", "systems"]
 
@@ -49,12 +49,12 @@ def systems(policy: Policy | str) -> tuple[System, ...]:
     """The ways to run on precast: its own regions and installed ones, on each engine."""
     return tuple(
         system
-        for name in engine.ENGINES
+        for name in registration.ENGINES
         for system in (
             System(
                 f"precast, {name} engine",
                 partial(_region, policy=policy),
-                partial(engine.use_engine, name),
+                partial(registration.use_engine, name),
             ),
             System(f"installed, {name} engine", torch.autocast, partial(_installed, name, policy)),
         )
@@ -67,7 +67,7 @@ def _region(*args: Any, policy: Policy | str, **kwargs: Any) -> precast.autocast
 
 @contextmanager
 def _installed(engine_name: str, policy: Policy | str) -> Iterator[None]:
-    with engine.use_engine(engine_name), precast.install(policy):
+    with registration.use_engine(engine_name), precast.install(policy):
         yield
 
 

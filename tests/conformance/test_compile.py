@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 import precast
-from precast import Policy, engine, marks
+from precast import Policy
+from precast.engine import compile_guards, registration
 from tests.conformance.systems import SYSTEMS, TORCH, System
 
 OTHER = Policy.load("torch").replace(name="other", ops={"linear": "fp32", "mm": "fp32"})
@@ -32,7 +33,7 @@ weight = Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(autouse=True)
 def _as_in_a_fresh_process() -> Iterator[None]:
     torch.compiler.reset()
-    engine.unregister()
+    registration.unregister()
     weight.grad = None
     yield
     torch.compiler.reset()
@@ -402,7 +403,7 @@ def test_policies_of_two_devices_are_one_mark() -> None:
 
 
 def test_more_policies_than_marks_compile_again_each_time(monkeypatch: Any) -> None:
-    monkeypatch.setattr(marks, "LIMIT", len(marks._marks))
+    monkeypatch.setattr(compile_guards, "LIMIT", len(compile_guards._marks))
     compiled = torch.compile(lambda a: torch.mm(a, a), backend="aot_eager")
     a = torch.ones(2, 2)
     new = [

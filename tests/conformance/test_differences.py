@@ -63,7 +63,7 @@ def test_each_difference_has_its_test_and_its_line(difference: Difference) -> No
 def test_a_stale_copy_is_not_explained_by_pytorchs_own(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precast.cached_cast.version_of", lambda tensor: 0)
+    monkeypatch.setattr("precast.weights.cached_cast.version_of", lambda tensor: 0)
     report = compare([Case((OURS, LINEAR, Write("in place", 0), LINEAR), 3)], [system])
     [(_, case, _)] = report.unexplained
     assert len(case.program) <= 4
@@ -73,7 +73,9 @@ def test_a_stale_copy_is_not_explained_by_pytorchs_own(
 def test_a_copy_without_its_gradient_is_not_explained(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precast.weights._graph_cast", lambda t, dtype: t.detach().to(dtype))
+    monkeypatch.setattr(
+        "precast.weights.weight_cache._graph_cast", lambda t, dtype: t.detach().to(dtype)
+    )
     padding = (Compute("gelu", (8, 8, 8)), Compute("cat", (8, 9, 8)))
     case = Case((OURS, *padding, LINEAR, *padding), 3)
     report = compare([case], [system])

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
-from precast._tree import map_tensors
-from precast.policy import Policy
+from precast._internal.pytree import map_tensors
+from precast.policy.policy import Policy
 from tests.conformance.systems import TORCH, MakeRegion, System, on_all_systems, systems
-from tests.outcomes import same_bits
+from tests.support.outcomes import same_bits
 
 LIKE_CUDA = Policy.load("torch").retarget("cpu", like="cuda")
 NEEDS_CUDNN = {"cudnn_convolution", "cudnn_convolution_transpose"}

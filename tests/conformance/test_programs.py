@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 
 import precast
-from precast import engine
+from precast.engine import registration
 from tests.conformance.programs.compare import (
     compare,
     difference,
@@ -38,7 +38,7 @@ from tests.conformance.systems import SYSTEMS, System, on_all_systems, systems
 from tests.conftest import PROGRAMS_SEED
 
 quickly = settings(max_examples=50, deadline=None)
-engines = pytest.mark.parametrize("engine_name", engine.ENGINES)
+engines = pytest.mark.parametrize("engine_name", registration.ENGINES)
 PLAIN = Kind()
 WRITING = Kind(writes=True, torchs=0, feedback=False)
 REGION = Region(torchs=False, device="cpu", dtype=torch.bfloat16, enabled=True, cache=True)
@@ -119,8 +119,8 @@ def test_mixed_dtypes_give_the_same_with_and_without_the_cache_on_both_engines(c
         return precast.autocast(device, dtype, enabled, False)
 
     results = []
-    for name in engine.ENGINES:
-        with engine.use_engine(name):
+    for name in registration.ENGINES:
+        with registration.use_engine(name):
             results += [
                 _values(run(*case, precast.autocast)),
                 _values(run(*case, uncached)),
@@ -136,7 +136,7 @@ def test_values_are_those_of_casting_at_each_use_whatever_is_written_to_weights(
     engine_name: str, case: Case
 ) -> None:
     region = partial(precast.autocast, policy="torch")
-    with engine.use_engine(engine_name):
+    with registration.use_engine(engine_name):
         ours = run(*case, region)
     theirs = run(*case, _uncached)
     assert same(_values(ours), _values(theirs))

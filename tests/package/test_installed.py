@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import precast
-from tests.pages import blocks
-from tests.test_package import ROOT, Built, contents, made, run
+from tests.project.test_package import ROOT, Built, contents, made, run
+from tests.support.pages import blocks
 
 README, START = ROOT / "README.md", ROOT / "docs" / "start.md"
 CONSTRAINTS = ["--constraint", str(ROOT / "constraints.txt")]

@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import precast
-from precast.distributed import Reduction, check_same
 from precast.errors import BrokenModelError, ScalerError
+from precast.grad_scaler.distributed import Reduction, check_same
 
 CASES: dict[str, Callable[[], Any]] = {}
 CUDA = torch.cuda.is_available() and os.environ.get("PRECAST_TEST_NCCL") == "1"

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from precast.distributed import Reduction, check_same, chosen_for
 from precast.errors import ScalerError
+from precast.grad_scaler.distributed import Reduction, check_same, chosen_for
 from tests.processes.cases import CASES
 
 pytestmark = pytest.mark.skipif(

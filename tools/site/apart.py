@@ -24,7 +24,9 @@ _LIMIT = 300  # seconds that a function may run
 _LINES = 20  # of what a failed one wrote
 _PLAIN = {"COLUMNS": "80", "NO_COLOR": "1", "PYTHONUTF8": "1", "PYTHONWARNINGS": "ignore"}
 _FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["torch", "precast.region", "precast.scaler", "tools.site.apart"])
+_FORKED.set_forkserver_preload(
+    ["torch", "precast.autocast_mode.region", "precast.grad_scaler.scaler", "tools.site.apart"]
+)
 
 
 def printed_apart(name: str, root: Path, function: Callable[..., object], *given: object) -> str:

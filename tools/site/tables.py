@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from precast._torch import operator_overloads
-from precast.policy import DEVICE_TYPES, Entry, Policy, Rule
+from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
 from tools.operations_page import for_all_versions, name_of, note, row
 from tools.site.directives import PageError
 

@@ -17,14 +17,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from precast.autocast_mode.region import autocast
 from precast.demo.profile import StepProfile, profile_steps
 from precast.demo.settings import DTYPES, Settings
 from precast.demo.steps import float32_step, mixed_step
 from precast.demo.task import Batch, Panel, Task
 from precast.demo.threads import fastest_threads
-from precast.machine import DtypeReport, measure, synchronize
-from precast.region import autocast
-from precast.scaler import GradScaler
+from precast.diagnostics.hardware.machine import DtypeReport, measure, synchronize
+from precast.grad_scaler.scaler import GradScaler
 
 __all__ = ["Comparison", "Run", "compare"]
 

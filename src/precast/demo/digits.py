@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from precast._internal.missing import missing_extra
 from precast.demo.task import Batch, Mark, Panel, Task, channels_last
-from precast.missing import missing_extra
 
 __all__ = ["IMAGES", "Digits"]
 

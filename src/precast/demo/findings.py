@@ -16,7 +16,7 @@ import torch
 from precast.demo.compare import Comparison, Run
 from precast.demo.profile import KINDS
 from precast.demo.task import Panel
-from precast.doctor import processor, report_as_dict, times
+from precast.diagnostics.hardware.doctor import processor, report_as_dict, times
 
 __all__ = [
     "Cost",

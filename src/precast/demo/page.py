@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from importlib import resources
 
-from precast import _version
+from precast._internal import version
 from precast.demo.compare import Comparison
 from precast.demo.findings import caption, machine, reasons, rows, title
 from precast.demo.picture import curves_png, panel_png
@@ -33,7 +33,7 @@ def page_html(comparison: Comparison) -> str:
             for what in (("loss", "scale") if comparison.mixed.scales else ("loss",))
         ],
         marked=any(panel.marks for panel in comparison.panels),  # words: large, also on a phone
-        version=_version.__version__,
+        version=version.__version__,
     )
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
+from precast._internal.missing import missing_extra
 from precast.demo.compare import Comparison, Run
 from precast.demo.findings import caption, costs, machine, title
 from precast.demo.task import Panel
-from precast.missing import missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

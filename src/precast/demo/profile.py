@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity
 
 from precast.demo.task import Batch
-from precast.machine import synchronize
+from precast.diagnostics.hardware.machine import synchronize
 
 __all__ = ["KINDS", "StepProfile", "profile_steps"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from precast.autocast_mode.region import autocast
 from precast.demo.task import Batch
-from precast.region import autocast
-from precast.scaler import GradScaler
+from precast.grad_scaler.scaler import GradScaler
 
 __all__ = ["Loss", "float32_step", "mixed_step"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from precast._internal.missing import missing_extra
 from precast.errors import MissingExtraError
-from precast.missing import missing_extra
 
 __all__ = ["missing"]
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from precast.attachment import attach
+from precast.attachment.attachment import attach
+from precast.diagnostics.numerics.monitoring import monitor
 from precast.errors import ScalerError
-from precast.health.monitor import monitor
-from precast.installation import install
-from precast.policy import Policy, as_policy
-from precast.scaler import GradScaler
+from precast.grad_scaler.scaler import GradScaler
+from precast.integrations.torch_amp.installation import install
+from precast.policy.policy import Policy, as_policy
 
 __all__ = ["Use", "use"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from precast.autocast_mode.region import autocast
 from precast.errors import ScalerError
+from precast.grad_scaler.scaler import GradScaler
 from precast.integrations import missing
-from precast.region import autocast
-from precast.scaler import GradScaler
 
 try:
     from ignite.engine import Engine, Events

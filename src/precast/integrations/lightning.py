@@ -22,12 +22,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from precast.attachment import Attachment, attach
+from precast.attachment.attachment import Attachment, attach
+from precast.autocast_mode.region import autocast
 from precast.errors import RegionError, ScalerError
+from precast.grad_scaler.scaler import GradScaler
 from precast.integrations import missing
-from precast.policy import Policy, as_policy
-from precast.region import autocast
-from precast.scaler import GradScaler
+from precast.policy.policy import Policy, as_policy
 
 __all__ = ["Precast"]
 

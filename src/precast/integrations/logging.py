@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from precast.events import HealthEvent, Note, StepEvent, Verdict
+from precast._internal.events import HealthEvent, Note, StepEvent, Verdict
 
 __all__ = ["LogEvents"]
 

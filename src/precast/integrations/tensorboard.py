@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from precast.events import HealthEvent, StepEvent, Verdict
-from precast.missing import missing_extra
+from precast._internal.events import HealthEvent, StepEvent, Verdict
+from precast._internal.missing import missing_extra
 
 __all__ = ["TensorBoard"]
 

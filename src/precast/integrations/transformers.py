@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from precast.grad_scaler.scaler import GradScaler
 from precast.integrations import missing
 from precast.integrations.accelerate import Use
-from precast.policy import Policy, as_policy
-from precast.scaler import GradScaler
+from precast.policy.policy import Policy, as_policy
 
 try:
     from transformers import TrainerCallback

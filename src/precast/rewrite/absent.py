@@ -1,7 +1,7 @@
 """Names that are looked for in torch and are not there: those of other libraries, and of other modules.
 
 Invariants: no PyTorch has ever had them, so a file that uses one is wrong with every version;
-`tests/test_rewrite_absent.py` sees to it that the installed one has none of them and all that replaces them.
+`tests/lint/test_rewrite_absent.py` sees to it that the installed one has none of them and all that replaces them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from precast._version import __version__
+from precast._internal.version import __version__
 from precast.rewrite.report import Reported
 from precast.rewrite.settings import Settings
 
@@ -77,9 +77,9 @@ class Cache:
                 ignore.write_text("*\n", encoding="utf-8")
             import json
 
-            from precast import files
+            from precast._internal import atomic_write
 
-            files.replace(self.path, json.dumps(rows).encode())
+            atomic_write.replace(self.path, json.dumps(rows).encode())
 
 
 def _described(settings: Settings) -> str:

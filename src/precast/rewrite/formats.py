@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from precast._version import __version__
+from precast._internal.version import __version__
 from precast.rewrite.registry import ENGINE, load
 from precast.rewrite.report import FileReport, Reported
 

@@ -147,7 +147,7 @@ def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
     filename, data, settings, mode = task
     report = run_text(filename, data, settings, mode)
     if mode.write and report.after is not None:
-        from precast import files as whole
+        from precast._internal import atomic_write as whole
 
         try:
             path = Path(filename).resolve()

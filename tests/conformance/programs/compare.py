@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from precast import engine
+from precast.engine import registration
 from tests.conformance.differences import DIFFERENCES
 from tests.conformance.programs.run import Found, run
 from tests.conformance.programs.seams import NO_REPAIRS, Repairs, repair_ours, repair_pytorch
 from tests.conformance.programs.steps import Case
 from tests.conformance.programs.world import Recorded
 from tests.conformance.systems import TORCH, System
-from tests.outcomes import same_bits
+from tests.support.outcomes import same_bits
 
 __all__ = ["Report", "compare", "difference", "explain", "repaired", "same", "shrink"]
 
@@ -54,11 +54,11 @@ class Report:
 def compare(cases: Sequence[Case], systems: Sequence[System]) -> Report:
     """Runs all cases on PyTorch, with nothing of precast on the dispatcher, then on each system."""
     report = Report(len(cases), sum(len(case.program) for case in cases))
-    engine.unregister()
+    registration.unregister()
     theirs = [_run(case, TORCH) for case in cases]
     for system in systems:
         seams = [_seams(found, system) for found in theirs]
-        engine.unregister()
+        registration.unregister()
         repaired = _with_repairs(cases, TORCH, seams, theirs)
         with system():
             ours = [_run(case, system) for case in cases]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests import op_samples
 from tests.conformance.programs.layers import LAYERS
 from tests.conformance.programs.operations import HOOKS, IN_PLACE, LOWERED, OPERATIONS
 from tests.conformance.programs.run import GRAD_MODES
@@ -35,6 +34,7 @@ from tests.conformance.programs.steps import (
     Write,
 )
 from tests.conformance.programs.writes import UNCOUNTED, WRITES
+from tests.support import op_samples
 
 __all__ = ["LOWER", "UNREPEATABLE", "Kind", "cases", "drawn"]
 
@@ -44,7 +44,7 @@ UNREPEATABLE = {
     "aten::linalg_lstsq": "a LAPACK routine whose rounding depends on where its memory lies",
     "aten::mkldnn_rnn_layer": "returns a buffer that is scratch memory",
 }
-"""What PyTorch itself does not give twice. Both are compared in tests/test_bitwise.py."""
+"""What PyTorch itself does not give twice. Both are compared in tests/engine/test_bitwise.py."""
 
 SAMPLED = sorted(
     (op_samples.named() | op_samples.promoted()) - set(op_samples.NOT_ON_CPU) - set(UNREPEATABLE)

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from precast._tree import map_tensors
+from precast._internal.pytree import map_tensors
 from precast.errors import PrecastWarning
-from tests import op_samples
 from tests.conformance.programs.layers import LAYERS
 from tests.conformance.programs.operations import HOOKS, IN_PLACE, OPERATIONS, SIDE
 from tests.conformance.programs.seams import NO_REPAIRS, Repairs, Seams
@@ -35,7 +34,8 @@ from tests.conformance.programs.steps import (
 from tests.conformance.programs.world import World, fold, kind, record
 from tests.conformance.programs.writes import FUSED, WRITES
 from tests.conformance.systems import MakeRegion
-from tests.op_samples import Sample
+from tests.support import op_samples
+from tests.support.op_samples import Sample
 
 __all__ = ["GRAD_MODES", "Found", "State", "run"]
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from precast.frames import regions
+from precast.engine.thread_state import regions
 from tests.conformance.programs.steps import GradMode, Region
 from tests.conformance.programs.world import World
 

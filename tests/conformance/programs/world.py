@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precast._tree import map_tensors
-from tests import op_samples
+from precast._internal.pytree import map_tensors
 from tests.conformance.programs.layers import LAYERS
 from tests.conformance.programs.operations import SIDE
 from tests.conformance.programs.steps import Call, Layer, Program, Sampled, Step
-from tests.op_samples import Sample
+from tests.support import op_samples
+from tests.support.op_samples import Sample
 
 __all__ = ["Recorded", "World", "fold", "record"]
 

@@ -1,0 +1,1 @@
+"""What every package may use and no user needs: files, locks, extras, events, warnings' places."""

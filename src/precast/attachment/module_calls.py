@@ -1,0 +1,211 @@
+"""What each thread keeps about calls of modules with rules: what each replaced, and where one switched autocast off.
+
+Invariants:
+
+- a call that ends restores what it replaced; one that is abandoned, by Ctrl-C, is forgotten when the outermost region
+  ends, when the next call begins, or when its plan ends;
+- autocast that a rule switched off may be switched on again by a rule inside; what the program switched off may not;
+- what a checkpoint runs again in backward finds what it found first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from precast import _torch
+from precast.autocast_mode.region import current, put_in_force, refuse_export
+from precast.engine import registration
+from precast.engine.thread_state import Frame, in_force, regions, write_mark
+
+__all__ = [
+    "Call",
+    "Off",
+    "Replaced",
+    "acts",
+    "begin",
+    "end",
+    "forget_abandoned",
+    "innermost",
+    "off_here",
+    "switched_off",
+]
+
+Off = Mapping[str, int]
+"""Device type -> how many regions were open when a rule switched autocast off there: in a later region it is not that
+rule that keeps it off."""
+
+
+class Replaced(NamedTuple):
+    """What a module's rule replaced on one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    frame: Frame | None
+    optimizes_torchscript: bool
+
+
+class Call(NamedTuple):
+    """One call of a module with a rule."""
+
+    module: nn.Module
+    caller: FrameType | None
+    """What runs until the call ends: the caller of the hook, or a step of a generator."""
+    off: Off
+    """What was off before."""
+    replaced: list[Replaced]
+
+    def replace(self, device: str, enabled: bool, dtype: torch.dtype, frame: Frame | None) -> None:
+        """Has other flags, and a frame unless it is None, in force on one device type."""
+        if _torch.function_modes():
+            _write_down((device, dtype, enabled, None), frame)
+        here = in_force(device).in_force
+        flags = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.replaced.append(Replaced(device, *flags, here.frame, _torch.optimizes_torchscript()))
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+        if frame is not None:
+            put_in_force(here, device, frame)
+            if not frame.is_pytorchs:
+                _torch.optimize_torchscript(False)
+
+
+class _Thread(threading.local):
+    """This thread's calls, outermost first, and what their rules have switched off."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.off: Off = {}
+
+
+_thread: Final = _Thread()
+
+
+def begin(module: nn.Module, caller: FrameType | None) -> Call:
+    """A new call, which runs as long as `caller` does."""
+    forget_abandoned(caller)
+    call = Call(module, caller, _thread.off, [])
+    _thread.calls.append(call)
+    return call
+
+
+def end(module: nn.Module) -> Call | None:
+    """The innermost call, ended; None where it is not of `module`, as a hook before `begin` raised."""
+    if not _thread.calls or _thread.calls[-1].module is not module:
+        return None
+    call = _thread.calls.pop()
+    for replaced in reversed(call.replaced):
+        device = replaced.device_type
+        if _torch.function_modes():
+            _torch.export_region(None)
+        torch.set_autocast_enabled(device, replaced.enabled)
+        torch.set_autocast_dtype(device, replaced.dtype)
+        _put_frame(replaced, replaced.frame)
+    _set_off(call.off)
+    return call
+
+
+def forget_abandoned(frame: FrameType | None = None) -> None:
+    """Forgets calls that no longer run. `frame` is what runs now; None for the caller's."""
+    while _thread.calls and not _is_running(_thread.calls[-1], frame or inspect.currentframe()):
+        _forget(_thread.calls.pop())
+
+
+registration.after_clear.append(forget_abandoned)
+
+
+def innermost() -> nn.Module | None:
+    """The innermost module with a rule that runs in this thread."""
+    return _thread.calls[-1].module if _thread.calls else None
+
+
+def off_here() -> Off:
+    """What rules have switched off in this thread."""
+    return _thread.off
+
+
+def switched_off(device_types: list[str]) -> None:
+    """Notes that a rule keeps autocast off on these device types, until its call ends."""
+    if device_types:
+        _set_off({**_thread.off, **dict.fromkeys(device_types, _torch.nesting())})
+
+
+def acts(device: str, off: Off) -> bool:
+    """Whether rules act on a device type now: where autocast is on, or off because a rule said so."""
+    return torch.is_autocast_enabled(device) or _is_off_by_rule(device, off)
+
+
+def _write_down(region: tuple[Any, ...], frame: Frame | None) -> None:
+    """Tells an exporter that runs the program of this call, as of a region: it does not look at flags."""
+    if _torch.export_region(region) and frame is not None and frame.meaning is not None:
+        _torch.export_region(None)
+        refuse_export(frame.policy)
+
+
+def _is_off_by_rule(device: str, off: Off) -> bool:
+    return device in off and off[device] == _torch.nesting()
+
+
+def _set_off(off: Off) -> None:
+    """Marks the thread, too: compiled functions look at flags, which do not say who switched autocast off."""
+    for device in _thread.off.keys() ^ off.keys():
+        mark = regions.mark.after(f"{device} off by a rule", "" if device in off else None)
+        write_mark(mark, regions.written)
+    _thread.off = off
+
+
+def _forget(call: Call) -> None:
+    """Forgets a call that never ended: PyTorch calls no hook where Ctrl-C ends a module.
+
+    What regions restore is right by now, for the one around the call has ended. PyTorch's own restore no policy.
+    """
+    _set_off(call.off)
+    if not regions.records:
+        for replaced in reversed(call.replaced):
+            _put_frame(replaced, None)
+
+
+def _put_frame(replaced: Replaced, frame: Frame | None) -> None:
+    here = in_force(replaced.device_type).in_force
+    if here.frame is not frame:
+        put_in_force(here, replaced.device_type, frame)
+        _torch.optimize_torchscript(replaced.optimizes_torchscript)
+
+
+def _is_running(call: Call, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not call.caller:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _again_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a checkpoint runs again: with the policy in force here, and off where a rule had switched autocast off.
+
+    PyTorch restores its flags, and a region of precast's what it set; of rules, neither knows.
+    """
+    if not _thread.calls:
+        return function
+    devices = {replaced.device_type for call in _thread.calls for replaced in call.replaced}
+    off = [device for device in devices if _is_off_by_rule(device, _thread.off)]
+    policies = [current(device) for device in devices]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for policy in policies:
+                stack.enter_context(policy)
+            stack.callback(_set_off, _thread.off)
+            _set_off(dict.fromkeys(off, _torch.nesting()))
+            return function(*args, **kwargs)
+
+    return again
+
+
+_torch.on_checkpoint(_again_under_rules)

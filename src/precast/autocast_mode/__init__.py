@@ -1,0 +1,1 @@
+"""Regions: autocast as context manager and decorator, and custom functions that keep its precision."""

@@ -1,0 +1,94 @@
+"""What a region may be asked for, and the errors for everything else.
+
+Invariants:
+
+- each error says what was asked, what is allowed and what to write;
+- what was found good once is not looked at again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Final, NoReturn
+
+import torch
+
+from precast import _torch
+from precast.errors import PrecastWarning, RegionError, RegionTypeError
+from precast.policy.policy import DEVICE_TYPES
+
+__all__ = [
+    "ACCEPTED",
+    "REQUIRED",
+    "check_device_type",
+    "check_dtype",
+    "cuda_is_usable",
+    "refuse_dtype_type",
+]
+
+REQUIRED: Final[Any] = "(required)"
+ACCEPTED: Final[set[object]] = set()
+"""Device types, and pairs of device type and dtype, that were checked once and found good."""
+
+
+def check_device_type(device_type: object) -> None:
+    """Refuses a device type that PyTorch has no autocast for."""
+    if isinstance(device_type, str) and device_type is not REQUIRED:
+        _check_known(device_type)
+        return
+    if device_type is REQUIRED or isinstance(device_type, bool):
+        asked = "no device type"
+    elif isinstance(device_type, torch.device):
+        asked = f"a torch.device (write {device_type.type!r})"
+    else:
+        asked = f"a {type(device_type).__name__}"
+    raise RegionTypeError(
+        f'autocast got {asked}. Its first argument is the device type as text: autocast("cuda", dtype=torch.float16). '
+        'The old torch.cuda.amp.autocast() is autocast("cuda"), torch.cpu.amp.autocast() is autocast("cpu").'
+    )
+
+
+def _check_known(device_type: str) -> None:
+    known = tuple(dict.fromkeys((*DEVICE_TYPES, _torch.custom_backend())))
+    if device_type in known:
+        ACCEPTED.add(device_type)
+        return
+    hint = (
+        f"; write {device_type.partition(':')[0]!r}, without an index" if ":" in device_type else ""
+    )
+    raise RegionError(
+        f"{device_type!r} is not a device type that PyTorch has autocast for{hint}. "
+        f"Allowed: {', '.join(known)}."
+    )
+
+
+def cuda_is_usable() -> bool:
+    """Whether CUDA is there; like PyTorch, a missing one warns and turns the region off."""
+    if not torch.cuda.amp.common.amp_definitely_not_available():
+        return True
+    warnings.warn(
+        'CUDA is not available: this autocast region does nothing. Use autocast("cpu") for tensors on the CPU.',
+        PrecastWarning,
+        stacklevel=3,
+    )
+    return False
+
+
+def check_dtype(dtype: object, device_type: str) -> None:
+    """Refuses what is no dtype, and a dtype that autocast cannot cast to on that device type."""
+    if not isinstance(dtype, torch.dtype):
+        refuse_dtype_type(dtype)
+    allowed = _torch.lower_dtypes(device_type)
+    if dtype not in allowed:
+        raise RegionError(
+            f"dtype is {dtype}, which {device_type} has no autocast for. Allowed: {', '.join(map(str, allowed))}. "
+            "For full precision write enabled=False."
+        )
+    ACCEPTED.add((device_type, dtype))
+
+
+def refuse_dtype_type(dtype: object) -> NoReturn:
+    """Raises the error for what is no dtype."""
+    raise RegionTypeError(
+        f"dtype is {dtype!r}, of type {type(dtype).__name__}. Allowed: torch.bfloat16, torch.float16 or None."
+    )

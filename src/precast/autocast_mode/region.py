@@ -1,0 +1,465 @@
+"""autocast: the region in which operations run in the precision that a policy gives them.
+
+Invariants:
+
+- the object is only a description; what an entry replaced is kept on the thread's stack, so one object can be
+  entered twice, by recursion or by several threads at once, and each exit restores what its entry found;
+- nothing has changed when an error is raised: arguments are checked when the object is made, and an entry or exit that
+  Ctrl-C interrupts restores what its record says;
+- PyTorch's own flags are set too, so `torch.is_autocast_enabled` and `torch.get_autocast_dtype` tell the truth.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Generator
+from operator import call
+from typing import Any, Final, NoReturn
+
+import torch
+
+from precast import _torch
+from precast._internal.version import __version__
+from precast.autocast_mode.arguments import (
+    ACCEPTED,
+    REQUIRED,
+    check_device_type,
+    check_dtype,
+    cuda_is_usable,
+    refuse_dtype_type,
+)
+from precast.autocast_mode.decorator import DecoratorRegion
+from precast.engine import registration
+from precast.engine.thread_state import (
+    Frame,
+    Group,
+    InForce,
+    Record,
+    in_force,
+    installed,
+    regions,
+    write_mark,
+)
+from precast.errors import PrecastWarning, RegionError
+from precast.policy.policy import DEVICE_TYPES, Policy, policy_of
+from precast.weights import held, unversioned_writes
+
+__all__ = ["Regions", "autocast", "current", "disable", "in_graph", "put_in_force", "refuse_export"]
+
+
+class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
+    """A region in which operations run in the precision that a policy gives them.
+
+    Context manager and decorator, with the signature of `torch.autocast`. Thread-local, nestable, re-entrant.
+
+    Args:
+        device_type: the device type of the tensors it is for, as `tensor.device.type` says it: "cuda", "cpu" ...
+        dtype: the lower precision, torch.bfloat16 or torch.float16. None is the surrounding region's or, outside of
+            all, PyTorch's default: float16 on CUDA, bfloat16 on CPU.
+        enabled: whether the policy is applied; False is an island of full precision in a surrounding region.
+        cache_enabled: whether weights are cast once and kept until the outermost region ends. None is as around.
+        policy: a `Policy`, the name of a preset or the path of a policy file. None is the surrounding region's or,
+            outside of all, the one that is installed, or else "default".
+
+    Raises:
+        RegionError: a device type or dtype that cannot be; nothing has changed then.
+        PolicyError: a policy that cannot be read.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 2)
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     linear(torch.ones(3, 4)).dtype
+        torch.bfloat16
+    """
+
+    @_torch.runs_uncompiled
+    def __init__(
+        self,
+        device_type: str = REQUIRED,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: Policy | str | os.PathLike[str] | None = None,
+    ) -> None:
+        if _is_traced():
+            said = (None, policy.fingerprint) if isinstance(policy, Policy) else (policy, None)
+            self._steps = _traced(*_plan(device_type, dtype, enabled, cache_enabled, *said))
+            return
+        if type(device_type) is not str or device_type not in ACCEPTED:
+            check_device_type(device_type)
+        self.device = device_type
+        self.enabled = bool(enabled) and (device_type != "cuda" or cuda_is_usable())
+        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        if self.enabled and (device_type, self.fast_dtype) not in ACCEPTED:
+            check_dtype(self.fast_dtype, device_type)
+        elif type(self.fast_dtype) is not torch.dtype:
+            refuse_dtype_type(self.fast_dtype)
+        self.cache_enabled = cache_enabled
+        self.policy = (
+            policy if policy is None or isinstance(policy, Policy) else Policy.load(policy)
+        )
+
+    @_torch.runs_uncompiled
+    def __enter__(self) -> autocast:
+        if _is_traced():
+            next(self._steps)
+            return self
+        if held.attached and self.enabled:
+            unversioned_writes.enter_region()
+        device = self.device
+        here = in_force(device).in_force
+        outside = here.frame
+        frame = self._frame(outside)
+        if frame is not None and frame is not outside and not frame.registration.holds:
+            frame = registration.bind(frame.policy, device)
+        if _torch.function_modes():
+            self._write_down(frame)
+        record = Record(
+            self,
+            device,
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(),
+            outside,
+            _torch.optimizes_torchscript(),
+        )
+        try:  # Ctrl-C may come between any two of these: what is restored is what the record says
+            regions.records.append(record)
+            if frame is not None and not frame.is_pytorchs:
+                _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
+            if frame is not outside:
+                put_in_force(here, device, frame)
+            torch.set_autocast_enabled(device, self.enabled)
+            torch.set_autocast_dtype(device, self.fast_dtype)
+            # PyTorch's count is changed and kept in one step that nothing interrupts, by what a trace may listen with.
+            record.nesting.extend(map(call, (torch.autocast_increment_nesting,)))
+            if self.cache_enabled is not None:
+                torch.set_autocast_cache_enabled(self.cache_enabled)
+        except BaseException:
+            _end(record)
+            raise
+        return self
+
+    @_torch.runs_uncompiled
+    def __exit__(self, *exc_info: object) -> None:
+        found: list[Record] = []  # gets the record before anything is changed
+        try:
+            if _is_traced():
+                next(self._steps, None)
+                return
+            if _torch.function_modes():
+                _torch.export_region(None)
+            records = regions.records
+            if records and records[-1].owner is self:
+                found.append(records[-1])
+                _end(records[-1])
+            else:
+                _leave_nesting(_splice_out(self))
+                _warn_out_of_order(self)
+        except RegionError:
+            raise
+        except BaseException:  # Ctrl-C, say: what is done already is not done twice
+            if found:
+                _end(found[0])
+            else:
+                self.__exit__()
+            raise
+
+    def _frame(self, surrounding: Frame | None) -> Frame | None:
+        """The frame to be in force inside; a disabled region has one too: code in it may enable autocast again."""
+        if self.policy is not None:
+            return registration.bind(self.policy, self.device)
+        device = self.device
+        return surrounding or installed(device).frame or registration.default_frame(device)
+
+    def _flags(self) -> tuple[str, torch.dtype, bool]:
+        return self.device, self.fast_dtype, self.enabled
+
+    def _write_down(self, frame: Frame | None) -> None:
+        """Tells an exporter that runs the program of this region, as PyTorch's region does."""
+        if (
+            _torch.export_region((*self._flags(), self.cache_enabled))
+            and frame is not None
+            and frame.meaning is not None
+        ):
+            _torch.export_region(None)
+            refuse_export(frame.policy)
+
+    def anew(self) -> autocast:
+        """The same region as another object: one that existed before cannot enter the graph of a compiled function."""
+        return autocast(
+            self.device, self.fast_dtype, self.enabled, self.cache_enabled, policy=self.policy
+        )
+
+    def __repr__(self) -> str:
+        policy = f", policy={self.policy.name!r}" if self.policy else ""
+        return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self.enabled}{policy})"
+
+
+# What `torch.compile` sees of a region: one of PyTorch's, whose `cache_enabled` says the policy where that is not
+# PyTorch's own. When the graph runs or is traced further, a real region is entered in its place.
+_is_traced = torch.compiler.is_dynamo_compiling
+_in_graphs: Final[dict[str, Policy]] = {}
+"""The policies that graphs name, by fingerprint."""
+
+
+@_torch.traced_as_constant
+def _plan(  # noqa: PLR0917 -- Dynamo hands on what it has
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    policy: str | None,
+    fingerprint: str | None,
+) -> tuple[str, torch.dtype, bool, bool | str | None]:
+    """The arguments for a region of PyTorch's that mean one of ours, where it stands."""
+    asked = policy if fingerprint is None else policy_of(fingerprint)
+    region = autocast(device_type, dtype, enabled, cache_enabled, policy=asked)
+    frame = region._frame(in_force(device_type).in_force.frame)
+    return (*region._flags(), _said(frame, cache_enabled))
+
+
+@_torch.traced_as_constant
+def in_graph(device_type: str) -> tuple[str, torch.dtype, bool, bool | str | None]:
+    """The same for what is in force, for a compiled function to enter it again in its backward."""
+    here = _Captured(device_type)
+    return (*here._flags(), _said(here._captured, here.cache_enabled))
+
+
+def _said(frame: Frame | None, cache_enabled: bool | None) -> bool | str | None:
+    if frame is None or (torch.compiler.is_exporting() and frame.meaning is None):
+        return cache_enabled
+    if torch.compiler.is_exporting():
+        refuse_export(frame.policy)
+    _in_graphs[frame.policy.fingerprint] = frame.policy
+    return f"precast {__version__} {frame.policy.fingerprint} {cache_enabled}"
+
+
+def refuse_export(policy: Policy) -> NoReturn:
+    """Raises the error for a region that an exported program cannot say."""
+    raise RegionError(
+        f"torch.export cannot write down a region with the policy {policy.name!r}: an exported program knows PyTorch's "
+        'own regions alone. Use policy="torch" there, or export without the region, and call the program in one.'
+    )
+
+
+def _traced(
+    device: str, dtype: torch.dtype, enabled: bool, cache: Any
+) -> Generator[None, None, None]:
+    with torch.autocast(device, dtype, enabled, cache):
+        yield
+
+
+def _region_in_graph(device: str, dtype: torch.dtype, enabled: bool, said: str) -> autocast:
+    *_, fingerprint, cache = said.split()
+    cache_enabled = None if cache == "None" else cache == "True"
+    return autocast(device, dtype, enabled, cache_enabled, policy=_in_graphs[fingerprint])
+
+
+_torch.on_graph_region(_region_in_graph)
+
+
+class Regions(DecoratorRegion):
+    """Several regions entered as one; what `current` and `disable` return. Re-entrant, and for any thread."""
+
+    def __init__(self, members: Callable[[], tuple[autocast, ...]]) -> None:
+        self._members = members
+
+    @_torch.never_compiled
+    def __enter__(self) -> Regions:
+        entered: list[tuple[autocast, Record]] = []
+        depth = len(regions.records)
+        try:
+            for region in self._members():
+                region.__enter__()
+                entered.append((region, regions.records[-1]))
+            regions.groups.append((self, entered))
+        except BaseException:  # where one cannot be entered, or Ctrl-C comes, those before it end
+            if regions.groups and regions.groups[-1][1] is entered:
+                regions.groups.pop()
+            for record in reversed(regions.records[depth:]):
+                _end(record)
+            raise
+        return self
+
+    @_torch.never_compiled
+    def __exit__(self, *exc_info: object) -> None:
+        found: list[Group] = []
+        try:
+            _leave_group(self, found)
+        except RegionError:
+            raise
+        except BaseException:
+            _leave_group(self, found)
+            raise
+
+
+@_torch.never_compiled
+def current(device_type: str | None = None) -> Regions:
+    """The precision in force in this thread, to enter elsewhere: in another thread, in a callback, in backward.
+
+    Args:
+        device_type: for this device type alone; None is for all that PyTorch or a region has set here.
+
+    Examples:
+        >>> with autocast("cpu"):
+        ...     here = current()
+        >>> with here:  # perhaps in another thread
+        ...     torch.is_autocast_enabled("cpu")
+        True
+    """
+    devices = _autocast_devices() if device_type is None else (device_type,)
+    captured = tuple(_Captured(device) for device in devices)
+    return Regions(lambda: captured)
+
+
+@_torch.never_compiled
+def disable() -> Regions:
+    """A region in which autocast is off for every device type, without naming one.
+
+    Examples:
+        >>> with autocast("cpu"), disable():
+        ...     torch.is_autocast_enabled("cpu")
+        False
+    """
+    return Regions(lambda: tuple(autocast(device, enabled=False) for device in _autocast_devices()))
+
+
+def _again_in_this_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a checkpoint runs again in backward: in the policy in force here, where PyTorch restores its flags alone."""
+    if not regions.records:
+        return function
+    here = current()
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with here:
+            return function(*args, **kwargs)
+
+    return again
+
+
+_torch.on_checkpoint(_again_in_this_region)
+
+
+def _autocast_devices() -> tuple[str, ...]:
+    """The device types for which this thread has autocast on, or a region of ours."""
+    entered = {record.device_type for record in regions.records}
+    marked = _torch.UNUSED_DEVICE_TYPES  # their flags are not the program's: see `marks`
+    return tuple(
+        d
+        for d in DEVICE_TYPES
+        if d in entered or (d not in marked and torch.is_autocast_enabled(d))
+    )
+
+
+class _Captured(autocast):
+    """A region with the very frame that was in force where it was captured; none where that was PyTorch's own."""
+
+    @_torch.never_compiled
+    def __init__(self, device: str) -> None:
+        check_device_type(device)
+        self.device = device
+        self.enabled = torch.is_autocast_enabled(device)
+        self.fast_dtype = torch.get_autocast_dtype(device)
+        self.cache_enabled = torch.is_autocast_cache_enabled()
+        self._captured = in_force(device).in_force.frame
+        self.policy = None if self._captured is None else self._captured.policy
+
+    def _frame(self, surrounding: Frame | None) -> Frame | None:  # noqa: ARG002
+        return self._captured
+
+
+def _end(record: Record) -> None:
+    """Restores what a record says and takes it off this thread's stack; where that was begun already, the rest."""
+    _restore_device(record)
+    _restore_thread(record)
+    _leave_nesting(record)
+
+
+def _leave_nesting(record: Record) -> None:
+    """Counts one open region less, once for each that was counted, and empties the caches behind the outermost."""
+    if len(record.nesting) == 1:
+        record.nesting.extend(map(call, (torch.autocast_decrement_nesting,)))
+    records = regions.records
+    if records and records[-1] is record:
+        records.pop()
+    if record.nesting[1:] == [0]:
+        torch.clear_autocast_cache()  # which clears ours too
+    elif not records and installed(record.device_type).frame is None:
+        regions.cache.clear()
+
+
+def _splice_out(owner: autocast) -> Record:
+    """Takes `owner`'s latest record out from under others, which then restore what it would have."""
+    records = regions.records
+    index = next((i for i in reversed(range(len(records))) if records[i].owner is owner), None)
+    if index is None:
+        raise _ended_elsewhere(owner)
+    record = records.pop(index)
+    later = records[index:]
+    if later:
+        later[0].cache_enabled = record.cache_enabled
+        later[0].optimizes_torchscript = record.optimizes_torchscript
+    else:
+        _restore_thread(record)
+    above = next((r for r in later if r.device_type == record.device_type), None)
+    if above is None:
+        _restore_device(record)
+    else:
+        above.enabled, above.dtype, above.frame = record.enabled, record.dtype, record.frame
+    return record
+
+
+def _leave_group(owner: Regions, found: list[Group]) -> None:
+    """Leaves what is open of an object's latest entry, the innermost region first, and forgets the entry."""
+    if not found:
+        found.extend([group for group in regions.groups if group[0] is owner][-1:])
+    if not found:
+        raise _ended_elsewhere(owner)
+    for region, record in reversed(found[0][1]):
+        if any(record is known for known in regions.records):
+            region.__exit__(None, None, None)
+    regions.groups[:] = [other for other in regions.groups if other is not found[0]]
+
+
+def _ended_elsewhere(owner: object) -> RegionError:
+    return RegionError(
+        f"{owner!r} ends in a thread that it was not entered in (or was never entered). A region belongs to its "
+        "thread: to take it to another, use `region = precast.current()` and `with region:` there."
+    )
+
+
+def _warn_out_of_order(owner: autocast) -> None:
+    warnings.warn(
+        f"{owner!r} ended while a region entered after it was still open. A suspended generator does that, and its "
+        "region was in force in its caller. Decorate the generator function instead: `@precast.autocast(...)`.",
+        PrecastWarning,
+        stacklevel=3,
+    )
+
+
+def put_in_force(here: InForce, device_type: str, frame: Frame | None) -> None:
+    """Has this thread's operations follow a frame, and says so where compiled functions look."""
+    mark = regions.mark.after(device_type, None if frame is None else frame.meaning)
+    before = regions.written
+    if mark is before:
+        here.frame = frame
+        return
+    regions.written = None  # until it is: an interrupt in between leaves that to whoever restores
+    here.frame = frame
+    write_mark(mark, before)
+
+
+def _restore_device(record: Record) -> None:
+    here = in_force(record.device_type).in_force
+    if here.frame is not record.frame or regions.written is None:
+        put_in_force(here, record.device_type, record.frame)
+    torch.set_autocast_enabled(record.device_type, record.enabled)
+    torch.set_autocast_dtype(record.device_type, record.dtype)
+
+
+def _restore_thread(record: Record) -> None:
+    torch.set_autocast_cache_enabled(record.cache_enabled)
+    _torch.optimize_torchscript(record.optimizes_torchscript)

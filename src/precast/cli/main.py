@@ -1,0 +1,264 @@
+"""The command line: parses arguments, calls one function each, prints what it returns.
+
+Invariants: nothing heavy is imported until a command runs, so `--help` and `--version` answer at
+once; results go to stdout and progress to stderr, so `--json` prints one object and nothing else.
+Exit codes: 0 it is done, 1 the job failed, 2 it was asked for wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from precast._internal.missing import missing_requirement
+from precast._internal.version import __version__
+from precast.cli import check_command, run_command
+from precast.errors import PolicyError, PrecastError
+
+if TYPE_CHECKING:
+    from precast.demo.compare import Comparison
+
+__all__ = ["main"]
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class _Commands(click.Group):
+    """Commands whose `PrecastError` is one message on stderr and exit code 1, not a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PolicyError as error:  # asked for wrongly, like a task that there is not
+            raise click.UsageError(str(error)) from error
+        except PrecastError as error:
+            raise click.ClickException(str(error)) from error
+        except ModuleNotFoundError as error:
+            told = missing_requirement(f"precast {ctx.invoked_subcommand}", error)
+            if told is None:
+                raise
+            raise click.ClickException(str(told)) from error
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except BaseException as ended:
+            endings = sys.modules.get("precast.cli.run.endings")  # not there: nothing was run
+            if endings is None or not isinstance(ended, endings.Interrupted):
+                raise
+            # Click would make exit code 1 of it. Python ends by the signal; what it would print was printed.
+            sys.excepthook = lambda *_: None
+            raise KeyboardInterrupt from None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="precast")
+def main() -> None:
+    """A replacement for torch.amp whose precision table you can edit."""
+
+
+for _command in (
+    check_command.check,
+    check_command.fix,
+    check_command.rule,
+    run_command.run,
+    run_command.report,
+):
+    main.add_command(_command)
+
+
+@main.command(short_help="Train in float32 and in mixed precision, and compare.")
+@click.argument(
+    "task", type=click.Choice(["checkerboard", "digits"]), default="checkerboard", required=False
+)
+@click.option("--size", type=int, help="Pixels along a side (checkerboard), or images in a batch.")
+@click.option("--steps", type=int, help="How many steps each of the two runs trains.")
+@click.option("--device", help="cpu, cuda or cuda:1.  [default: cuda if there is one]")
+@click.option("--dtype", help="bfloat16 or float16.  [default: float16 on cuda, bfloat16 on cpu]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and batches.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("precast-demo"),
+    show_default=True,
+    help="Folder for the picture and the page.",
+)
+@_as_json
+def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
+    """Train a network in float32 and in mixed precision, and compare the two.
+
+    checkerboard (the default) learns an image from its coordinates; digits learns to read
+    handwritten digits. Without --size and --steps it takes about a minute on two CPU cores.
+    """
+    _require_torch()
+    from precast.demo import compare, findings, picture, settings
+
+    picture.require()
+    with _usage_errors():
+        chosen = settings.settings(task, **asked)
+    _make(out)
+    _refuse_to_write_over(out / task)
+    with _progress(f"{task}: float32 and {chosen.dtype}, in turns", chosen.steps) as advance:
+        comparison = compare.compare(chosen, advance)
+    paths = _write(comparison, out)
+    if as_json:
+        _print_json({**findings.as_dict(comparison), **paths})
+    else:
+        _print_comparison(comparison, paths)
+    failure = findings.failure(comparison)
+    if failure is not None:
+        raise click.ClickException(failure)
+
+
+@main.command(short_help="Measure how fast this machine is in each dtype.")
+@_as_json
+def doctor(as_json: bool) -> None:
+    """Measure how fast this machine is in each dtype, and advise which one to use."""
+    _require_torch()
+    from rich.console import Console
+
+    from precast.diagnostics.hardware import doctor as doctor_
+
+    console = Console(stderr=True)
+    with console.status("measuring") as status:
+        found = doctor_.diagnose(lambda what: status.update(f"measuring {what}"))
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        Console().print(doctor_.render(found))
+
+
+@main.command(short_help="Show what a policy does with a model or an operation.")
+@click.argument("operation", required=False)
+@click.option("--model", metavar="MODULE:FACTORY", help="The function that makes the model.")
+@click.option(
+    "--example",
+    metavar="MODULE:NAME",
+    help="An input of the model, or a function that gives one: the model is run on it once.",
+)
+@click.option("--policy", default="default", show_default=True, help="A preset or a policy file.")
+@click.option("--device", help="Device type, for an operation.  [default: cpu and cuda]")
+@click.option("--module", help="Name of the module in which the operation runs.")
+@_as_json
+def explain(
+    *,
+    operation: str | None,
+    model: str | None,
+    example: str | None,
+    policy: str,
+    device: str | None,
+    module: str | None,
+    as_json: bool,
+) -> None:
+    """Show what a policy does with one OPERATION, or with each module of a model.
+
+    For an operation: its rule and the reason, what the presets and PyTorch do on each device, and
+    the result of an example. For a model: the precision of each module, the rule that decides it,
+    and the rules that match nothing. With an --example the model is run on it once, and what each
+    module ran is shown. The example is the model's argument, a tuple of its arguments, or a dict
+    of its keyword arguments.
+    """
+    if (operation is None) == (model is None):
+        raise click.UsageError("Name an operation, as in `precast explain softmax`, or a --model.")
+    if model is not None and (device or module):
+        raise click.UsageError("--device and --module go with an operation, not with --model.")
+    if example is not None and model is None:
+        raise click.UsageError("--example is an input of a model: it goes with --model.")
+    _require_torch()
+    from rich.console import Console
+
+    from precast.diagnostics.explain import model as explain_
+    from precast.diagnostics.explain import operation as operation_
+    from precast.policy.policy import Policy
+
+    chosen = Policy.load(policy)
+    report: explain_.ModelReport | operation_.OperationReport
+    if model is not None:
+        with _usage_errors():
+            made = explain_.load_model(model)
+            examples = () if example is None else (explain_.load_example(example),)
+        report = explain_.explain_model(made, chosen, *examples)
+    else:
+        devices = (device,) if device else ("cpu", "cuda")
+        report = operation_.explain_operation(str(operation), chosen, devices, module)
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        Console().print(report.render())
+
+
+def _require_torch() -> None:
+    """Refuses a PyTorch that is too old, before anything asks more of it."""
+    from precast import _torch  # noqa: F401
+
+
+def _make(folder: Path) -> None:
+    """Makes the folder before there is anything to write, so that no minute of training is lost."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"cannot make the folder {folder}: {error}") from error
+
+
+def _refuse_to_write_over(name: Path) -> None:
+    """Before the training, too."""
+    from precast._internal import atomic_write
+
+    for path in (name.with_suffix(".png"), name.with_suffix(".html")):
+        if atomic_write.is_not_ours(path):
+            raise click.UsageError(
+                f"cannot write {path}: {atomic_write.NOT_OURS}; name another folder with --out"
+            )
+
+
+def _write(comparison: Comparison, folder: Path) -> dict[str, str]:
+    from precast._internal import atomic_write
+    from precast.demo import page, picture
+
+    name = folder / comparison.settings.task
+    paths = {"picture": name.with_suffix(".png"), "page": name.with_suffix(".html")}
+    atomic_write.replace_own(paths["picture"], picture.picture_png(comparison))
+    atomic_write.replace_own(paths["page"], page.page_html(comparison).encode())
+    return {what: str(path) for what, path in paths.items()}
+
+
+def _print_comparison(comparison: Comparison, paths: dict[str, str]) -> None:
+    from rich.console import Console
+
+    from precast.demo.table import render
+
+    Console().print(render(comparison))
+    click.echo()
+    for what, path in paths.items():
+        click.echo(f"{what:<8} {path}")
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    import json
+
+    click.echo(json.dumps(value, indent=2))
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+@contextmanager
+def _progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr, if that is a terminal; yields what advances it by one step."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=steps)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,178 @@
+"""Looks on while PyTorch's gradient scalers work: what their steps did, and where no lower scale would help.
+
+Invariants: the scalers stay PyTorch's and do what they do alone; a step decided on the device is not waited for.
+A `precast.GradScaler`, which a program names itself, tells of its steps without this.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from precast import _torch
+from precast._internal.events import StepEvent, Verdict
+from precast.grad_scaler.findings import Findings, noted
+from precast.grad_scaler.ledger import Ledger
+from precast.grad_scaler.settings import DEFAULT_LIMITS, Limits
+from precast.grad_scaler.verdicts import verdict_of
+
+__all__ = ["Scalers"]
+
+_MOST_LOSSES: Final = 1024  # of one iteration that are remembered
+_KEPT: Final = 16  # steps
+
+
+@dataclass(eq=False)
+class _Seen:
+    """What was seen of one scaler."""
+
+    limits: Limits
+    """Those that a `precast.GradScaler` with the same first scale has; this one keeps to none."""
+    iterations: int = 0
+    losses: tuple[Tensor, ...] = ()
+    steps: list[tuple[StepEvent, Tensor]] = field(default_factory=list)
+    """Those of this iteration, and their verdicts."""
+    ledger: Ledger = field(kw_only=True)
+
+
+class Scalers:
+    """Looks on from `start` until `stop`.
+
+    Args:
+        stepped: called with an optimizer and what a scaler's step on it did.
+        judged: called with each verdict that a `precast.GradScaler` in its place would have raised.
+    """
+
+    def __init__(
+        self, stepped: Callable[[Optimizer, StepEvent], None], judged: Callable[[Verdict], None]
+    ) -> None:
+        self._stepped = stepped
+        self._judged = judged
+        self._seen = WeakIdKeyDictionary()
+        self._stop: list[Callable[[], None]] = []
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._stop = [
+            _around("scale", self._scale),
+            _around("step", self._step),
+            _around("update", self._update),
+        ]
+
+    def stop(self) -> None:
+        """Looks no more; verdicts that are on their way are waited for."""
+        while self._stop:
+            self._stop.pop()()
+        for seen in self._seen.values():
+            self._judge(seen, wait=True)
+
+    def _scale(self, scaler: Any, run: Callable[[], Any], outputs: Any, *_: Any) -> Any:
+        seen = self._of(scaler)  # before it has begun, when its scale is a number of Python's
+        if not _torch.is_functorch_active():
+            with _torch.undispatched():
+                new = (noted(each) for each in _tensors(outputs) if each.is_floating_point())
+                seen.losses = (*seen.losses, *new)[:_MOST_LOSSES]
+        return run()
+
+    def _step(self, scaler: Any, run: Callable[[], Any], optimizer: Optimizer, *_: Any) -> Any:
+        begun = time.perf_counter()
+        result = run()
+        seconds = time.perf_counter() - begun
+        found = _torch.verdicts_of(scaler, optimizer)
+        scale = _torch.scale_of(scaler)
+        if found and scale is not None and not _torch.is_captured(scale):
+            with _torch.undispatched():
+                self._tell(self._of(scaler), optimizer, found, scale, seconds)
+        return result
+
+    def _tell(
+        self,
+        seen: _Seen,
+        optimizer: Optimizer,
+        found: list[Tensor],
+        scale: Tensor,
+        seconds: float,
+    ) -> None:
+        verdict = sum((each.to(scale.device) for each in found), torch.zeros_like(scale))
+        # Where the optimizer decides, nobody has waited for the device yet; elsewhere the scaler has, just now.
+        skipped = verdict if _torch.handles_scaling(optimizer) else bool(verdict)
+        findings = Findings(optimizer, seen.losses)
+        if skipped is True:
+            findings.look()  # while the gradients are there
+        number = len(seen.steps)
+        event = StepEvent(number, seen.iterations, scale, skipped, seconds, findings)
+        seen.steps.append((event, verdict))
+        seen.ledger.write(optimizer, event)
+        self._stepped(optimizer, event)
+
+    def _update(self, scaler: Any, run: Callable[[], Any], *_: Any) -> Any:
+        seen = self._of(scaler)
+        if seen.steps:
+            with _torch.undispatched():
+                self._end(seen, int(scaler.get_growth_interval()))
+        result = run()
+        seen.losses, seen.steps = (), []
+        seen.iterations += 1
+        return result
+
+    def _end(self, seen: _Seen, interval: int) -> None:
+        """Writes the iteration down and judges it."""
+        decided = [event.skipped for event, _ in seen.steps]
+        verdicts = [verdict for _, verdict in seen.steps]
+        known = all(isinstance(each, bool) for each in decided)
+        skipped = any(decided) if known else functools.reduce(torch.add, verdicts)
+        scale = seen.steps[0][0].scale
+        seen.ledger.end_iteration(seen.iterations, scale, skipped, interval)
+        self._judge(seen, wait=False)
+
+    def _judge(self, seen: _Seen, wait: bool) -> None:
+        for iteration in seen.ledger.closed(wait):
+            verdict = verdict_of(iteration, seen.ledger, seen.limits)
+            if verdict is not None:
+                self._judged(verdict)
+
+    def _of(self, scaler: Any) -> _Seen:
+        if scaler not in self._seen:
+            floor = min(DEFAULT_LIMITS.min_scale, float(scaler.get_scale()))
+            limits = replace(DEFAULT_LIMITS, min_scale=floor)
+            self._seen[scaler] = _Seen(limits, ledger=Ledger(_KEPT, floor=floor))
+        seen: _Seen = self._seen[scaler]
+        return seen
+
+
+def _around(name: str, act: Callable[..., Any]) -> Callable[[], None]:
+    """Has ``act(scaler, run, *args)`` make each call of a method of PyTorch's scaler; what ends that is returned."""
+    kind: Any = torch.amp.GradScaler
+    plain = vars(kind)[name]
+
+    @functools.wraps(plain)
+    def called(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        # The first is a constant where the compiler traces: nothing of this is in a graph.
+        if torch.compiler.is_compiling() or not (_torch.is_real() and scaler.is_enabled()):
+            return plain(scaler, *args, **kwargs)
+        given = args or tuple(kwargs.values())
+        return act(scaler, lambda: plain(scaler, *args, **kwargs), *given)
+
+    def stop() -> None:
+        if vars(kind)[name] is called:  # else somebody replaced it after us, and calls us
+            setattr(kind, name, plain)
+
+    setattr(kind, name, called)
+    return stop
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """The tensors in lists and tuples; what runs only once, as an iterator, is the program's to run."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, list | tuple):
+        for each in outputs:
+            yield from _tensors(each)

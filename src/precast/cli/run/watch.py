@@ -1,0 +1,176 @@
+"""All that is seen of a program, from the moment it has PyTorch to its end.
+
+Invariants: it changes no number that the program computes; what is kept does not grow with the run; a process that is
+forked off is not watched. What is called from outside of all modules, and has parameters, is a model; the largest is
+the one that names are taken from, and the first the one whose numbers are looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from precast import _torch
+from precast._internal.events import StepEvent, Verdict, witnesses
+from precast.cli.run.scalers import Scalers
+from precast.cli.run.steps import Steps
+from precast.cli.run.window import Window
+from precast.diagnostics.numerics.monitoring import Monitor, monitor
+from precast.integrations.torch_amp.installation import install_to_observe
+from precast.policy.module_names import names_in
+from precast.policy.policy import Policy
+from precast.policy.shortest_text import whole_file
+
+__all__ = ["Watch"]
+
+_MOST_VERDICTS = 16
+
+
+class Watch:
+    """Puts precast behind the program's regions, and looks on.
+
+    Args:
+        policy: the name of a preset, or the path of a policy file.
+        traced: the first step that is traced in full, and the first that no longer is.
+        health: whether a model's numbers are looked at, too.
+        begins: called when a step begins.
+
+    Raises:
+        PolicyError: the policy cannot be read.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        traced: tuple[int, int],
+        health: bool,
+        begins: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.policy = Policy.load(policy)
+        self.window = Window(*traced, model=self._model)
+        self._begins = begins
+        self.steps = Steps(self._step, self._called)
+        self._scalers = Scalers(_tell, self.judged)
+        self._verdicts: list[dict[str, Any]] = []
+        self._judged_at = -2
+        self._health = health
+        self._monitor: Monitor | None = None
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._largest: tuple[int, weakref.ref[nn.Module]] | None = None
+        self._ends = ExitStack()
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._installed = install_to_observe(self.policy)
+        self.window.start()
+        self._ends.callback(self.window.stop)
+        witnesses.append(self)
+        self._ends.callback(witnesses.remove, self)
+        self.steps.start()
+        self._ends.callback(self.steps.stop)
+        self._scalers.start()
+        self._ends.callback(self._scalers.stop)
+        os.register_at_fork(after_in_child=self.stop)
+
+    def stop(self) -> None:
+        """Ends it; the policy stays in force, for what the program does at its exit."""
+        self._ends.close()
+
+    def devices(self) -> list[str]:
+        """The device types that were computed on."""
+        return ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
+
+    def rules(self) -> dict[str, Any]:
+        """What became of the policy's rules for modules, if it has some: a part of the document."""
+        if not self.policy.modules:
+            return {}
+        rules = self._installed.rules
+        return {"module_rules": {"models": rules.models, "problems": list(rules.problems)}}
+
+    def named_policy(self) -> dict[str, str]:
+        """The policy, as the document has it."""
+        policy = self.policy
+        file = whole_file(policy)
+        return {"name": policy.name, "fingerprint": policy.fingerprint, "file": file}
+
+    def compiles(self) -> bool:
+        """Whether `torch.compile` has compiled something: in it nothing is counted."""
+        return _torch.has_compiled()
+
+    def health(self) -> dict[str, Any] | None:
+        """What the monitor saw, as plain values."""
+        return None if self._monitor is None else self._monitor.as_dict()
+
+    # What a gradient scaler asks and tells (`events.Witness`).
+
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, str]:
+        """``id`` of each of `parameters` that is one of a model's -> its name there."""
+        named: dict[int, str] = {}
+        wanted = list(parameters)
+        with self.steps.mutex.lock:
+            known = sorted(self._known, key=_size)
+        for module in known:  # the largest has the last word
+            named |= names_in(module, wanted)
+        return named
+
+    def first_of_step(self, optimizer: Optimizer) -> None:
+        """The monitor is asked, if there is one."""
+
+    def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:  # noqa: ARG002 -- a witness's
+        """A scaler's step has ended, skipped or not."""
+        self.steps.scaled(event)
+
+    def judged(self, verdict: Verdict) -> None:
+        """No lower scale would have helped a step; of several such steps in a row the first is kept."""
+        step = self.steps.latest
+        if step > self._judged_at + 1 and len(self._verdicts) < _MOST_VERDICTS:
+            self._verdicts.append(_plain(verdict, step))
+        self._judged_at = step
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        """Where no lower scale would have helped, as plain values."""
+        return self._verdicts
+
+    def _model(self) -> nn.Module | None:
+        return None if self._largest is None else self._largest[1]()
+
+    def _step(self, number: int) -> None:
+        self._begins()
+        self.window.begins(number)
+
+    def _called(self, module: nn.Module) -> None:
+        if module in self._known or _torch.is_tracing():  # there, to ask for a size is an operation
+            return
+        self._known.add(module)
+        size = _size(module)
+        if size and (self._largest is None or self._model() is None or size > self._largest[0]):
+            self._largest = size, weakref.ref(module)
+        if size and self._health and self._monitor is None:
+            self._monitor = monitor(module)
+            self._monitor.numbering.count = lambda: self.steps.number
+            self._ends.callback(self._monitor.detach)
+
+
+def _tell(optimizer: Optimizer, event: StepEvent) -> None:
+    for witness in tuple(witnesses):
+        witness.stepped(optimizer, event)
+
+
+def _plain(verdict: Verdict, step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "reason": verdict.reason,
+        "scale": verdict.scale,
+        "names": list(verdict.names),
+    }
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

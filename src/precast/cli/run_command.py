@@ -1,0 +1,170 @@
+"""The commands `precast run` and `precast report`.
+
+Invariants: torch is imported when the program that is run imports it, and never for `report`.
+Exit codes of `run`: the program's own; where nothing was run 2, asked for wrongly, or 1, an extra is missing.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import click
+
+from precast.errors import MissingExtraError
+
+__all__ = ["report", "run"]
+
+_DEFAULT = Path("precast-report.html")
+
+
+class _Steps(click.ParamType[tuple[int, int]]):
+    """A:B, with A below B."""
+
+    name = "A:B"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        begin, colon, end = str(value).partition(":")
+        if not (colon and begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
+            self.fail(
+                f"{value!r} are no steps; write the first and the one after the last, counted from 0, as in 2:5",
+                param,
+                ctx,
+            )
+        return int(begin), int(end)
+
+
+@click.command(
+    short_help="Run a script as it is, and write a report.",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.argument("program", metavar="SCRIPT", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
+)
+@click.option("--policy", default="torch", show_default=True, help="A preset or a policy file.")
+@click.option(
+    "--report",
+    "page",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help=f"Write the report here.  [default: {_DEFAULT}]",
+)
+@click.option(
+    "--json",
+    "as_json",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the data of the report, too.",
+)
+@click.option(
+    "--steps",
+    type=_Steps(),
+    default=(2, 5),
+    help="Steps to trace in detail: from A up to B, without B; counted from 0.  [default: 2:5]",
+)
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser at the end.")
+@click.option("--health", is_flag=True, help="Watch for overflow and underflow, too.")
+def run(
+    program: str | None,
+    arguments: tuple[str, ...],
+    *,
+    is_module: bool,
+    policy: str,
+    page: Path | None,
+    as_json: Path | None,
+    steps: tuple[int, int],
+    opens: bool,
+    health: bool,
+) -> None:
+    """Run a training or inference script as it is, and write a report on its precision.
+
+    The script's autocast regions follow the policy. With the policy `torch`, the default, results
+    are those of `python SCRIPT`. Everything after SCRIPT is passed to the script. The exit code is
+    that of the script; at its end, precast prints a summary to stderr.
+    """
+    if program is None:
+        raise click.UsageError("Name a script, as in `precast run train.py`.")
+    from precast.cli.run import runner
+    from precast.cli.run.places import Places, rank_from_environment
+    from precast.cli.run.target import Target
+
+    _refuse_no_policy(policy)
+    if _makes_page(page or (_DEFAULT if opens else None), as_json):
+        page = page or _DEFAULT
+    places = Places(
+        page and page.absolute(), as_json and as_json.absolute(), rank_from_environment()
+    )
+    target = Target(program, is_module, arguments)
+    try:
+        target.check()
+        places.check()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    runner.run(runner.Request(target, places, policy, steps, health, opens))
+
+
+def _refuse_no_policy(policy: str) -> None:
+    """Before anything runs; what is wrong in a file is known when PyTorch is there."""
+    folder = resources.files("precast.policy").joinpath("presets")
+    files = [each.name for each in folder.iterdir() if each.name.endswith(".toml")]
+    presets = sorted(name.removesuffix(".toml") for name in files)
+    if policy not in presets and not Path(policy).exists():
+        raise click.UsageError(
+            f"no policy {policy!r}: neither a preset nor a file. Allowed: {', '.join(presets)}, or the path of a TOML "
+            "file. Nothing was run"
+        )
+
+
+def _makes_page(page: Path | None, as_json: Path | None) -> bool:
+    """Whether there is a page: not where what makes it is missing, and data are all that was asked for."""
+    from precast.diagnostics import report as report_
+
+    try:
+        report_.needed()
+    except MissingExtraError:
+        if page is not None or as_json is None:
+            raise
+        return False
+    return True
+
+
+@click.command(short_help="Make the report of a run from its data.")
+@click.argument(
+    "documents",
+    metavar="FILE...",
+    nargs=-1,
+    type=click.Path(dir_okay=False, path_type=Path),
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=_DEFAULT,
+    show_default=True,
+    help="Write the report here.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the merged data, too.",
+)
+def report(documents: tuple[Path, ...], output: Path, as_json: Path | None) -> None:
+    """Make the report of a run from the files of `precast run --json`, one for each rank."""
+    if not documents:
+        raise click.UsageError("Name the files that `precast run --json` wrote, one for each rank.")
+    from precast.diagnostics import report as report_
+
+    merged = report_.merge([report_.load(path) for path in documents])
+    if as_json is not None:
+        report_.save(merged, as_json)
+    report_.write(merged, output)
+    click.echo(str(output))

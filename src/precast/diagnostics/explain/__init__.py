@@ -1,0 +1,1 @@
+"""What a policy says of one operation, or of each module of a model."""

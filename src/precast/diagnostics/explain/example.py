@@ -1,0 +1,108 @@
+"""`precast explain --model --example`: what each module of a model ran, in one call that is traced.
+
+Invariants: the call leaves the model as it was: no gradients, no state of training, no hooks; and PyTorch's random
+numbers go on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.backends import mha
+
+from precast.attachment.attachment import attach
+from precast.autocast_mode.region import autocast
+from precast.diagnostics.tracing.rows import Row
+from precast.diagnostics.tracing.tracer import trace
+from precast.errors import PrecastError
+from precast.policy.policy import Policy
+
+__all__ = ["Ran", "ran_in"]
+
+Ran = dict[str, dict[str, list[str]]]
+"""Name of a module -> dtype -> the operations of that module whose results had it, those with a rule first."""
+
+
+def ran_in(model: nn.Module, policy: Policy, example: Any) -> Ran:
+    """What each module ran, in one call of the model in evaluation mode, in a region with the policy.
+
+    Args:
+        model: the model; its device is that of its first parameter, or else the CPU.
+        policy: of the region, and of the model's modules.
+        example: the model's arguments as a tuple, its keyword arguments as a dict, or its one argument.
+
+    Raises:
+        PrecastError: the model fails on the example.
+        PolicyError: the policy's module rules cannot be carried out.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    args, kwargs = _arguments(example)
+    with ExitStack() as around:
+        for each in (_evaluating(model), _same_random_numbers(device), _attached(model, policy)):
+            around.enter_context(each)
+        around.enter_context(torch.no_grad())
+        seen = around.enter_context(trace(model))
+        around.enter_context(autocast(device.type, policy=policy))
+        try:
+            model(*args, **kwargs)
+        except Exception as error:
+            raise PrecastError(
+                f"the model failed on the example: {type(error).__name__}: {error}"
+            ) from error
+    return _by_module(seen.rows)
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, without the fused kernels of transformers, which call none of the modules."""
+    training = [module for module in model.modules() if module.training]
+    is_fused = mha.get_fastpath_enabled()
+    model.eval()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(is_fused)
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    devices = [] if device.type in {"cpu", "meta"} else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+
+
+@contextmanager
+def _attached(model: nn.Module, policy: Policy) -> Iterator[None]:
+    with warnings.catch_warnings():  # the report says itself what matches nothing
+        warnings.simplefilter("ignore")
+        attachment = attach(model, policy, hold=False)
+    with attachment:
+        yield
+
+
+def _by_module(rows: list[Row]) -> Ran:
+    found: Ran = {}
+    for row in sorted(
+        rows, key=lambda row: (min(row.output, default=""), row.rule is None, row.op)
+    ):
+        dtype = next((each for each in row.output if "float" in each), None)
+        if row.module is None or dtype is None or not row.inputs:  # made from nothing: no precision
+            continue
+        operations = found.setdefault(row.module, {}).setdefault(dtype, [])
+        if row.op not in operations:
+            operations.append(row.op)
+    return found

@@ -1,0 +1,232 @@
+"""`precast explain OP`: what a policy does with one operation, what others do, and an example that was run.
+
+Invariants: nothing is printed here; what is called PyTorch's rule is that of the policy `torch`, which tests compare
+with PyTorch's own kernels; an example is shown only if it ran just now and gave what stands beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from precast import _torch
+from precast.autocast_mode.region import autocast
+from precast.errors import PolicyError
+from precast.policy.policy import DEVICE_TYPES, Policy, Resolution, Rule
+from precast.policy.rows import canonical, covered_overloads, exact_key, short, split
+
+__all__ = ["OperationReport", "explain_operation"]
+
+_WIDTH: Final = 76  # of a line
+_SHAPES: Final = ((2, 2), (1, 2, 2), (1, 1, 4, 4), (2,), (1, 1, 2, 4, 4))
+
+
+@dataclass(frozen=True)
+class OperationReport:
+    """What a policy says of one operation.
+
+    Attributes:
+        policy: its name.
+        operation: as it was asked for.
+        module: the name of the module that it is in, or None.
+        devices: device type -> overload, or the operation where all do the same -> rule and reason.
+        presets: preset -> device type -> what it says there, as `devices` but rules alone.
+        example: some lines of Python, with `torch` and `precast` imported, and what they print.
+    """
+
+    policy: str
+    operation: str
+    module: str | None
+    devices: dict[str, dict[str, Resolution]]
+    presets: dict[str, dict[str, dict[str, str]]]
+    example: tuple[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "policy": self.policy,
+            "operation": self.operation,
+            "module": self.module,
+            "devices": {
+                device: {name: {"rule": str(r.rule), "reason": r.reason} for name, r in o.items()}
+                for device, o in self.devices.items()
+            },
+            "pytorch": self.presets["torch"],
+            "presets": self.presets,
+            "example": {"code": self.example[0], "prints": self.example[1]},
+        }
+
+    def render(self) -> RenderableType:
+        """The rule and its reason for each device type that was asked for, then how others differ."""
+        inside = "" if self.module is None else f" in {self.module!r}"
+        lines: list[RenderableType] = []
+        for device, overloads in self.devices.items():
+            for name, found in overloads.items():
+                rule = Text(f"{name} on {device}{inside}: ")
+                reason = Padding(Text(found.reason), (0, 0, 0, 2))
+                lines += [rule.append(str(found.rule), "bold"), reason]
+        lines += [Text(), Text("By preset and device")]
+        lines += [Padding(Text(line), (0, 0, 0, 2)) for line in self._by_preset()]
+        code, prints = self.example
+        lines += [Text(), Text("Example")]
+        lines += [Text(f"  {line}") for line in (*code.splitlines(), f"# prints {prints}")]
+        return Group(*lines)
+
+    def _by_preset(self) -> Iterator[str]:
+        pytorchs = self.presets["torch"]
+        yield f"torch (PyTorch's own): {_grouped(pytorchs)}"
+        for name, devices in self.presets.items():
+            if name != "torch":
+                yield f"{name}: {'the same' if devices == pytorchs else _grouped(devices)}"
+
+
+def explain_operation(
+    operation: str, policy: Policy, devices: tuple[str, ...], module: str | None = None
+) -> OperationReport:
+    """What a policy says of one operation, and why.
+
+    Args:
+        operation: as a policy spells it.
+        policy: whose rules are asked for.
+        devices: device types.
+        module: the name of the module that it is in.
+
+    Raises:
+        PolicyError: there is no such operation or device type; the nearest names are in the message.
+    """
+    found = {device: _resolutions(operation, policy, device, module) for device in devices}
+    presets = {name: _rules(operation, Policy.load(name)) for name in _torch_first()}
+    return OperationReport(
+        policy.name, operation, module, found, presets, _example(operation, policy, devices)
+    )
+
+
+def _torch_first() -> list[str]:
+    return sorted(Policy.presets(), key=lambda name: (name != "torch", name))
+
+
+def _resolutions(
+    operation: str, policy: Policy, device: str, module: str | None
+) -> dict[str, Resolution]:
+    """By overload where they differ; else all under the operation's name."""
+    try:
+        return {operation: policy.resolve(operation, device, module)}
+    except PolicyError:
+        key, overload = split(canonical(operation))
+        names = covered_overloads(key)
+        if overload is not None or not names:
+            raise
+    exact = [short(exact_key(key, name)) for name in names]
+    return {name: policy.resolve(name, device, module) for name in exact}
+
+
+def _rules(operation: str, policy: Policy) -> dict[str, dict[str, str]]:
+    """Device types with a rule, those of the policy's tables."""
+    rules = {}
+    for device in DEVICE_TYPES:
+        found = _resolutions(operation, policy, device, None)
+        if any(r.rule is not Rule.KEEP for r in found.values()):
+            rules[device] = {name: str(r.rule) for name, r in found.items()}
+    return rules
+
+
+def _grouped(devices: dict[str, dict[str, str]]) -> str:
+    """`fp32 on cuda, mps; keep elsewhere`."""
+    where: dict[str, list[str]] = {}
+    for device, rules in devices.items():
+        several = len(rules) > 1
+        said = ", ".join(f"{n} {r}" if several else r for n, r in rules.items() if r != "keep")
+        where.setdefault(said, []).append(device)
+    parts = [f"{said} on {', '.join(names)}" for said, names in where.items()]
+    return "; ".join([*parts, "keep elsewhere" if parts else "keep everywhere"])
+
+
+# --- the example ---
+
+
+def _example(operation: str, policy: Policy, devices: tuple[str, ...]) -> tuple[str, str]:
+    """A call of the operation in a region, if one can be made up that runs here; else what PyTorch's rule is."""
+    like = next((d for d in devices if _has_rule(operation, policy, d)), devices[0])
+    name, found = next(iter(_resolutions(operation, policy, like, None).items()))
+    if policy.name in Policy.presets() and found.rule is not Rule.BANNED:
+        chosen = policy if like == "cpu" else policy.retarget("cpu", like=like)
+        for x, call in _calls(name, found.rule):
+            dtype = _ran(x, call, chosen)
+            if dtype is not None:
+                return _program(policy, like, x, call), dtype
+    pytorchs = _resolutions(operation, Policy.load("torch"), like, None)
+    name = next(iter(pytorchs))
+    code = f'policy = precast.Policy.load("torch")\nprint(policy.resolve("{name}", "{like}").rule)'
+    return code, str(pytorchs[name].rule)
+
+
+def _has_rule(operation: str, policy: Policy, device: str) -> bool:
+    found = _resolutions(operation, policy, device, None)
+    return any(r.rule is not Rule.KEEP for r in found.values())
+
+
+def _program(policy: Policy, like: str, x: str, call: str) -> str:
+    lines, named = [f"x = {x}"], "" if policy.name == "default" else f', policy="{policy.name}"'
+    if like != "cpu":
+        loaded = f'precast.Policy.load("{policy.name}")'
+        lines.append(f'policy = {loaded}.retarget("cpu", like="{like}")')
+        named = ", policy=policy"
+    region, call = f'with precast.autocast("cpu"{named}):', f"print({call}.dtype)"
+    short_enough = len(region) + len(call) < _WIDTH
+    return "\n".join([*lines, f"{region} {call}" if short_enough else f"{region}\n    {call}"])
+
+
+def _calls(name: str, rule: Rule) -> Iterator[tuple[str, str]]:
+    """Calls that may work, and their tensor: the public function of that name, else the operator; several shapes."""
+    key, overload = split(canonical(name))
+    schemas = _torch.operator_overloads(key)
+    schema = schemas.get("" if overload in {None, "default"} else str(overload))
+    schema = schema or next(iter(schemas.values()), None)
+    plain = short(key)
+    if schema is None or plain.startswith("_") or plain.endswith("_") or "::" in plain:
+        return
+    arguments = [a for a in schema.arguments if not a.has_default_value() and not a.is_out]
+    dtype = "" if rule in {Rule.LOWER, Rule.PROMOTE} else ", dtype=torch.bfloat16"
+    for function in _spelled(plain):
+        for shape in _SHAPES:
+            given = [_argument(a, shape, rule, i) for i, a in enumerate(arguments)]
+            if None not in given:
+                sizes = ", ".join(map(str, shape))
+                yield f"torch.ones({sizes}{dtype})", f"{function}({', '.join(map(str, given))})"
+
+
+def _spelled(name: str) -> Iterator[str]:
+    for home in ("torch", "torch.nn.functional"):
+        if hasattr(eval(home, {"torch": torch}), name):
+            yield f"{home}.{name}"
+    for home in ("linalg", "fft"):
+        if name.startswith(f"{home}_"):
+            yield f"torch.{home}.{name.removeprefix(f'{home}_')}"
+    yield f"torch.ops.aten.{name}"
+
+
+def _argument(argument: Any, shape: tuple[int, ...], rule: Rule, place: int) -> str | None:
+    """`x` and what else an argument can be; where dtypes are promoted there are two."""
+    other = "x.bfloat16()" if rule is Rule.PROMOTE else "x"
+    values = {"Tensor": other if place else "x", "List[Tensor]": f"[x, {other}]"}
+    values |= {"Optional[Tensor]": values["Tensor"], "List[int]": f"[{shape[-1]}]", "bool": "False"}
+    values |= {"int": "0" if argument.name == "dim" else "1", "number": "1", "float": "1.0"}
+    return values.get(str(argument.type))
+
+
+def _ran(x: str, call: str, policy: Policy) -> str | None:
+    """The dtype that a call gives in a region; None where it fails."""
+    with contextlib.suppress(Exception), warnings.catch_warnings(), autocast("cpu", policy=policy):
+        warnings.simplefilter("ignore")
+        result = eval(call, {"torch": torch, "x": eval(x, {"torch": torch})})
+        if isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()):
+            return str(result.dtype)
+    return None

@@ -1,0 +1,270 @@
+"""`precast doctor`: what this machine can do in each dtype, measured, and the one setting to use.
+
+Invariants: the recommendation is a function of the measured reports alone, and its reason quotes
+the numbers that decided; nothing is printed here, `render` returns what a console prints.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from precast.diagnostics.hardware.machine import DtypeReport, Speed, dtypes_of, measure
+
+__all__ = [
+    "Diagnosis",
+    "Recommendation",
+    "diagnose",
+    "processor",
+    "recommend",
+    "render",
+    "report_as_dict",
+    "times",
+]
+
+_WORTH_IT: Final = 1.1  # a training step must be this much faster for a 16-bit dtype to be advised
+_OVER_BFLOAT16: Final = 1.25  # what float16 must win over bfloat16 to pay for a scaler
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The one setting that follows from the measurements.
+
+    Attributes:
+        device: device type to train on, such as "cuda".
+        dtype: "bfloat16", "float16" or, where neither pays, "float32".
+        scaler: whether training needs a gradient scaler: with float16 only.
+        reason: why, with the numbers.
+        code: the line to write.
+    """
+
+    device: str
+    dtype: str
+    scaler: bool
+    reason: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: its name in PyTorch, and what it is."""
+
+    name: str
+    description: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that doctor found."""
+
+    torch: str
+    python: str
+    devices: tuple[Device, ...]
+    reports: tuple[DtypeReport, ...]
+    recommendation: Recommendation
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON; times in seconds, ratios to float32's speed."""
+        return {
+            "torch": self.torch,
+            "python": self.python,
+            "devices": [asdict(device) for device in self.devices],
+            "dtypes": [report_as_dict(report) for report in self.reports],
+            "recommendation": asdict(self.recommendation),
+        }
+
+
+def report_as_dict(report: DtypeReport) -> dict[str, Any]:
+    """One report as plain values, for JSON."""
+    return {
+        "device": report.device,
+        "dtype": report.dtype,
+        "verdict": report.verdict,
+        "units": list(report.units),
+        "speeds": [{**asdict(speed), "ratio": speed.ratio} for speed in report.speeds],
+    }
+
+
+def diagnose(advance: Callable[[str], None] = lambda _: None) -> Diagnosis:
+    """Measures the CPU and the accelerator, if there is one: about a second for each dtype.
+
+    Args:
+        advance: told what is measured next, such as "bfloat16 on cpu".
+    """
+    reports = []
+    for device in _measured_devices():
+        for dtype in dtypes_of(device):
+            advance(f"{dtype} on {device}")
+            reports.append(measure(device, dtype))
+    return Diagnosis(
+        torch=torch.__version__,
+        python=platform.python_version(),
+        devices=tuple(_devices()),
+        reports=tuple(reports),
+        recommendation=recommend(reports),
+    )
+
+
+def recommend(reports: Sequence[DtypeReport]) -> Recommendation:
+    """The setting for training that follows from `reports`: on the accelerator if one was measured.
+
+    bfloat16 has float32's range and needs no scaler, so float16 has to be clearly faster to be
+    advised; where neither is faster than float32, float32 is.
+    """
+    device = next((r.device for r in reports if r.device != "cpu"), "cpu")
+    speed = {
+        r.dtype: r.training_speed or 0.0
+        for r in reports
+        if r.device == device and r.dtype in {"bfloat16", "float16"}
+    }
+    half, brain = speed.get("float16", 0.0), speed.get("bfloat16", 0.0)
+    dtype = "float16" if half > brain * _OVER_BFLOAT16 else "bfloat16"
+    device_type = torch.device(device).type
+    if speed.get(dtype, 0.0) < _WORTH_IT:
+        return Recommendation(device_type, "float32", False, _why_not(device, speed), "")
+    return Recommendation(
+        device_type,
+        dtype,
+        dtype == "float16",
+        _why(device, dtype, speed),
+        f'with precast.autocast("{device_type}", dtype=torch.{dtype}):',
+    )
+
+
+def render(diagnosis: Diagnosis) -> RenderableType:
+    """What a person reads, in 80 columns."""
+    parts: list[RenderableType] = [_header(diagnosis)]
+    for device in dict.fromkeys(report.device for report in diagnosis.reports):
+        of_device = [report for report in diagnosis.reports if report.device == device]
+        parts += [Text(), _table(device, of_device), *_errors(of_device)]
+    return Group(*parts, Text(), _advice(diagnosis.recommendation))
+
+
+def _measured_devices() -> list[torch.device]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    cpu = torch.device("cpu")
+    return [cpu] if accelerator is None else [cpu, torch.device(accelerator.type, 0)]
+
+
+def processor(device: torch.device) -> str:
+    """What the processor or GPU is called; the type of the device where it has no name."""
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        return str(capabilities.get("cpu_name", capabilities.get("architecture", "CPU")))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _devices() -> list[Device]:
+    vector = torch.backends.cpu.get_cpu_capability()
+    name = processor(torch.device("cpu"))
+    devices = [Device("cpu", f"{name}, {torch.get_num_threads()} threads, {vector}")]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        count = torch.accelerator.device_count()
+        devices += [_accelerator(torch.device(accelerator.type, i)) for i in range(count)]
+    return devices
+
+
+def _accelerator(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(str(device), device.type)
+    properties = torch.cuda.get_device_properties(device)
+    memory = properties.total_memory / 2**30
+    capability = f"compute capability {properties.major}.{properties.minor}"
+    return Device(str(device), f"{properties.name}, {memory:.0f} GiB, {capability}")
+
+
+def _why(device: str, dtype: str, speed: dict[str, float]) -> str:
+    range_of = {
+        "bfloat16": "it has float32's range, so training needs no scaler",
+        "float16": "its range is small, so training needs a gradient scaler",
+    }
+    other = "float16" if dtype == "bfloat16" else "bfloat16"
+    beside = f" ({other}: {times(speed[other])})" if speed.get(other) else ""
+    return (
+        f"on {device} {dtype} computes {times(speed[dtype])} as fast as float32{beside}, over "
+        f"matmul, convolution and its backward; {range_of[dtype]}"
+    )
+
+
+def _why_not(device: str, speed: dict[str, float]) -> str:
+    measured = ", ".join(f"{dtype} {times(ratio)}" for dtype, ratio in speed.items())
+    return (
+        f"on {device} no 16-bit dtype computes faster than float32 ({measured or 'none measured'}); "
+        "mixed precision would save memory, not time"
+    )
+
+
+def _header(diagnosis: Diagnosis) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("torch", f"{diagnosis.torch} (Python {diagnosis.python})")
+    for device in diagnosis.devices:
+        table.add_row(device.name, device.description)
+    return table
+
+
+def _table(device: str, reports: Sequence[DtypeReport]) -> Table:
+    threads = ", one thread" if device == "cpu" else ""
+    table = Table(
+        title=f"{device}: speed beside float32 (higher is faster{threads})",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("dtype", no_wrap=True)
+    table.add_column("computed", no_wrap=True)
+    for speed in reports[0].speeds:
+        name = speed.operation.replace("convolution", "conv")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("units")
+    for report in reports:
+        cells = [_cell(speed) for speed in report.speeds]
+        units = " ".join(report.units) or "-"
+        table.add_row(report.dtype, Text(report.verdict, _STYLE[report.verdict]), *cells, units)
+    return table
+
+
+_STYLE: Final = {
+    "native": "green",
+    "partly native": "yellow",
+    "emulated": "yellow",
+    "unsupported": "red",
+}
+
+
+def _cell(speed: Speed) -> str:
+    return "none" if speed.ratio is None else times(speed.ratio)
+
+
+def times(ratio: float) -> str:
+    """A ratio with as many digits as it is worth: 6.1x, 0.011x."""
+    return f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2g}x"
+
+
+def _errors(reports: Sequence[DtypeReport]) -> list[RenderableType]:
+    """Why a cell says "none": PyTorch's own words."""
+    lines = []
+    for report in reports:
+        errors: dict[str, list[str]] = {}
+        for speed in report.speeds:
+            if speed.error is not None:
+                errors.setdefault(speed.error, []).append(speed.operation)
+        for error, operations in errors.items():
+            lines.append(f"{report.dtype}, {', '.join(operations)}: {error}")
+    return [Text(line, "dim") for line in lines]
+
+
+def _advice(recommendation: Recommendation) -> RenderableType:
+    scaler = "needed" if recommendation.scaler else "not needed"
+    title = f"Use {recommendation.dtype} on {recommendation.device}; gradient scaler {scaler}."
+    code = [Text(f"    {recommendation.code}", "cyan")] if recommendation.code else []
+    return Group(Text(title, "bold"), Text(f"Why: {recommendation.reason}."), *code)

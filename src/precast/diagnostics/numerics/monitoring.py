@@ -1,0 +1,415 @@
+"""monitor: the health of a model's numbers, step by step: what under- and overflows, and where it began.
+
+Invariants:
+- results keep their bits: what is watched is read, never written, and draws no random numbers;
+- nothing waits for the device but in steps that are counted or skipped, where somebody asks, and after `_UNREAD` steps;
+- what is kept is bounded: the counts of `keep` steps, the extremes of the latest ones;
+- one thread at a time is in here;
+- after `detach`, or when the model is gone, nothing is left of it.
+
+A step ends where a forward begins after an optimizer with parameters of the model has stepped, or a scaler has skipped
+its step: so an iteration with several optimizers is one, and so is one that accumulates gradients. As long as no
+gradients were asked for and no optimizer has stepped, each call of the model is a step, beside those of other threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from precast import _torch
+from precast._internal import atomic_write
+from precast._internal.display import Card, Displayed
+from precast._internal.events import (
+    First,
+    HealthEvent,
+    StepEvent,
+    Verdict,
+    emit,
+    observed,
+    witnesses,
+)
+from precast._internal.locks import ForkSafeLock, synchronized
+from precast.diagnostics.numerics.display import card
+from precast.diagnostics.numerics.first import plain
+from precast.diagnostics.numerics.history import History
+from precast.diagnostics.numerics.numbering import Numbering
+from precast.diagnostics.numerics.record import Record
+from precast.diagnostics.numerics.running import Running
+from precast.diagnostics.numerics.samples import Samples, figures
+from precast.diagnostics.numerics.settings import check
+from precast.diagnostics.numerics.waiting import Key
+from precast.diagnostics.numerics.watching import Installed, Optimizers, follow, install, unseen
+from precast.errors import OutputError, PrecastWarning
+from precast.policy.module_names import names_in
+
+__all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
+
+DEFAULT_EVERY: Final = 200
+"""After the first steps. One that is counted may cost two; the others, a few hundredths more (docs/performance.md)."""
+_UNREAD: Final = 256
+
+
+def monitor(
+    model: nn.Module,
+    every: int | None = None,
+    *,
+    scaler: Any = None,
+    ring: str | os.PathLike[str] | None = None,
+    keep: int = 50,
+) -> Monitor:
+    """Watches the numbers of a model: outputs of modules, their gradients, gradients of parameters.
+
+    Args:
+        model: any module; wrappers as `DistributedDataParallel` too.
+        every: in steps 0, `every`, 2 * `every` ... the numbers are counted by exponent; without it in steps 0, 1, 2, 4,
+            8 ... 128, and in every 200th, so that a short run is seen, too. In the others only the extremes of each
+            tensor are taken, on the device, so that what first became infinite or NaN is known in any step.
+        scaler: a `torch.amp.GradScaler`, so that steps that it skips are known. `precast.GradScaler` need not be given.
+        ring: a file that has the latest steps after each step that is counted or skipped: for a process that is killed.
+        keep: how many counted steps are kept; more are thinned out.
+
+    Returns:
+        The monitor, which watches as long as the model lives, or until its `detach`.
+
+    Raises:
+        MonitorError: `model` is no module, `every` or `keep` no number above 0, `scaler` no gradient scaler.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> with monitor(model) as watched:
+        ...     model(torch.ones(3, 4)).sum().backward()
+        ...     watched.end_step()
+        >>> [entry["kind"] for entry in watched.as_dict()["modules"]]
+        ['output', 'gradient', 'parameter', 'parameter']
+        >>> watched.first is None
+        True
+    """
+    check(model, DEFAULT_EVERY if every is None else every, keep, scaler)
+    return Monitor(model, every, scaler, None if ring is None else Path(ring), keep)
+
+
+class _Here(threading.local):
+    """What each thread keeps of the call of the model that it makes."""
+
+    whole: Any = None
+    """The step of the call of the whole model."""
+
+
+class Monitor(Displayed):
+    """What a model's numbers did; made by `monitor`."""
+
+    def __init__(
+        self, model: nn.Module, every: int | None, scaler: Any, ring: Path | None, keep: int
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._every = DEFAULT_EVERY if every is None else every
+        self._early = every is None
+        self._path = ring
+        self._samples = Samples(keep)
+        self._history = History(self._model)
+        self._running: Running | None = None
+        """The step that runs; in inference, a call of the model in another thread has one of its own."""
+        self.numbering = Numbering()
+        self.mutex = ForkSafeLock()
+        self._here = _Here()
+        self._hurried: set[Key] = set()
+        """What may not wait to be looked at."""
+        self._over = False
+        """Whether the step that runs ends where the next forward begins."""
+        self._stepped_by: set[int] = set()
+        """Optimizers that have stepped in the step that runs."""
+        self._trains = False
+        self._is_mine = Optimizers(self._model)
+        self._installed = install(model, self)
+        self._leave_scaler = follow(scaler, self)
+        witnesses.append(self)
+        self._end = weakref.finalize(model, _end, weakref.ref(self), self._installed)
+        self._end.atexit = False
+
+    @property
+    @synchronized
+    def first(self) -> First | None:
+        """Where numbers first became infinite or NaN, of all steps so far; waits for the device."""
+        self._finish_if_over()
+        return self._first_so_far()
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended."""
+        return self.numbering.ended
+
+    @property
+    @synchronized
+    def ring(self) -> list[dict[str, Any]]:
+        """The latest steps, the one that runs among them, as plain data; waits for the device."""
+        self._finish_if_over()
+        return self._ring_so_far()
+
+    @synchronized
+    def as_dict(self) -> dict[str, Any]:
+        """All that was seen, as plain data for JSON: docs/health.md has the shape; waits for the device."""
+        ring = self.ring
+        return {
+            "format": self._history.format(),
+            "every": self._every,
+            "steps": self.steps,
+            "modules": self._samples.as_list(self._history.tensors),
+            "first": plain(self.first),
+            "ring": ring,
+        }
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Writes `as_dict()` as a JSON file, whole or not at all.
+
+        Raises:
+            OutputError: it could not be written.
+        """
+        _write(Path(path), self.as_dict())
+
+    @synchronized
+    def end_step(self) -> None:
+        """Ends the step now, for loops without an optimizer of `torch.optim`."""
+        model = self._model()
+        if self._running is not None and model is not None:
+            self._running.count_parameters(model, None, scaled=False)
+        self._finish(self._running)
+
+    @synchronized
+    def detach(self) -> None:
+        """Stops watching; what was seen stays. A second call does nothing."""
+        self._finish_if_over()
+        self._installed.remove()
+        self._leave_scaler()
+        if self in witnesses:
+            witnesses.remove(self)
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.detach()
+
+    @synchronized
+    def _card(self) -> Card:
+        return card(self.steps, self._samples, self.first)
+
+    # What hooks on modules and optimizers tell (`watching.Watcher`).
+
+    @property
+    def running_whole(self) -> Running | None:
+        """The step that runs, while this thread calls the whole model: what its modules give may wait till it ends."""
+        running: Running | None = self._here.whole  # another thread may have ended the step
+        return None if running is None or running.is_over else running
+
+    @synchronized
+    def begins(self) -> None:
+        """The whole model is called."""
+        self._here.whole = None if _torch.in_backward() else self._running_now(whole=True)
+
+    @synchronized
+    def ends(self) -> None:
+        """It has ended, well or not."""
+        running, self._here.whole = self.running_whole, None
+        if running is None:
+            return
+        if not self._trains:
+            self.numbering.ask(running)
+        running.look()
+        if not self._trains:
+            self._finish(running)
+        elif running is self._running and not running.record.calls:  # it failed at once
+            running.is_over, self._running, self.numbering.begun = True, None, self.steps
+
+    @synchronized
+    def saw_given(self, name: str, args: Any, kwargs: Any) -> None:
+        """A module begins that is called by itself."""
+        if not _torch.in_backward() and (running := self._running_now()) is not None:
+            running.given(name, args, kwargs, now=True)
+
+    @synchronized
+    def saw_call(self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A module has ended that was called by itself, or by a checkpoint in backward."""
+        if not _torch.in_backward():
+            running = self._running_now()
+            if running is not None:
+                running.called(key, module, args, kwargs, output, now=True)
+        elif self._running is not None:
+            self._running.called_again(key[1], output)
+
+    @synchronized
+    def steps_now(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: its gradients are there."""
+        if self._is_mine(optimizer):
+            if id(optimizer) in self._stepped_by:  # no forward was seen between: it is compiled
+                self._finish(self._running)
+            self.numbering.ask(self._open())
+            self._open().look()  # while the gradients are in the processor's caches
+            scaled = getattr(optimizer, "grad_scale", None) is not None
+            self._count_parameters(optimizer, scaled=scaled)
+
+    @synchronized
+    def has_stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: the step is over when the next forward begins."""
+        if self._is_mine(optimizer):
+            self._over = self._trains = True
+            self._stepped_by.add(id(optimizer))
+
+    # What a gradient scaler asks and tells (`events.Witness`).
+
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, str]:
+        """``id`` of each of `parameters` that is the model's -> its name there."""
+        model = self._model()
+        return {} if model is None else names_in(model, parameters)
+
+    @synchronized
+    def first_of_step(self, optimizer: Optimizer) -> First | None:
+        """Where the step of `optimizer`, which is skipped, went wrong; waits for the device."""
+        return unseen(self._first_of, optimizer)
+
+    @synchronized
+    def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
+        """A scaler's step has ended, skipped or not."""
+        if self._running is None or not self._is_mine(optimizer):
+            return
+        record = self._running.record
+        self.numbering.tell(record, event.step)
+        record.scale = event.scale
+        if record.skipped is not True:
+            record.skipped = event.skipped
+        self._over = True
+        if event.skipped is True:
+            record.names = event.names
+            self._keep_ring()
+
+    def judged(self, verdict: Verdict) -> None:
+        """What no lower scale mends is the scaler's to say."""
+
+    @synchronized
+    def updated(self, scale: Any) -> None:
+        """A scaler of PyTorch's ends its iteration: where no optimizer has stepped, the step was skipped."""
+        if self._running is not None:
+            self._running.record.scale = scale
+            self._running.record.skipped = not self._stepped_by
+            self._over = True
+
+    # From here on the names are ours alone.
+
+    def _running_now(self, *, whole: bool = False) -> Running | None:
+        """The step that a call belongs to, of the whole model or of a part; None where it is not looked at."""
+        model, learns = self._model(), torch.is_grad_enabled()
+        if model is None or (self._trains and not learns and not model.training):
+            return None
+        if learns and not self._trains:
+            self._begin_training()
+        self._finish_if_over()
+        running = self._open()
+        is_anothers = whole and not self._trains and not running.is_called_here()
+        return self._new() if is_anothers else running
+
+    def _open(self) -> Running:
+        self._running = self._running or self._new()
+        return self._running
+
+    def _new(self) -> Running:
+        number = self.numbering.new()
+        record = Record(number, time.perf_counter(), {} if self._is_counted(number) else None)
+        return Running(record, self._hurried, self.mutex)
+
+    def _is_counted(self, number: int) -> bool:
+        is_early = self._early and number < self._every and number & (number - 1) == 0
+        return is_early or number % self._every == 0
+
+    def _first_so_far(self) -> First | None:
+        return self._history.first_or(None if self._running is None else self._running.record.first)
+
+    def _ring_so_far(self) -> list[dict[str, Any]]:
+        running = self._running
+        if running is not None:
+            self.numbering.fix(running.record)
+        return self._history.entries(None if running is None else running.so_far())
+
+    def _finish_if_over(self) -> None:
+        if self._over:
+            self._finish(self._running)
+
+    def _first_of(self, optimizer: Optimizer) -> First | None:
+        running = self._running
+        if running is None or not self._is_mine(optimizer):
+            return None
+        self.numbering.ask(running)
+        self._count_parameters(optimizer, scaled=False)
+        record = running.record
+        if record.first is None:
+            self._history.read()  # what is usual in good steps
+            record.first = self._history.first_in(running.so_far(), optimizer)
+        return record.first
+
+    def _begin_training(self) -> None:
+        """What a trial before training did is dropped, and steps are counted from 0."""
+        self._trains = True
+        self._running, self._over = None, False
+        self.numbering.restart()
+        self._samples.clear()
+        self._history = History(self._model)
+
+    def _finish(self, running: Running | None) -> None:
+        self._over = False
+        self._stepped_by.clear()
+        if running is None:
+            return
+        if running is self._running:
+            self._running = None
+        self.numbering.end(running.record)
+        self._history.add(running.end())
+        if running.record.tallies is not None:
+            self._count(running.record)
+            self._history.read()
+            self._keep_ring()
+        elif self._history.unread >= _UNREAD:
+            self._history.read()
+
+    def _count(self, record: Record) -> None:
+        """Reads the counts of a step that is over."""
+        counts = record.counts()
+        self._samples.add(record.number, counts)
+        if observed():
+            rows = ({"kind": k, "name": n, **figures(c)} for (k, n), c in counts.items())
+            emit(HealthEvent(record.number, tuple(rows)))
+
+    def _count_parameters(self, optimizer: Optimizer, *, scaled: bool) -> None:
+        model = self._model()
+        if self._running is not None and model is not None:
+            self._running.count_parameters(model, optimizer, scaled=scaled)
+
+    def _keep_ring(self) -> None:
+        if self._path is None:
+            return
+        ring = {"first": plain(self._first_so_far()), "ring": self._ring_so_far()}
+        try:
+            _write(self._path, ring)
+        except OutputError as error:  # it is tried again; no reason to end a training
+            warnings.warn(f"monitor(ring=...): {error}", PrecastWarning, stacklevel=2)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    atomic_write.replace(path, json.dumps(value, allow_nan=False).encode())
+
+
+def _end(monitor: weakref.ref[Monitor], installed: Installed) -> None:
+    """The model is gone."""
+    installed.remove()
+    there = monitor()
+    if there is not None:
+        there.detach()

@@ -1,0 +1,234 @@
+"""The step that runs: takes calls of modules, gradients and parameters, and notes what they say.
+
+Invariants: as of a record; what a checkpoint runs again in backward is noted once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from precast import _torch
+from precast._internal.locks import ForkSafeLock
+from precast.diagnostics.numerics.lost import Lost, Operation, operation
+from precast.diagnostics.numerics.record import Record, Step, tensors_in
+from precast.diagnostics.numerics.tally import memory_of
+from precast.diagnostics.numerics.waiting import Key, Waiting
+from precast.diagnostics.numerics.watching import may_write
+from precast.policy.module_names import named_parameters
+
+__all__ = ["Running"]
+
+
+_Call = tuple[str, nn.Module, Any, Any, Any, bool]
+"""A module that has ended: its name, it, arguments, keyword arguments, output, and whether a graph was made."""
+
+
+class _Made(NamedTuple):
+    """What a gradient is of."""
+
+    name: str
+    place: int | None = None
+    """Of the output in the record, if it is there."""
+    known: Operation | None = None
+    """What made it, in a step that is counted."""
+    before: int | None = None
+    """The place of what it was made from, if that is one tensor."""
+    call: int = 1
+    """Which call of the module in the step it was."""
+
+
+class Running:
+    """A record that is being written.
+
+    Args:
+        record: of this step.
+        hurried: what may not wait to be looked at, of all steps; added to.
+        mutex: held by the thread that is in here.
+    """
+
+    def __init__(self, record: Record, hurried: set[Key], mutex: ForkSafeLock) -> None:
+        self.record = record
+        self._lost = Lost()
+        self._waiting = Waiting(hurried, counts=record.tallies is not None)
+        self._mutex = mutex
+        self._thread: int | None = None
+        self.is_over = False
+
+    def is_called_here(self) -> bool:
+        """Whether the call of the whole model that this step is can be this thread's; from now on it is."""
+        if self._thread is None:
+            self._thread = threading.get_ident()
+        return self._thread == threading.get_ident()
+
+    def called(
+        self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any, *, now: bool = False
+    ) -> None:
+        """A module has ended: notes its inputs and outputs, and waits for their gradients.
+
+        Args:
+            key: "output", and the name of the module.
+            module: this.
+            args: what it was given.
+            kwargs: this, too.
+            output: what it gave.
+            now: whether to look at it at once; else `look` is called before backward begins.
+        """
+        call = key[1], module, args, kwargs, output, torch.is_grad_enabled()
+        if now:
+            self._waiting.look_now(key, (), self._look_at_call, call)
+        elif type(output) is Tensor and len(args) == 1 and type(args[0]) is Tensor and not kwargs:
+            self._waiting.add(key, (args[0], output), self._look_at_call, call)
+        else:
+            tensors = *tensors_in((args, kwargs)), *tensors_in(output)
+            self._waiting.add(key, tensors, self._look_at_call, call)
+
+    def given(self, name: str, args: Any, kwargs: Any, *, now: bool = False) -> None:
+        """A module is about to run that may write what it is given.
+
+        Args:
+            name: of the module.
+            args: what it is given.
+            kwargs: this, too.
+            now: whether to look at it at once.
+        """
+        tensors = tensors_in((args, kwargs) if kwargs else args)
+        if not tensors or all(map(self._waiting.is_latest, tensors)):
+            return
+        take = self._waiting.look_now if now else self._waiting.add
+        take(("input", name), tensors, self._look_at_given, name)
+
+    def look(self) -> None:
+        """Looks at what still waits."""
+        self._waiting.look()
+
+    def called_again(self, name: str, output: Any) -> None:
+        """A checkpoint runs a module again: gradients come only now where it first ran without a graph."""
+        for tensor in tensors_in(output):
+            if not self.record.without_gradient[name]:
+                return
+            self.record.without_gradient[name] -= 1
+            self._follow(tensor, _Made(name))
+
+    def count_parameters(
+        self, model: nn.Module, optimizer: Optimizer | None, *, scaled: bool
+    ) -> None:
+        """Counts the gradients of an optimizer's parameters, once a step; of all where none is given.
+
+        Args:
+            model: whose parameters.
+            optimizer: whose of these.
+            scaled: whether the gradients still have the loss's scale, as those of fused optimizers do.
+        """
+        record = self.record
+        if record.tallies is None:
+            return
+        mine = None
+        if optimizer is not None:
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in named_parameters(model):
+            key = "parameter", name
+            if parameter.grad is None or key in record.tallies:
+                continue
+            memory = memory_of(parameter.grad)
+            if memory is None or (mine is not None and id(parameter) not in mine):
+                continue
+            record.tally(*key).add(memory)
+            record.tally(*key).add_lost(self._lost.of_parameter(parameter, memory))
+            if scaled:
+                record.scaled.add(key)
+
+    def so_far(self) -> Step:
+        """The step as it would be if it ended now."""
+        self.look()
+        return self.record.close(time.perf_counter() - self.record.begun)
+
+    def end(self) -> Step:
+        """The step; what backward still reaches of it is not noted."""
+        self.is_over = True
+        return self.so_far()
+
+    def _look_at_given(self, name: str, tensors: Sequence[Tensor], stale: Set[int]) -> None:
+        """What a module is given is looked at where no module gave it so: then it was made between modules."""
+        number = self.record.calls[name] + 1
+        for tensor in tensors:
+            if id(tensor) in stale:
+                self.record.miss("input", name, tensor)
+            elif self.record.place_of(tensor) is None:
+                self._note_input(name, number, tensor)
+
+    def _look_at_call(self, call: _Call, _tensors: Sequence[Tensor], stale: Set[int]) -> None:
+        record, (name, module, args, kwargs, output, learns) = self.record, call
+        record.calls[name] += 1
+        number = record.calls[name]
+        known = None if record.tallies is None else operation(module, args, kwargs, output)
+        given = tensors_in((args, kwargs) if kwargs else args)
+        inputs = self._inputs(name, number, given, stale, was_given=may_write(module))
+        for tensor in tensors_in(output):
+            if id(tensor) in stale:
+                record.miss("output", name, tensor)
+                continue
+            if record.place_of(tensor) is not None:
+                continue  # another module's, handed on
+            memory = record.note("output", name, tensor, inputs, number)
+            if memory is None:
+                continue
+            if record.tallies is not None:
+                record.tally("output", name).add(memory)
+                record.tally("output", name).add_lost(None if known is None else known.lost(memory))
+            if tensor.requires_grad:
+                before = inputs[0] if len(inputs) == 1 else None
+                self._follow(tensor, _Made(name, len(record.slots) - 1, known, before, number))
+            elif not learns:
+                record.without_gradient[name] += 1
+
+    def _inputs(
+        self, name: str, number: int, given: list[Tensor], stale: Set[int], *, was_given: bool
+    ) -> tuple[int, ...]:
+        """The places of what a module was given; `was_given` where that was looked at before it ran."""
+        places = []
+        for tensor in given:
+            place = self.record.place_of(tensor, unchanged=not was_given)
+            if place is None and id(tensor) not in stale and not was_given:
+                place = self._note_input(name, number, tensor)
+            if place is not None:
+                places.append(place)
+        return tuple(places)
+
+    def _note_input(self, name: str, number: int, tensor: Tensor) -> int | None:
+        """Notes what was made between modules; its place, if it is looked at."""
+        before = self.record.place_of(tensor, unchanged=False)
+        inputs = () if before is None else (before,)
+        memory = self.record.note("input", name, tensor, inputs, number)
+        return None if memory is None else len(self.record.slots) - 1
+
+    def _follow(self, tensor: Tensor, made: _Made) -> None:
+        """Has the gradient of a tensor noted when backward reaches it."""
+        if tensor.grad_fn is None:
+            return  # of a leaf the hook would stay
+        key, add, look = ("gradient", made.name), self._waiting.add, self._look_at_gradient
+        mutex = self._mutex
+
+        def reached(gradient: Tensor | None) -> None:
+            if gradient is None or _torch.is_functorch_active():
+                return
+            with mutex.lock:
+                if not self.is_over:
+                    add(key, (gradient,), look, made)
+
+        _torch.hook_gradient(tensor, reached)
+
+    def _look_at_gradient(self, made: _Made, tensors: Sequence[Tensor], stale: Set[int]) -> None:
+        [gradient] = tensors
+        memory = None if stale else self.record.note("gradient", made.name, gradient, (), made.call)
+        if memory is None or self.record.tallies is None:
+            return
+        tally = self.record.tally("gradient", made.name)
+        tally.add(memory)
+        tally.add_lost(self._lost.back(made.place, made.known, made.before, memory))

@@ -1,0 +1,135 @@
+"""Which operations ran in the code between two modules, as far as steps were traced.
+
+Invariants: made of the document alone. Operations inside modules are left out, as what these gave was watched.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from precast.diagnostics.report.schema import Document, First, Row
+from precast.diagnostics.report.words import joined, plural
+
+__all__ = ["Between", "between", "module_before"]
+
+_MOST_LINES = 4
+_OUTPUT = "the output of `"  # as a monitor begins what stands for a named module's output
+_KEEPS_FINITE = frozenset(
+    {"abs", "amax", "amin", "cat", "chunk", "clone", "copy_", "cos", "detach", "flip", "gather"}
+    | {"index", "index_select", "max", "min", "neg", "permute", "relu", "relu_", "repeat"}
+    | {"_softmax", "gelu", "softmax", "silu"}
+    | {"reshape", "roll", "sigmoid", "sign", "sin", "split", "stack", "tanh", "transpose", "view"}
+)
+"""Operations that give finite numbers wherever they are given finite ones, in every format."""
+
+
+class Between(NamedTuple):
+    """What ran there."""
+
+    rows: list[Row]
+    """In the order in which they were first called, never empty."""
+
+    @property
+    def owners(self) -> list[str | None]:
+        """The modules whose own code it is: "" is the model itself, None the program around."""
+        return list(dict.fromkeys(row["module"] for row in self.rows))
+
+    @property
+    def lines(self) -> str:
+        """The operations with their lines: "`mul.Tensor` and `matmul` at train.py:10 in forward"."""
+        operations: dict[str | None, dict[str, None]] = {}
+        for row in self.rows:
+            operations.setdefault(row["source"], {})[f"`{row['op']}`"] = None
+        said = [
+            joined(names) + (f" at {line}" if line else "") for line, names in operations.items()
+        ]
+        more = len(said) - _MOST_LINES
+        return "; ".join(said[:_MOST_LINES]) + (f"; and {plural(more, 'more line')}" * (more > 0))
+
+    @property
+    def casts(self) -> bool:
+        """Whether the code casts by itself."""
+        return any(row["op"] == "_to_copy" for row in self.rows)
+
+    @property
+    def op(self) -> str | None:
+        """The operation, where there is one only."""
+        return _only({row["op"] for row in self.rows})
+
+    @property
+    def source(self) -> str | None:
+        """The line, where there is one only."""
+        return _only({row["source"] for row in self.rows})
+
+
+def between(document: Document, first: First, dtype: str) -> Between | None:
+    """What gave numbers of a dtype right before the module that `first` names; None where none was traced.
+
+    Args:
+        document: of the run.
+        first: an input of a module, which no module made.
+        dtype: of what could not hold the numbers.
+    """
+    module, before = first["name"], module_before(first)
+    rows = [row for row in _forward(document) if dtype in row["output"]]
+    ends = _ends(document, first, before)
+    if ends is None:
+        found = _nearest(rows, module, before)
+    else:
+        inside = {*_around(module), *(_around(before) if before else ()), None}
+        after, until = ends
+        found = [r for r in rows if r["module"] in inside and after < r.get("order", 0) < until]
+    telling = [row for row in found if row["op"].partition(".")[0] not in _KEEPS_FINITE]
+    return Between(telling or found) if found else None
+
+
+def module_before(first: First) -> str | None:
+    """The module whose output was the last that was finite before; None where there was none with a name."""
+    of = first["inputs"][-1].get("of", "") if first["inputs"] else ""
+    return of.removeprefix(_OUTPUT).rstrip("`") if of.startswith(_OUTPUT) else None
+
+
+def _forward(document: Document) -> list[Row]:
+    """Rows of forward in the order of their first calls."""
+    rows = document["trace"]["rows"] if document["trace"] else []
+    forward = [row for row in rows if row["phase"] == "forward"]
+    return sorted(forward, key=lambda row: row.get("order", 0))
+
+
+def _ends(document: Document, first: First, before: str | None) -> tuple[int, int] | None:
+    """Between which places of the order the code ran.
+
+    None where nobody knows: a module was not traced, or it was a later call of it, while rows tell of the first.
+    """
+    rows = [row for row in _forward(document) if "order" in row]
+    own = [row["order"] for row in rows if _is_in(row["module"], first["name"])]
+    if not own or " in its call " in first["message"]:
+        return None
+    if before is None:
+        return -1, own[0]
+    last = [row["order"] for row in rows if _is_in(row["module"], before)]
+    earlier = [order for order in last if order < own[0]]
+    return (earlier[-1], own[0]) if earlier else None
+
+
+def _nearest(rows: list[Row], module: str, before: str | None) -> list[Row]:
+    """What the innermost module around both computes itself, or the next one further out that does anything."""
+    both = _around(module)
+    if before is not None:
+        both = [name for name in both if name in {before, *_around(before)}]
+    own = ([row for row in rows if row["module"] == name] for name in reversed(both))
+    return next(filter(None, own), [])
+
+
+def _around(module: str) -> list[str]:
+    """The modules that a module is in, the model itself included."""
+    parts = module.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts))]
+
+
+def _is_in(name: str | None, module: str) -> bool:
+    return name is not None and f"{name}.".startswith(f"{module}.")
+
+
+def _only(names: set[str] | set[str | None]) -> str | None:
+    return next(iter(names)) if len(names) == 1 else None

@@ -1,0 +1,253 @@
+"""What the numbers of a run say is wrong, as findings: what overflowed first, and gradients that are too small.
+
+Invariants: made of the document alone; every number is of the document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast.diagnostics.report.between import Between, between, module_before
+from precast.diagnostics.report.schema import Document, Finding, First, HealthModule
+from precast.diagnostics.report.words import joined, share
+
+__all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
+
+_TELLING = 0.01  # a share of gradients below this is left alone
+_IF_NAN = " If it is NaN there too, the format is not the reason: look at what it divides by."
+_OWN_CAST = (
+    " A cast that the program itself makes to float16 by name, as `.half()`, has to go from the code: no policy and "
+    "no region changes it."
+)
+_WIDE = "run the whole program in bfloat16 (`dtype=torch.bfloat16`), which has float32's range"
+_NOTHING: Finding = {
+    "kind": "",
+    "title": "",
+    "cost": {"seconds": None, "bytes": None, "share": None},
+    "suggestion": "",
+    "policy": None,
+    "where": {"module": None, "op": None, "source": None},
+}
+
+
+def numeric_findings(document: Document) -> list[Finding]:
+    """What was not finite first in the run, and which gradients underflow made zero."""
+    first = offender(document)
+    found = [] if first is None else [overflow(document, first)]
+    return [*found, *_underflow(document)]
+
+
+def offender(document: Document) -> First | None:
+    """What went non-finite first in the whole run."""
+    found = [step["first"] for step in document["steps"] if step["first"]]
+    if document["health"] and document["health"]["first"]:
+        found.append(document["health"]["first"])
+    return min(found, key=lambda first: first["step"], default=None)
+
+
+def in_words(first: First) -> str:
+    """The tensor that was not finite: "the output of `decoder.3`"."""
+    name = f"`{first['name']}`" if first["name"] else "the whole model"
+    return {
+        "output": f"the output of {name}",
+        "input": f"an input of {name}",
+        "gradient": f"the gradient of the output of {name}",
+        "parameter": f"the gradient of the parameter {name}",
+    }[first["kind"]]
+
+
+def module_of(what: First | HealthModule) -> str:
+    """The module that a tensor belongs to: "decoder.3" for its output, and for the parameter decoder.3.weight."""
+    return what["name"].rpartition(".")[0] if what["kind"] == "parameter" else what["name"]
+
+
+def overflow(document: Document, first: First) -> Finding:
+    """The finding about the first tensor that was not finite."""
+    module, suggestion, policy = module_of(first), "", None
+    code = _code_before(document, first)
+    if code is None:
+        suggestion, policy = _mend(document, first, module)
+    else:
+        suggestion, policy = _mend_code(document, first, code)
+    return {
+        **_NOTHING,
+        "kind": "overflow" if first["what"] == "inf" else "nan",
+        "title": first["message"],
+        "suggestion": suggestion,
+        "policy": policy,
+        "where": {
+            "module": module,
+            "op": code and code.op,
+            "source": code and code.source,
+        },
+    }
+
+
+def _mend(document: Document, first: First, module: str) -> tuple[str, str | None]:
+    """What to do, and a whole policy file where one does it."""
+    if first["kind"] == "input":
+        return _look_before(document, first), None
+    if first["kind"] in {"gradient", "parameter"} and _is_scaled(document):
+        return (
+            "Leave it if it happens now and then: a growing scale finds its limit by a skipped step. If it happens "
+            'often, let the scaler find the scale, `precast.GradScaler(device, init_scale="auto")`; where the scale is '
+            f"low already, look at {_called(module, 'the model')}."
+        ), None
+    if _format(document, first) not in {"float16", None}:
+        return (
+            f"{_called(module, 'The model')} leaves float32's range, or has no value: look at its inputs, "
+            "at the learning rate, and at what it divides by."
+        ), None
+    if not module:
+        return "Run in bfloat16, which has float32's range.", None
+    suggestion = (
+        f"Run `{module}` in float32, or the whole run in bfloat16, which has float32's range."
+    )
+    suggestion += _IF_NAN if first["what"] == "nan" else ""
+    return suggestion, _file_with(document, module)
+
+
+def _code_before(document: Document, first: First) -> Between | None:
+    """The operations that may have made a module's input infinite or NaN, where steps were traced."""
+    if first["kind"] != "input" or not first["name"]:
+        return None
+    return between(document, first, _format(document, first) or "float16")
+
+
+def _mend_code(document: Document, first: First, code: Between) -> tuple[str, str | None]:
+    """What to do about code between modules, and a whole policy file where one does it."""
+    dtype = _format(document, first) or "float16"
+    ran = f" {_traced(document)}, the code {_place(first)} ran in {dtype}: {code.lines}."
+    if dtype != "float16":
+        return (
+            f"Look at what these lines divide by, and at how large their numbers grow.{ran}",
+            None,
+        )
+    ran += _OWN_CAST if code.casts else ""
+    ran += _IF_NAN if first["what"] == "nan" else ""
+    modules = [name for name in code.owners if name]
+    if len(modules) == len(code.owners):
+        names = joined(f"`{name}`" for name in modules)
+        return f"Run {names} in float32, or {_WIDE}.{ran}", _file_with(document, *modules)
+    # A rule for the model itself would leave nothing in 16 bits, and none is for the code around it.
+    return (
+        f"Compute these lines in float32: put them into `with precast.disable():` and call `.float()` on what they are "
+        f"given; or {_WIDE}.{ran}"
+    ), None
+
+
+def _traced(document: Document) -> str:
+    """The steps that were traced, as the beginning of a sentence."""
+    if document["run"]["traced"] is None:
+        return "In the steps that were traced"
+    first, end = document["run"]["traced"]
+    last = min(end, document["run"]["steps"]) - 1
+    return (
+        f"In steps {first} to {last}, which were traced"
+        if last > first
+        else f"In step {first}, which was traced"
+    )
+
+
+def _look_before(document: Document, first: First) -> str:
+    """What to do where no operation before a module is known."""
+    if not first["name"]:
+        return "Look at the data that the model is given."
+    look = f"Look at the code {_place(first)}"
+    if module_before(first) is None:
+        look += ", and at the data that the model is given"
+    if document["trace"] is None and not document["run"].get("compiled"):
+        step = max(
+            first["step"], 1
+        )  # a trace from the start on has other names: it knows no model yet
+        look += f". Its operations and lines are named where a step is traced, as by `--steps {step}:{step + 1}`"
+    return f"{look}."
+
+
+def _place(first: First) -> str:
+    before, module = module_before(first), first["name"]
+    if before is None:
+        return f"before `{module}`"
+    return f"between {f'two calls of `{module}`' if before == module else f'`{before}` and `{module}`'}"
+
+
+def _called(module: str, otherwise: str) -> str:
+    return f"`{module}`" if module else otherwise
+
+
+def _format(document: Document, first: First) -> str | None:
+    """The dtype of what was not finite first; where that is not known the narrowest of the run, None without any."""
+    health = document["health"]
+    if health is None:
+        return None
+    steps = (step for step in health["ring"] if step.get("step") == first["step"])
+    worst = (one for step in steps for one in step.get("worst", []))
+    wanted = first["kind"], first["name"]
+    return next((w["dtype"] for w in worst if (w["kind"], w["name"]) == wanted), health["format"])
+
+
+def _is_scaled(document: Document) -> bool:
+    return any(step["scale"] is not None for step in document["steps"])
+
+
+def _underflow(document: Document) -> Iterator[Finding]:
+    """Gradients that are zero because the format ends before them, the worst first."""
+    health = document["health"]
+    if health is None:
+        return
+    for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
+        modules = [m for m in health["modules"] if m["kind"] == kind]
+        elements = sum(sum(module["elements"]) for module in modules)
+        gone = sum(map(_underflowed, modules))
+        if not elements or gone / elements < _TELLING:
+            continue
+        worst = max(modules, key=_underflow_share)
+        yield {
+            **_NOTHING,
+            "kind": "underflow",
+            "title": f"{share(gone / elements)} of the gradients of {what} became zero as {health['format']} ends "
+            f"before them; most in `{worst['name']}` ({share(_underflow_share(worst))}).",
+            "suggestion": _enlarge(document),
+            "where": {"module": module_of(worst), "op": None, "source": None},
+        }
+
+
+def _enlarge(document: Document) -> str:
+    if _is_scaled(document):
+        return (
+            "The scale is too low for them: let the scaler find it, "
+            '`precast.GradScaler(device, init_scale="auto")`, or run in bfloat16, which has float32\'s range.'
+        )
+    return (
+        "Scale the loss: `scaler = precast.GradScaler(device)`, then `scaler.scale(loss).backward()`, "
+        "`scaler.step(optimizer)`, `scaler.update()`; or run in bfloat16, which has float32's range."
+    )
+
+
+def _underflow_share(module: HealthModule) -> float:
+    return _underflowed(module) / max(sum(module["elements"]), 1)
+
+
+def _underflowed(module: HealthModule) -> int:
+    """How many zeros underflow made, as far as that is known."""
+    return sum(number or 0 for number in module["underflow_zeros"])
+
+
+def _file_with(document: Document, *modules: str) -> str:
+    """The run's policy as a file, with rules that modules run in float32."""
+    policy = document["run"]["policy"]
+    known = {"default", "lean", "torch"}
+    base = policy["name"] if policy["name"] in known else "torch"
+    text = policy.get("file") or f'base = "{base}"\n'
+    before, _, rules = text.partition("[modules]\n")  # the last table of a file that precast writes
+    same = tuple(
+        f"{key} =" for name in modules for key in (_quoted(name), name)
+    )  # keys may be bare
+    others = [line for line in rules.splitlines() if not line.startswith(same)]
+    added = [f'{_quoted(name)} = "fp32"' for name in modules]
+    return "\n".join([before.rstrip(), "", "[modules]", *others, *added]).strip() + "\n"
+
+
+def _quoted(name: str) -> str:
+    """A name as a key of TOML."""
+    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,216 @@
+"""The report as one HTML file that needs nothing else: no network, no server; light and dark, screen and paper.
+
+Invariants: all text of the user's program is escaped, in HTML by the template and in the data as JSON without `<`, so
+that nothing in it ends a tag; the page's own policy (CSP) forbids every request. The verdict and the findings need no
+script.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from precast._internal import atomic_write, version
+from precast._internal.missing import missing_extra
+from precast.diagnostics.report.document import documents, validate
+from precast.diagnostics.report.evidence import in_16_bits, lost, on_casts, was_traced
+from precast.diagnostics.report.numbers import in_words, offender
+from precast.diagnostics.report.ranks import common_verdict, worst
+from precast.diagnostics.report.remedies import Remedy, cost_words, remedies
+from precast.diagnostics.report.schema import Document, Finding, Merged
+from precast.diagnostics.report.tree import tree
+from precast.diagnostics.report.verdict import verdict
+from precast.diagnostics.report.words import count, duration, plural, share
+
+__all__ = ["html", "needed", "write"]
+
+_SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js", "main.js")
+_SECTIONS = {
+    "verdict": "Verdict",
+    "ranks": "Ranks",
+    "findings": "Findings",
+    "time": "Loss and scale",
+    "modules": "Modules",
+    "operations": "Operations",
+    "exponents": "Exponents",
+    "casts": "Casts",
+}
+
+
+def write(document: Document | Merged | dict[str, Any], path: str | Path) -> None:
+    """Writes the page of a document, of one process or of merged ranks, in one step.
+
+    Raises:
+        ReportError: it is not as the schema says.
+        MissingExtraError: jinja2 or plotly is not installed.
+        OutputError: the file could not be written; what was there still is.
+    """
+    atomic_write.replace_own(Path(path), html(document).encode("utf-8", "replace"))
+
+
+def html(document: Document | Merged | dict[str, Any]) -> str:
+    """The page."""
+    jinja2, plotly = needed()
+    checked = validate(document)
+    every = documents(checked)
+    chosen, overall = worst(every), common_verdict(every)
+    parts = [_part(each) for each in every]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["marked"] = _marked
+    data = {
+        "document": {**checked, "verdict": overall},
+        "chosen": chosen,
+        "parts": [{"tree": _tree(each), "numbers": _numbers(each)} for each in every],
+    }
+    return cast(
+        "str",
+        environment.from_string(_file("page.html.jinja")).render(
+            title=" ".join(every[0]["run"]["command"]) or "a run",
+            verdict=overall,
+            parts=parts,
+            chosen=chosen,
+            sections=[s for s in _SECTIONS.items() if s[0] != "ranks" or len(every) > 1],
+            version=version.__version__,
+            made=checked["made"],
+            style=_safe(_file("style.css")),
+            data=_safe(_json(data)),
+            plotly=_safe(plotly),
+            script=_safe("\n".join(map(_file, _SCRIPTS))),
+        ),
+    )
+
+
+def needed() -> tuple[Any, str]:
+    """The template engine, and the chart library's script.
+
+    Raises:
+        MissingExtraError: one of them is not installed; who is about to compute for hours asks before.
+    """
+    package = "jinja2"
+    try:
+        import jinja2
+
+        package = "plotly"
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise missing_extra("the report's page", package, "report") from error
+    return jinja2, get_plotlyjs()
+
+
+def _file(name: str) -> str:
+    return resources.files("precast.diagnostics.report").joinpath("assets", name).read_text("utf-8")
+
+
+def _safe(text: str) -> Any:
+    """Text that goes into the page as it is: our own, or JSON that `_json` made."""
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+def _json(data: object) -> str:
+    """JSON that nothing in an HTML script element can end."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # all beyond ASCII is escaped
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _marked(text: str) -> Any:
+    """A sentence with what stands between backticks as code, everything escaped."""
+    from markupsafe import Markup, escape
+
+    parts = re.split(r"`([^`]+)`", text)
+    marked = [
+        Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts)
+    ]
+    return Markup().join(marked)
+
+
+# --- what is written without a script ---
+
+
+def _part(document: Document) -> dict[str, Any]:
+    rank = document["run"]["rank"]
+    return {
+        "rank": rank,
+        "label": "The process" if rank is None else f"Rank {rank}",
+        "verdict": verdict(document),
+        "facts": _facts(document),
+        "findings": [_card(each) for each in remedies(document) if each.is_telling],
+        "small": _small(document),
+    }
+
+
+def _small(document: Document) -> str:
+    """What is said of findings that have no card."""
+    small = [
+        finding for each in remedies(document) if not each.is_telling for finding in each.findings
+    ]
+    return (
+        f"{plural(len(small), 'finding')} about less than 1% of the traced time left out."
+        if small
+        else ""
+    )
+
+
+def _facts(document: Document) -> list[tuple[str, str]]:
+    run = document["run"]
+    facts = [
+        ("Steps", count(run["steps"])),
+        ("Skipped", count(lost(document))),
+        ("Took", duration(run["seconds"])),
+        (
+            "Ended",
+            run["ended"] if run["code"] in (0, None) else f"{run['ended']}, code {run['code']}",
+        ),
+        ("Policy", run["policy"]["name"]),
+        ("Devices", ", ".join(run["devices"])),
+        ("PyTorch", run["torch"]),
+        ("Python", run["python"]),
+        ("Machine", run["machine"]),
+    ]
+    if was_traced(document):
+        facts[3:3] = [
+            ("In 16 bits", f"{share(in_16_bits(document))} of the traced time"),
+            ("On casts", f"{share(on_casts(document))} of the traced time"),
+        ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _card(remedy: Remedy) -> dict[str, Any]:
+    """One remedy with all findings that it mends."""
+    return {
+        **remedy.worst,
+        "cost": cost_words(remedy.cost),
+        "where": _place(remedy.worst),
+        "others": [finding["title"] for finding in remedy.findings[1:]],
+    }
+
+
+def _place(finding: Finding) -> str:
+    where = finding["where"]
+    return ", ".join(filter(None, (where["module"], where["op"], where["source"])))
+
+
+# --- what the scripts draw beyond the document ---
+
+
+def _tree(document: Document) -> list[dict[str, Any]]:
+    return [node.as_dict() for node in tree(document["trace"])] if document["trace"] else []
+
+
+def _numbers(document: Document) -> dict[str, Any]:
+    """A line of the table of ranks."""
+    first, run, traced = offender(document), document["run"], was_traced(document)
+    return {
+        "rank": run["rank"],
+        "ended": run["ended"],
+        "steps": run["steps"],
+        "skipped": lost(document),
+        "seconds": run["seconds"],
+        "lower": in_16_bits(document) if traced else None,
+        "casting": on_casts(document) if traced else None,
+        "first": f"{in_words(first)} at step {first['step']}" if first else None,
+    }

@@ -1,0 +1,342 @@
+"""The verdict on a process: what precision does for it, what is wrong, and what to do first, in sentences.
+
+Invariants: every number in a sentence is of the document; what was not watched is said, never taken for healthy; wrong
+numbers come before slow operations. Names stand between backticks. For each sentence,
+`tests/diagnostics/test_report_true.py` has a run in which it would be false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast.diagnostics.report.advice import advice
+from precast.diagnostics.report.evidence import (
+    dear_part,
+    elsewhere,
+    is_compiled,
+    is_mixed,
+    lost,
+    nonfinite_losses,
+    of_steps,
+    part_of_casts,
+    ran_lower,
+    rules_ran,
+    was_traced,
+)
+from precast.diagnostics.report.numbers import in_words, module_of, offender
+from precast.diagnostics.report.remedies import (
+    Remedy,
+    all_findings,
+    cost_words,
+    is_numeric,
+    remedies,
+)
+from precast.diagnostics.report.schema import Document, Level, Totals, Verdict
+from precast.diagnostics.report.tree import seconds_by_dtype
+from precast.diagnostics.report.words import (
+    be,
+    count,
+    duration,
+    joined,
+    plural,
+    sentence,
+    share,
+    shortened,
+    size,
+)
+
+__all__ = ["beyond_scale", "rules_without_effect", "verdict"]
+
+_MOST = 3  # sentences of one kind; the page lists the rest
+_BAD = 0.1  # of the steps: with more of them lost or not finite, something is wrong
+
+
+def verdict(document: Document) -> Verdict:
+    """The verdict on the document of one process."""
+    costs = _costly(document)
+    problems = [
+        *_ending(document),
+        *_lost_steps(document),
+        *beyond_scale(document),
+        *rules_without_effect(document),
+        *_losses(document),
+        *_told(document),
+        *_dear_casts(document),
+        *(_cost(each) for each in costs[:_MOST]),
+    ]
+    if len(costs) > _MOST:
+        problems.append(f"{plural(len(costs) - _MOST, 'more finding')} with a cost: see below.")
+    return {
+        "level": _level(document, problems),
+        "headline": _headline(document, problems, costs),
+        "precision": list(_precision(document)),
+        "problems": problems,
+        "first": advice(document, costs),
+        "notes": list(_notes(document)),
+    }
+
+
+def _failed(document: Document) -> bool:
+    run = document["run"]
+    return run["ended"] == "exception" or (run["ended"] == "exit" and run["code"] not in (0, None))
+
+
+def _level(document: Document, problems: list[str]) -> Level:
+    bad = lost(document) + nonfinite_losses(document)
+    if _failed(document) or bad > _BAD * document["run"]["steps"]:
+        return "bad"
+    if problems:
+        return "warning"
+    return "good" if ran_lower(document) == "yes" and document["counts"] else "neutral"
+
+
+# --- what precision does ---
+
+
+def _headline(document: Document, problems: list[str], costs: list[Remedy]) -> str:
+    run = document["run"]
+    if _failed(document):
+        return "The run ended with an error" + (
+            f": {shortened(run['message'])}" if run["message"] else "."
+        )
+    wrong = _wrong_numbers(document)
+    if wrong:
+        return wrong
+    said = _works(document, problems, costs) if is_mixed(document) else _not_mixed(document)
+    if run["ended"] == "interrupted":
+        return f"The run was interrupted. Up to there: {said[0].lower()}{said[1:]}"
+    return said
+
+
+def _wrong_numbers(document: Document) -> str | None:
+    first, skipped = offender(document), lost(document)
+    if skipped:
+        by = f": {in_words(first)} was the first that was not finite" if first else ""
+        return f"{of_steps(document, skipped)} {be(skipped)} lost{by}."
+    if nonfinite_losses(document):
+        return f"{_nonfinite(document)}."
+    if first:
+        said = in_words(first)
+        return f"{said[0].upper()}{said[1:]} was not finite at step {first['step']}, and no step was skipped."
+    if any(each["kind"] == "underflow" for each in all_findings(document)):
+        return "Small gradients are lost: they are too small for the format they are in."
+    return None
+
+
+def _works(document: Document, problems: list[str], costs: list[Remedy]) -> str:
+    """What is said of a run that has mixed precision and no wrong numbers."""
+    dear = dear_part(document)
+    if dear:
+        return f"Mixed precision may not pay for this run: casts took {share(dear)} of the traced time."
+    part = min(1.0, sum(each.cost["share"] or 0 for each in costs))
+    if part:
+        took = f"what the findings name took up to {share(part)} of the traced time"
+        return f"Mixed precision works for this run; {took}."
+    if problems and document["run"]["ended"] != "interrupted":
+        return "Mixed precision works for this run, and there is something to look at."
+    return "Mixed precision works for this run; nothing wrong was found."
+
+
+def _not_mixed(document: Document) -> str:
+    """What is said of a run in which no rule was seen to give 16 bits."""
+    lower = ran_lower(document)
+    if lower == "yes":
+        return "This run computes in 16 bits by its own casts: no watched operation ran by an autocast rule."
+    if rules_ran(document):
+        return _rules_without_16_bits(document, lower)
+    if lower == "unknown" and elsewhere(document):
+        return "This run computed in threads that were not watched: what precision did there is not known."
+    if lower == "unknown":
+        return "What this run computes is compiled by `torch.compile`: what precision does there is not known."
+    return "No mixed precision was seen: no watched operation ran by an autocast rule."
+
+
+def _rules_without_16_bits(document: Document, lower: str) -> str:
+    if lower == "unknown":
+        return "Operations ran by autocast rules, without a cast: in which dtypes was not traced."
+    if rules_ran(document, "lower"):
+        return "Nothing that was traced ran in 16 bits, though autocast had rules for it: see the dtypes below."
+    return "Nothing ran in 16 bits: of the operations that ran in autocast regions, none had the rule `lower`."
+
+
+def _precision(document: Document) -> Iterator[str]:
+    trace = document["trace"]
+    if trace and trace["rows"]:
+        yield _times(document, trace["totals"])
+        if trace["totals"]["casts"] or trace["totals"]["cached"]:
+            yield _casts(trace["totals"])
+        if trace["saved"]:
+            saved = sorted(trace["saved"].items(), key=lambda item: -item[1])
+            parts = [f"{size(number)} in {dtype}" for dtype, number in saved]
+            yield f"Kept for one backward pass, at most: {joined(parts)}."
+        return
+    calls, lower = rules_ran(document), rules_ran(document, "lower")
+    if calls:
+        casts = sum(each["casts"] for each in document["counts"])
+        yield (
+            f"Of {plural(calls, 'call')} of operations with a rule, {share(lower / calls)} had the rule `lower`, "
+            f"16 bits; {plural(casts, 'cast')} {be(casts)} made for all of them."
+        )
+
+
+def _times(document: Document, totals: Totals) -> str:
+    dtypes = seconds_by_dtype(document["trace"]["rows"] if document["trace"] else [])
+    total = sum(dtypes.values()) or 1.0
+    parts = [
+        f"{share(s / total)} {'on integers' if d == 'other' else f'in {d}'}"
+        for d, s in dtypes.items()
+        if s / total >= 0.005
+    ]
+    if not parts:
+        return "No operation that was traced took any time."
+    where = _traced(document, totals["steps"])
+    return f"{where}, operations spent their time, casts apart, like this: {joined(parts)}."
+
+
+def _traced(document: Document, steps: int) -> str:
+    """Which steps were traced: "In 3 steps that were traced"."""
+    traced = document["run"]["traced"]
+    goes_on = traced is not None and traced[1] > document["run"]["steps"]
+    if not steps:
+        return "In what was traced, which is no whole step"
+    said = f"In {plural(steps, 'step')} that {be(steps)} traced"
+    return f"{said}, and in what followed" if goes_on else said
+
+
+def _casts(totals: Totals) -> str:
+    casts, cached = totals["casts"], totals["cached"]
+    return (
+        f"Casts took {share(part_of_casts(totals))} of the traced time ({duration(totals['cast_seconds'])}): "
+        f"{plural(casts, 'cast')} wrote {size(totals['cast_bytes'])}, and "
+        f"{count(cached)} {be(cached)} saved by copies that were kept."
+    )
+
+
+# --- what is wrong ---
+
+
+def _ending(document: Document) -> Iterator[str]:
+    run = document["run"]
+    after = f"after {plural(run['steps'], 'step')} and {duration(run['seconds'])}"
+    if run["ended"] == "exception":
+        yield f"The run ended {after} with this: {sentence(run['message'] or 'an exception')}"
+    elif run["ended"] == "interrupted":
+        yield f"The run was interrupted {after}: this report is about that part of it."
+    elif _failed(document):
+        yield f"The run ended with exit code {run['code']}, {after}."
+
+
+def _lost_steps(document: Document) -> Iterator[str]:
+    skipped, first = lost(document), offender(document)
+    steps = [step["step"] for step in document["steps"] if step["skipped"]]
+    if skipped:
+        part = share(skipped / max(document["run"]["steps"], 1))
+        yield (
+            f"{of_steps(document, skipped)} {be(skipped)} skipped ({part}), as gradients were not finite"
+            + (f"; the first at step {steps[0]}." if steps else ".")
+        )
+    if first:
+        yield sentence(first["message"])
+
+
+_NO_LOWER_SCALE = {
+    "weights": "the parameters themselves held infinity or NaN",
+    "loss": "the loss itself was infinite or NaN before it was scaled, in many skipped steps in a row",
+    "floor": "many steps in a row were skipped at a scale of {scale:.3g}, which falls no further",
+    "skips": "as many steps in a row were skipped as the scaler's max_consecutive_skips allows",
+}
+
+
+def beyond_scale(document: Document) -> Iterator[str]:
+    """The first step at which it was clear that no lower scale helps, and why."""
+    for found in document.get("verdicts", [])[:1]:
+        because = _NO_LOWER_SCALE[found["reason"]].format(scale=found["scale"])
+        yield f"At step {found['step']} no lower scale would have helped: {because}."
+
+
+def rules_without_effect(document: Document) -> Iterator[str]:
+    """The rules for modules that did nothing."""
+    rules = document["run"].get("module_rules")
+    for problem in rules["problems"][:_MOST] if rules else []:
+        yield sentence(problem[0].upper() + problem[1:])
+
+
+def _losses(document: Document) -> Iterator[str]:
+    if nonfinite_losses(document):
+        yield f"{_nonfinite(document)}; these steps were not skipped, and may have written it into the parameters."
+
+
+def _nonfinite(document: Document) -> str:
+    first = document["run"].get("first_nonfinite_loss")
+    said = f"The loss was infinite or NaN in {of_steps(document, nonfinite_losses(document))}"
+    return said if first is None else f"{said}, first in step {first}"
+
+
+def _told(document: Document) -> Iterator[str]:
+    """Findings about numbers, and of unknown cost, that no other sentence here tells."""
+    first = offender(document)
+    untold = [
+        each
+        for each in all_findings(document)
+        if (is_numeric(each) and not (first and each["where"]["module"] == module_of(first)))
+        or (not is_numeric(each) and each["cost"]["share"] is each["cost"]["seconds"] is None)
+    ]
+    yield from (sentence(each["title"]) for each in untold[:_MOST])
+
+
+def _dear_casts(document: Document) -> Iterator[str]:
+    dear = dear_part(document)
+    if dear:
+        yield f"Operations may be too small for 16 bits to pay: casts took {share(dear)} of the traced time."
+
+
+def _costly(document: Document) -> list[Remedy]:
+    """What would mend a cost that is worth a sentence."""
+    return [
+        each
+        for each in remedies(document)
+        if not is_numeric(each.worst) and (each.cost["seconds"] or each.cost["share"])
+        if each.is_telling
+    ]
+
+
+def _cost(remedy: Remedy) -> str:
+    more = len(remedy.findings) - 1
+    also = f", and {plural(more, 'more place')} with the same remedy" if more else ""
+    return f"{sentence(remedy.worst['title'])[:-1]}{also} ({cost_words(remedy.cost)})."
+
+
+# --- what was not seen ---
+
+
+def _notes(document: Document) -> Iterator[str]:
+    trace, steps, run = document["trace"], document["steps"], document["run"]
+    rules = document["run"].get("module_rules")
+    if rules and rules["models"]:
+        acted = [
+            f"{plural(number, 'module')} of `{kind}`" for kind, number in rules["models"].items()
+        ]
+        yield f"The policy's rules for modules acted on {joined(acted)}."
+    if elsewhere(document):
+        yield (
+            f"{of_steps(document, elsewhere(document))} ended in other threads than the one that loaded PyTorch: of "
+            "those no operation was counted or traced."
+        )
+    if is_compiled(document) and not was_traced(document):
+        yield "In functions of `torch.compile` no operation is counted."
+    if not was_traced(document):
+        yield from _untraced(run["steps"] - elsewhere(document))
+    elif trace is not None:
+        yield from (sentence(note) for note in trace.get("notes", []))
+    if document["health"] is None:
+        yield "Numbers were not watched: `--health` shows ranges, underflow and overflow."
+    if steps and len(steps) < run["steps"]:
+        yield f"Of {plural(run['steps'], 'step')} {count(len(steps))} are shown."
+
+
+def _untraced(steps: int) -> Iterator[str]:
+    if steps > 0:
+        which = f"0:{min(steps, 3)}" if steps <= 2 else "2:5"
+        yield f"No operation was traced: `--steps {which}` shows which ran in which dtype, and what casts cost."
+    else:
+        yield "No operation was traced: no step was seen in the thread that loaded PyTorch."

@@ -1,0 +1,155 @@
+"""Where tensors come from: for each storage, what wrote it last and why it has the dtype that it has.
+
+Invariants:
+
+- storages are held weakly, and what is known of one ends with it; a chain is cut when it gets long;
+- views share their storage, and so what is known of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from precast import _torch
+from precast.diagnostics.tracing.rows import Phase, Step
+
+__all__ = ["MOVES", "Lineage", "Link", "Up"]
+
+_LONGEST: Final = 64
+
+MOVES: Final = (
+    {"abs", "amax", "amin", "cat", "clone", "constant_pad_nd", "copy_", "flip", "gather", "index"}
+    | {"index_select", "masked_fill", "max", "min", "neg", "pixel_shuffle", "relu", "relu_"}
+    | {"repeat", "roll", "sort", "stack", "topk", "where", "max_unpool2d", "max_unpool3d"}
+    | {f"max_pool{n}d{end}" for n in (1, 2, 3) for end in ("", "_with_indices")}
+    | {f"{kind}_pad{n}d" for n in (1, 2, 3) for kind in ("reflection", "replication")}
+)
+"""Operations whose results are numbers that they were given, or their negatives: 16 bits hold them as well."""
+
+
+@dataclass(slots=True)
+class Up:
+    """A cast from 16 bits to float32, by a rule or by the program."""
+
+    op: str
+    module: str | None
+    source: str | None
+    rule: str | None
+    dtype: torch.dtype
+    seconds: float
+    bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """What wrote a storage."""
+
+    op: str
+    rule: str | None
+    reason: str
+    module: str | None
+    source: str | None
+    phase: Phase
+    inputs: tuple[str, ...]
+    dtype: torch.dtype
+    parent: Link | None
+    step: int
+    bytes: int
+    up: Up | None = None
+    """The cast that brought these numbers from 16 bits, where 16 bits still hold them."""
+    island: Any = None
+    """The float32 island that they come out of."""
+    depth: int = 0
+
+
+class _Ref(weakref.ref[Any]):
+    __slots__ = ("key",)
+    key: int
+
+
+class Lineage:
+    """What is known of all storages that are alive."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, tuple[_Ref, Link]] = {}
+        links = self._links
+
+        def forget(ref: Any) -> None:
+            known = links.get(ref.key)
+            if known is not None and known[0] is ref:
+                del links[ref.key]
+
+        self._forget = forget
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def of(self, tensor: Tensor) -> Link | None:
+        """What wrote a tensor's storage; None where that was not seen."""
+        storage = _storage(tensor)
+        known = None if storage is None else self._links.get(id(storage))
+        return known[1] if known is not None and known[0]() is storage else None
+
+    def put(self, tensor: Tensor, link: Link) -> None:
+        """Notes what has just written a tensor."""
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        parent = link.parent
+        if parent is not None:
+            link.depth = parent.depth + 1
+            if link.depth >= _LONGEST:
+                _cut(link)
+        known = self._links.get(id(storage))
+        if known is not None and known[0]() is storage:
+            self._links[id(storage)] = known[0], link
+            return
+        ref = _Ref(storage, self._forget)
+        ref.key = id(storage)
+        self._links[ref.key] = ref, link
+
+    def alive(self, step: int) -> Iterator[Link]:
+        """What forward made in a step and is still there."""
+        for _, link in list(self._links.values()):
+            if link.step == step and link.phase == "forward":
+                yield link
+
+
+def chain(link: Link | None) -> list[Step]:
+    """The steps back to the one that decided a dtype, the latest first."""
+    steps: list[Step] = []
+    while link is not None:
+        dtype = str(link.dtype).removeprefix("torch.")
+        steps.append(
+            Step(
+                link.op, link.module, link.source, list(link.inputs), dtype, link.rule, link.reason
+            )
+        )
+        link = link.parent
+    return steps
+
+
+def _cut(link: Link) -> None:
+    """Halves a chain."""
+    at: Link | None = link
+    for depth in range(_LONGEST // 2, 0, -1):
+        if at is None:
+            return
+        at.depth = depth
+        at = at.parent
+    if at is not None:
+        at.parent, at.depth = None, 0
+
+
+def _storage(tensor: Tensor) -> Any:
+    if not _torch.is_plain(type(tensor)) or tensor.layout is not torch.strided:
+        return None
+    if _torch.is_functorch_wrapper(tensor):  # it stands for another
+        return None
+    return tensor.untyped_storage()

@@ -1,0 +1,94 @@
+"""The dispatch mode of a full trace: tells a recorder of every operation, and of the casts inside operations.
+
+Invariants: each operation computes what it computes without the mode, to the bit and in dtype. So one that calls others
+where autocast reaches them, as all do in inference mode, is called with the mode and autocast on.
+"""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from precast import _torch
+from precast.diagnostics.tracing.operators import Kind, kind_of
+from precast.diagnostics.tracing.recorder import Recorder
+
+__all__ = ["Mode"]
+
+
+class _Here(threading.local):
+    """What this thread is in: an operation whose own operations are looked at."""
+
+    casts: list[tuple[Tensor, Tensor, float]] | None = None
+    depth: int = 0
+    """How many rules were being carried out around it."""
+
+
+class Mode(_torch.ObservingMode):
+    """Tells a recorder of what runs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._here = _Here()
+
+    @_torch.runs_uncompiled
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = args, kwargs or {}
+        if _torch.writes_graph():
+            return func(*args, **call[1])
+        kind = kind_of(func)
+        tensors = _tensors_in((*args, *call[1].values()))
+        if kind.is_composite and tensors and _can_open(kind, args, tensors):
+            return _torch.call_open(self, func, tensors, call, self._recorder.casting_here())
+        start = perf_counter()
+        try:
+            out, inside = self._run(kind, func, tensors, call)
+        except Exception as error:
+            self._recorder.failed(func, *call, error)
+            raise
+        seconds = perf_counter() - start
+        here = self._here
+        if here.casts is not None and self._recorder.depth == here.depth:
+            here.casts += [*inside, *((*pair, seconds) for pair in kind.casts(args, out))]
+        else:
+            self._recorder.saw(func, *call, out, seconds, inside=inside)
+        return out
+
+    def _run(self, kind: Kind, func: Any, tensors: list[Tensor], call: Any) -> tuple[Any, Any]:
+        """Its result, and the casts inside it."""
+        if not (kind.casts_inside(tensors, call) and _can_open(kind, call[0], tensors)):
+            return func(*call[0], **call[1]), ()
+        here, recorder = self._here, self._recorder
+        before = here.casts, here.depth
+        here.casts, here.depth = [], recorder.depth
+        try:
+            out = _torch.call_open(self, func, tensors, call, recorder.casting_here())
+            return out, here.casts
+        finally:
+            here.casts, here.depth = before
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    found = [value for value in values if isinstance(value, Tensor)]
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += (item for item in value if isinstance(item, Tensor))
+    return found
+
+
+def _can_open(kind: Kind, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+    """Whether an operation can be called so that what it calls is seen: another mode around would not be told of it."""
+    return not _torch.dispatch_modes() and all(map(_is_usual, tensors)) and kind.can_open(args)
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    return (
+        _torch.is_plain(type(tensor))
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and not _torch.is_functorch_wrapper(tensor)
+    )

@@ -1,0 +1,38 @@
+"""Keeps apart on disk what `torch.compile` makes under different policies: the compiler's cache knows none.
+
+Invariants:
+
+- the key says which policies are in force in the thread that compiles, or installed. (A graph with a region inside
+  names its policy itself; one with a region outside does not.)
+- where no policy but PyTorch's has been in force, the key is what it is without precast;
+- a tag of the user's own stays part of the key.
+"""
+
+from __future__ import annotations
+
+from precast import _torch
+from precast._internal.version import __version__
+from precast.engine.thread_state import installed, regions
+from precast.policy.policy import DEVICE_TYPES
+
+__all__ = ["put_on", "take_off"]
+
+
+def put_on() -> None:
+    """From now on keys say the policies."""
+    _torch.tag_of_compiled(_in_force)
+
+
+def take_off() -> None:
+    """Leaves the keys to the user's own tag."""
+    _torch.tag_of_compiled(None)
+
+
+def _in_force() -> str:
+    policies = set(regions.mark.policies)
+    here = {device for device, _ in policies}
+    for device in DEVICE_TYPES:
+        frame = installed(device).frame
+        if frame is not None and frame.meaning is not None and device not in here:
+            policies.add((device, frame.meaning))
+    return "".join(f";precast {__version__} {of} {policy}" for of, policy in sorted(policies))

@@ -1,0 +1,265 @@
+"""Writes the Python kernel that runs at the autocast key of an operation.
+
+Invariants:
+
+- it is the same for all policies: it asks the thread's frame, or else the installed one, and without one hands
+  straight on;
+- where the frame says `DELEGATE`, what was there before precast does the work, after each tensor that the weight
+  cache holds has been replaced by its lower-precision copy;
+- it is written out for each operation, one block a tensor, because a loop or a call for each tensor costs more
+  than PyTorch's whole cache: on `F.linear` of 8x8 with weight and bias this kernel adds 2.9 us, a loop over the
+  arguments 3.7 us (2-core CPU, torch 2.13; `make bench` measures it).
+
+- the dispatcher keeps one function for good: while somebody watches, it is the function's code that is another.
+
+`_ENTRY_POINT` is the kernel as a person reads it; `source` fills it in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any, Final, cast
+
+import torch
+
+from precast import _torch
+from precast._torch import Kernel
+from precast.engine import kernels
+from precast.engine.operation import Operation
+from precast.engine.thread_state import Runner, in_force, installed, lent_frame
+from precast.weights import held, unversioned_writes
+from precast.weights.weight_cache import WeightCache
+
+__all__ = ["DELEGATE", "Watcher", "entry_point", "source", "unwatch", "watch"]
+
+
+def _delegate(_keyset: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    raise AssertionError("the kernel at the autocast key does this itself")
+
+
+DELEGATE: Final[Runner] = _delegate
+"""What was there before precast does it: PyTorch's compiled kernel, given weights that the cache has cast.
+
+Where the policy promotes mixed dtypes and that raises on them, once more in the widest.
+"""
+
+Watcher = Callable[[Operation, Callable[..., Any], tuple[Any, ...], dict[str, Any], int], Any]
+"""What stands around a kernel: called as ``watcher(op, plain, args, kwargs, skip)``.
+
+It gives what ``plain(*args, **kwargs)`` gives; the first `skip` of `args` are none of the operation's own.
+"""
+
+_ENTRY_POINT = """\
+def entry_point({parameters}):
+    here = thread.in_force
+    frame = here.frame or installed.frame
+    if frame is None:
+        frame = lent_frame(device_type)
+        if frame is None:
+            return kernel(keyset, {arguments})
+    runner = frame.runners.get(name)
+    if runner is not DELEGATE:
+        if runner is None:
+            return kernel(keyset, {arguments})
+        return runner(keyset, ({positional}), {keywords})
+{swap}
+{attempt}
+    return retry_promoted(op, failure, ({positional}), {keywords})
+"""
+
+_ATTEMPT = """\
+    try:
+        return kernel(keyset, {swapped})
+    except RuntimeError as error:
+        if frame.policy.mixed == "raise":
+            raise
+        failure = error
+"""
+
+# Autocast stays on below: what is promoted is the outermost operation, so that its result has the widest dtype.
+_ATTEMPT_WITH_AUTOCAST_ON = f"""\
+    here.attempts += 1
+{_ATTEMPT}\
+    finally:
+        here.attempts -= 1
+"""
+
+_SWAP = """\
+    {copies} = {originals}
+    if cache_enabled() and (holdings or not inference_mode()):
+        dtype = lower_dtype(device_type)
+        cache = here.cache
+        if holdings:
+            here.uses += 1
+            if here.uses >= USES_BETWEEN_LOOKS:
+                here.uses = 0
+                look()
+        if dispatch_modes() or is_tracing():
+            find = find_held = nothing
+        else:
+            records = grad_enabled()
+            find_held = (cache.passing if records else cache.lasting)[dtype].get if {held} else nothing
+            find = cache.leaves[dtype].get if records or not holdings else find_held
+"""
+
+# A CUDA graph keeps what it was given, whatever becomes of the weights.
+_HELD = "holdings"
+
+# What the cache holds is float32, and most activations are not: their dtype is all that is looked at. The copy is read
+# before the version: another thread that withdraws it writes them in the other order.
+# What requires no grad is kept for attached models alone: PyTorch casts it at each use.
+_TENSOR = """\
+        if {condition}:
+            entry = (find if {a}.requires_grad else find_held)(id({a}))
+            if (
+                entry is not None
+                and (copy := entry.cast) is not None
+                and entry.version == {a}._version
+                and entry.pointer == {a}.data_ptr()
+                and entry.shape == {a}.shape
+                and entry.stride == {a}.stride()
+            ):
+                {b} = copy
+            elif {a}.requires_grad or (holdings and (id({a}) in holdings or id({a}._base) in holdings)):
+                copy = None  # who still reads what was copied has it written elsewhere
+                {b} = weight(cache, {a}, dtype, device_type)
+"""
+
+_TENSORS = """\
+        {b} = weight(cache, {a}, dtype, device_type)
+"""
+
+
+def entry_point(
+    op: Operation, kernel: Kernel, *, takes_weights: bool, needs_keyset: bool
+) -> Kernel:
+    """The kernel to be registered for `op`.
+
+    Args:
+        op: the operation.
+        kernel: what was there before.
+        takes_weights: whether to look for its tensors in the weight cache.
+        needs_keyset: whether it is called with a keyset, for a `kernel` that looks at it.
+    """
+    namespace: dict[str, Any] = {
+        "DELEGATE": DELEGATE,
+        "USES_BETWEEN_LOOKS": unversioned_writes.USES_BETWEEN_LOOKS,
+        "capturing": _torch.is_capturing,
+        "cache_enabled": torch.is_autocast_cache_enabled,
+        "device_type": op.device_type,
+        "dispatch_modes": _torch.dispatch_modes,
+        "float32": torch.float32,
+        "grad_enabled": torch.is_grad_enabled,
+        "holdings": held.holdings,
+        "installed": installed(op.device_type),
+        "is_tracing": _torch.is_tracing,
+        "inference_mode": torch.is_inference_mode_enabled,
+        "kernel": kernel,
+        "keyset": _torch.keyset_of(op.device_type),
+        "look": unversioned_writes.look_within_a_region,
+        "lower_dtype": torch.get_autocast_dtype,
+        "lent_frame": lent_frame,
+        "name": op.name,
+        "nothing": {}.get,
+        "op": op,
+        "retry_promoted": kernels.retry_promoted,
+        "thread": in_force(op.device_type),
+        "weight": _weight,
+    }
+    schema = _torch.schema_of(op.overload).arguments
+    namespace |= {
+        f"default{i}": a.default_value for i, a in enumerate(schema) if a.has_default_value()
+    }
+    text = source(op, takes_weights=takes_weights, needs_keyset=needs_keyset)
+    exec(_compiled(text, f"<precast: {op.name} on {op.device_type}>"), namespace)
+    written: Kernel = namespace["entry_point"]
+    namespace["skip"] = int(needs_keyset)
+    namespace["plain"] = _twin(written)
+    return _torch.never_compiled(written)
+
+
+@functools.cache
+def _compiled(text: str, filename: str) -> CodeType:
+    """The code of a kernel: to compile it is half of what putting a kernel on the dispatcher takes."""
+    return compile(text, filename, "exec")
+
+
+def watch(entry: Kernel, watcher: Watcher) -> None:
+    """Has `watcher` called in place of a kernel, with the kernel itself, until `unwatch`."""
+    entry.__globals__["watcher"] = watcher
+    entry.__code__ = _watched.__code__
+
+
+def unwatch(entry: Kernel) -> None:
+    """Gives a kernel its own code back."""
+    entry.__code__ = entry.__globals__["plain"].__code__
+
+
+@_torch.runs_uncompiled
+def _watched(*args: Any, **kwargs: Any) -> Any:
+    """The code of a kernel that is watched; the names are looked up where the kernel's own are."""
+    return watcher(op, plain, args, kwargs, skip)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _twin(written: Kernel) -> Kernel:
+    twin = FunctionType(written.__code__, written.__globals__, "plain", written.__defaults__)
+    return _torch.never_compiled(cast(Kernel, twin))
+
+
+def source(op: Operation, *, takes_weights: bool, needs_keyset: bool) -> str:
+    """The Python source of the kernel for `op`; arguments up to its last tensor have names, a0, a1 ..."""
+    slots = op.tensor_slots if takes_weights else ()
+    schema = _torch.schema_of(op.overload).arguments
+    count = max(slots, default=-1) + 1
+    positional = [a for a in schema if not a.kwarg_only]
+    rest = ["*rest"] if len(positional) > count else []
+    keywords = ["**kwargs"] if len(schema) > len(positional) else []
+    parameters = [
+        f"a{i}=default{i}" if schema[i].has_default_value() else f"a{i}" for i in range(count)
+    ]
+    originals = [f"a{i}" for i in range(count)]
+    swapped = [f"b{i}" if i in slots else f"a{i}" for i in range(count)]
+    attempt = _ATTEMPT_WITH_AUTOCAST_ON if needs_keyset else _ATTEMPT
+    return _ENTRY_POINT.format(
+        parameters=", ".join(
+            [*(["keyset"] if needs_keyset else []), *parameters, *rest, *keywords]
+        ),
+        arguments=", ".join([*originals, *rest, *keywords]),
+        positional="".join(f"{argument}, " for argument in [*originals, *rest]),
+        keywords="kwargs" if keywords else "{}",
+        attempt=attempt.format(swapped=", ".join([*swapped, *rest, *keywords])),
+        swap=_swap(op, slots) if slots else "",
+    )
+
+
+def _swap(op: Operation, slots: tuple[int, ...]) -> str:
+    # Copies have names of their own: where dtypes are promoted, it is the weight that is, not its rounded copy.
+    schema = _torch.schema_of(op.overload).arguments
+    head = _SWAP.format(
+        copies=", ".join(f"b{i}" for i in slots),
+        originals=", ".join(f"a{i}" for i in slots),
+        held=_HELD + (" and not capturing()" if op.device_type == "cuda" else ""),
+    )
+    # From the last to the first, as PyTorch casts: backward comes by the weights in the other order, and so do hooks.
+    return head + "".join(
+        _replacement(f"a{i}", f"b{i}", str(schema[i].type)) for i in reversed(slots)
+    )
+
+
+def _replacement(a: str, b: str, kind: str) -> str:
+    if "List[" in kind:
+        return _TENSORS.format(a=a, b=b)
+    condition = f"{a}.dtype is float32"
+    return _TENSOR.format(
+        a=a, b=b, condition=condition if kind == "Tensor" else f"{a} is not None and {condition}"
+    )
+
+
+def _weight(cache: WeightCache, value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """The cached copy of a weight on the region's device; anything else as it is."""
+    if type(value) is list:
+        return [_weight(cache, item, dtype, device_type) for item in value]
+    cast = cache.cast(value, dtype, device_type)
+    return value if cast is None else cast

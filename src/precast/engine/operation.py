@@ -1,0 +1,105 @@
+"""An operation of the dispatcher on one device type, with all that a rule needs to run it.
+
+Invariants:
+
+- a rule casts *eligible* tensors only: floating-point, on the region's device, not float64;
+- the inner call runs with this device's autocast key excluded, as in PyTorch: what an operation does inside
+  is not cast again;
+- an argument that the operation writes to is never replaced: the result is copied back into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from precast import _torch
+from precast._internal.pytree import map_tensors
+from precast._torch import OpOverload
+
+__all__ = ["Convert", "Operation", "is_eligible"]
+
+Convert = Callable[[Tensor], Tensor]
+_F64: Final = torch.float64
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One overload on one device type, with all that its runners need, looked up once."""
+
+    name: str
+    device_type: str
+    overload: OpOverload
+    written: frozenset[str] = field(init=False)
+    argument_names: tuple[str, ...] = field(init=False)
+    tensor_slots: tuple[int, ...] = field(init=False)
+    """Positions of the arguments that are tensors or lists of tensors."""
+    takes_several: bool = field(init=False)
+    """Whether there can be more than one tensor, and so a mixture of dtypes."""
+    _off: Callable[[], Any] = field(init=False, repr=False)
+    _dispatch: Callable[..., Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        arguments = _torch.schema_of(self.overload).arguments
+        written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+        object.__setattr__(self, "written", frozenset(written))
+        object.__setattr__(self, "argument_names", tuple(a.name for a in arguments))
+        kinds = [str(a.type) for a in arguments]
+        slots = tuple(i for i, kind in enumerate(kinds) if "Tensor" in kind)
+        object.__setattr__(self, "tensor_slots", slots)
+        several = len(slots) > 1 or any("List[" in kinds[i] for i in slots)
+        object.__setattr__(self, "takes_several", several)
+        object.__setattr__(self, "_off", _torch.AutocastOff(self.device_type))
+        object.__setattr__(self, "_dispatch", _torch.full_dispatch(self.overload))
+
+    def call(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the operation as if there were no region on this device."""
+        with self._off():
+            return self._dispatch(*args, **kwargs)
+
+    def call_cast(self, convert: Convert, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the operation on converted tensors; what it writes to gets the result copied back."""
+        if self.written:
+            return self._call_in_place(convert, args, kwargs)
+        # From the last to the first, as PyTorch's compiled kernels cast: gradients of a tensor that stands in several
+        # places are added in that order, which shows in their last bit.
+        kwargs = {name: map_tensors(kwargs[name], convert) for name in reversed(kwargs)}
+        last_first = [map_tensors(value, convert) for value in reversed(args)]
+        return self.call(last_first[::-1], kwargs)
+
+    def eligible(self, value: object) -> bool:
+        """Whether a rule casts this argument."""
+        return isinstance(value, Tensor) and is_eligible(value, self.device_type)
+
+    def lower_dtype(self) -> torch.dtype:
+        """The lower precision of the region in force."""
+        return torch.get_autocast_dtype(self.device_type)
+
+    def _call_in_place(self, convert: Convert, args: Any, kwargs: dict[str, Any]) -> Any:
+        destinations: dict[Tensor, Tensor] = {}  # by the temporary that is written in its place
+
+        def replace(name: str, value: Any) -> Any:
+            new = map_tensors(value, convert)
+            if name in self.written and new is not value and isinstance(value, Tensor):
+                destinations[new] = value
+            return new
+
+        args = [replace(name, a) for name, a in zip(self.argument_names, args, strict=False)]
+        kwargs = {name: replace(name, v) for name, v in kwargs.items()}
+        result = self.call(args, kwargs)
+        for temporary, destination in destinations.items():
+            destination.copy_(temporary)
+        return map_tensors(result, lambda t: destinations.get(t, t))
+
+
+def is_eligible(tensor: Tensor, device_type: str) -> bool:
+    """Whether autocast on `device_type` casts a tensor: floating-point, on that device type, not float64."""
+    return (
+        tensor.is_floating_point()
+        and tensor.dtype is not _F64
+        and tensor.device.type == device_type
+    )

@@ -1,0 +1,363 @@
+"""Chooses what runs behind each operation, and registers it at PyTorch's autocast keys.
+
+Invariants:
+
+- where a policy's rule is the one PyTorch compiled, the compiled kernel does the work; an operation that
+  needs nothing of us is not overridden at all, and costs what it costs without precast;
+- what is registered is the same for every policy: it asks the thread's frame, and without a frame (another
+  thread, plain `torch.autocast`) hands straight on to PyTorch's kernel;
+- while somebody watches, every operation that PyTorch or precast has an autocast kernel for is registered, and each
+  kernel calls the watcher; afterwards there is on the dispatcher what there was before;
+- with `PRECAST_ENGINE=reference` in the environment every operation with a rule runs on the Python
+  kernels of `kernels` instead. Both engines give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from torch.library import Library
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from precast import _torch
+from precast._internal.locks import survives_fork
+from precast._torch import Kernel
+from precast.engine import compile_cache_key, generated, kernels
+from precast.engine.generated import DELEGATE, Watcher
+from precast.engine.operation import Operation
+from precast.engine.pending import is_overtaken, wait
+from precast.engine.thread_state import (
+    Frame,
+    Registration,
+    Runner,
+    a_region_is_open,
+    installed,
+    regions,
+)
+from precast.errors import PrecastError
+from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
+
+__all__ = [
+    "ENGINES",
+    "after_clear",
+    "bind",
+    "default_frame",
+    "engine",
+    "unregister",
+    "unwatch",
+    "use_engine",
+    "watch",
+]
+
+ENGINES: Final = ("delegated", "reference")
+
+_lock = survives_fork(threading.RLock())
+_frames: Final[weakref.WeakValueDictionary[tuple[str, ...], Frame]] = weakref.WeakValueDictionary()
+"""Frames by device type, engine, name and fingerprint of the policy, for equal policies to share. A frame lives as long
+as its policy, which keeps it, or whoever runs under it: a region, an installation, a thread of PyTorch's own."""
+_defaults: Final[dict[tuple[str, str], Frame]] = {}
+_belows: dict[tuple[str, str], Below] = {}
+_registered: dict[tuple[str, str], Kernel] = {}
+_libraries: dict[str, Library] = {}
+_watcher: Watcher | None = None
+_watched_only: dict[tuple[str, str], Kernel] = {}
+"""What is registered for the watcher alone."""
+_watching: Final[list[Library]] = []
+_registration = Registration()
+
+
+def _from_environment() -> str:
+    asked = os.environ.get("PRECAST_ENGINE", "delegated")
+    if asked not in ENGINES:
+        raise PrecastError(f"PRECAST_ENGINE is {asked!r}. Allowed: {', '.join(ENGINES)}")
+    return asked
+
+
+_engine = _from_environment()
+
+
+def engine() -> str:
+    """The engine that regions entered from now on will use: one of `ENGINES`."""
+    return _engine
+
+
+@contextmanager
+def use_engine(name: str) -> Iterator[None]:
+    """Chooses the engine for the regions entered inside, in all threads; for tests and comparisons."""
+    global _engine  # noqa: PLW0603 -- one switch for the process, as the environment variable is
+    assert name in ENGINES, name
+    before, _engine = _engine, name
+    try:
+        yield
+    finally:
+        _engine = before
+
+
+def bind(policy: Policy, device_type: str) -> Frame:
+    """The frame for `policy` on `device_type`, its kernels registered; made once for each engine."""
+    key = device_type, _engine
+    frame: Frame | None = policy.made_of.get(key)
+    if frame is None or not frame.registration.holds or is_overtaken(frame):
+        with _lock:
+            frame = policy.made_of[key] = _shared(policy, device_type)
+    return frame
+
+
+def _shared(policy: Policy, device_type: str) -> Frame:
+    """The frame of an equal policy, if there is one, or a new one."""
+    key = device_type, _engine, policy.name, policy.fingerprint
+    frame = _frames.get(key)
+    holds = frame is not None and frame.registration.holds and not frame.pending
+    if frame is None or not holds or frame.policy != policy:
+        frame = _frames[key] = _bind(policy, device_type)
+    return frame
+
+
+after_clear: list[Callable[[], None]] = []
+"""What else is to be done when a thread's outermost region has ended."""
+
+
+def _clear_cache() -> None:
+    regions.cache.clear()
+    for act in after_clear:
+        act()
+
+
+_optimizer_hooks: Final[list[RemovableHandle]] = []
+
+
+def _hear_optimizers(hear: bool) -> None:
+    """Has every step of an optimizer be known: fused ones write weights, and move no version counter (2.13)."""
+    if hear and not _optimizer_hooks:
+        _optimizer_hooks.append(register_optimizer_step_post_hook(_stepped))
+    elif not hear and _optimizer_hooks:
+        _optimizer_hooks.pop().remove()
+
+
+def _stepped(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        regions.cache.distrust(group["params"])
+
+
+def default_frame(device_type: str) -> Frame:
+    """The frame of the policy that a region uses when none is named, in none, and with none installed."""
+    return _defaults.get((device_type, _engine)) or _remember_default(device_type)
+
+
+def _remember_default(device_type: str) -> Frame:
+    frame = _defaults[device_type, _engine] = bind(Policy.load("default"), device_type)
+    return frame
+
+
+def unregister(*, kernels: bool = True) -> bool:
+    """Takes all that is ours off PyTorch; the next region entered puts there again what it needs.
+
+    Args:
+        kernels: the kernels on the dispatcher, too. Only where no other thread computes: PyTorch does not expect a
+            kernel to end while it is called. Those that stay hand on to PyTorch's.
+
+    Returns:
+        Whether it did: not while a thread is in a region, or a policy is installed.
+    """
+    global _registration  # noqa: PLW0603 -- the dispatcher is one for the process
+    with _lock:
+        # First the announcement, then the look: who enters a region meanwhile is seen here, or sees it and binds anew.
+        _registration.holds = False
+        if a_region_is_open() or any(installed(device).frame for device in DEVICE_TYPES):
+            _registration.holds = True
+            return False
+        _frames.clear()  # what policies keep does not hold any more, which `bind` sees
+        _defaults.clear()
+        if kernels:
+            _take_off_kernels()
+        _registration = Registration()
+        compile_cache_key.take_off()
+        _torch.on_cleared_cache(None)
+        _hear_optimizers(False)
+        return True
+
+
+def _take_off_kernels() -> None:
+    _take_off_watched_only()
+    for library in _libraries.values():
+        _torch.destroy(library)
+    for state in (_libraries, _registered, _belows):
+        state.clear()
+    if _watcher is not None:
+        _watch_all(_watcher)
+
+
+def watch(watcher: Watcher) -> None:
+    """Has `watcher` called around every operation that has an autocast kernel, in all threads, until `unwatch`."""
+    global _watcher  # noqa: PLW0603 -- the dispatcher is one for the process
+    with _lock:
+        assert _watcher is None, "one watcher at a time"
+        _watcher = watcher
+        _watch_all(watcher)
+
+
+def unwatch() -> None:
+    """Ends `watch`: the dispatcher has again what it had."""
+    global _watcher  # noqa: PLW0603
+    with _lock:
+        _watcher = None
+        for entry in _registered.values():
+            generated.unwatch(entry)
+        _take_off_watched_only()
+
+
+def _watch_all(watcher: Watcher) -> None:
+    for entry in _registered.values():
+        generated.watch(entry, watcher)
+    library = Library("aten", "IMPL")
+    _watching.append(library)
+    for device_type in filter(_torch.has_device, DEVICE_TYPES):
+        for name in _torchs_table(device_type):
+            below = _below(name, device_type)
+            key = name, device_type
+            if below is None or not below.compiled or key in _registered:
+                continue
+            entry = _entry(below)
+            generated.watch(entry, watcher)
+            _put(library, below, entry)
+            _watched_only[key] = entry
+
+
+def _take_off_watched_only() -> None:
+    while _watching:
+        _torch.destroy(_watching.pop())
+    for (name, device_type), entry in _watched_only.items():
+        if (name, device_type) in _registered:  # a policy has come to need it meanwhile
+            below = _belows[name, device_type]
+            _put(_library(name), below, entry)
+    _watched_only.clear()
+
+
+def _bind(policy: Policy, device_type: str) -> Frame:
+    _torch.on_cleared_cache(_clear_cache)
+    _hear_optimizers(True)
+    defined = _torch.definitions()
+    table, unknown = policy.expand(device_type)
+    runners: dict[str, Runner] = {}
+    is_pytorchs = True
+    for name in table.keys() | _torchs_table(device_type).keys():
+        below = _below(name, device_type)
+        if below is None:
+            continue
+        runner = _choose(policy, below, table.get(name))
+        is_pytorchs &= _is_pytorchs(policy, below, table.get(name))
+        if runner is not None:
+            _register(below)
+            runners[name] = runner
+    pending = tuple(name for name in unknown if not name.startswith("aten::"))
+    meaning = None if is_pytorchs and policy.mixed == "raise" else policy.fingerprint
+    frame = Frame(policy, runners, _registration, pending, is_pytorchs, meaning)
+    wait(frame, defined)
+    if meaning is not None:
+        compile_cache_key.put_on()
+    return frame
+
+
+@functools.cache
+def _torchs_table(device_type: str) -> dict[str, Entry]:
+    return Policy.load("torch").expand(device_type)[0]
+
+
+def _is_pytorchs(policy: Policy, below: Below, entry: Entry | None) -> bool:
+    """Whether the policy does with an operation what PyTorch does, where PyTorch raises no error."""
+    if not below.compiled:
+        if entry is None or entry.builds:  # a build that has the operation has its kernel too
+            return True
+        return entry.rule is Rule.PROMOTE and policy.mixed == "promote"
+    return entry is not None and (entry.rule is below.rule or below.rule is Rule.BANNED)
+
+
+def _choose(policy: Policy, below: Below, entry: Entry | None) -> Runner | None:
+    """What runs an operation; None where PyTorch's kernel (or none) does just what the policy says."""
+    if entry is None and not below.compiled:
+        return None
+    op, rule = below.op, Rule.KEEP if entry is None else entry.rule
+    promotes = policy.mixed == "promote" and rule is not Rule.BANNED and op.takes_several
+    if promotes and rule is Rule.PROMOTE and not below.compiled:
+        return DELEGATE  # promotion is asked for where the operation raises, and only there
+    if rule is below.rule and _engine == "delegated":
+        return DELEGATE if promotes or rule is Rule.LOWER else None
+    runner = kernels.runner_for(rule, op)
+    if below.rule is Rule.BANNED and rule is not Rule.BANNED:
+        runner = kernels.noting(op, f"banned by PyTorch, ran as '{rule}'", runner)
+    return kernels.promoting(op, runner) if promotes else runner
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Below:
+    """What was at an operation's autocast key before precast: PyTorch's compiled kernel, or a way past it."""
+
+    op: Operation
+    kernel: Kernel
+    compiled: bool
+    rule: Rule | None
+    """The rule that PyTorch's kernel follows; None where there is none, or it follows none we know."""
+
+
+def _below(name: str, device_type: str) -> Below | None:
+    known = _belows.get((name, device_type))
+    if known is not None:
+        return known
+    overload = _torch.find_overload(name)
+    if overload is None:
+        return None
+    compiled = _torch.has_autocast_kernel(name, device_type)
+    kernel = (_torch.compiled_kernel if compiled else _torch.fallthrough)(overload, device_type)
+    entry = _torchs_table(device_type).get(name)
+    rule = entry.rule if entry is not None and compiled else None
+    below = Below(Operation(name, device_type, overload), kernel, compiled, rule)
+    return _belows.setdefault((name, device_type), below)
+
+
+def _register(below: Below) -> None:
+    """Puts one kernel for all policies at the operation's autocast key, once."""
+    key = below.op.name, below.op.device_type
+    if key in _registered:
+        return
+    if key in _watched_only:
+        _registered[key] = _watched_only[key]
+        return
+    entry = _registered[key] = _entry(below)
+    if _watcher is not None:
+        generated.watch(entry, _watcher)
+    _put(_library(below.op.name), below, entry)
+
+
+def _entry(below: Below) -> Kernel:
+    return generated.entry_point(
+        below.op,
+        below.kernel,
+        takes_weights=below.rule is Rule.LOWER,
+        needs_keyset=_needs_keyset(below),
+    )
+
+
+def _needs_keyset(below: Below) -> bool:
+    # PyTorch's compiled autocast kernels are plain functions: a keyset made at each call would be thrown away.
+    return not (below.compiled and below.op.name.startswith("aten::"))
+
+
+def _library(name: str) -> Library:
+    namespace = name.partition("::")[0]
+    return _libraries.setdefault(namespace, Library(namespace, "IMPL"))
+
+
+def _put(library: Library, below: Below, entry: Kernel) -> None:
+    operation = below.op.name.partition("::")[2]
+    with _torch.quiet_override():
+        key = _torch.autocast_key(below.op.device_type)
+        library.impl(operation, entry, key, with_keyset=_needs_keyset(below))

@@ -1,0 +1,49 @@
+"""What a scaler shows of itself: its scale, how many steps it skipped, and its latest steps.
+
+Invariants: nothing is judged, and no names are looked for; a number on a device is waited for, unless a CUDA graph is
+being captured, which must not wait.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from precast import _torch
+from precast._internal.display import Card, size
+from precast._internal.events import StepEvent
+from precast.grad_scaler.ledger import Ledger
+
+__all__ = ["card", "scale_text"]
+
+_COLUMNS = ("step", "scale", "outcome", "parameters whose gradients were not finite")
+
+
+def card(what: str, scale: float | Tensor, ledger: Ledger, *, searching: bool) -> Card:
+    """Of a scaler that is on."""
+    counters = ledger.counters
+    facts = [
+        f"scale {scale_text(scale)}",
+        size(counters.steps, "step"),
+        f"{counters.skipped:,} skipped",
+    ]
+    if searching:
+        facts.append("the first scale is not found yet")
+    rows = [_row(event) for event in reversed(ledger.history)]
+    return Card(what, facts, _COLUMNS, rows, "earlier steps")
+
+
+def scale_text(scale: float | Tensor) -> str:
+    """All digits of a whole number, some of another."""
+    if isinstance(scale, Tensor):
+        if _torch.is_captured(scale):
+            return "on the device"
+        scale = float(scale)
+    return f"{int(scale):,}" if scale.is_integer() and scale < 2.0**53 else f"{scale:.6g}"
+
+
+def _row(event: StepEvent) -> tuple[object, ...]:
+    if isinstance(event.skipped, Tensor) and _torch.is_captured(event.skipped):
+        return event.step, "on the device", None, None
+    names = ", ".join(event.names) if event.skipped is True else None
+    outcome = "skipped" if bool(event.skipped) else "stepped"
+    return event.step, scale_text(event.scale), outcome, names

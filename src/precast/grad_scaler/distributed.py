@@ -1,0 +1,149 @@
+"""One decision in all processes: verdicts reduced, offenders named with their rank, settings compared.
+
+A gradient scaler takes a `Reduction` as `reduce_found_inf`, or chooses one from what the parameters
+are: those that are `DTensor` (FSDP2's `fully_shard`, tensor parallelism) say over which processes they
+are spread. Plain parameters say nothing: under `DistributedDataParallel` all processes see the same
+gradients and decide alike; pipeline stages, and tensor parallelism by hand, give theirs.
+
+Invariants:
+- what is reduced is decided by parameters, which all processes have, and not by gradients;
+- a collective runs only where all processes of the group run it: verdicts are reduced where an
+  optimizer's gradients are checked, findings only in iterations that all of them skip;
+- on `torch.distributed` alone; one process without a process group needs none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.optim import Optimizer
+
+from precast._torch import is_dtensor
+from precast.errors import ScalerError
+from precast.policy.policy import Policy
+
+__all__ = ["Reduction", "check_same", "chosen_for"]
+
+
+class Reduction:
+    """Combines what processes found, over one or more groups; a scaler's `reduce_found_inf`.
+
+    Args:
+        places: Process groups, and device meshes, of which every dimension counts. None is the
+            group of all processes, as is no place at all. Several are reduced one after the other.
+
+    Raises:
+        ScalerError: There is no process group yet, or a place is none of these.
+
+    A pipeline stage, whose optimizer sees only its own parameters, gives the group of all stages:
+
+        scaler = precast.GradScaler("cuda", reduce_found_inf=precast.grad_scaler.distributed.Reduction())
+    """
+
+    def __init__(self, *places: Any) -> None:
+        _require_process_group("Reduction")
+        self._groups = [group for place in places or (None,) for group in _groups_of(place)]
+
+    def __call__(self, verdicts: list[Tensor]) -> None:
+        """Replaces each number by the largest in any process; at least one number is given."""
+        total = verdicts[0].clone()
+        for verdict in verdicts[1:]:
+            torch.maximum(total, verdict.to(total.device), out=total)
+        for group in self._groups:
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+        for verdict in verdicts:
+            verdict.copy_(total)
+
+    def __deepcopy__(self, memo: Any) -> Reduction:
+        """Itself: process groups cannot be copied."""
+        return self
+
+    def gather(self, names: Iterable[str], loss_finite: bool) -> tuple[list[str], bool]:
+        """What all processes found about one step: names with their rank, and whether no loss was bad.
+
+        Every process of the groups has to call it.
+        """
+        found = {(dist.get_rank(), name) for name in names}
+        finite = loss_finite
+        for group in self._groups:
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, (found, finite), group=group)
+            found = set().union(*(part[0] for part in parts))
+            finite = all(part[1] for part in parts)
+        return [f"rank {rank}: {name}" for rank, name in sorted(found)], finite
+
+
+def chosen_for(optimizer: Optimizer) -> Reduction | None:
+    """The reduction that an optimizer's parameters ask for; None where they are in one process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    meshes: list[Any] = []
+    for parameter in parameters:
+        if is_dtensor(parameter) and parameter.device_mesh not in meshes:
+            meshes.append(parameter.device_mesh)
+    return Reduction(*meshes) if meshes else None
+
+
+def check_same(scaler: Any = None, *, group: Any = None, **others: Any) -> None:
+    """Compares settings over all processes of `group`: one that differs would skip alone, or never end.
+
+    Args:
+        scaler: A `precast.GradScaler`: its state is compared, limits and scale too.
+        group: The processes; None is all of them.
+        others: What else has to be the same: a `precast.Policy`, a dtype, a number. Compared by its
+            contents where it is a policy, else by its ``repr``.
+
+    Raises:
+        ScalerError: A process differs from the first; every process gets it, with rank and values.
+            Or there is no process group yet.
+    """
+    _require_process_group("check_same")
+    settings = {name: _said(value) for name, value in others.items()}
+    if scaler is not None:
+        settings |= {f"scaler {key}": repr(value) for key, value in scaler.state_dict().items()}
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, settings, group=group)
+    differing = [
+        f"{key} is {there.get(key)} on rank {dist.get_global_rank(group, rank) if group else rank}"
+        f" and {parts[0].get(key)} on the first"
+        for rank, there in enumerate(parts)
+        for key in sorted({*there, *parts[0]})
+        if there.get(key) != parts[0].get(key)
+    ]
+    if differing:
+        raise ScalerError(
+            "processes do not agree: " + "; ".join(differing) + ". Give all of them the same "
+            "settings, and load the same checkpoint everywhere."
+        )
+
+
+def _require_process_group(call: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ScalerError(
+            f"{call}() needs a process group: call torch.distributed.init_process_group() first, "
+            "and start the program with torchrun."
+        )
+
+
+def _groups_of(place: Any) -> list[Any]:
+    """The process groups of a place, in the same order in all processes."""
+    if place is None or isinstance(place, dist.ProcessGroup):
+        return [place]
+    if isinstance(place, dist.device_mesh.DeviceMesh):
+        return [place.get_group(dimension) for dimension in range(place.ndim)]
+    raise ScalerError(
+        f"Reduction() got a {type(place).__name__}: give process groups, device meshes, or None "
+        "for all processes."
+    )
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Policy):
+        modules = f", modules {dict(value.modules)}" if value.modules else ""
+        return f"Policy {value.name} ({value.fingerprint}{modules})"
+    return repr(value)

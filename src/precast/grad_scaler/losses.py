@@ -1,0 +1,294 @@
+"""A scale for each of several losses whose gradients meet in the same parameters.
+
+One scale for all has to suit the loss with the largest gradients; those of the smallest then vanish.
+Here each loss has its backward pass under a scale of its own; its gradients are checked, unscaled and
+added to those of the others.
+
+Invariants: what is in `.grad` after `backward` is unscaled; a step is skipped if the gradients of any
+loss were not finite, and only the scales of those losses back off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from precast import _torch
+from precast._internal.display import Card, Displayed, size
+from precast.errors import BrokenModelError, ScalerError
+from precast.grad_scaler.base import off
+from precast.grad_scaler.scaler import GradScaler
+from precast.grad_scaler.states import State, by_loss, read
+from precast.grad_scaler.turns import lent, verdict_on
+
+__all__ = ["LossScalers"]
+
+
+class LossScalers(Displayed, Mapping[str, GradScaler]):
+    """Gradient scalers by the name of a loss, for losses that train the same parameters.
+
+    Args:
+        device: Device type of the gradients.
+        names: The losses.
+        settings: Further arguments of each `GradScaler`.
+
+    Raises:
+        ScalerError: No name, or one twice; a setting out of its range.
+
+    Examples:
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
+        >>> scalers = LossScalers("cpu", ["fit", "penalty"], init_scale=1024.0)
+        >>> scalers.backward("fit", parameter.sum() * 3, optimizer)
+        >>> scalers.backward("penalty", parameter.sum() * 1e-9, optimizer)
+        >>> scalers.step(optimizer)
+        >>> scalers.update()
+        >>> scalers["penalty"].last_step(optimizer).skipped
+        False
+    """
+
+    def __init__(self, device: str, names: Iterable[str], **settings: Any) -> None:
+        given = _names(names)
+        self._scalers = {name: _Scaler(device, **settings) for name in given}
+
+    def __getitem__(self, name: str) -> GradScaler:
+        return self._of(name)
+
+    def __iter__(self) -> Any:
+        return iter(self._scalers)
+
+    def __len__(self) -> int:
+        return len(self._scalers)
+
+    @_torch.never_compiled
+    def backward(
+        self, name: str, loss: Tensor, *optimizers: Optimizer, retain_graph: bool = False
+    ) -> None:
+        """Runs backward of one loss under its scale, and adds its unscaled gradients to `.grad`.
+
+        Args:
+            name: Which loss.
+            loss: Of shape ().
+            optimizers: All whose parameters it has gradients for.
+            retain_graph: As for `torch.Tensor.backward`: for a graph that another loss shares.
+
+        Raises:
+            ScalerError: An unknown name, no optimizer, one that has stepped in this iteration, or a
+                parameter in two of them. What was in `.grad` is there again, after any exception.
+        """
+        scaler = self._of(name)
+        if not optimizers:
+            raise ScalerError(
+                f"backward({name!r}, loss) needs the optimizers whose parameters the loss trains: "
+                "their gradients are unscaled at once."
+            )
+        parameters = _parameters(optimizers)
+        scaler.allow(optimizers, len(parameters))
+        before = [_put_aside(parameter) for parameter in parameters]
+        try:
+            scaler.take(loss, optimizers, retain_graph)
+        except BaseException:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+            raise
+        _add(parameters, before)
+
+    @_torch.never_compiled
+    def step(self, optimizer: Optimizer) -> float | None:
+        """Runs ``optimizer.step()`` if the gradients of all losses are finite; returns what it returns.
+
+        Raises:
+            ScalerError: No loss had its `backward` for `optimizer` in this iteration.
+        """
+        begun = time.perf_counter()
+        taking = [s for s in self._scalers.values() if s.is_enabled() and s.knows(optimizer)]
+        if not taking:
+            if any(scaler.is_enabled() for scaler in self._scalers.values()):
+                raise ScalerError(
+                    "step() was called for an optimizer that no backward(name, loss, optimizer) "
+                    "of this iteration had, or had gradients for."
+                )
+            return optimizer.step()  # type: ignore[return-value, no-any-return, unused-ignore]
+        found = torch.stack([scaler.found(optimizer) for scaler in taking])
+        result: float | None = None
+        decided: list[bool | Tensor]
+        if _torch.handles_scaling(optimizer):
+            decided = list(found.unbind())
+            with lent(optimizer, grad_scale=None, found_inf=found.amax()):
+                result = optimizer.step()
+        else:
+            decided = [value != 0 for value in found.tolist()]
+            if not any(decided):
+                result = optimizer.step()
+        for scaler, skipped in zip(taking, decided, strict=True):
+            scaler.note(optimizer, skipped, time.perf_counter() - begun)
+        return result
+
+    @_torch.never_compiled
+    def update(self) -> None:
+        """Ends the iteration: adapts the scale of each loss that had its `backward`.
+
+        Raises:
+            BrokenModelError: As `GradScaler.update`, for the first of the losses; it has ended for all.
+        """
+        broken: list[BrokenModelError] = []
+        for scaler in self._scalers.values():
+            if scaler.is_used():
+                try:
+                    scaler.update()
+                except BrokenModelError as error:
+                    broken.append(error)
+        if broken:
+            raise broken[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each scaler by the name of its loss."""
+        return {name: scaler.state_dict() for name, scaler in self._scalers.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned, or Apex's state of as many losses, in their order.
+
+        Raises:
+            ScalerError: It is of other losses; or as `GradScaler.load_state_dict`. Nothing has changed then.
+        """
+        state_dict = by_loss(state_dict, self._scalers)
+        if set(state_dict) != set(self._scalers):
+            raise ScalerError(
+                f"load_state_dict() got the states of {', '.join(map(str, state_dict)) or 'nothing'}; "
+                f"the losses here are {', '.join(self._scalers)}."
+            )
+        read = {name: scaler.read(state_dict[name]) for name, scaler in self._scalers.items()}
+        for name, scaler in self._scalers.items():
+            scaler.take_over(read[name])
+
+    def _card(self) -> Card:
+        cards = ((name, *scaler._card().facts) for name, scaler in self._scalers.items())
+        columns = ("loss", "scale", "steps", "skipped", "")
+        facts = [size(len(self._scalers), "loss", "losses")]
+        return Card("LossScalers", facts, columns, [_filled(row, 5) for row in cards])
+
+    def _of(self, name: str) -> _Scaler:
+        if name not in self._scalers:
+            raise ScalerError(f"no loss is called {name!r}; there are {', '.join(self._scalers)}.")
+        return self._scalers[name]
+
+
+_WHOLE = (
+    "{}() was called for one scaler of a LossScalers, whose backward(name, loss, optimizer) has "
+    "unscaled the gradients of all losses: clip them as they are, and call step(optimizer) and "
+    "update() of the LossScalers."
+)
+
+
+def _filled(row: tuple[str, ...], columns: int) -> tuple[str | None, ...]:
+    return (*row, *[None] * (columns - len(row)))
+
+
+class _Scaler(GradScaler):
+    """The scaler of one loss."""
+
+    def is_unscaled(self, optimizer: Optimizer) -> bool:  # noqa: ARG002 -- of any, by `backward`
+        return True
+
+    @off(lambda *_: None)
+    def unscale_(self, optimizer: Optimizer) -> None:  # noqa: ARG002
+        raise ScalerError(_WHOLE.format("unscale_"))
+
+    @off(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:  # noqa: ARG002
+        raise ScalerError(_WHOLE.format("step"))
+
+    def allow(self, optimizers: Iterable[Optimizer], parameters: int) -> None:
+        """Refuses a backward whose gradients could not be unscaled; of so many different parameters."""
+        if not self.is_enabled():
+            return
+        if sum(len(group["params"]) for o in optimizers for group in o.param_groups) > parameters:
+            raise ScalerError(
+                "backward() got optimizers that share a parameter, whose gradient would be unscaled "
+                "twice. Give each parameter to one optimizer."
+            )
+        known = [self._record_of(optimizer) for optimizer in optimizers if self.knows(optimizer)]
+        if any(record.stage is OptState.STEPPED for record in known):
+            raise ScalerError(
+                "backward() was called after step() for the same optimizer: call update() first, "
+                "which ends the iteration."
+            )
+
+    def take(self, loss: Tensor, optimizers: tuple[Optimizer, ...], retain_graph: bool) -> None:
+        torch.autograd.backward(self.scale(loss), retain_graph=retain_graph)
+        for optimizer in optimizers if self.is_enabled() else ():
+            record = self._record_of(optimizer)
+            self._unscale(record)
+            record.stage = OptState.READY  # the same loss may come again, in accumulation
+            if not record.found_inf:  # the loss does not reach its parameters
+                del self._records[id(optimizer)]
+
+    def read(self, state: Any) -> State | None:
+        """A state, checked; None where it changes nothing."""
+        return read(state, self._limits) if self.is_enabled() else None
+
+    def take_over(self, state: State | None) -> None:
+        self._take(state)
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        return id(optimizer) in self._records
+
+    def is_used(self) -> bool:
+        return bool(self._records)
+
+    def found(self, optimizer: Optimizer) -> Tensor:
+        scale, _ = self._started("step")
+        return verdict_on(scale.device, [self._record_of(optimizer)])
+
+    def note(self, optimizer: Optimizer, skipped: bool | Tensor, seconds: float) -> None:
+        record = self._record_of(optimizer)
+        record.allow("step")
+        record.stage, record.skipped = OptState.STEPPED, skipped
+        if skipped is True:
+            self._look(record)
+        self._tell(record, seconds)
+
+
+def _names(names: object) -> list[str]:
+    given = (
+        list(names) if isinstance(names, Iterable) and not isinstance(names, str | Tensor) else []
+    )
+    if all(isinstance(name, str) for name in given) and 0 < len(set(given)) == len(given):
+        return given
+    raise ScalerError(
+        "LossScalers needs a list of texts, with a different name for each loss: "
+        f'LossScalers("cpu", ["fit", "penalty"]); got {names!r}.'
+    )
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return list({id(p): p for group in groups for p in group["params"]}.values())
+
+
+@torch.no_grad()
+def _put_aside(parameter: Tensor) -> Tensor | None:
+    """The gradient, taken off its parameter; a copy where backward may write into its memory."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None or _torch.is_dtensor(gradient) or gradient.layout is not torch.strided:
+        return gradient
+    return gradient.clone() if _torch.is_shared(gradient) else gradient  # DDP's buckets
+
+
+@torch.no_grad()
+def _add(parameters: list[Tensor], before: list[Tensor | None]) -> None:
+    """Adds gradients that were put aside to those that there are now."""
+    for parameter, gradient in zip(parameters, before, strict=True):
+        if gradient is None:
+            continue
+        new = parameter.grad
+        if new is None:
+            parameter.grad = gradient
+        else:  # a dense gradient takes a sparse one, not the reverse
+            parameter.grad = new.add_(gradient) if gradient.is_sparse else gradient.add_(new)

@@ -1,0 +1,223 @@
+"""Settings of a scaler, checked: each in its range, or one error that names it.
+
+Invariants: nothing here reads a tensor's value; a setting that was refused has changed nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import warnings
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from precast._internal.callers import callers_level
+from precast.errors import PrecastWarning, ScalerError
+
+__all__ = [
+    "AUTO",
+    "DEFAULT_LIMITS",
+    "LARGEST_SCALE",
+    "LOW_SCALE",
+    "MOST",
+    "MOST_TRACKED",
+    "Limits",
+    "OnVerdict",
+    "checked_limits",
+    "checked_settings",
+    "device_type_of",
+    "is_usable",
+    "new_scale_from",
+    "number_in",
+    "require_count",
+    "require_flag",
+    "require_function",
+    "require_number",
+]
+
+LARGEST_SCALE = torch.finfo(torch.float32).max  # the scale is a float32 tensor
+LOW_SCALE = 2.0**-14
+"""Float16's smallest normal number: what overflows float16 at this scale is larger than 10**9."""
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # 2**-126: its inverse is still finite
+MOST = 2**63 - 1
+"""The largest whole number that PyTorch takes."""
+MOST_TRACKED = 2**31 - 1
+"""The largest that fits in the growth tracker, an int32 tensor."""
+_MOST_SHOWN = 200
+AUTO = "auto"
+"""The `init_scale` that is found in the first steps."""
+
+OnVerdict = Literal["raise", "warn", "ignore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a scale has to stay, and how much may go wrong before there is a verdict.
+
+    The floor's default is 2**-48: a float16 gradient that overflows there is larger than 1.8e19, whose square no
+    float32 number can hold, so neither a norm nor Adam could use it. The ceiling's is float32's largest number, as in
+    PyTorch. The two counts are None by default: then only what `precast.grad_scaler.verdicts` describes is a verdict.
+    """
+
+    min_scale: float = 2.0**-48
+    max_scale: float = LARGEST_SCALE
+    max_consecutive_skips: int | None = None
+    max_nonfinite_losses: int | None = None
+    on_verdict: OnVerdict = "raise"
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def require_number(
+    name: str,
+    value: Any,
+    above: float = 0.0,
+    below: float = math.inf,
+) -> float:
+    """`value` as a float strictly between two bounds; an error that names `name` otherwise."""
+    number = number_in(value) if isinstance(value, numbers.Real) else math.nan
+    if above < number < below:
+        return number
+    bounds = f"above {above}" + (f" and below {below:.4g}" if below < math.inf else " and finite")
+    raise ScalerError(f"{name} must be a number {bounds}; got {_shown(value)}.")
+
+
+def require_count(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
+    """`value` as an int between two; an error that names `name` otherwise."""
+    try:
+        count = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError is that of tensors
+        count = least - 1
+    if count < least or count > most:
+        end = "" if count < least else f" and at most 2**{most.bit_length()} - 1"
+        raise ScalerError(
+            f"{name} must be a whole number, {least} or more{end}; got {_shown(value)}."
+        )
+    return count
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """Whether `value` is true; an error that names `name` where that cannot be said."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ScalerError(f"{name} must be True or False; got {_shown(value)}.") from error
+
+
+def require_function(name: str, value: Any) -> Any:
+    """`value` if it can be called, or is None; an error that names `name` otherwise."""
+    if value is None or callable(value):
+        return value
+    raise ScalerError(f"{name} must be a function or None; got {_shown(value)}.")
+
+
+def number_in(value: Any) -> float:
+    """A number of any kind as a float, a tensor of one element too; NaN for what is none."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
+def _shown(value: Any) -> str:
+    """What an error says of a value: not more than a line, and never another error."""
+    try:
+        text = repr(value)
+    except Exception:  # whatever it is, the error is about the setting
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def checked_settings(init_scale: Any, growth: Any, backoff: Any, interval: Any) -> dict[str, Any]:
+    """The settings that PyTorch's scaler has too, as attributes, each in its range."""
+    return {
+        "_init_scale": require_number("init_scale", init_scale, below=LARGEST_SCALE),
+        "_growth_factor": require_number("growth_factor", growth, above=1.0),
+        "_backoff_factor": require_number("backoff_factor", backoff, below=1.0),
+        "_growth_interval": require_count("growth_interval", interval),
+    }
+
+
+def checked_limits(init_scale: float, floor: Any, ceiling: Any, rest: dict[str, Any]) -> Limits:
+    """Limits around an `init_scale` that was checked; a limit of None makes room for it."""
+    if init_scale < _SMALLEST_SCALE:
+        raise ScalerError(f"init_scale must be at least 2**-126; got {init_scale!r}.")
+    low = min(DEFAULT_LIMITS.min_scale, init_scale)
+    if floor is not None:
+        low = require_number("min_scale", floor, below=LARGEST_SCALE)
+    if low < _SMALLEST_SCALE:
+        raise ScalerError(f"min_scale must be at least 2**-126; got {floor!r}.")
+    high = LARGEST_SCALE
+    if ceiling is not None:
+        high = require_number("max_scale", ceiling, below=math.inf)
+        high = min(high, LARGEST_SCALE)
+    if not low <= init_scale <= high:
+        raise ScalerError(
+            f"init_scale must be between min_scale and max_scale, {low:g} and {high:g}; got "
+            f"{init_scale:g}. Change one of the three."
+        )
+    action = rest["on_verdict"]
+    if action not in get_args(OnVerdict):
+        raise ScalerError(f"on_verdict must be 'raise', 'warn' or 'ignore'; got {_shown(action)}.")
+    return Limits(
+        low,
+        high,
+        _count_or_none("max_consecutive_skips", rest["max_consecutive_skips"], 1),
+        _count_or_none("max_nonfinite_losses", rest["max_nonfinite_losses"], 0),
+        action,
+    )
+
+
+def _count_or_none(name: str, value: Any, least: int) -> int | None:
+    return None if value is None else require_count(name, value, least)
+
+
+def device_type_of(device: Any) -> str:
+    """The type of a device or of its name; an error for a name that PyTorch does not know."""
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ScalerError(
+            f"GradScaler's first argument is the device; {_shown(device)} is none that PyTorch knows. "
+            "Write GradScaler('cuda'), GradScaler('cpu') or another device type."
+        ) from error
+
+
+def is_usable(device_type: str) -> bool:
+    """Whether to scale there at all: not for CUDA on a machine without it, which gets a warning."""
+    if device_type != "cuda" or torch.cuda.is_available() or find_spec("torch_xla"):
+        return True
+    warnings.warn(
+        "GradScaler('cuda') is off: there is no CUDA here. Write GradScaler('cpu') to scale on the "
+        "CPU, or enabled=False to silence this.",
+        PrecastWarning,
+        stacklevel=callers_level(),
+    )
+    return False
+
+
+def new_scale_from(value: Any, device_type: str, limits: Limits) -> float | Tensor:
+    """What `update` was given, as something that a tensor of shape () can be filled with."""
+    if not isinstance(value, Tensor):
+        scale = require_number("new_scale", value, below=LARGEST_SCALE)
+        if limits.min_scale <= scale <= limits.max_scale:
+            return scale
+        raise ScalerError(
+            f"new_scale must be between min_scale and max_scale, {limits.min_scale:g} and "
+            f"{limits.max_scale:g}; got {scale:g}."
+        )
+    if value.numel() == 1 and value.device.type == device_type and not value.requires_grad:
+        return value.reshape(())
+    raise ScalerError(
+        f"new_scale must be a number or a tensor of one element on {device_type!r} that does not "
+        f"require a gradient; got shape {tuple(value.shape)} on {value.device.type!r}, "
+        f"requires_grad={value.requires_grad}."
+    )

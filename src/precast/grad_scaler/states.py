@@ -1,0 +1,169 @@
+"""States of scalers: ours, PyTorch's, FSDP's `ShardedGradScaler`'s, Apex's; and what is written into ours.
+
+A state is PyTorch's five numbers. What PyTorch has no word for, limits that are not the defaults and
+a search that goes on, stands under ``"precast"`` with a version, and only if there is any of it.
+
+Invariants: a state is read and checked whole before any of it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from precast._internal.callers import callers_level
+from precast.errors import PrecastWarning, ScalerError
+from precast.grad_scaler.settings import (
+    DEFAULT_LIMITS,
+    LARGEST_SCALE,
+    LOW_SCALE,
+    MOST_TRACKED,
+    Limits,
+    checked_limits,
+    number_in,
+    require_count,
+    require_flag,
+    require_number,
+)
+
+__all__ = ["State", "by_loss", "extras", "read"]
+
+_VERSION = 1
+_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a state says; None where it says nothing."""
+
+    scale: float
+    growth_tracker: int
+    growth_factor: float | None = None
+    backoff_factor: float | None = None
+    growth_interval: int | None = None
+    limits: Limits | None = None
+    searching: bool | None = None
+
+
+def extras(limits: Limits, searching: bool) -> dict[str, Any]:
+    """What a state has beside the five numbers."""
+    unusual = {
+        name: value
+        for name, value in dataclasses.asdict(limits).items()
+        if value != getattr(DEFAULT_LIMITS, name)
+    }
+    if not unusual and not searching:
+        return {}
+    return {"precast": {"version": _VERSION, "limits": unusual, "searching": searching}}
+
+
+def read(state: Mapping[str, Any], limits: Limits) -> State | None:
+    """A state of any of these scalers; None for the empty one of a scaler that was off.
+
+    Raises:
+        ScalerError: entries are missing, or have impossible values.
+    """
+    state = _mapping(state, "a state")
+    if not state:
+        return None
+    is_apex = "loss_scaler0" in state or "loss_scale" in state
+    found = _of_apex(state) if is_apex else _of_torch(state)
+    return dataclasses.replace(found, scale=_within(found.scale, found.limits or limits))
+
+
+def by_loss(state: Mapping[str, Any], losses: Iterable[str]) -> Mapping[str, Any]:
+    """`state` by the names of losses: Apex numbers its scalers, in the order of the losses."""
+    state = _mapping(state, "a state")
+    numbered = {name: f"loss_scaler{number}" for number, name in enumerate(losses)}
+    if set(state) != set(numbered.values()):
+        return state
+    return {name: state[key] for name, key in numbered.items()}
+
+
+def _of_torch(state: Mapping[str, Any]) -> State:
+    missing = [key for key in _NUMBERS if key not in state]
+    if missing:
+        raise ScalerError(
+            f"load_state_dict() got a state without {', '.join(missing)}; it has "
+            f"{', '.join(map(str, state))}. Give what state_dict() of a GradScaler returned, "
+            "PyTorch's, Apex's or precast's; the empty one of a scaler that was off loads too."
+        )
+    ours = _mapping(state.get("precast", {}), "'precast' in its state")
+    version = require_count("version", ours.get("version", 0), least=0) if ours else 0
+    if version > _VERSION:
+        warnings.warn(
+            f"this scaler's state was saved by a newer precast (version {version} of its "
+            f"format, here {_VERSION}): only PyTorch's five numbers are loaded.",
+            PrecastWarning,
+            stacklevel=callers_level(),
+        )
+        ours = {}
+    return State(
+        _number(state, "scale"),
+        require_count("_growth_tracker", state["_growth_tracker"], 0, MOST_TRACKED),
+        require_number("growth_factor", state["growth_factor"]),
+        require_number("backoff_factor", state["backoff_factor"]),
+        require_count("growth_interval", state["growth_interval"]),
+        _limits(_mapping(ours.get("limits", {}), "its limits")) if ours else None,
+        require_flag("searching", ours.get("searching")) if ours else None,
+    )
+
+
+def _limits(state: Mapping[str, Any]) -> Limits:
+    """Limits that are not the defaults, and possible ones."""
+    known = {field.name for field in dataclasses.fields(Limits)}
+    unknown = sorted(str(key) for key in state if key not in known)
+    if unknown:
+        raise ScalerError(f"load_state_dict() got limits that no scaler has: {', '.join(unknown)}.")
+    given = {**dataclasses.asdict(DEFAULT_LIMITS), **state}
+    floor = require_number("min_scale", given.pop("min_scale"), below=LARGEST_SCALE)
+    return checked_limits(floor, floor, given.pop("max_scale"), given)
+
+
+def _of_apex(state: Mapping[str, Any]) -> State:
+    """``amp.state_dict()``, or the part of one loss scaler in it; of several, the first."""
+    scaler = _mapping(state.get("loss_scaler0", state), "'loss_scaler0' in its state")
+    missing = [key for key in ("loss_scale", "unskipped") if key not in scaler]
+    if missing:
+        raise ScalerError(f"load_state_dict() got a state of Apex without {', '.join(missing)}.")
+    return State(
+        _number(scaler, "loss_scale"),
+        require_count("unskipped", scaler["unskipped"], 0, MOST_TRACKED),
+    )
+
+
+def _number(state: Mapping[str, Any], key: str) -> float:
+    value = state[key]
+    number = number_in(value)
+    if math.isnan(number) or number < 0:
+        raise ScalerError(f"load_state_dict() got {key}={value!r}: it must be a positive number.")
+    return number
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise ScalerError(
+        f"load_state_dict() got a {type(value).__name__} for {what}: give the dictionary that state_dict() returned."
+    )
+
+
+def _within(scale: float, limits: Limits) -> float:
+    """`scale`, or one between the limits; below them it is moved to where gradients do not vanish at once."""
+    if limits.min_scale <= scale <= limits.max_scale:
+        return scale
+    moved = min(max(scale, limits.min_scale, LOW_SCALE), limits.max_scale)
+    where, cause = "above max_scale", ""
+    if scale < limits.min_scale:
+        where = "below min_scale"
+        cause = " Many skipped steps leave such a scale: the weights saved beside it may hold NaN."
+    warnings.warn(
+        f"the state's scale is {scale:g}, {where}: {moved:g} is taken.{cause}",
+        PrecastWarning,
+        stacklevel=callers_level(),
+    )
+    return moved

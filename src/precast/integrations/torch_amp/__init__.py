@@ -1,0 +1,1 @@
+"""PyTorch's own names of automatic mixed precision, served by precast."""

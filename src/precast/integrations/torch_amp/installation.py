@@ -1,0 +1,222 @@
+"""install: PyTorch's own regions, whoever opens them, run on precast's engine, policy and weight cache.
+
+Invariants:
+
+- a region of PyTorch's stays what it is: its flags say *enabled* and *dtype*; what is installed adds the policy and the
+  cache, in every thread that is in no region of precast's;
+- the policy's rules for modules act on the models that the program calls, found when it first does;
+- what is installed last is in force; each installation ends by itself, and `uninstall` ends all of them;
+- when the last one ends every name of PyTorch's is what it was, unless a thread is still in a region of precast's; so
+  is the dispatcher, unless there are other threads, which may be calling a kernel: what stays hands on to PyTorch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from precast import _torch
+from precast._internal.locks import survives_fork
+from precast.attachment.found_models import FoundModels, Rules
+from precast.engine import registration
+from precast.engine.thread_state import Frame, installed
+from precast.errors import PrecastWarning
+from precast.integrations.torch_amp.replacements import FUNCTIONS, SCALERS, let_be_pickled
+from precast.policy.policy import DEVICE_TYPES, Policy, as_policy
+from precast.weights import unversioned_writes
+
+__all__ = ["Installation", "install", "install_to_observe", "uninstall"]
+
+_lock = survives_fork(threading.RLock())
+_installations: list[Installation] = []
+_replaced: Final[list[tuple[Any, str, Any, Any]]] = []
+"""Where a name of PyTorch's was replaced: object, name, what it was, what took its place."""
+
+
+class Installation:
+    """One call of `install`; in a ``with`` it ends there."""
+
+    def __init__(self, policy: Policy, *, replaces_scalers: bool = True) -> None:
+        self.policy = policy
+        self.replaces_scalers = replaces_scalers
+        self._models: FoundModels | None = None
+        self._rules = Rules({}, ())
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Ends this installation; the one before it is in force again, if there is one."""
+        with _lock:
+            if self in _installations:
+                _installations.remove(self)
+                self._find_models(wanted=False)
+                _put_in_force()
+
+    @property
+    def rules(self) -> Rules:
+        """What became of the policy's rules for modules: the models that were found, and what does not act."""
+        return self._rules if self._models is None else self._models.rules()
+
+    def _find_models(self, wanted: bool) -> None:
+        """Has the policy's rules act on the models that are called, or no longer."""
+        if wanted and self._models is None and self.policy.modules:
+            self._models = FoundModels(self.policy, self._refused)
+        elif not wanted and self._models is not None:
+            self._rules = self._models.rules()
+            self._models.close()
+            self._models = None
+
+    def _refused(self, sentence: str) -> None:
+        if self.replaces_scalers:  # else a report says it
+            warnings.warn(
+                f"install({self.policy.name!r}): {sentence}", PrecastWarning, stacklevel=6
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"<{'in force' if self in _installations else 'ended'}: install({self.policy.name!r})>"
+        )
+
+
+def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
+    """Puts PyTorch's own autocast regions on precast's engine, in the whole process and in all threads, now.
+
+    Every `torch.autocast`, `torch.amp.autocast`, `torch.cuda.amp.autocast` and `torch.cpu.amp.autocast` region,
+    however it was imported and also those already open, runs on the policy and the weight cache of precast. For code
+    imported from now on `torch.amp.GradScaler` is `precast.GradScaler`, `custom_fwd` and `custom_bwd` are precast's,
+    and so are their old spellings in `torch.cuda.amp`; a subclass of PyTorch's scaler stays one of PyTorch's.
+
+    The policy's rules for modules act on every model with parameters that is called from now on, by the names inside of
+    the outermost module that is called. `Installation.rules` says what became of them.
+
+    Args:
+        policy: a `Policy`, the name of a preset or the path of a policy file. "torch" gives PyTorch's own results, to
+            the bit, except where `docs/differences.md` says otherwise.
+
+    Returns:
+        The installation, to be ended by ``with`` or by `uninstall`.
+
+    Raises:
+        PolicyError: a policy that cannot be read; nothing has changed then.
+
+    Examples:
+        >>> with install("default"), torch.autocast("cpu"):
+        ...     torch.cat([torch.ones(2).half(), torch.ones(2).bfloat16()]).dtype  # PyTorch raises
+        torch.float32
+    """
+    return _begin(Installation(as_policy(policy)))
+
+
+def install_to_observe(policy: Policy) -> Installation:
+    """The same, and the scalers of code that is imported later stay PyTorch's, which do as they do alone."""
+    return _begin(Installation(policy, replaces_scalers=False))
+
+
+def _begin(installation: Installation) -> Installation:
+    with _lock:
+        _installations.append(installation)
+        _put_in_force()
+    return installation
+
+
+def uninstall() -> None:
+    """Ends every installation: PyTorch's regions run on PyTorch's engine again. Does nothing where there is none."""
+    with _lock:
+        for installation in _installations:
+            installation._find_models(wanted=False)
+        _installations.clear()
+        _put_in_force()
+
+
+def _put_in_force() -> None:
+    for installation in _installations:
+        installation._find_models(wanted=installation is _installations[-1])
+    policy = _installations[-1].policy if _installations else None
+    before = [_meaning(_frame(device)) for device in DEVICE_TYPES]
+    for device in filter(_torch.has_device, DEVICE_TYPES):
+        installed(device).frame = None if policy is None else registration.bind(policy, device)
+    has_pending = any(frame is not None and frame.pending for frame in map(_frame, DEVICE_TYPES))
+    ours = {
+        unversioned_writes.leave_region_of_pytorchs: policy is not None,
+        _look_again: has_pending,
+    }
+    registration.after_clear[:] = [act for act in registration.after_clear if act not in ours]
+    registration.after_clear += [act for act, wanted in ours.items() if wanted]
+    _restore_names()
+    if policy is None:
+        registration.unregister(kernels=threading.active_count() == 1)
+    else:
+        _replace_names()
+    if before != [_meaning(_frame(device)) for device in DEVICE_TYPES]:
+        _torch.forget_compiled()
+
+
+def _meaning(frame: Frame | None) -> str | None:
+    """What a graph compiled under `frame` depends on; None for PyTorch's own policy."""
+    return None if frame is None else frame.meaning
+
+
+def _replace_names() -> None:
+    stand_ins = [*FUNCTIONS, *(SCALERS if _installations[-1].replaces_scalers else ())]
+    if not all(frame is None or frame.is_pytorchs for frame in map(_frame, DEVICE_TYPES)):
+        stand_ins += [(torch.autocast, "__enter__", _enter), (torch.autocast, "__exit__", _exit)]
+    for owner, name, stand_in in stand_ins:
+        _replaced.append((owner, name, getattr(owner, name), stand_in))
+        setattr(owner, name, stand_in)
+    let_be_pickled(installed=_installations[-1].replaces_scalers)
+
+
+def _restore_names() -> None:
+    let_be_pickled(installed=False)
+    while _replaced:
+        owner, name, original, stand_in = _replaced.pop()
+        if (
+            getattr(owner, name, None) is stand_in
+        ):  # else it is another library's patch, which stays
+            setattr(owner, name, original)
+
+
+_enter_pytorchs: Callable[..., Any] = torch.autocast.__enter__
+_exit_pytorchs: Callable[..., Any] = torch.autocast.__exit__
+
+
+@functools.wraps(_enter_pytorchs)
+def _enter(region: torch.autocast) -> Any:
+    """Enters a region under a policy that TorchScript's optimiser, which knows PyTorch's alone, would not follow."""
+    _optimized.outside.append(_torch.optimizes_torchscript())
+    _torch.optimize_torchscript(False)
+    return _enter_pytorchs(region)
+
+
+@functools.wraps(_exit_pytorchs)
+def _exit(region: torch.autocast, *exc_info: Any) -> Any:
+    if _optimized.outside:  # a region may be older than the installation
+        _torch.optimize_torchscript(_optimized.outside.pop())
+    return _exit_pytorchs(region, *exc_info)
+
+
+class _Optimized(threading.local):
+    """Whether this thread's scripted functions were optimised outside of each open region of PyTorch's."""
+
+    def __init__(self) -> None:
+        self.outside: list[bool] = []
+
+
+_optimized = _Optimized()
+
+
+def _look_again() -> None:
+    """Binds anew where an operation that the policy knows may have been defined meanwhile."""
+    with _lock:
+        _put_in_force()
+
+
+def _frame(device_type: str) -> Frame | None:
+    return installed(device_type).frame

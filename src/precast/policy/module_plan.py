@@ -1,0 +1,243 @@
+"""The plan of a model: which of a policy's module rules act on which of its modules, and what follows inside.
+
+Invariants:
+
+- a plan is made from names and types alone; nothing of the model is changed or kept;
+- names are those of the model as it was written (`names.py`): what wrappers of PyTorch's put between is left out;
+- what cannot be carried out is an error here, before anything is done;
+- a rule acts where its module is called. One that is never called, a list of modules, hands it to those in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from precast._internal.display import Card, Displayed, size
+from precast.errors import PolicyError
+from precast.policy.module_names import modules_by_name
+from precast.policy.module_rules import AROUND, Inside, ModuleRule, Precision, decide
+from precast.policy.policy import Policy
+from precast.policy.rows import nearest
+from precast.policy.values import shown
+
+__all__ = ["Plan", "PlannedModule", "outwards", "plan"]
+
+_NEVER_CALLED: Final = "NonDynamicallyQuantizableLinear"
+"""The projection in `nn.MultiheadAttention`."""
+_TOLD: Final = 10
+"""How many patterns that match nothing are told with the names that may have been meant."""
+_NAMED: Final = (Precision.FLOAT16, Precision.BFLOAT16)
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """One module of a model, under one of its names.
+
+    Attributes:
+        name: the dotted name; "" is the model itself.
+        kind: the name of its class.
+        rule: the policy's rule for it; None where none matches.
+        pattern: the pattern that decided; None where none matches.
+        inside: what holds inside it, by its own rule and those of the modules it is in.
+        carried_out: what is to be done when it is called; None for nothing.
+    """
+
+    name: str
+    kind: str
+    rule: ModuleRule | None
+    pattern: str | None
+    inside: Inside
+    carried_out: ModuleRule | None
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Displayed):
+    """What a policy's module rules mean for one model.
+
+    Attributes:
+        policy: the policy.
+        modules: every module, each before those in it; one with two names is there twice.
+        unmatched: the patterns that match no module.
+    """
+
+    policy: Policy
+    modules: tuple[PlannedModule, ...]
+    unmatched: tuple[str, ...]
+
+    @property
+    def rules(self) -> list[tuple[str, str]]:
+        """Name of each module that a rule matches, and what it says: "fp32, by head.*"."""
+        return [
+            (m.name or "the model", f"{m.rule}, by {m.pattern}") for m in self.modules if m.rule
+        ]
+
+    def _card(self) -> Card:
+        count = size(len(self.rules), "module")
+        facts = [f"{count} of {len(self.modules):,} with a rule"]
+        if self.unmatched:
+            facts.append(
+                size(len(self.unmatched), "pattern matches nothing", "patterns match nothing")
+            )
+        nothing = [(pattern, "matches no module") for pattern in self.unmatched]
+        what = f"Plan of the policy {self.policy.name!r}"
+        return Card(what, facts, ("name", "rule"), [*self.rules, *nothing])
+
+    def inside(self, name: str) -> Inside:
+        """What holds inside the module of that name."""
+        return self._by_name[name].inside
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, PlannedModule]:
+        return {module.name: module for module in self.modules}
+
+    def complaints(self) -> list[str]:
+        """One sentence for each rule that does nothing: no module matches, or PyTorch does not call it."""
+        return self._unmatched_ones() + [
+            f"[modules] {module.pattern!r} does nothing for {module.name!r}: nn.MultiheadAttention reads its "
+            "weight and never calls it. Write a rule for the attention as a whole."
+            for module in self.modules
+            if module.kind == _NEVER_CALLED and module.carried_out is not None
+            if module.inside.state != self.inside(next(outwards(module.name))).state
+        ]
+
+    def _unmatched_ones(self) -> list[str]:
+        names = [module.name for module in self.modules]
+        said = [
+            f"[modules] {shown(pattern)} matches no module of the model{nearest(pattern, names)}"
+            for pattern in self.unmatched[:_TOLD]
+        ]
+        more = self.unmatched[_TOLD:]
+        if more:  # to look for what each may have meant takes longer than all the rest
+            said.append(
+                f"[modules] {len(more)} more patterns match no module of the model: "
+                f"{', '.join(map(shown, more[:_TOLD]))}{', ...' if more[_TOLD:] else ''}."
+            )
+        return said
+
+
+def plan(model: nn.Module, policy: Policy) -> Plan:
+    """What `policy.modules` means for `model`.
+
+    Args:
+        model: any module; scripted and compiled ones too.
+        policy: the policy.
+
+    Raises:
+        PolicyError: two patterns disagree on a module; a module has two names, whose rules differ; a rule for a
+            module that is scripted as a part of another.
+
+    Examples:
+        >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        >>> planned = plan(model, Policy.load("torch").replace(modules={"head": "fp32", "tail": "fp32"}))
+        >>> planned.inside("head").precision, planned.unmatched
+        ('fp32', ('tail',))
+    """
+    modules = modules_by_name(model)
+    matching = {name: policy.patterns.matching(name) for name in modules}
+    found = {name: decide(of_it, policy.modules, name) for name, of_it in matching.items()}
+    decided = _agreed(modules, found)
+    planned: dict[str, PlannedModule] = {}
+    handed_on: dict[str, ModuleRule | None] = {}
+    for name, module in modules.items():
+        parent = _parent(name, planned) if name else ""
+        around = planned[parent].inside if name else AROUND
+        pattern, rule = decided[name] or (None, None)
+        inside = around.then(rule, name, pattern or "")
+        carried = _after(handed_on.get(parent), None if inside is around else rule)
+        if _is_part_of_scripted(name, modules, inside.state == around.state):
+            carried = None
+        called = _is_called(module)
+        handed_on[name] = None if called else carried
+        kind = type(module).__name__
+        carried = carried if called else None
+        planned[name] = PlannedModule(name, kind, rule, pattern, inside, carried)
+    _check_shared(modules, planned)
+    matched = {pattern for of_it in matching.values() for pattern in of_it}
+    unmatched = tuple(pattern for pattern in policy.modules if pattern not in matched)
+    return Plan(policy, tuple(planned.values()), unmatched)
+
+
+_Decided = dict[str, tuple[str, ModuleRule] | None]
+
+
+def _agreed(modules: dict[str, nn.Module], found: _Decided) -> _Decided:
+    """The same with one decision for each module, whichever of its names it was made for."""
+    first: dict[int, str] = {}
+    for name, module in modules.items():
+        decision = found[name]
+        if decision is None:
+            continue
+        other = first.setdefault(id(module), name)
+        theirs = found[other]
+        assert theirs is not None
+        if not decision[1].says_as(theirs[1]):
+            raise PolicyError(
+                f"[modules]: {other!r} and {name!r} are one module, for which {theirs[0]!r} says {theirs[1]} and "
+                f"{decision[0]!r} says {decision[1]}. Write one rule, or the same for both names."
+            )
+    return {name: found[first.get(id(module), name)] for name, module in modules.items()}
+
+
+def _parent(name: str, known: Iterable[str]) -> str:
+    """The nearest module that a module is in; names of wrappers may be missing between."""
+    return next(outer for outer in outwards(name) if outer in known)
+
+
+def outwards(name: str) -> Iterator[str]:
+    """The names of all that a module is in, the innermost first and the model, "", last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _after(outer: ModuleRule | None, inner: ModuleRule | None) -> ModuleRule | None:
+    """One rule for a module that two hold for: that of the list it is in, which nobody calls, and its own."""
+    if outer is None or inner is None:
+        return inner or outer
+    keeps = inner.dtype is None or (inner.dtype is Precision.LOWER and outer.dtype in _NAMED)
+    dtype = outer.dtype if keeps else inner.dtype
+    return ModuleRule(dtype, {**outer.ops, **inner.ops}, inner.reason, inner.origin)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module can be called, which a list of modules cannot."""
+    own = getattr(type(module), "forward", None) is not nn.Module.forward
+    return own or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_part_of_scripted(name: str, modules: dict[str, nn.Module], changes_nothing: bool) -> bool:
+    """Whether TorchScript calls a module, so that nothing can be done when it is called.
+
+    Raises:
+        PolicyError: it does, and something else is to hold inside than around.
+    """
+    outer = (n for n in outwards(name) if isinstance(modules.get(n), torch.jit.ScriptModule))
+    scripted = next(outer, None)
+    if scripted is None or changes_nothing:
+        return scripted is not None
+    raise PolicyError(
+        f"[modules]: the module {name!r} is scripted as a part of {scripted!r}: TorchScript calls it, so no rule can "
+        f"act on it alone. Write a rule for {scripted!r} as a whole, and none for what is in it."
+    )
+
+
+def _check_shared(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> None:
+    """Refuses a module that two lists hand different rules to."""
+    first: dict[int, PlannedModule] = {}
+    for name, module in modules.items():
+        here = planned[name]
+        if here.carried_out is None:
+            continue
+        other = first.setdefault(id(module), here)
+        assert other.carried_out is not None
+        if not other.carried_out.says_as(here.carried_out):
+            raise PolicyError(
+                f"[modules]: {other.name!r} and {name!r} are one module, which is to follow {other.carried_out} in "
+                f"one place and {here.carried_out} in the other. Write rules that say the same for both."
+            )

@@ -1,0 +1,216 @@
+"""A policy's rules for modules: what each says, which one decides, and what follows where modules nest.
+
+Invariants:
+    - Of the rules that match a module an exact one decides; globs that say different things are an error.
+    - What holds inside a module follows from its rule and from what holds around it, and from nothing else.
+    - Every problem is a `PolicyError` that begins with where it was found.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from precast import _torch
+from precast._internal.torch_versions import Version
+from precast.errors import PolicyError
+from precast.policy.patterns import is_glob
+from precast.policy.rows import Entry, canonical, check_row, nearest, parse_entry
+from precast.policy.values import check_mapping, check_text, clipped, shown
+
+__all__ = [
+    "AROUND",
+    "Found",
+    "Inside",
+    "ModuleRule",
+    "Precision",
+    "decide",
+    "parse_module_rule",
+]
+
+
+class Precision(enum.StrEnum):
+    """What a rule says of a module's inputs and of the region inside it."""
+
+    FP32 = "fp32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    LOWER = "lower"
+    KEEP = "keep"
+
+
+_KEYS: Final = ("dtype", "ops", "reason")
+_SPELLING: Final = ", ".join(Precision)
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """What holds for a module and all that it calls.
+
+    Attributes:
+        dtype: `fp32`: inputs are cast to float32, and autocast is off inside; `float16`, `bfloat16`: inputs are cast
+            to it, and it is the dtype of the region inside; `lower`: the same with the dtype of the region around,
+            also where an outer module has switched autocast off; `keep`: as if no rule matched; None: as around it.
+        ops: rows laid over the policy in force inside, by the operation's key; for every device type.
+        reason: why, in a few words.
+        origin: the file and key that said so; no part of the value.
+    """
+
+    dtype: Precision | None
+    ops: Mapping[str, Entry] = field(default_factory=dict)
+    reason: str = ""
+    origin: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        where = check_text(self.origin, "a ModuleRule's origin") or "ModuleRule"
+        if self.dtype is not None and type(self.dtype) is not Precision:
+            object.__setattr__(self, "dtype", _precision(self.dtype, where))
+        check_text(self.reason, f"{where}: the reason")
+        rows = check_mapping(self.ops, f"{where}: ops", '{"aten::softmax": Entry(Rule.LOWER)}')
+        ops = {canonical(key, where): parse_entry(entry, where) for key, entry in rows.items()}
+        object.__setattr__(self, "ops", MappingProxyType(ops))
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.reason, frozenset(self.ops)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.dtype, dict(self.ops), self.reason, self.origin)
+
+    def __str__(self) -> str:
+        ops = ", ".join(f"{key.removeprefix('aten::')} = {e.rule}" for key, e in self.ops.items())
+        return " with ".join([*([self.dtype] if self.dtype else []), *([ops] if ops else [])])
+
+    def says_as(self, other: ModuleRule) -> bool:
+        """Whether both mean the same; reasons may differ."""
+        return self._meaning == other._meaning
+
+    @functools.cached_property
+    def _meaning(self) -> tuple[object, ...]:
+        return self.dtype, {key: entry.rule for key, entry in self.ops.items()}
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What holds inside a module, where its region is one around the model in which autocast is on.
+
+    Attributes:
+        enabled: whether autocast is on.
+        dtype: `float16` or `bfloat16`; None is the dtype of the region around the model, whatever that is.
+        ops: rows laid over its policy.
+        because: the modules and patterns that made it so, outermost first; of those that gave a dtype, the last.
+    """
+
+    enabled: bool = True
+    dtype: Precision | None = None
+    ops: Mapping[str, Entry] = field(default_factory=dict)
+    because: tuple[tuple[str, str], ...] = ()
+
+    def then(self, rule: ModuleRule | None, name: str, pattern: str) -> Inside:
+        """What holds inside a module with this rule that is called where `self` holds."""
+        if rule is None or rule.dtype is Precision.KEEP:
+            return self
+        named = rule.dtype in (Precision.FLOAT16, Precision.BFLOAT16)
+        return Inside(
+            self.enabled if rule.dtype is None else rule.dtype is not Precision.FP32,
+            rule.dtype if named else self.dtype,
+            {**self.ops, **rule.ops},
+            (*self.because, (name, pattern)),
+        )
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """All but who made it so."""
+        return self.enabled, self.dtype, {key: entry.rule for key, entry in self.ops.items()}
+
+    @property
+    def precision(self) -> str:
+        """`fp32`, `float16`, `bfloat16`, or `lower` for the dtype of the region around the model."""
+        return str(self.dtype or Precision.LOWER) if self.enabled else str(Precision.FP32)
+
+
+Found = tuple[str, ModuleRule]
+"""The pattern that decides for a module, and its rule."""
+
+AROUND: Final = Inside()
+"""What holds in the region around the model."""
+
+
+def parse_module_rule(value: object, where: str, version: Version = _torch.VERSION) -> ModuleRule:
+    """A rule from a dtype's name, or a mapping with `dtype`, `ops`, `reason`, or both of the first.
+
+    Raises:
+        PolicyError: anything else, with what is allowed.
+    """
+    if isinstance(value, ModuleRule):
+        return value
+    if not isinstance(value, Mapping):
+        return ModuleRule(_precision(value, where), origin=where)
+    unknown = [key for key in value if not (isinstance(key, str) and key in _KEYS)]
+    if unknown or not ("dtype" in value or "ops" in value):
+        named = ", ".join(map(shown, unknown[:3]))
+        problem = f"{named} is not allowed here" if unknown else "it says nothing"
+        raise PolicyError(
+            f'{where}: {problem}; write a dtype\'s name or {{ dtype = "bfloat16", ops = {{ softmax = "lower" }}, '
+            'reason = "..." } with dtype, ops or both; a pattern with dots needs quotes, as in "encoder.**" = "fp32"'
+        )
+    dtype = _precision(value["dtype"], where) if "dtype" in value else None
+    ops = _ops(value.get("ops", {}), where, version)
+    if ops and dtype in (Precision.FP32, Precision.KEEP):
+        raise PolicyError(
+            f"{where}: ops would never act with dtype {dtype.value!r}. For float32 in all but some operations, write "
+            'dtype = "lower" and a rule for each operation.'
+        )
+    reason = check_text(value.get("reason", ""), f"{where}: the reason")
+    return ModuleRule(dtype, ops, reason, where)
+
+
+def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) -> Found | None:
+    """The pattern that decides for a module, and its rule; None where none matches.
+
+    Args:
+        matching: the patterns that match its name, in the order of the rules.
+        rules: what each pattern says.
+        name: the module's.
+
+    Raises:
+        PolicyError: no exact rule, and two globs that say different things.
+    """
+    if not matching:
+        return None
+    exact = [pattern for pattern in matching if not is_glob(pattern)]
+    first, *others = exact[:1] or matching
+    for pattern in others:
+        if not rules[pattern].says_as(rules[first]):
+            raise PolicyError(
+                f"[modules]: {shown(first)} says {rules[first]}, {shown(pattern)} says {rules[pattern]}, and both "
+                f"match the module {shown(name)}. Add a rule for {shown(name)} itself, which decides, or make one of "
+                "the patterns narrower."
+            )
+    return first, rules[first]
+
+
+def _precision(value: object, where: str) -> Precision:
+    if isinstance(value, str) and value in Precision.__members__.values():
+        return Precision(value)
+    hint = nearest(value, list(Precision)) if isinstance(value, str) else "."
+    raise PolicyError(
+        f"{where}: {shown(value)} is not what a module can run in{hint} Allowed: {_SPELLING}"
+    )
+
+
+def _ops(table: object, where: str, version: Version) -> dict[str, Entry]:
+    if not isinstance(table, Mapping):
+        raise PolicyError(f'{where}: ops is {shown(table)}; write ops = {{ softmax = "lower" }}')
+    rows: dict[str, Entry] = {}
+    for name, value in table.items():
+        here = f"{where} ops {clipped(name)}"
+        key = canonical(name, here)
+        entry = parse_entry(value, here)
+        if entry.is_for(version):
+            check_row(key, entry, here)
+            rows[key] = entry
+    return rows

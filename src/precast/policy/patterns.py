@@ -1,0 +1,195 @@
+"""Patterns of modules' names: what one matches, and which of many match a name, without trying each.
+
+Invariants:
+    - A name has components, between dots; the model's own name is "", which has none. `*` stands for any text
+      within one component, `**` for any number of components, none included.
+    - Whether a pattern matches a name takes at most as many steps as the pattern has letters times those of the name.
+    - Which of many patterns match a name takes time for those that begin as the name does, not for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from precast.errors import PolicyError
+from precast.policy.values import shown
+
+__all__ = ["PatternIndex", "check_pattern", "is_glob", "matches"]
+
+_ADVICE = 'Write names with dots, as in "decoder.0.attn"; * for part of a component, ** for any number of them.'
+
+T = TypeVar("T")
+
+
+def check_pattern(pattern: object, where: str) -> str:
+    """`pattern`, if it can match the name of a module.
+
+    Raises:
+        PolicyError: it cannot, or means something else than it seems to.
+    """
+    if not isinstance(pattern, str):
+        raise PolicyError(f"{where}: {shown(pattern)} is not the name of a module. {_ADVICE}")
+    problem = next(filter(None, map(_problem, pattern.split(".") if pattern else ())), None)
+    if problem is not None:
+        raise PolicyError(f"{where}: the pattern {shown(pattern)} {problem}. {_ADVICE}")
+    return pattern
+
+
+def _problem(component: str) -> str | None:
+    if component == "":
+        return "has an empty component"
+    if "**" in component and component != "**":
+        return f"has ** beside other text in the component {shown(component)}"
+    if set(component) & set("?[]"):
+        return "has one of ? [ ], which names of modules do not have and patterns do not know"
+    if not component.isascii() and any("\ud800" <= letter <= "\udfff" for letter in component):
+        return "has a lone surrogate, which no file can have"
+    return None
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether a pattern is more than one name."""
+    return "*" in pattern
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches the name of a module.
+
+    >>> matches("*.lm_head", "model.lm_head"), matches("*.lm_head", "lm_head")
+    (True, False)
+    >>> matches("encoder.**", "encoder"), matches("encoder.**", "encoder.layer.0")
+    (True, True)
+    """
+    return _fits(_components(pattern), _components(name), "**", _component_fits)
+
+
+def _components(text: str) -> Sequence[str]:
+    return text.split(".") if text else ()
+
+
+def _component_fits(pattern: str, component: str) -> bool:
+    if "*" not in pattern:
+        return pattern == component
+    return _fits(pattern, component, "*", str.__eq__)
+
+
+def _fits(pattern: Sequence[T], given: Sequence[T], star: T, fits: Callable[[T, T], bool]) -> bool:
+    """Whether `given` is `pattern`, in which `star` stands for any number of items.
+
+    Each star first stands for nothing, and for one item more each time that what follows it does not fit. What stars
+    before it stand for need not be tried again: what fitted later begins later, and leaves less to what follows.
+    """
+    at = after_star = retry = 0
+    starred = False
+    here = 0
+    while here < len(given):
+        if at < len(pattern) and pattern[at] == star:
+            at += 1
+            starred, after_star, retry = True, at, here
+        elif at < len(pattern) and fits(pattern[at], given[here]):
+            at, here = at + 1, here + 1
+        elif starred:
+            retry += 1
+            at, here = after_star, retry
+        else:
+            return False
+    return all(item == star for item in pattern[at:])
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """What patterns with the same components up to here have in common: the ways on, and which end here."""
+
+    exact: dict[str, _Node] = field(default_factory=dict)
+    any_one: _Node | None = None
+    any_number: _Node | None = None
+    is_any_number: bool = False
+    globs: dict[str, dict[str, _Node]] = field(default_factory=dict)
+    """The longest text of a component with stars -> component -> the way on."""
+    lengths: tuple[int, ...] = ()
+    """Those of the texts."""
+    ends: list[int] = field(default_factory=list)
+
+    def on(self, component: str) -> _Node:
+        """The way on by one component of a pattern, made where there is none."""
+        if component == "**":
+            if self.is_any_number:  # a second ** adds nothing
+                return self
+            self.any_number = self.any_number or _Node(is_any_number=True)
+            return self.any_number
+        if component == "*":
+            self.any_one = self.any_one or _Node()
+            return self.any_one
+        if "*" not in component:
+            return self.exact.setdefault(component, _Node())
+        text = max(component.split("*"), key=len)
+        self.lengths = tuple(sorted({*self.lengths, len(text)}))
+        return self.globs.setdefault(text, {}).setdefault(component, _Node())
+
+    def after(self, component: str) -> Iterator[_Node]:
+        """The ways on by one component of a name."""
+        if self.is_any_number:
+            yield self
+        if component in self.exact:
+            yield self.exact[component]
+        if self.any_one is not None:
+            yield self.any_one
+        for text in self._texts_in(component):
+            for glob, node in self.globs[text].items():
+                if _component_fits(glob, component):
+                    yield node
+
+    def _texts_in(self, component: str) -> set[str]:
+        """The texts of `globs` that a component has: a glob of which it has none cannot match."""
+        return {
+            text
+            for length in self.lengths
+            for start in range(len(component) - length + 1)
+            if (text := component[start : start + length]) in self.globs
+        }
+
+
+class PatternIndex:
+    """Patterns, by their components: a tree in which those that begin alike share the way."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._root = _Node()
+        self._patterns = tuple(patterns)
+        for number, pattern in enumerate(self._patterns):
+            node = self._root
+            for component in _components(pattern):
+                node = node.on(component)
+            node.ends.append(number)
+
+    def matching(self, name: str) -> list[str]:
+        """The patterns that match a name, in the order in which they were given."""
+        nodes = _with_none([self._root])
+        for component in _components(name):
+            nodes = self._step(nodes, component)
+        return self._ending(nodes)
+
+    def along(self, name: str) -> Iterator[list[str]]:
+        """The same for each of the modules that a module is in, the model first, and for itself."""
+        nodes = _with_none([self._root])
+        yield self._ending(nodes)
+        for component in _components(name):
+            nodes = self._step(nodes, component)
+            yield self._ending(nodes)
+
+    def _step(self, nodes: list[_Node], component: str) -> list[_Node]:
+        return _with_none(after for node in nodes for after in node.after(component))
+
+    def _ending(self, nodes: list[_Node]) -> list[str]:
+        return [self._patterns[number] for number in sorted(n for node in nodes for n in node.ends)]
+
+
+def _with_none(nodes: Iterable[_Node]) -> list[_Node]:
+    """The nodes, each once, and those that a `**` after them leads to where it stands for no component."""
+    found: dict[int, _Node] = {}
+    for node in nodes:
+        found[id(node)] = node
+        if node.any_number is not None:
+            found[id(node.any_number)] = node.any_number
+    return list(found.values())

@@ -1,0 +1,370 @@
+"""A policy: which rule applies to which operation on which device type, as a frozen value.
+
+Invariants:
+    - A `Policy` never changes; two are equal when their contents are, wherever they came from.
+    - All that a policy says can be written to a TOML file and read back.
+    - What the tables do not name runs as it does outside a region.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from precast import _torch
+from precast._internal.display import Card, Displayed, size
+from precast._internal.locks import survives_fork
+from precast.errors import PolicyError
+from precast.policy import toml_file
+from precast.policy.checks import (
+    changed,
+    changed_modules,
+    checked_modules,
+    checked_tables,
+    device_type,
+    is_device_type,
+)
+from precast.policy.module_rules import AROUND, Inside, ModuleRule, Precision, decide
+from precast.policy.patterns import PatternIndex
+from precast.policy.rows import (
+    DEVICE_TYPES,
+    Entry,
+    Rule,
+    canonical,
+    check_row,
+    covered_overloads,
+    dispatcher_name,
+    exact_key,
+    short,
+    split,
+)
+from precast.policy.toml_file import MIXED, Contents, Mixed, Modules, Tables
+from precast.policy.values import check_mapping, check_text, shown
+
+__all__ = [
+    "DEVICE_TYPES",
+    "Entry",
+    "ModuleRule",
+    "Policy",
+    "Precision",
+    "Resolution",
+    "Rule",
+    "as_policy",
+    "policy_of",
+]
+
+
+class Resolution(NamedTuple):
+    """What a policy says of one operation on one device type, and why."""
+
+    rule: Rule
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Policy(Displayed):
+    """For each device type a table operation -> rule, and rules for modules by name.
+
+    Attributes:
+        name: what messages and reports call the policy.
+        tables: device type -> key of the operation -> entry. A key is `aten::linear` (every
+            overload that is not an `out=` variant) or `aten::softmax.int`; `.default` is the
+            overload with the empty name. An exact row beats a bare one.
+        mixed: what happens where PyTorch's own answer to arguments of different floating dtypes
+            is an error: `raise` leaves the error, `promote` casts them to the widest dtype.
+        summary: one sentence on what the policy is for.
+        modules: pattern of a module's name -> what holds inside. They act on models that are attached with this
+            policy, and on nothing else.
+        fingerprint: 16 hex digits of a SHA-256 over all that changes a result in a region: rules and `mixed`. Equal
+            policies have equal fingerprints; names, reasons and the order of rows do not count. Nor do `modules`: a
+            region does not look at them, and where they act they open regions, whose policies have fingerprints.
+
+    Examples:
+        >>> policy = Policy.load("torch").replace(ops={"softmax": "lower"})
+        >>> policy.resolve("softmax", "cuda").rule
+        <Rule.LOWER: 'lower'>
+    """
+
+    name: str
+    tables: Tables
+    mixed: Mixed = "raise"
+    summary: str = ""
+    modules: Modules = field(default_factory=dict)
+    fingerprint: str = field(init=False, repr=False, compare=False)
+    made_of: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
+    """What others have made of the policy, to be found again: it goes when the policy goes."""
+
+    def __post_init__(self) -> None:
+        check_text(self.name, "Policy(name=...)")
+        check_text(self.summary, "Policy(summary=...)")
+        if not isinstance(self.mixed, str) or self.mixed not in MIXED:
+            raise PolicyError(f"mixed is {shown(self.mixed)}. Allowed: {', '.join(MIXED)}")
+        tables = checked_tables(self.tables)
+        object.__setattr__(self, "tables", MappingProxyType(tables))
+        object.__setattr__(self, "modules", MappingProxyType(checked_modules(self.modules)))
+        object.__setattr__(self, "made_of", {})
+        # Now, not when asked for: a compiled function reads it, and cannot run what makes it.
+        object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
+        _remember(self)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.fingerprint))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        tables = {device: dict(table) for device, table in self.tables.items()}
+        return type(self), (self.name, tables, self.mixed, self.summary, dict(self.modules))
+
+    def _card(self) -> Card:
+        what, patterns = f"Policy {self.name!r}", size(len(self.modules), "rule")
+        facts = [f"{size(len(table), 'row')} on {device}" for device, table in self.tables.items()]
+        facts += [f"{patterns} for modules"] * bool(self.modules)
+        counts = {device: Counter(e.rule for e in t.values()) for device, t in self.tables.items()}
+        rows = [(d, *(count[rule] or None for rule in Rule)) for d, count in counts.items()]
+        return Card(what, [*facts, f"mixed dtypes: {self.mixed}"], ("device type", *Rule), rows)
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """The names of the policies that ship with precast."""
+        return toml_file.preset_names()
+
+    @classmethod
+    def load(cls, name_or_path: str | os.PathLike[str]) -> Policy:
+        """The preset of that name, or the policy in a TOML file.
+
+        Raises:
+            PolicyError: neither exists, or the file says something that it must not; the message
+                has the file, the line or key, the value and what is allowed.
+        """
+        if isinstance(name_or_path, str) and name_or_path in cls.presets():
+            return _preset(name_or_path)
+        return _from_contents(toml_file.read(name_or_path))
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The policy as TOML, complete in itself; written to `path` too, whole or not at all."""
+        text = toml_file.render(
+            Contents(self.name, self.summary, self.mixed, self.tables, self.modules)
+        )
+        if path is not None:
+            toml_file.write(path, text)
+        return text
+
+    def replace(
+        self,
+        *,
+        name: str | None = None,
+        ops: Mapping[str, object] | None = None,
+        mixed: Mixed | None = None,
+        modules: Mapping[str, object] | None = None,
+    ) -> Policy:
+        """A new policy with some things changed.
+
+        Args:
+            name: the new name; the old one where None.
+            ops: operation -> rule for every device type, and device type -> (operation -> rule)
+                for one. A rule is a `Rule`, its name, an `Entry`, or a mapping with `rule` and
+                `reason`; None takes the row away. A bare name replaces every row that it covers.
+            mixed: `raise` or `promote`; the old one where None.
+            modules: pattern -> what holds inside such modules: `fp32`, `float16`, `bfloat16`, `lower` or `keep`, or a
+                mapping with `dtype`, `ops` and `reason`; None takes the rule away.
+
+        Raises:
+            PolicyError: an operation, a rule, a device type, a pattern or a dtype that cannot be.
+        """
+        ops = check_mapping({} if ops is None else ops, "replace(ops=...)", '{"softmax": "lower"}')
+        shared = {key: value for key, value in ops.items() if not is_device_type(key)}
+        tables = {}
+        for device in DEVICE_TYPES:
+            table = changed(self.tables.get(device, {}), shared, "replace(ops=...)")
+            own = ops.get(device, {})
+            own = check_mapping(own, f"replace(ops=...): {device}", '{"softmax": "lower"}')
+            tables[device] = changed(table, own, f"replace(ops=...) [{device}]")
+        return Policy(
+            self.name if name is None else name,
+            tables,
+            self.mixed if mixed is None else mixed,
+            self.summary,
+            changed_modules(self.modules, {} if modules is None else modules),
+        )
+
+    def retarget(self, device: str = "cpu", like: str = "cuda") -> Policy:
+        """The policy with `like`'s table applied to tensors on `device`.
+
+        It lets the rules of an accelerator be tried, and tested, where there is none.
+        """
+        tables = {**self.tables, device_type(device, "retarget"): self.entries(like)}
+        name = f"{self.name} ({device} like {like})"
+        return Policy(name, tables, self.mixed, self.summary, self.modules)
+
+    def entries(self, device: str) -> Mapping[str, Entry]:
+        """The table of a device type: key as the policy spells it -> entry."""
+        return self.tables.get(device_type(device), MappingProxyType({}))
+
+    def expand(self, device: str) -> tuple[dict[str, Entry], tuple[str, ...]]:
+        """The table of a device type with every bare name spelled out.
+
+        Returns:
+            The entries by the dispatcher's names (`aten::softmax.int`; no suffix for the default
+            overload), and the keys that the installed torch has no operator for (yet): custom
+            operations that are not imported, operations of another build.
+        """
+        table = self.entries(device)
+        known: dict[str, Entry] = {}
+        unknown = []
+        for key in sorted(table, key=lambda key: split(key)[1] is not None):  # exact rows win
+            names = _dispatcher_names(key)
+            known |= dict.fromkeys(names, table[key])
+            if not names:
+                unknown.append(key)
+        return known, tuple(unknown)
+
+    def inside(self, module: str) -> Inside:
+        """What holds inside a module of that name, by the rules for it and for those that it is in.
+
+        Raises:
+            PolicyError: two globs match one of them and say different things.
+        """
+        check_text(module, "the name of a module")
+        inside = AROUND
+        for depth, matching in enumerate(self.patterns.along(module)):
+            if matching:  # else there is no need of the name, of which there may be many
+                name = ".".join(module.split(".")[:depth])
+                pattern, rule = decide(matching, self.modules, name) or ("", None)
+                inside = inside.then(rule, name, pattern)
+        return inside
+
+    @functools.cached_property
+    def patterns(self) -> PatternIndex:
+        """The names and patterns in `modules`, made ready to be matched with many names."""
+        return PatternIndex(self.modules)
+
+    def resolve(self, op: str, device: str, module: str | None = None) -> Resolution:
+        """The rule for an operation on a device type, and the reason.
+
+        Args:
+            op: the dispatcher's name, `aten::` optional: `linear`, `softmax.int`, `mylib::myop`.
+                A name without overload asks for all that are not `out=` variants.
+            device: a device type, such as `cuda`.
+            module: for an operation inside the module of that name, in an attached model; None is for one outside of
+                all that `modules` speaks of.
+
+        Raises:
+            PolicyError: no such operation; or a bare name whose overloads have different rules.
+
+        Examples:
+            >>> policy = Policy.load("torch").replace(modules={"*.head": "fp32"})
+            >>> policy.resolve("linear", "cpu", module="model.head").rule
+            <Rule.KEEP: 'keep'>
+        """
+        if module is not None:
+            return self._resolve_inside(self.inside(module), op, device)
+        where = f"the operation {shown(op)}"
+        key = canonical(op, where)
+        table = self.entries(device)
+        check_row(key, table.get(key, Entry(Rule.KEEP)), where)
+        operation, overload = split(key)
+        if overload is not None:
+            return self._resolution(_find(table, operation, overload), key, device)
+        found = {name: _find(table, operation, name) for name in _overloads_or_bare(operation)}
+        resolutions = {name: self._resolution(entry, key, device) for name, entry in found.items()}
+        if len({resolution.rule for resolution in resolutions.values()}) > 1:
+            listed = ", ".join(
+                f"{short(exact_key(operation, name or 'default'))} ({resolution.rule})"
+                for name, resolution in resolutions.items()
+            )
+            raise PolicyError(f"the overloads of {key} differ; ask for one: {listed}")
+        return next(iter(resolutions.values()))
+
+    def _resolve_inside(self, inside: Inside, op: str, device: str) -> Resolution:
+        found = self.replace(ops=inside.ops).resolve(op, device)
+        if not inside.because:
+            return found
+        by = ", ".join(f"{pattern!r} for {name!r}" for name, pattern in inside.because)
+        if not inside.enabled:
+            return Resolution(Rule.KEEP, f"autocast is off, inputs are float32 ([modules] {by})")
+        to = f" to {inside.dtype}" if inside.dtype and found.rule is Rule.LOWER else ""
+        return Resolution(found.rule, f"{found.reason}{to} ([modules] {by})")
+
+    def _resolution(self, entry: Entry | None, key: str, device: str) -> Resolution:
+        if entry is None:
+            reason = f"no row for {short(key)} on {device} in the policy {self.name!r}"
+            return Resolution(Rule.KEEP, f"{reason}: {Rule.KEEP.meaning}")
+        return Resolution(entry.rule, f"{entry.reason} ({entry.origin or self.name})")
+
+
+class _Alike:
+    """The living policies of one fingerprint; each keeps this, so it goes with the last of them."""
+
+    def __init__(self) -> None:
+        self.living: weakref.WeakValueDictionary[int, Policy] = weakref.WeakValueDictionary()
+
+
+_alike: Final[weakref.WeakValueDictionary[str, _Alike]] = weakref.WeakValueDictionary()
+_lock = survives_fork(threading.Lock())
+
+
+def _remember(policy: Policy) -> None:
+    with _lock:
+        alike = _alike.get(policy.fingerprint) or _Alike()
+        _alike[policy.fingerprint] = alike
+    policy.made_of["alike"] = alike
+    alike.living[id(policy)] = policy
+
+
+def as_policy(given: Policy | str | os.PathLike[str]) -> Policy:
+    """A policy as it is; that of a preset's name or a file's path, loaded."""
+    return given if isinstance(given, Policy) else Policy.load(given)
+
+
+def policy_of(fingerprint: str) -> Policy:
+    """One of the policies of this fingerprint, of which one must be alive."""
+    return next(_alike[fingerprint].living.values())
+
+
+def _fingerprint(mixed: str, tables: Tables) -> str:
+    lines: list[str] = [mixed]
+    for device, table in sorted(tables.items()):
+        lines += [f"{device} {key} {entry.rule}" for key, entry in sorted(table.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _preset(name: str) -> Policy:
+    return _from_contents(toml_file.read(name))
+
+
+def _from_contents(contents: Contents) -> Policy:
+    return Policy(
+        contents.name, contents.tables, contents.mixed, contents.summary, contents.modules
+    )
+
+
+def _find(table: Mapping[str, Entry], operation: str, overload: str) -> Entry | None:
+    """The entry that speaks for one overload (`""` and `default` are the same)."""
+    exact = table.get(exact_key(operation, overload))
+    bare = table.get(operation)
+    covered = {name or "default" for name in _overloads_or_bare(operation)}
+    return exact or (bare if (overload or "default") in covered else None)
+
+
+def _overloads_or_bare(operation: str) -> list[str]:
+    """The overloads that a bare name covers; one without a name where torch does not know it."""
+    return covered_overloads(operation) or [""]
+
+
+def _dispatcher_names(key: str) -> list[str]:
+    """The installed operators that a key covers."""
+    operation, overload = split(key)
+    if overload is None:
+        names = [exact_key(operation, name) for name in covered_overloads(operation)]
+    else:
+        known = _torch.operator_overloads(operation)
+        names = [key] if ("" if overload == "default" else overload) in known else []
+    return [dispatcher_name(name) for name in names]

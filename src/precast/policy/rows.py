@@ -1,0 +1,297 @@
+"""The rows of a policy: one operation, one rule, why, and where that was said.
+
+Invariants:
+    - A key is `namespace::name` (every overload that is not an `out=` variant) or
+      `namespace::name.overload`; `.default` is the overload with the empty name, as in `torch.ops`.
+    - An exact row beats the row of the bare name.
+    - Every problem is a `PolicyError` that begins with where it was found.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from precast import _torch
+from precast._internal import torch_versions
+from precast._internal.torch_versions import Version
+from precast.errors import PolicyError
+from precast.policy.values import check_text, clipped, shown
+
+__all__ = [
+    "DEVICE_TYPES",
+    "ROW_KEYS",
+    "Entry",
+    "Rule",
+    "canonical",
+    "check_row",
+    "covered_overloads",
+    "dispatcher_name",
+    "exact_key",
+    "nearest",
+    "overlay",
+    "parse_entry",
+    "short",
+    "split",
+]
+
+# The device types that have an Autocast key: _AUTOCAST_SUPPORTED_DEVICES in ATen/autocast_mode.h.
+DEVICE_TYPES = (
+    "cpu",
+    "cuda",
+    "mps",
+    "xpu",
+    "mtia",
+    "maia",
+    "hpu",
+    "xla",
+    "ipu",
+    "privateuseone",
+)
+
+_BUILDS = ("", "cuda", "rocm")
+_VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}")
+ROW_KEYS = ("rule", "reason", "builds", "since", "until")
+"""What a row may say, in a policy file and in `Policy.replace`."""
+
+_LONGEST_MEANT = 200
+"""The longest word that is compared with others: names are shorter, and comparing takes its length squared."""
+
+_NAME = re.compile(r"(?:(?P<namespace>\w+)::)?(?P<name>\w+)(?:\.(?P<overload>\w+))?")
+
+
+class Rule(enum.StrEnum):
+    """What happens to the floating-point arguments of an operation inside a region."""
+
+    LOWER = "lower"
+    FP32 = "fp32"
+    FP32_SET_DTYPE = "fp32_set_dtype"
+    FP32_APPEND_DTYPE = "fp32_append_dtype"
+    PROMOTE = "promote"
+    BANNED = "banned"
+    KEEP = "keep"
+
+    @property
+    def meaning(self) -> str:
+        """The rule in a few words; the reason of a row that gives none of its own."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Rule.LOWER: "arguments are cast to the region's dtype",
+    Rule.FP32: "arguments are cast to float32",
+    Rule.FP32_SET_DTYPE: "computed in float32 through the operation's own dtype argument",
+    Rule.FP32_APPEND_DTYPE: "computed in float32 through the overload that takes a dtype",
+    Rule.PROMOTE: "arguments are cast to the widest dtype among them",
+    Rule.BANNED: "refused inside a region",
+    Rule.KEEP: "runs as it does outside a region",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of a policy's table.
+
+    Attributes:
+        rule: what happens to the arguments.
+        reason: why, in a few words.
+        origin: the file and key that said so; no part of the value.
+        builds: `cuda` or `rocm` where only such builds of PyTorch have a kernel of their own.
+        since: the first PyTorch that the row is for, such as `2.12`; all where empty.
+        until: the first PyTorch that it is no longer for; none where empty.
+    """
+
+    rule: Rule
+    reason: str = ""
+    origin: str = field(default="", compare=False)
+    builds: str = ""
+    since: str = ""
+    until: str = ""
+
+    def __post_init__(self) -> None:
+        where = check_text(self.origin, "an Entry's origin") or "Entry"
+        if type(self.rule) is not Rule:
+            object.__setattr__(self, "rule", _parse_rule(self.rule, where))
+        if not check_text(self.reason, f"{where}: the reason"):
+            object.__setattr__(self, "reason", self.rule.meaning)
+        if not isinstance(self.builds, str) or self.builds not in _BUILDS:
+            allowed = ", ".join(repr(build) for build in _BUILDS)
+            raise PolicyError(f"{where}: builds is {shown(self.builds)}. Allowed: {allowed}")
+        _check_version(self.since, "since", where)
+        _check_version(self.until, "until", where)
+
+    def is_for(self, version: Version) -> bool:
+        """Whether the row is for this PyTorch; one that is not is as if it were not written."""
+        return not (
+            (self.since and version < torch_versions.parse(self.since))
+            or (self.until and version >= torch_versions.parse(self.until))
+        )
+
+
+def canonical(text: object, where: str = "operation") -> str:
+    """The key for an operation's name: `softmax.int` -> `aten::softmax.int`.
+
+    Raises:
+        PolicyError: the text is not of the form `[namespace::]name[.overload]`.
+    """
+    match = _NAME.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise PolicyError(
+            f"{where}: {shown(text)} is not the name of an operation; write 'linear', 'softmax.int' "
+            "or 'mylib::myop' (the dispatcher's names, not a Python path)"
+        )
+    return str(text) if match["namespace"] else f"aten::{text}"
+
+
+def short(key: str) -> str:
+    """The name as a policy file spells it: without `aten::`."""
+    return key.removeprefix("aten::")
+
+
+def split(key: str) -> tuple[str, str | None]:
+    """`aten::softmax.int` -> (`aten::softmax`, `int`); a bare name has the overload None."""
+    operation, dot, overload = key.partition(".")
+    return operation, overload if dot else None
+
+
+def exact_key(operation: str, overload: str) -> str:
+    """The exact key for an overload as PyTorch names it (`""` is the default)."""
+    return f"{operation}.{overload or 'default'}"
+
+
+def dispatcher_name(key: str) -> str:
+    """An exact key in the dispatcher's spelling: no suffix for the default overload."""
+    return key.removesuffix(".default")
+
+
+def covered_overloads(operation: str) -> list[str]:
+    """The overloads that a bare name stands for: those of the installed torch without `out=`."""
+    overloads = _torch.operator_overloads(operation)
+    return [name for name, schema in overloads.items() if not _writes_out(schema)]
+
+
+def parse_entry(value: object, where: str) -> Entry:
+    """An entry from a rule, its name, or a mapping with `rule` and perhaps `reason`, `builds`, `since`, `until`.
+
+    Raises:
+        PolicyError: anything else, with the rules there are.
+    """
+    if isinstance(value, Entry):
+        return value
+    if isinstance(value, Mapping):
+        return _entry_from_mapping(value, where)
+    return Entry(_parse_rule(value, where), origin=where)
+
+
+def check_row(key: str, entry: Entry, where: str) -> None:
+    """Check that PyTorch has the operation and that it can follow the rule.
+
+    Operations outside the namespace `aten` may be registered later, so they are not looked for.
+
+    Raises:
+        PolicyError: a name that the installed torch does not have, with the nearest ones; a
+            dtype rule for an overload without such an argument.
+    """
+    operation, overload = split(key)
+    known = _torch.operator_overloads(operation)
+    if not known and not operation.startswith("aten::"):
+        return
+    _check_exists(operation, overload, known, where)
+    names = covered_overloads(operation) if overload is None else [overload]
+    for name in names:
+        _check_takes_dtype(operation, "" if name == "default" else name, entry.rule, where)
+
+
+def overlay(base: Mapping[str, Entry], rows: Mapping[str, Entry]) -> dict[str, Entry]:
+    """`base` with `rows` laid over it: a bare name replaces every row that it covers."""
+    bare = {key for key in rows if split(key)[1] is None}
+    kept = {key: entry for key, entry in base.items() if not bare or not _is_covered(key, bare)}
+    return kept | dict(rows)
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The end of a sentence: `; did you mean ...?` with up to three words alike, or a full stop."""
+    if len(word) > _LONGEST_MEANT:
+        return "."
+    close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else "."
+
+
+def _parse_rule(value: object, where: str) -> Rule:
+    # First its type: of other things, arrays among them, even the comparison with text may be an error.
+    if isinstance(value, str) and value in Rule.__members__.values():
+        return Rule(value)
+    hint = nearest(value, list(Rule)) if isinstance(value, str) else "."
+    raise PolicyError(f"{where}: {shown(value)} is not a rule{hint} Allowed: {', '.join(Rule)}")
+
+
+def _entry_from_mapping(value: Mapping[object, object], where: str) -> Entry:
+    unknown = [key for key in value if not (isinstance(key, str) and key in ROW_KEYS)]
+    if unknown or "rule" not in value:
+        named = ", ".join(map(shown, unknown[:3]))
+        problem = f"{named} is not allowed here" if unknown else "there is no 'rule'"
+        raise PolicyError(
+            f'{where}: {problem}; write a rule\'s name or {{ rule = "keep", reason = "...", '
+            'builds = "cuda", since = "2.12", until = "2.14" } (only the rule is required); '
+            'a name with an overload needs quotes, as in "softmax.int" = "keep"'
+        )
+    rule = _parse_rule(value["rule"], where)
+    reason, builds, since, until = (cast("str", value.get(key, "")) for key in ROW_KEYS[1:])
+    return Entry(rule, reason, where, builds, since, until)  # which checks them
+
+
+def _check_version(value: object, key: str, where: str) -> None:
+    if not isinstance(value, str) or (value and not _VERSION.fullmatch(value)):
+        raise PolicyError(
+            f'{where}: {key} is {shown(value)}; it must be a version of PyTorch as text: {key} = "2.13"'
+        )
+
+
+def _check_exists(
+    operation: str, overload: str | None, known: Mapping[str, object], where: str
+) -> None:
+    if not known:
+        names = {short(split(name)[0]) for name in _torch.operator_names()}
+        raise PolicyError(
+            f"{where}: the installed PyTorch has no operation {clipped(operation)}"
+            f"{nearest(short(operation), names)} Allowed: its operators, and names of other "
+            "namespaces such as 'mylib::myop'"
+        )
+    if overload is not None and overload not in {name or "default" for name in known}:
+        allowed = ", ".join(short(exact_key(operation, name)) for name in known)
+        raise PolicyError(
+            f"{where}: {operation} has no overload {shown(overload)}. Allowed: {allowed}"
+        )
+
+
+def _check_takes_dtype(operation: str, overload: str, rule: Rule, where: str) -> None:
+    known = _torch.operator_overloads(operation)
+    name = short(dispatcher_name(exact_key(operation, overload)))
+    arguments = [argument.name for argument in known[overload].arguments]
+    if rule is Rule.FP32_SET_DTYPE and "dtype" not in arguments:
+        raise PolicyError(
+            f"{where}: {name} has no dtype argument, so it cannot be '{rule}'; "
+            "use 'fp32', or name the overloads that have one"
+        )
+    longer = ([a.name for a in schema.arguments] for schema in known.values())
+    if rule is Rule.FP32_APPEND_DTYPE and [*arguments, "dtype"] not in longer:
+        raise PolicyError(
+            f"{where}: {name} has no overload that takes a dtype after its arguments, so it "
+            f"cannot be '{rule}'; use 'fp32'"
+        )
+
+
+def _is_covered(key: str, bare: set[str]) -> bool:
+    operation, overload = split(key)
+    if operation not in bare or overload is None:
+        return False
+    schema = _torch.operator_overloads(operation).get("" if overload == "default" else overload)
+    return schema is None or not _writes_out(schema)
+
+
+def _writes_out(schema: object) -> bool:
+    return any(argument.is_out for argument in schema.arguments)  # type: ignore[attr-defined]

@@ -1,0 +1,374 @@
+"""Policy files: TOML to the contents of a policy and back.
+
+Invariants:
+    - `[ops]` speaks for every device type, `[ops.cuda]` for one and is laid over `[ops]`.
+    - A file is laid over its `base`; a chain of bases may be of any length, and must end.
+    - `[modules]` speaks for modules by name; a pattern replaces the same one of the base.
+    - A row for other versions of PyTorch is as if it were not written.
+    - Every problem is one `PolicyError`: the file, the line or key, the value, what is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast
+
+import tomli_w
+
+from precast import _torch
+from precast._internal.torch_versions import Version
+from precast.errors import OutputError, PolicyError
+from precast.policy.module_rules import ModuleRule, parse_module_rule
+from precast.policy.patterns import check_pattern
+from precast.policy.rows import (
+    DEVICE_TYPES,
+    ROW_KEYS,
+    Entry,
+    Rule,
+    canonical,
+    check_row,
+    nearest,
+    overlay,
+    parse_entry,
+    short,
+    split,
+)
+from precast.policy.values import check_text, clipped, shown
+
+__all__ = [
+    "MIXED",
+    "Contents",
+    "Mixed",
+    "Modules",
+    "Tables",
+    "preset_names",
+    "read",
+    "render",
+    "write",
+]
+
+Mixed = Literal["raise", "promote"]
+Tables = Mapping[str, Mapping[str, Entry]]
+Modules = Mapping[str, ModuleRule]
+
+MIXED = ("raise", "promote")
+_PRESETS = Path(__file__).parent / "presets"
+_KEYS = ("name", "summary", "base", "mixed", "ops", "modules")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a policy file says, its bases included."""
+
+    name: str = ""
+    summary: str = ""
+    mixed: Mixed = "raise"
+    tables: Tables = field(default_factory=dict)
+    modules: Modules = field(default_factory=dict)
+
+
+def preset_names() -> tuple[str, ...]:
+    """The policies that ship with precast."""
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
+
+
+def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION) -> Contents:
+    """The contents of a preset or a file.
+
+    Args:
+        name_or_path: which.
+        version: the PyTorch that it is read for: the installed one, unless to show what others get.
+
+    Raises:
+        PolicyError: there is no such preset or file, or it says something that it must not.
+    """
+    chain = _chain(name_or_path)
+    contents = Contents()
+    for depth in reversed(range(len(chain))):
+        try:
+            contents = _laid_over(contents, *chain[depth], version)
+        except PolicyError as error:
+            raise PolicyError(f"{_bases(chain[:depth])}{error}") from error
+    return contents
+
+
+def render(contents: Contents) -> str:
+    """The TOML text of a policy, one line an operation; it stands alone, without a base."""
+    lines = [_line("name", contents.name), _line("summary", contents.summary)]
+    lines.append(_line("mixed", contents.mixed))
+    shared = _shared_rows(contents.tables)
+    lines += _section("[ops]", shared)
+    for device, table in contents.tables.items():
+        own = {key: entry for key, entry in table.items() if key not in shared}
+        lines += _section(f"[ops.{device}]", own)
+    lines += ["", "[modules]"] if contents.modules else []
+    lines += [_module_row(pattern, rule) for pattern, rule in contents.modules.items()]
+    return "\n".join(lines) + "\n"
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Put a text in a file, whole or not at all.
+
+    Raises:
+        PolicyError: `path` is no path, or the file cannot be written; this one is an `OSError` too.
+    """
+    target = _as_path(path, "dump takes the path of a file")
+    # Beside the target, since a file can be replaced in one step only within its file system.
+    draft = target.with_name(f".{target.name}.{os.getpid()}") if target.name else target
+    try:
+        try:
+            draft.write_text(text, encoding="utf-8", newline="\n")
+            os.replace(draft, target)
+        except BaseException:
+            _remove(draft, target)
+            raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _NotWrittenError(getattr(error, "errno", None), reason, clipped(str(path))) from error
+
+
+class _NotWrittenError(OutputError, PolicyError):
+    """A policy that could not be written to a file; `OutputError` first, as an `OSError` is made in its own way."""
+
+
+def _remove(draft: Path, target: Path) -> None:
+    with suppress(OSError, ValueError):  # the first error is the one to be told
+        if draft != target:
+            draft.unlink(missing_ok=True)
+
+
+def _as_path(given: object, takes: str) -> Path:
+    try:
+        path = os.fspath(given)  # type: ignore[call-overload]
+    except Exception:  # any: what a path is may be code of its own
+        path = None
+    if not isinstance(path, str):
+        raise PolicyError(f"{shown(given)} is no path: {takes}, as text or a pathlib.Path")
+    return Path(path)
+
+
+def _locate(name_or_path: str | os.PathLike[str], folder: Path) -> Path:
+    takes = "a policy is the name of a preset or the path of a TOML file"
+    if isinstance(name_or_path, str) and name_or_path in preset_names():
+        return _PRESETS / f"{name_or_path}.toml"
+    given = _as_path(name_or_path, takes)
+    path = folder / given
+    if not _is_file(path):
+        hint = nearest(str(given), preset_names())
+        raise PolicyError(
+            f"no policy {shown(os.fspath(name_or_path))}: neither a preset nor a file{hint} "
+            f"Allowed: {', '.join(preset_names())}, or the path of a TOML file"
+        )
+    return path
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (
+        OSError,
+        ValueError,
+    ):  # a name that is too long, or has a zero byte: there is no such file
+        return False
+
+
+_Link = tuple[Path, dict[str, object]]
+"""A file and what it says."""
+
+
+def _chain(name_or_path: str | os.PathLike[str]) -> list[_Link]:
+    """The file, its base, the base of that ..., each with what it says."""
+    chain: list[_Link] = []
+    seen: set[Path] = set()
+    asked, folder = name_or_path, Path()
+    while True:
+        try:
+            path = _locate(asked, folder)
+            _refuse_circle(path, chain, seen)
+            document = _parse(path)
+            chain.append((path, document))
+            if "base" not in document:
+                return chain
+            asked, folder = _base(document["base"], path), path.parent
+        except PolicyError as error:
+            raise PolicyError(f"{_bases(chain)}{error}") from error
+
+
+def _base(base: object, path: Path) -> str:
+    if not isinstance(base, str):
+        raise PolicyError(f"{path}: base is {shown(base)}; it must be a preset's name or a path")
+    return base
+
+
+def _refuse_circle(path: Path, chain: list[_Link], seen: set[Path]) -> None:
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise PolicyError(f"{path}: cannot be read: {error}") from error
+    if real in seen:
+        links = " -> ".join(_some([p.name for p, _ in chain] + [path.name]))
+        raise PolicyError(f"{path}: base: the files lead back to themselves: {links}")
+    seen.add(real)
+
+
+def _bases(chain: list[_Link]) -> str:
+    """How the files of a chain led to the one behind it, as the beginning of a message."""
+    links = [f"{path}: base = {shown(document['base'])}" for path, document in chain]
+    return "".join(f"{link}: " for link in _some(links))
+
+
+def _some(links: list[str]) -> list[str]:
+    if len(links) <= 6:
+        return links
+    return [*links[:3], f"({len(links) - 5} files more)", *links[-2:]]
+
+
+def _laid_over(
+    base: Contents, path: Path, document: dict[str, object], version: Version
+) -> Contents:
+    return Contents(
+        name=_text(document, "name", path.stem, path),
+        summary=_text(document, "summary", "", path),
+        mixed=_mixed(document, base.mixed, path),
+        tables=_tables(document.get("ops", {}), base.tables, path, version),
+        modules={**base.modules, **_modules(document.get("modules", {}), path, version)},
+    )
+
+
+def _parse(path: Path) -> dict[str, object]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(f"{path}: cannot be read: {error}") from error
+    except RecursionError:
+        raise PolicyError(
+            f"{path}: cannot be read: its values are nested too deep; a row is at most a table in a table"
+        ) from None
+    except ValueError as error:  # tomllib.TOMLDecodeError, and a number with too many digits
+        raise PolicyError(f"{path}: not TOML: {clipped(str(error))}") from error
+    for key in document:
+        if key not in _KEYS:
+            raise PolicyError(
+                f"{path}: unknown key {shown(key)}{nearest(key, _KEYS)} Allowed: {', '.join(_KEYS)}"
+            )
+    return document
+
+
+def _text(document: Mapping[str, object], key: str, default: str, path: Path) -> str:
+    return check_text(document.get(key, default), f"{path}: {key}")
+
+
+def _mixed(document: Mapping[str, object], default: Mixed, path: Path) -> Mixed:
+    value = document.get("mixed", default)
+    if not isinstance(value, str) or value not in MIXED:
+        raise PolicyError(f"{path}: mixed is {shown(value)}. Allowed: {', '.join(MIXED)}")
+    return cast("Mixed", value)
+
+
+def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
+    if not isinstance(ops, Mapping):
+        raise PolicyError(f"{path}: ops is {shown(ops)}; it must be a table, [ops] or [ops.cuda]")
+    general = {key: value for key, value in ops.items() if key not in DEVICE_TYPES}
+    shared = _rows(general, path, "[ops]", version)
+    tables = {}
+    for device in DEVICE_TYPES:
+        own = _rows(ops.get(device, {}), path, f"[ops.{device}]", version)
+        table = base.get(device, {})
+        for rows in filter(None, (shared, own)):  # most files have none for most device types
+            table = overlay(table, rows)
+        if table:
+            tables[device] = table
+    return tables
+
+
+def _rows(table: object, path: Path, section: str, version: Version) -> dict[str, Entry]:
+    if not isinstance(table, Mapping):
+        raise PolicyError(f"{path}: {section} is {shown(table)}; it must be a table of rules")
+    rows: dict[str, Entry] = {}
+    trusted = path.parent == _PRESETS
+    for name, value in table.items():
+        where = f"{path.name if trusted else path}: {section} {clipped(name)}"
+        _refuse_device_typo(name, value, where)
+        key = canonical(name, where)
+        if key in rows:
+            raise PolicyError(f"{where}: the same operation is already in this table as {key}")
+        rows[key] = parse_entry(value, where)
+        if not trusted and rows[key].is_for(version):
+            check_row(key, rows[key], where)
+    return {key: entry for key, entry in rows.items() if entry.is_for(version)}
+
+
+def _modules(table: object, path: Path, version: Version) -> Modules:
+    if not isinstance(table, Mapping):
+        raise PolicyError(f"{path}: modules is {shown(table)}; it must be a table, [modules]")
+    where = f"{path}: [modules]"
+    return {
+        check_pattern(pattern, where): parse_module_rule(
+            value, f"{where} {shown(pattern)}", version
+        )
+        for pattern, value in table.items()
+    }
+
+
+def _refuse_device_typo(name: str, value: object, where: str) -> None:
+    hint = nearest(name, DEVICE_TYPES)
+    if isinstance(value, Mapping) and "rule" not in value and hint != ".":
+        allowed = ", ".join(DEVICE_TYPES)
+        raise PolicyError(f"{where}: {shown(name)} is not a device type{hint} Allowed: {allowed}")
+
+
+def _shared_rows(tables: Tables) -> dict[str, Entry]:
+    """The rows that are the same for every device type, taken operation by operation."""
+    by_device = [_by_operation(tables.get(device, {})) for device in DEVICE_TYPES]
+    first, *others = by_device
+    return {
+        key: entry
+        for operation, rows in first.items()
+        if all(other.get(operation) == rows for other in others)
+        for key, entry in rows.items()
+    }
+
+
+def _by_operation(table: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+    groups: dict[str, dict[str, Entry]] = {}
+    for key, entry in table.items():
+        groups.setdefault(split(key)[0], {})[key] = entry
+    return groups
+
+
+def _section(heading: str, table: Mapping[str, Entry]) -> list[str]:
+    lines = ["", heading] if table else []
+    for rule in Rule:
+        rows = sorted((key, entry) for key, entry in table.items() if entry.rule is rule)
+        lines += [f"# {rule.meaning}"] if rows else []
+        lines += [_row(key, entry) for key, entry in rows]
+    return lines
+
+
+def _row(key: str, entry: Entry) -> str:
+    if entry == Entry(entry.rule):
+        return _line(short(key), entry.rule)
+    parts = {name: getattr(entry, name) for name in ROW_KEYS}
+    given = [_line(name, value) for name, value in parts.items() if value]
+    # tomli_w writes a table over several lines; a row is one line.
+    return _line(short(key), "").removesuffix('""') + "{ " + ", ".join(given) + " }"
+
+
+def _module_row(pattern: str, rule: ModuleRule) -> str:
+    given = [_line("dtype", rule.dtype)] if rule.dtype else []
+    if len(given) == 1 and not rule.ops and not rule.reason:
+        return _line(pattern, str(rule.dtype))
+    if rule.ops:
+        rows = ", ".join(_row(key, entry) for key, entry in rule.ops.items())
+        given.append(f"ops = {{ {rows} }}")
+    given += [_line("reason", rule.reason)] if rule.reason else []
+    return _line(pattern, "").removesuffix('""') + "{ " + ", ".join(given) + " }"
+
+
+def _line(key: str, value: str) -> str:
+    return tomli_w.dumps({key: str(value)}).rstrip("\n")

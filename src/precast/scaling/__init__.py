@@ -1,4 +1,0 @@
-"""What loss scaling is made of; `precast.scaler` puts it together, so start reading there.
-
-Data flows one way: gradients -> verdict -> step or no step -> event -> ledger -> judgement -> scale.
-"""

@@ -1,0 +1,113 @@
+"""When a held weight may have been written although its version counter stands still.
+
+Writes through `.data` move no counter, and training does write so: optimizers that are not PyTorch's, weights that are
+clipped, averaged, exchanged for their average, broadcast. What a program does around such a write is seen.
+
+Invariants:
+
+- a weight that no optimizer of PyTorch's kind steps may have been written since it got a gradient, or while it has one;
+- one that such an optimizer steps is written by its steps, which are listened to; also where its gradient was
+  thrown away without a step, as the weights of one network are when another is trained through it;
+- any weight that is trained may have been written between training and evaluation, either way;
+- where a thread has made a graph, of whatever, any weight may have got a gradient: what was copied for evaluation is
+  then copied again;
+- what writes a weight writes all that lie in the same memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Final, NamedTuple
+
+from torch import Tensor, is_grad_enabled
+
+from precast._torch import next_sequence, version_of
+from precast.weights.held_copy import Copy, lock
+from precast.weights.held_parameter import Holding
+
+__all__ = ["Circumstances", "are_in_doubt", "look_for_graphs", "written"]
+
+
+class Circumstances(NamedTuple):
+    """What can be known at one moment of those who write a parameter, and all that lie in its memory."""
+
+    trains: bool
+    """Whether it is used where its gradient is recorded."""
+    is_trainable: bool
+    received: int
+    """How many gradients have come through held casts."""
+    has_gradient: bool
+    versions: tuple[int, ...]
+    """The version counters of the others in its memory."""
+
+    @classmethod
+    def of(cls, holding: Holding, parameter: Tensor) -> Circumstances:
+        """Those of this moment and thread."""
+        others = [other for tie in holding.ties if (other := tie.parameter()) is not None]
+        together = (parameter, *others)
+        received = sum(
+            c.gradient.received for h in (holding, *holding.ties) for c in h.copies.values()
+        )
+        trainable = any(p.requires_grad for p in together)
+        return cls(
+            trainable and is_grad_enabled(),
+            trainable,
+            received,
+            trainable and any(p.grad is not None for p in together),
+            tuple(map(version_of, others)),
+        )
+
+
+_evaluated: Final[weakref.WeakSet[Holding]] = weakref.WeakSet()
+"""Weights that are trained, with copies that were written where no gradient is recorded: these are used unasked."""
+
+
+class _Here(threading.local):
+    """The number of the next node of a graph in this thread, when it was last looked at."""
+
+    def __init__(self) -> None:
+        self.sequence = next_sequence()
+
+
+_here: Final = _Here()
+
+
+def written(holding: Holding, copy: Copy, parameter: Tensor, *, in_use: bool) -> None:
+    """Notes the circumstances in which a copy was written; where it was not for a use, it keeps what it is used for."""
+    now, before = Circumstances.of(holding, parameter), copy.circumstances
+    if not in_use and before is not None:
+        now = Circumstances(before.trains, *now[1:])
+    copy.circumstances = now
+    if now.is_trainable and not now.trains:
+        _evaluated.add(holding)
+
+
+def are_in_doubt(holding: Holding, copy: Copy, parameter: Tensor) -> bool:
+    """Whether a parameter may have been written since it was copied, although no counter says so."""
+    now, then = Circumstances.of(holding, parameter), copy.circumstances
+    if then is None or now.versions != then.versions:
+        return True
+    if not (now.is_trainable or then.is_trainable):
+        return False
+    if now.trains is not then.trains:
+        return True
+    got_one = now.received != then.received
+    if holding.is_stepped():
+        return got_one and not now.has_gradient
+    return got_one or now.has_gradient or then.has_gradient
+
+
+def look_for_graphs() -> None:
+    """Doubts what was copied for evaluation, if this thread has made a graph since it asked last."""
+    sequence = next_sequence()
+    if sequence == _here.sequence:
+        return
+    _here.sequence = sequence
+    if _evaluated:
+        with lock:
+            some = list(_evaluated)
+            _evaluated.clear()
+            for holding in some:
+                if not holding.is_stepped():
+                    holding.doubt()

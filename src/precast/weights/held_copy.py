@@ -1,0 +1,237 @@
+"""One held copy: a parameter in a lower precision, and who uses it.
+
+Invariants:
+
+- it is of the parameter's shape, and of its layout where that has neither gaps nor overlaps;
+- what stands for it in the caches of threads ends when it does, whichever thread ends it;
+- what is lent is a tensor of its own on the copy's memory, so that the storage counts its users;
+- memory that somebody can still read is never written: a copy is then written into new memory, and the old memory
+  lives as long as its readers. Only what a CUDA graph reads is always written where it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precast._internal.locks import survives_fork
+from precast._torch import is_shared, unheard, version_of
+from precast.weights.held_gradients import GradientMemory
+
+__all__ = ["Copy", "Loan", "lock", "unless_python_ends"]
+
+lock: Final = survives_fork(threading.RLock())
+"""Taken by whoever begins, ends, lends or writes what is held; an entry in a thread's cache is used without it."""
+
+
+class Loan(NamedTuple):
+    """What one user gets of a copy: the numbers, and how its parameter was when they were copied."""
+
+    copy: Copy
+    tensor: Tensor
+    """A tensor of its own on the copy's memory."""
+    version: int
+    pointer: int
+    writes: int
+    """How often the copy had been written."""
+    epoch: int
+    """How often it had been taken out of all caches."""
+
+
+def unless_python_ends(act: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`act` as a callback of a weak reference, which is called late in the end of a process, too.
+
+    What modules define is None by then: this knows the one function that it needs.
+    """
+    ends = sys.is_finalizing
+
+    def called(reference: Any) -> None:
+        if not ends():
+            act(reference)
+
+    return called
+
+
+class Copy:
+    """A parameter in one lower precision.
+
+    Attributes:
+        tensor: the copy, without gradient; of the parameter's shape and layout.
+        version: the parameter's version counter when it was copied.
+        pointer: the parameter's address when it was copied.
+        gradient: memory for the parameter's gradient.
+        stream: the stream that wrote it last; None where the device has none.
+        writes: how often it was written.
+        circumstances: what `doubts` noted when it was written.
+        is_in_graphs: whether a CUDA graph may read it, which knows its address alone.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_epoch",
+        "_event",
+        "_has_ended",
+        "_layout",
+        "_parameter",
+        "_read_elsewhere",
+        "_storage",
+        "_users",
+        "circumstances",
+        "gradient",
+        "is_in_graphs",
+        "pointer",
+        "stream",
+        "tensor",
+        "version",
+        "writes",
+    )
+
+    def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._storage: weakref.ref[Any] | None = None
+        self._users: list[tuple[weakref.ref[Any], bool]] = []
+        """Entries of caches, and whether each outlives its region."""
+        self._epoch = 0
+        self._has_ended = False
+        self.gradient = GradientMemory()
+        self.version = -1
+        self.writes = 0
+        self.stream: Any = None
+        self._event: Any = None
+        self._read_elsewhere = False
+        self.circumstances: Any = None
+        self.is_in_graphs = False
+        self.pointer = -1
+        self._layout = parameter.stride()
+        self.tensor = _memory_for(parameter, dtype)
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """What it is a copy of, while that is alive."""
+        return self._parameter()
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Whether the contents are still what was copied, and lie in memory as they did."""
+        return (
+            self.version == version_of(parameter)
+            and self.pointer == parameter.data_ptr()
+            and self.tensor.shape == parameter.shape
+            and self._layout == parameter.stride()
+        )
+
+    def lend(self) -> Loan:
+        """The copy for one more user; to be asked with the lock."""
+        with unheard():
+            tensor = self.tensor.detach()
+        return Loan(self, tensor, self.version, self.pointer, self.writes, self._epoch)
+
+    def doubt(self, *, at_once: bool = False) -> None:
+        """Has the copy written before its next use, whatever version counters say.
+
+        Regions that have used it may use what they have, as PyTorch's do, unless it is to hold `at_once`.
+        """
+        with lock:
+            self.version = -1
+            if at_once:
+                self.withdraw()
+            else:
+                self._withdraw(lambda _, lasts: lasts)
+
+    def make_room(self, parameter: Tensor) -> None:
+        """Has memory for the next write that nobody reads; to be asked with the lock.
+
+        No thread can begin to read what is withdrawn, so nobody comes after the users have been counted.
+        """
+        now = version_of(parameter)
+        self._withdraw(lambda entry, lasts: lasts or entry.version != now)
+        if self.is_in_graphs or not (self._read_elsewhere or is_shared(self.tensor)):
+            return
+        self._read_elsewhere = False
+        self.tensor = _memory_for(parameter, self.tensor.dtype)
+
+    def written(self, parameter: Tensor, version: int, pointer: int, stream: Any) -> None:
+        """Notes that a stream has been given a write to do: what the parameter was then."""
+        if pointer != self.pointer:
+            # An address is given out again when its storage is freed.
+            forget = _forgetting_address(weakref.ref(self))
+            self._storage = weakref.ref(parameter.untyped_storage(), forget)
+        self.version, self.pointer = version, pointer
+        self.writes += 1
+        self.stream = stream
+        self._event = None if stream is None else stream.record_event()
+
+    def has_run(self) -> bool:
+        """Whether the last write is done, so that any stream may read the copy."""
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
+
+    def join(self, stream: Any) -> None:
+        """Has a stream wait for the last write, and the memory, once it is free, for the stream."""
+        if self.stream is None or self.stream == stream:
+            return
+        if self._event is not None:
+            stream.wait_event(self._event)
+        self.tensor.record_stream(stream)
+        self._read_elsewhere = True  # perhaps after whoever asked for it is gone
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether the parameter, as it is now, can be copied into it."""
+        return (
+            parameter.dtype is torch.float32
+            and parameter.shape == self.tensor.shape
+            and parameter.device == self.tensor.device
+            and parameter.stride() == self._layout
+        )
+
+    def used_by(self, entry: Any, loan: Loan, *, lasts: bool) -> None:
+        """Notes a cache's entry that stands for this copy, as it was lent."""
+        with lock:
+            self._users = [user for user in self._users if user[0]() not in (None, entry)]
+            self._users.append((weakref.ref(entry), lasts))
+            is_old = (loan.version, loan.writes) != (self.version, self.writes)
+            if self._has_ended:  # in another thread, meanwhile
+                self.withdraw()
+            elif loan.epoch != self._epoch or (lasts and is_old):
+                entry.withdraw()
+
+    def withdraw(self) -> None:
+        """Takes the copy out of all caches."""
+        with lock:
+            self._epoch += 1
+            self._withdraw(lambda _entry, _lasts: True)
+
+    def _withdraw(self, wanted: Callable[[Any, bool], bool]) -> None:
+        users, self._users = self._users, []
+        for user, lasts in users:
+            entry = user()
+            if entry is not None and wanted(entry, lasts):
+                entry.withdraw()
+            elif entry is not None:
+                self._users.append((user, lasts))
+
+    def end(self) -> None:
+        """Takes the copy out of all caches, for good."""
+        with lock:
+            self._has_ended = True
+            self.withdraw()
+
+
+def _memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False), unheard():
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def _forgetting_address(copy: weakref.ref[Copy]) -> Callable[[Any], None]:
+    def forget(_: Any) -> None:
+        it = copy()
+        if it is not None:
+            it.pointer = -1
+
+    return forget

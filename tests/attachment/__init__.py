@@ -1,0 +1,1 @@
+"""Policies attached to models, and held weights."""

@@ -1,0 +1,512 @@
+"""attach, where threads work side by side: whose error it is, and that what one does breaks nothing of another's."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import precast
+from precast.engine.thread_state import regions
+from precast.weights import held, unversioned_writes, weight_cache
+from precast.weights.held_gradients import GradientMemory
+
+BF16 = torch.bfloat16
+WIDTH = 160
+"""Wide enough for a weight to be held in training, where a bias is not."""
+
+
+@pytest.fixture(autouse=True)
+def _no_trace() -> Iterator[None]:
+    yield
+    assert held.holdings == {}
+    assert held.guarded == []
+    assert held.before_next_region == {}
+
+
+def region() -> precast.autocast:
+    return precast.autocast("cpu", dtype=BF16, policy="torch")
+
+
+@contextmanager
+def used_by_this_thread() -> Iterator[tuple[nn.Linear, Tensor, precast.Attachment]]:
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(2, 64)
+    with precast.attach(model) as attachment, torch.no_grad():
+        with region():
+            model(x)
+        yield model, x, attachment
+
+
+def enter(times: int) -> None:
+    for _ in range(times):
+        with torch.no_grad(), region():
+            pass
+
+
+def test_what_another_thread_writes_now_is_no_unseen_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        unversioned_writes, "LONGEST_WRITE", math.inf
+    )  # however late that thread has its turn
+    with used_by_this_thread() as (model, _, _), ThreadPoolExecutor(1) as others:
+        model.weight.data.mul_(
+            2
+        )  # as it looks in the middle of an operation, which counts when it ends
+
+        def end() -> None:
+            time.sleep(0.05)
+            with torch.no_grad():
+                model.weight.mul_(1)
+
+        written = others.submit(end)
+        enter(3)
+        written.result()
+        enter(3)
+
+
+def test_another_thread_gets_no_error_for_a_model_that_it_does_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unversioned_writes, "LONGEST_WRITE", 0.02)
+    with used_by_this_thread() as (model, x, attachment), ThreadPoolExecutor(1) as others:
+        model.weight.data.mul_(2)
+        others.submit(enter, 3).result()
+        time.sleep(0.03)
+        others.submit(enter, 3).result()
+        with pytest.raises(precast.StaleWeightError, match="'weight'"), region():
+            model(x)
+        attachment.refresh()
+        with region():
+            assert torch.equal(model(x), x.to(BF16) @ model.weight.to(BF16).t())
+
+
+def test_what_only_ended_threads_used_is_found_by_its_next_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unversioned_writes, "LONGEST_WRITE", 0.02)
+    # Frozen: one that is trained would be copied again where this thread has made graphs.
+    model, x = nn.Linear(64, 64, bias=False).requires_grad_(False), torch.randn(2, 64)
+
+    def use() -> None:
+        with torch.no_grad(), region():
+            model(x)
+
+    def in_a_thread_of_its_own() -> None:
+        with ThreadPoolExecutor(1) as ends:
+            ends.submit(use).result()
+
+    with precast.attach(model):
+        in_a_thread_of_its_own()
+        model.weight.data.mul_(2)
+        enter(2)
+        time.sleep(0.03)
+        enter(2)
+        with pytest.raises(precast.StaleWeightError, match="'weight'"):
+            in_a_thread_of_its_own()
+
+
+def answer(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode(), region():
+        result: Tensor = model(x)
+    return result
+
+
+class Meanwhile:
+    """A lock that somebody else has for as long as it takes to do something."""
+
+    def __init__(self, lock: Any, act: Callable[[], object]) -> None:
+        self._lock = lock
+        self._acts = [act]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        while self._acts:
+            self._acts.pop()()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.release()
+
+
+def test_an_attachment_that_ends_while_a_copy_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    expected = answer(model, x)
+    attachment = precast.attach(model)
+    monkeypatch.setattr(held, "lock", Meanwhile(held.lock, attachment.detach))
+    assert torch.equal(answer(model, x), expected)
+
+
+def test_a_copy_that_ends_before_it_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(2, WIDTH)
+    other = precast.attach(nn.Linear(2, 2))  # so that held copies are looked for
+    attachment = precast.attach(model)
+    original = held.Copy.used_by
+
+    def late(copy: held.Copy, *args: Any, **kwargs: Any) -> None:
+        attachment.detach()
+        original(copy, *args, **kwargs)
+
+    monkeypatch.setattr(held.Copy, "used_by", late)
+    answer(model, x)
+    monkeypatch.undo()
+    model.weight.data.zero_()
+    assert answer(model, x).abs().sum() == 0
+    other.detach()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_copy_that_is_withdrawn_while_it_is_looked_up(name: str) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    with precast.attach(model):
+        expected = answer(model, x)
+        entries = regions.cache.lasting[BF16]
+        entries[id(getattr(model, name))].cast = None
+        assert torch.equal(answer(model, x), expected)
+
+
+def test_a_refresh_is_not_seen_by_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with precast.attach(model) as attachment:
+        answer(model, torch.randn(2, WIDTH))
+        memory, seen = attachment.memory(), []
+        original = held.reason_not_held
+
+        def looked(parameter: Tensor) -> str | None:
+            seen.append((attachment.memory(), repr(attachment)))
+            return original(parameter)
+
+        monkeypatch.setattr(held, "reason_not_held", looked)
+        attachment.refresh()
+        assert seen == [(memory, "<Attachment of Sequential: 4 parameters held>")] * 4
+
+
+def test_copies_may_be_made_while_others_are_gone_through() -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    with precast.attach(model) as attachment:
+        answer(model, x)
+        copies = held.holdings[id(model.weight)].copies.values()
+        for copy in copies:
+            with torch.no_grad(), precast.autocast("cpu", dtype=torch.float16):
+                model(x)
+            assert copy.tensor.dtype is BF16
+        assert attachment.memory() == 2 * 2 * WIDTH * (WIDTH + 1)
+
+
+def test_entries_of_regions_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    original = unversioned_writes.unheard
+
+    def meanwhile() -> Any:
+        unversioned_writes._Guard.turn += 5
+        return original()
+
+    with precast.attach(model):
+        for _ in range(2):
+            answer(model, x)
+            monkeypatch.setattr(unversioned_writes, "unheard", meanwhile)
+
+
+def test_a_write_in_a_block_for_it_is_no_unseen_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    with used_by_this_thread() as (model, _, attachment):
+        original, block, entered = unversioned_writes._agrees, attachment.writing(), []
+
+        def meanwhile(*args: Any) -> Tensor:
+            if not entered:
+                entered.append(block.__enter__())
+                model.weight.data.mul_(2)
+            return original(*args)
+
+        monkeypatch.setattr(unversioned_writes, "_agrees", meanwhile)
+        enter(3)
+        assert entered
+        block.__exit__(None, None, None)
+        enter(3)
+
+
+def test_the_search_works_if_it_is_loaded_where_tensors_are_made_on_another_device() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "precast_unseen_again", unversioned_writes.__file__
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    with torch.device("meta"):
+        spec.loader.exec_module(again)
+    with precast.attach(model):
+        answer(model, x)
+        for _ in range(3):
+            again.enter_region()
+
+
+@pytest.mark.parametrize("act", ["refresh", "detach", "step"])
+def test_a_copy_that_one_thread_is_about_to_use_is_not_written_by_another(
+    monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    expected = trained(model, x)
+    attachment, others = precast.attach(model), ThreadPoolExecutor(1)
+
+    def change() -> None:
+        if act == "step":
+            with torch.no_grad():
+                model.weight.mul_(2)
+            with region():
+                model(x)
+        else:
+            getattr(attachment, act)()
+
+    original = weight_cache.with_gradient
+
+    def meanwhile(*args: Any) -> Tensor:
+        cast = original(*args)
+        if args[0] is model.weight:
+            monkeypatch.setattr(weight_cache, "with_gradient", original)
+            others.submit(change).result()
+        return cast
+
+    monkeypatch.setattr(weight_cache, "with_gradient", meanwhile)
+    found = trained(model, x)
+    attachment.detach()
+    others.shutdown()
+    assert len(found) == 3
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """What a forward pass gives, and the gradients of a backward pass."""
+    with region():
+        y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("attached", "mode"),
+    [
+        (False, torch.enable_grad),
+        (False, torch.no_grad),
+        (True, torch.enable_grad),
+        (True, torch.no_grad),
+        (True, torch.inference_mode),
+    ],
+)
+def test_what_is_written_while_it_is_cast_is_cast_again(
+    monkeypatch: pytest.MonkeyPatch, attached: bool, mode: Any
+) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(2, WIDTH)
+    name = "loan_of" if attached else "quiet_cast"
+    original = getattr(held if attached else weight_cache, name)
+    written: list[float] = []
+
+    def meanwhile(tensor: Tensor, dtype: torch.dtype) -> Any:
+        made = original(tensor, dtype)
+        if made is not None and not written:
+            with ThreadPoolExecutor(1) as others:
+                others.submit(zero, tensor).result()
+        return made
+
+    def zero(tensor: Tensor) -> None:
+        with torch.no_grad():
+            written.append(float(tensor.zero_().sum()))
+
+    model.weight.requires_grad_(not attached or mode is torch.enable_grad)
+    attachment = precast.attach(model, hold=attached)
+    with mode(), region():
+        model(x)
+        monkeypatch.setattr(held if attached else weight_cache, name, meanwhile)
+        with torch.no_grad():
+            model.weight.add_(1)
+        assert model(x).abs().sum() > 0
+        assert written
+        assert model(x).abs().sum() == 0
+        assert model(x).abs().sum() == 0
+    attachment.detach()
+
+
+def test_a_counted_write_during_the_search_is_no_unseen_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unversioned_writes, "LONGEST_WRITE", 0.0)
+    with used_by_this_thread() as (model, x, _), ThreadPoolExecutor(1) as others:
+        original = unversioned_writes._agrees
+        asked: list[Tensor] = []
+
+        def end() -> None:
+            with torch.no_grad(), region():
+                model.weight.mul_(1)
+                model(x)
+
+        def meanwhile(*args: Any) -> Tensor:
+            if asked:
+                return original(*args)
+            model.weight.data.mul_(2)  # as it looks in the middle of an operation
+            asked.append(original(*args))
+            others.submit(end).result()
+            return asked[0]
+
+        monkeypatch.setattr(unversioned_writes, "_agrees", meanwhile)
+        enter(3)
+        assert not asked[0]
+
+
+@pytest.mark.parametrize("module", ["engine", "installation", "policy", "marks"])
+def test_a_process_that_is_forked_while_a_thread_has_a_lock_finds_it_free(module: str) -> None:
+    program = f"""
+import os, sys, threading, time, warnings
+import torch
+import precast
+from precast import {module} as module
+
+warnings.simplefilter("ignore")
+inside = threading.Event()
+def hold():
+    with module._lock:
+        inside.set()
+        time.sleep(0.2)
+thread = threading.Thread(target=hold)
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    os._exit(7 if module._lock.acquire(timeout=60) else 1)
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
+    assert done.returncode == 7
+
+
+def test_a_process_that_is_forked_during_a_refresh_goes_on() -> None:
+    program = """
+import os, sys, threading, time, warnings
+import torch
+import precast
+from precast import held
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+model, x = torch.nn.Linear(8, 8), torch.ones(1, 8)
+attachment = precast.attach(model)
+def run():
+    with torch.no_grad(), precast.autocast("cpu", dtype=torch.bfloat16):
+        return model(x)
+run()
+inside, original = threading.Event(), held.reason_not_held
+def slow(parameter):
+    inside.set()
+    time.sleep(0.2)
+    return original(parameter)
+held.reason_not_held = slow
+thread = threading.Thread(target=attachment.refresh)
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    held.reason_not_held = original
+    attachment.refresh()
+    run()
+    os._exit(7)
+for _ in range(600):
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, 9)
+thread.join()
+run()
+sys.exit(os.waitstatus_to_exitcode(status) if pid else 1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
+    assert done.returncode == 7
+
+
+def test_training_by_many_threads_at_once_meets_no_error_and_no_old_weight() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+        torch.randn(2, WIDTH),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    turn = Lock()
+
+    def train() -> None:
+        for _ in range(20):
+            _, *gradients = trained(model, x)
+            with turn:
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+
+    def evaluate() -> None:
+        for _ in range(40):
+            result = answer(model, x)
+            assert result.dtype is BF16
+            assert result.isfinite().all()
+
+    with precast.attach(model) as attachment, ThreadPoolExecutor(8) as threads:
+        work = [threads.submit(act) for act in (train, train, train, train, evaluate, evaluate)]
+        again = [threads.submit(attachment.refresh) for _ in range(20)]
+        for job in (*work, *again):
+            job.result()
+        found = answer(model, x)
+    assert torch.equal(found, answer(model, x))
+
+
+def test_threads_that_attach_and_detach_change_no_result_of_others() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+        torch.randn(2, WIDTH),
+    )
+    written, turn = [0.0], Lock()
+
+    def read() -> None:
+        for _ in range(60):
+            at_least = written[0]
+            result = answer(model, torch.ones(1, WIDTH))
+            assert float(result.max()) >= at_least
+            assert all(g.dtype is torch.float32 for g in trained(model, x)[1:])
+
+    def write() -> None:
+        for number in range(1, 40):
+            with turn, torch.no_grad():
+                for module in model:
+                    module.weight.zero_()
+                model[1].bias.fill_(number)
+                written[0] = float(number)
+
+    def come_and_go() -> None:
+        for _ in range(60):
+            precast.attach(model).detach()
+
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.zero_()
+    with ThreadPoolExecutor(8) as threads:
+        jobs = [threads.submit(act) for act in (read, read, read, read, write, come_and_go)]
+        for job in jobs:
+            job.result()
+
+
+def test_two_threads_may_ask_for_the_memory_of_one_gradient_at_once() -> None:
+    class Emptied(list[Tensor]):
+        """As it looks where another thread takes the last one after it was seen."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    memory = GradientMemory()
+    memory._own = Emptied()
+    given = memory.like(torch.ones(3, 2), (2, 1), torch.float32)
+    assert given.shape == (3, 2)

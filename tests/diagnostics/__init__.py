@@ -1,0 +1,1 @@
+"""Traces, monitors, reports, explanations."""

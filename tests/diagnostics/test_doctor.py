@@ -1,0 +1,240 @@
+"""Doctor measures, judges by what it measured, and recommends one thing, with the numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from precast.diagnostics.hardware import doctor
+from precast.diagnostics.hardware.doctor import Device, Diagnosis, recommend
+from precast.diagnostics.hardware.machine import DTYPES, dtypes_of, interleaved_seconds, measure
+from tests.support.comparisons import OPERATIONS, report
+
+CPU = torch.device("cpu")
+
+
+# --- verdicts ---
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ((8.0, 6.0, 2.0), "native"),
+        ((1.5, None, None), "native"),
+        ((8.0, 6.0, 0.01), "partly native"),
+        ((1.0, 0.9, 0.01), "emulated"),
+        ((0.002, None, None), "emulated"),
+        ((None, None, None), "unsupported"),
+    ],
+)
+def test_the_verdict_follows_from_the_measured_speeds(
+    ratios: tuple[float | None, ...], verdict: str
+) -> None:
+    assert report("bfloat16", *ratios).verdict == verdict
+
+
+def test_units_that_are_not_used_do_not_make_a_dtype_native() -> None:
+    assert report("float16", 1.0, 0.6, 0.01, units=["avx512_fp16"]).verdict == "emulated"
+
+
+def test_training_speed_is_that_of_a_step_of_equal_parts() -> None:
+    speed = report("bfloat16", 4.0, 2.0, 1.0).training_speed
+    assert speed == pytest.approx(3 / (1 / 4 + 1 / 2 + 1))
+    assert report("float8_e4m3fn", 4.0, None, None).training_speed is None
+
+
+# --- the recommendation ---
+
+
+def test_bfloat16_is_recommended_where_it_is_fast_and_needs_no_scaler() -> None:
+    found = recommend([report("bfloat16", 7.0, 7.0, 7.0), report("float16", 7.5, 7.5, 7.5)])
+    assert (found.device, found.dtype, found.scaler) == ("cpu", "bfloat16", False)
+    assert "7.0x" in found.reason
+    assert "float16: 7.5x" in found.reason
+    assert "no scaler" in found.reason
+    assert found.code == 'with precast.autocast("cpu", dtype=torch.bfloat16):'
+
+
+def test_float16_is_recommended_where_it_is_clearly_faster_and_needs_a_scaler() -> None:
+    found = recommend([report("bfloat16", 0.9, 0.9, 0.9), report("float16", 3.0, 3.0, 3.0)])
+    assert (found.dtype, found.scaler) == ("float16", True)
+    assert "needs a gradient scaler" in found.reason
+
+
+def test_float32_is_recommended_where_neither_is_faster() -> None:
+    found = recommend([report("bfloat16", 1.0, 0.5, 0.5), report("float16", 1.0, 0.6, 0.01)])
+    assert (found.dtype, found.scaler, found.code) == ("float32", False, "")
+    assert "bfloat16 0.6x" in found.reason
+    assert "float16 0.029x" in found.reason
+
+
+def test_a_16_bit_dtype_without_a_backward_is_not_recommended() -> None:
+    found = recommend([report("bfloat16", 9.0, 9.0, None), report("float16", None, None, None)])
+    assert found.dtype == "float32"
+
+
+def test_the_accelerator_is_recommended_where_there_is_one() -> None:
+    cpu = [report("bfloat16", 9.0, 9.0, 9.0)]
+    gpu = [
+        report("tf32", 7.0, 7.0, 7.0, device="cuda:0"),
+        report("bfloat16", 3.0, 3.0, 3.0, device="cuda:0"),
+    ]
+    found = recommend(cpu + gpu)
+    assert (found.device, found.dtype) == ("cuda", "bfloat16")
+    assert "3.0x" in found.reason
+
+
+positive = st.floats(1e-4, 1e3)
+
+
+@given(st.tuples(positive, positive, positive), st.tuples(positive, positive, positive))
+def test_only_float16_needs_a_scaler_and_only_what_is_faster_is_recommended(
+    of_bfloat16: tuple[float, ...], of_float16: tuple[float, ...]
+) -> None:
+    brain, half = report("bfloat16", *of_bfloat16), report("float16", *of_float16)
+    found = recommend([brain, half])
+    assert found.scaler == (found.dtype == "float16")
+    speeds = {"float32": 1.0, "bfloat16": brain.training_speed, "float16": half.training_speed}
+    chosen = speeds[found.dtype]
+    assert chosen is not None
+    assert chosen >= 1
+    assert max(s for s in speeds.values() if s is not None) <= max(chosen * 1.25, 1.1) * 1.0001
+
+
+# --- what is measured here ---
+
+
+@pytest.fixture(scope="module")
+def here() -> Diagnosis:
+    return doctor.diagnose()
+
+
+def test_every_dtype_of_every_device_is_measured(here: Diagnosis) -> None:
+    on_cpu = [each for each in here.reports if each.device == "cpu"]
+    assert [each.dtype for each in on_cpu] == [dtype for dtype in DTYPES if dtype != "tf32"]
+    for each in here.reports:
+        assert [speed.operation for speed in each.speeds] == list(OPERATIONS)
+        for speed in each.speeds:
+            assert (speed.ratio is None) == (speed.error is not None)
+            assert speed.ratio is None or 0 < speed.ratio < 1e4
+    assert here.torch == torch.__version__
+
+
+def test_float32_is_its_own_measure(here: Diagnosis) -> None:
+    float32 = here.reports[0]
+    assert float32.dtype == "float32"
+    assert float32.verdict == "native"
+    assert list(float32.ratios.values()) == [1.0, 1.0, 1.0]
+
+
+def test_what_pytorch_cannot_do_is_reported_in_its_own_words(here: Diagnosis) -> None:
+    images = torch.zeros(1, 16, 8, 8).to(torch.float8_e5m2)
+    with pytest.raises((RuntimeError, NotImplementedError)) as refused:
+        torch.conv2d(images, torch.zeros(16, 16, 3, 3).to(torch.float8_e5m2))
+    (found,) = (r for r in here.reports if r.device == "cpu" and r.dtype == "float8_e5m2")
+    convolution = found.speeds[1]
+    assert convolution.error == str(refused.value).strip().split("\n")[0]
+    assert convolution.ratio is None
+
+
+def test_an_emulated_dtype_costs_no_more_time_to_measure(here: Diagnosis) -> None:
+    for each in here.reports:
+        for speed in each.speeds:
+            assert speed.seconds is None or speed.seconds < 2
+
+
+def test_measuring_leaves_the_settings_of_torch_as_they_were() -> None:
+    def settings() -> tuple[object, ...]:
+        conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+        return (
+            torch.get_num_threads(),
+            torch.backends.cuda.matmul.fp32_precision,
+            conv.fp32_precision,
+        )
+
+    before = settings()
+    measure(CPU, "bfloat16")
+    assert settings() == before
+
+
+def test_tf32_exists_on_cuda_alone() -> None:
+    assert "tf32" not in dtypes_of(CPU)
+    assert dtypes_of(CPU)[0] == "float32"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured_too(here: Diagnosis) -> None:
+    on_gpu = {each.dtype: each for each in here.reports if each.device == "cuda:0"}
+    assert set(on_gpu) == set(dtypes_of(torch.device("cuda:0")))
+    assert here.recommendation.device == "cuda"
+
+
+def test_runs_take_turns_and_each_begins_as_often() -> None:
+    order: list[int] = []
+    runs: list[Callable[[], None]] = [lambda i=i: order.append(i) for i in range(3)]  # type: ignore[misc]
+    seconds = interleaved_seconds(runs, CPU, rounds=3)
+    assert order == [0, 1, 2, 1, 2, 0, 2, 0, 1]
+    assert [len(each) for each in seconds] == [3, 3, 3]
+
+
+# --- what is said ---
+
+GOLDEN = """\
+torch  2.99 (Python 3.99)
+cpu    a processor, 2 threads
+
+cpu: speed beside float32 (higher is faster, one thread)
+
+ dtype           computed   matmul   conv   conv backward   units
+ ──────────────────────────────────────────────────────────────────────────────
+ float32         native       1.0x   1.0x            1.0x   avx2
+ bfloat16        native       7.0x   6.5x            4.9x   avx512_bf16
+                                                            amx_bf16
+ float16         emulated     1.0x   0.6x          0.011x   avx512_fp16
+ float8_e4m3fn   emulated    0.39x   none            none   -
+
+float8_e4m3fn, convolution, convolution backward: not implemented
+
+Use bfloat16 on cpu; gradient scaler not needed.
+Why: on cpu bfloat16 computes 6.0x as fast as float32 (float16: 0.032x), over
+matmul, convolution and its backward; it has float32's range, so training needs
+no scaler.
+    with precast.autocast("cpu", dtype=torch.bfloat16):
+"""
+
+
+def example() -> Diagnosis:
+    reports = (
+        report("float32", 1.0, 1.0, 1.0, units=["avx2"]),
+        report("bfloat16", 7.0, 6.5, 4.9, units=["avx512_bf16", "amx_bf16"]),
+        report("float16", 1.0, 0.6, 0.011, units=["avx512_fp16"]),
+        report("float8_e4m3fn", 0.39, None, None),
+    )
+    devices = (Device("cpu", "a processor, 2 threads"),)
+    return Diagnosis("2.99", "3.99", devices, reports, recommend(reports))
+
+
+def test_all_of_it_is_readable_in_80_columns() -> None:
+    file = io.StringIO()
+    Console(width=80, file=file, color_system=None).print(doctor.render(example()))
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "\n".join(line.rstrip() for line in lines) + "\n" == GOLDEN
+
+
+def test_json_has_all_of_it(here: Diagnosis) -> None:
+    value = json.loads(json.dumps(here.as_dict(), allow_nan=False))
+    assert list(value) == ["torch", "python", "devices", "dtypes", "recommendation"]
+    assert list(value["recommendation"]) == ["device", "dtype", "scaler", "reason", "code"]
+    for each in value["dtypes"]:
+        assert list(each) == ["device", "dtype", "verdict", "units", "speeds"]
+        for speed in each["speeds"]:
+            assert set(speed) == {"operation", "seconds", "float32_seconds", "error", "ratio"}

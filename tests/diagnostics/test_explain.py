@@ -1,0 +1,508 @@
+"""precast explain: the tree of a plan, one operation, exit codes, and one message for each thing asked wrongly."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from rich.console import Console
+from torch import nn
+
+import precast
+from precast import Policy, Rule
+from precast.cli.main import main
+from precast.diagnostics.explain.model import explain_model, load_model
+from precast.diagnostics.explain.operation import explain_operation
+from precast.errors import PrecastError
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Linear(30, 40)
+        self.norm = nn.LayerNorm(30)
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1000, 30)
+        self.layers = nn.ModuleList(Block() for _ in range(12))
+        self.lm_head = nn.Linear(30, 1000)
+
+class Zoo:
+    @staticmethod
+    def build():
+        return Decoder()
+
+def fails():
+    raise RuntimeError("no weights here")
+
+def text():
+    return "a model"
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 2)
+        self.idle = nn.Linear(8, 2)
+
+    def forward(self, x, factor=1.0):
+        x = self.gru(self.lstm(x)[0])[0]
+        return self.head(self.drop(self.attention(x, x, x)[0])) * factor
+
+def inputs():
+    return torch.randn(2, 3, 8)
+
+ready = inputs()
+several = (ready, 2.0)
+named = {"x": ready, "factor": 2.0}
+too_wide = torch.ones(2, 3, 9)
+
+built = nn.Linear(2, 2)
+three = 3
+"""
+
+POLICY = """
+name = "careful"
+base = "torch"
+[modules]
+"**.lm_head" = { dtype = "fp32", reason = "the logits of a large vocabulary need float32's range" }
+"layers.*.attn" = "bfloat16"
+"layers.3.norm" = { dtype = "lower", ops = { layer_norm = "lower" } }
+"layers.0.attn" = "keep"
+"embd" = "fp32"
+"encoder.**" = "fp32"
+"""
+
+TREE = """\
+Decoder with the policy 'careful'; 76,600 parameters, counted below at each
+module
+Behind modules of torch.nn: what their operation runs in, in a region. Of others
+only a run can tell: give an example input, with --example, or use precast run.
+
+model Decoder 76.6k
+├── embed Embedding 30k (embedding in its inputs' dtype)
+├── layers ModuleList 15.6k
+│   ├── 0 Block 1.3k
+│   │   ├── attn Linear 1.24k (linear in the region's dtype) keep by
+│   │   │   'layers.0.attn'
+│   │   └── norm LayerNorm 60 (layer_norm in its inputs' dtype on cpu, float32
+│   │       on cuda)
+│   ├── 1-2 Block 1.3k each
+│   │   ├── attn Linear 1.24k (linear in bfloat16) bfloat16 by 'layers.*.attn'
+│   │   └── norm LayerNorm 60 (layer_norm in its inputs' dtype on cpu, float32
+│   │       on cuda)
+│   ├── 3 Block 1.3k
+│   │   ├── attn Linear 1.24k (linear in bfloat16) bfloat16 by 'layers.*.attn'
+│   │   └── norm LayerNorm 60 (layer_norm in the region's dtype) the region's
+│   │       dtype with layer_norm = lower by 'layers.3.norm'
+│   └── 4-11 Block 1.3k each
+│       ├── attn Linear 1.24k (linear in bfloat16) bfloat16 by 'layers.*.attn'
+│       └── norm LayerNorm 60 (layer_norm in its inputs' dtype on cpu, float32
+│           on cuda)
+└── lm_head Linear 31k (linear in float32) fp32 by '**.lm_head': the logits of a
+    large vocabulary need float32's range
+
+Warning: [modules] 'embd' matches no module of the model; did you mean embed?
+Warning: [modules] 'encoder.**' matches no module of the model.
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zoo_of_models.py").write_text(MODEL)
+    (tmp_path / "careful.toml").write_text(POLICY)
+    (tmp_path / "broken_module.py").write_text("import no_such_package_of_mine\n")
+    (tmp_path / "wrong_module.py").write_text("1 / 0\n")
+    path = list(sys.path)
+    yield
+    assert sys.path == path
+    for name in ("zoo_of_models", "broken_module", "wrong_module"):
+        sys.modules.pop(name, None)
+
+
+def explain(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["explain", *arguments])
+
+
+def plain(text: str) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+def test_a_plan_is_a_tree() -> None:
+    result = explain("--model", "zoo_of_models:Decoder", "--policy", "careful.toml")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert plain(result.stdout) == TREE
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_a_plan_as_json_has_every_module() -> None:
+    result = explain("--model", "zoo_of_models:Decoder", "--policy", "careful.toml", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["policy"] == "careful"
+    assert found["unmatched"] == ["embd", "encoder.**"]
+    modules = {module["name"]: module for module in found["modules"]}
+    assert len(modules) == len(found["modules"]) == 40
+    assert modules["layers.11.attn"] == {
+        "name": "layers.11.attn",
+        "type": "Linear",
+        "parameters": 1240,
+        "precision": "bfloat16",
+        "operations": {"linear": {"cpu": "bfloat16", "cuda": "bfloat16"}},
+        "ops": {},
+        "pattern": "layers.*.attn",
+        "rule": "bfloat16",
+        "reason": "",
+    }
+    assert modules["layers.3.norm"]["ops"] == {"aten::layer_norm": "lower"}
+    assert modules["lm_head"]["precision"] == "fp32"
+    assert modules[""]["pattern"] is None
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("zoo_of_models:Decoder", "Decoder"),
+        ("zoo_of_models:Zoo.build", "Decoder"),
+        ("zoo_of_models:built", "Linear"),
+        ("torch.nn:Identity", "Identity"),
+    ],
+)
+def test_a_model_is_made_by_a_function_a_class_or_is_there(model: str, kind: str) -> None:
+    assert type(load_model(model)).__name__ == kind
+    assert explain("--model", model).exit_code == 0
+
+
+WRONG = {
+    "no colon": ("zoo_of_models", 2, "write MODULE:FACTORY"),
+    "no factory": ("zoo_of_models:", 2, "write MODULE:FACTORY"),
+    "no such module": ("zoo_of_modls:x", 2, "there is no module 'zoo_of_modls' to import"),
+    "no such part of a package": ("torch.nn.modls:x", 2, "no module 'torch.nn.modls' to import"),
+    "no such name": ("zoo_of_models:Decodr", 2, "there is no 'Decodr' in zoo_of_models"),
+    "not callable": ("zoo_of_models:three", 2, "zoo_of_models:three is of type int"),
+    "a factory that raises": ("zoo_of_models:fails", 1, "failed: RuntimeError: no weights here"),
+    "not a model": ("zoo_of_models:text", 1, "made a str, which is no torch.nn.Module"),
+    "a module that needs another": ("broken_module:x", 1, "No module named 'no_such_package_of_"),
+    "a module that raises": ("wrong_module:x", 1, "importing wrong_module failed: ZeroDivision"),
+}
+
+
+@pytest.mark.parametrize(("model", "code", "message"), WRONG.values(), ids=WRONG.keys())
+def test_a_model_that_cannot_be_made_is_one_message(model: str, code: int, message: str) -> None:
+    result = explain("--model", model)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_plan_that_cannot_be_carried_out_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text('[modules]\n"*.attn" = "fp32"\n"**.attn" = "lower"\n')
+    (tmp_path / "q.toml").write_text('[modules]\n"layers.*.attn" = "fp32"\n"**.attn" = "lower"\n')
+    assert explain("--model", "zoo_of_models:Decoder", "--policy", "p.toml").exit_code == 0
+    result = explain("--model", "zoo_of_models:Decoder", "--policy", "q.toml")
+    assert result.exit_code == 2
+    assert "'layers.*.attn' says fp32, '**.attn' says lower" in result.stderr
+
+
+def test_parameters_that_are_not_there_yet_count_nothing() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2))
+    assert explain_model(lazy, Policy.load("torch")).parameters == {"": 6, "0": 0, "1": 6}
+    with torch.device("meta"):
+        assert explain_model(nn.Linear(2, 2), Policy.load("torch")).parameters == {"": 6}
+
+
+# --- operations ---
+
+
+def test_an_operation_has_a_rule_and_a_reason() -> None:
+    result = explain("softmax", "--policy", "torch")
+    assert result.exit_code == 0, result.output
+    lines = plain(result.stdout).splitlines()
+    assert lines[0] == "softmax on cpu: keep"
+    assert "softmax on cuda: fp32_set_dtype" in lines
+    assert lines[lines.index("By preset and device") - 1] == ""
+
+
+SOFTMAX = """\
+softmax on cpu: keep
+  no row for softmax on cpu in the policy 'lean': runs as it does outside a
+  region
+softmax on cuda: fp32_set_dtype
+  computed in float32 through the operation's own dtype argument (torch.toml:
+  [ops.cuda] softmax)
+
+By preset and device
+  torch (PyTorch's own): fp32_set_dtype on cuda, xpu, mtia, maia; fp32 on mps;
+  keep elsewhere
+  default: the same
+  lean: the same
+
+Example
+  x = torch.ones(2, 2, dtype=torch.bfloat16)
+  policy = precast.Policy.load("lean").retarget("cpu", like="cuda")
+  with precast.autocast("cpu", policy=policy):
+      print(torch.softmax(x, 0).dtype)
+  # prints torch.float32
+"""
+
+BMM = """\
+bmm.default on cpu: lower
+  arguments are cast to the region's dtype (torch.toml: [ops.cpu] bmm.default)
+bmm.dtype on cpu: keep
+  no row for bmm.dtype on cpu in the policy 'default': runs as it does outside a
+  region
+
+By preset and device
+  torch (PyTorch's own): bmm.default lower on cpu, cuda, mps, xpu, mtia, maia;
+  keep elsewhere
+  default: the same
+  lean: the same
+
+Example
+  x = torch.ones(1, 2, 2)
+  with precast.autocast("cpu"): print(torch.bmm(x, x).dtype)
+  # prints torch.bfloat16
+"""
+
+BANNED = """\
+binary_cross_entropy on cuda: banned
+  a probability that 16 bits round to 0 or 1 gives an infinite loss: use
+  binary_cross_entropy_with_logits (torch.toml: [ops.cuda] binary_cross_entropy)
+
+By preset and device
+  torch (PyTorch's own): fp32 on cpu; banned on cuda, xpu, mtia, maia; keep
+  elsewhere
+  default: fp32 on cpu, cuda, xpu, mtia, maia; promote on mps; keep elsewhere
+  lean: fp32 on cpu, cuda, xpu, mtia, maia; promote on mps; keep elsewhere
+
+Example
+  policy = precast.Policy.load("torch")
+  print(policy.resolve("binary_cross_entropy", "cuda").rule)
+  # prints banned
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("softmax", "--policy", "lean"), SOFTMAX),
+        (("bmm", "--device", "cpu"), BMM),
+        (("binary_cross_entropy", "--policy", "torch", "--device", "cuda"), BANNED),
+    ],
+)
+def test_all_about_an_operation_fits_80_columns(arguments: tuple[str, ...], text: str) -> None:
+    result = explain(*arguments)
+    assert plain(result.stdout) == text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_an_operation_as_json_says_what_pytorch_and_the_presets_do() -> None:
+    found = json.loads(explain("layer_norm", "--policy", "lean", "--json").stdout)
+    assert found["devices"]["cuda"]["layer_norm"]["rule"] == "promote"
+    assert found["pytorch"] == found["presets"]["torch"]
+    assert found["pytorch"]["cuda"] == {"layer_norm": "fp32"}
+    assert "cpu" not in found["pytorch"]
+    assert found["presets"]["lean"]["cuda"] == {"layer_norm": "promote"}
+    assert set(found["presets"]) == {"torch", "default", "lean"}
+
+
+@pytest.mark.parametrize("policy", ["torch", "lean"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_example_prints_what_it_says(device: str, policy: str) -> None:
+    chosen, calls = Policy.load(policy), 0
+    names = sorted({key.partition(".")[0].removeprefix("aten::") for key in chosen.entries(device)})
+    for name in names:
+        code, prints = explain_operation(name, chosen, (device,)).example
+        printed: list[object] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(code, {"torch": torch, "precast": precast, "print": printed.append})
+        assert [str(value) for value in printed] == [prints], name
+        calls += "resolve" not in code
+        rule = set(explain_operation(name, chosen, (device,)).devices[device].values())
+        if "resolve" not in code and len(rule) == 1 and next(iter(rule)).rule is Rule.LOWER:
+            assert prints == "torch.bfloat16", name
+    assert calls > len(names) / 4
+
+
+def test_an_operation_in_a_module() -> None:
+    asked = ("linear", "--device", "cpu", "--module", "lm_head", "--policy", "careful.toml")
+    assert explain(*asked).stdout.startswith("linear on cpu in 'lm_head': keep\n")
+    found = json.loads(explain(*asked, "--json").stdout)
+    assert found["policy"] == "careful"
+    assert found["module"] == "lm_head"
+    assert found["devices"]["cpu"]["linear"]["rule"] == "keep"
+    assert "'**.lm_head' for 'lm_head'" in found["devices"]["cpu"]["linear"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "message"),
+    [
+        ((), 2, "Name an operation"),
+        (("softmax", "--model", "zoo_of_models:Decoder"), 2, "Name an operation"),
+        (("--model", "zoo_of_models:Decoder", "--device", "cpu"), 2, "go with an operation"),
+        (("softmaxx",), 2, "no operation aten::softmaxx; did you mean softmax"),
+        (("softmax", "--device", "gpu"), 2, "'gpu' is not a device type"),
+        (("softmax", "--policy", "no.toml"), 2, "no policy 'no.toml'"),
+    ],
+)
+def test_what_cannot_be_explained_is_one_message(
+    asked: tuple[str, ...], code: int, message: str
+) -> None:
+    result = explain(*asked)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert message in result.stderr
+
+
+def test_a_model_that_is_none_is_refused_in_python_too() -> None:
+    with pytest.raises(PrecastError, match=r"no torch\.nn\.Module"):
+        load_model("zoo_of_models:text")
+
+
+def test_each_known_module_says_what_its_operation_runs_in_and_that_is_so() -> None:
+    """Without a rule for modules, too; by what a region then gives, and for its own modules alone."""
+
+    class Linear(nn.Linear):
+        """Of a name that is known, and a type that is not: who knows what it calls."""
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), Linear(4, 4))
+    policy = Policy.load("default").replace(ops={"layer_norm": "fp32"}, modules={"2": "fp32"})
+    report = explain_model(model, policy)
+    rows = {row["name"]: row["operations"] for row in report.as_dict()["modules"]}
+    assert rows["0"]["linear"] == dict.fromkeys(("cpu", "cuda"), "the region's dtype")
+    assert rows["1"]["layer_norm"]["cpu"] == rows["2"]["linear"]["cpu"] == "float32"
+    assert rows[""] == rows["3"] == {}
+    seen: dict[str, torch.dtype] = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(
+            lambda _module, _inputs, output, name=name: seen.update({name: output.dtype})
+        )
+    with precast.attach(model, policy), precast.autocast("cpu"):
+        model(torch.ones(2, 4))
+    assert (seen["0"], seen["1"], seen["2"]) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def test_an_error_names_what_was_asked_for_and_no_function_of_ours() -> None:
+    done = CliRunner().invoke(main, ["explain", "softmx"])
+    assert done.exit_code == 2
+    assert "resolve" not in done.output
+    assert "the operation 'softmx'" in done.output
+    assert "did you mean softmax" in done.output
+
+
+def test_each_device_type_is_allowed_once() -> None:
+    with pytest.raises(precast.errors.RegionError) as caught:
+        precast.autocast("cuba")
+    assert str(caught.value).count("privateuseone") == 1
+
+
+# --- an example ---
+
+
+EXAMPLE = ("--model", "zoo_of_models:Mixed", "--example")
+
+
+def ran(example: str, *more: str) -> dict[str, dict[str, list[str]]]:
+    """What the modules ran, by name, as the command says it in JSON."""
+    result = explain(*EXAMPLE, f"zoo_of_models:{example}", "--json", *more)
+    assert result.exit_code == 0, result.output
+    return {module["name"]: module["ran"] for module in json.loads(result.stdout)["modules"]}
+
+
+@pytest.mark.parametrize("example", ["inputs", "ready", "several", "named"])
+def test_an_example_says_what_each_module_ran_also_recurrent_ones_and_attention(
+    example: str,
+) -> None:
+    found = ran(example, "--policy", "torch")
+    for name in ("lstm", "gru", "attention", "head"):
+        assert found[name].get("bfloat16"), name
+    assert found["head"] == {"bfloat16": ["linear"]}
+    assert found["idle"] == {}
+
+
+def test_an_example_follows_the_rules_of_the_modules(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text(
+        'base = "torch"\n[modules]\nlstm = "fp32"\nhead = "float16"\n'
+    )
+    found = ran("inputs", "--policy", "rules.toml")
+    assert set(found["lstm"]) == {"float32"}
+    assert set(found["head"]) == {"float16"}
+    assert "bfloat16" in found["gru"]
+
+
+def test_the_tree_says_what_ran_and_what_did_not() -> None:
+    result = explain(*EXAMPLE, "zoo_of_models:inputs")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "by the dtype of their results" in text
+    assert "head Linear 18 (linear in bfloat16)" in text
+    assert "idle Linear 18 (no floating-point operation in the example)" in text
+    assert "only a run can tell" not in text
+
+
+def test_blocks_that_ran_alike_are_one_line() -> None:
+    blocks = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+    report = explain_model(nn.Sequential(*blocks), Policy.load("default"), torch.randn(2, 3, 8))
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(report.render())
+    assert "0-2 TransformerEncoderLayer" in printed.get()
+    assert report.ran is not None
+    assert "linear" in report.ran["1.self_attn"]["bfloat16"]
+
+
+def test_an_example_leaves_the_model_and_the_random_numbers_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+    model[2].eval()
+    modes = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    example = torch.randn(3, 4, requires_grad=True)
+    drawn, fused = torch.get_rng_state(), torch.backends.mha.get_fastpath_enabled()
+    report = explain_model(model, Policy.load("default"), example)
+    assert report.ran is not None
+    assert report.ran["0"] == {"bfloat16": ["linear"]}
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.backends.mha.get_fastpath_enabled() == fused
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert example.grad is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((*EXAMPLE, "zoo_of_models:too_wide"), 1, "the model failed on the example: "),
+        ((*EXAMPLE, "zoo_of_models:nothing"), 2, "there is no 'nothing' in zoo_of_models"),
+        ((*EXAMPLE, "inputs"), 2, "write MODULE:NAME, as in my_package.models:example"),
+        ((*EXAMPLE, "zoo_of_models:fails"), 1, "zoo_of_models:fails() failed"),
+        (("softmax", "--example", "zoo_of_models:inputs"), 2, "it goes with --model"),
+    ],
+)
+def test_an_example_that_is_not_there_or_fails_is_named(
+    arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    result = explain(*arguments)
+    assert result.exit_code == code
+    assert message in " ".join(result.stderr.split())
+    assert not torch.is_autocast_enabled("cpu")

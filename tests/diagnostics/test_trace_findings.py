@@ -1,0 +1,328 @@
+"""Planted faults are found: each with its cost, and a remedy that really mends it."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import precast
+from precast.diagnostics.tracing.rows import Finding
+from precast.diagnostics.tracing.tracer import Trace
+from precast.policy.policy import Policy
+
+
+def of_kind(trace: Trace, kind: str) -> list[Finding]:
+    return [finding for finding in trace.findings if finding.kind == kind]
+
+
+def pasted(file: str | None, folder: Path) -> Policy:
+    """The policy of a file that a finding shows, saved as it is."""
+    assert file is not None
+    path = folder / "mended.toml"
+    path.write_text(file)
+    return Policy.load(path)
+
+
+# --- a needless float32 round trip ---
+
+
+class Needless(nn.Module):
+    def __init__(self, cast: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.cast = cast
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.cast:
+            x = x.float()
+        x = torch.relu(x.reshape(-1, 8)).transpose(0, 1).contiguous().t()
+        out: Tensor = self.second(x)
+        return out
+
+
+def test_a_needless_round_trip_is_found_with_both_ends() -> None:
+    model = Needless(cast=True)
+    with precast.trace(model) as trace, precast.autocast("cpu"):
+        for _ in range(3):
+            model(torch.ones(4, 8))
+    [found] = of_kind(trace, "round-trip")
+    line = Needless.forward.__code__.co_firstlineno
+    assert found.where.source == f"tests/diagnostics/test_trace_findings.py:{line + 3} in forward"
+    assert (
+        f"linear in second at tests/diagnostics/test_trace_findings.py:{line + 5} in forward"
+        in found.title
+    )
+    assert "3 times" in found.title
+    assert "Take the cast to float32" in found.suggestion
+    assert found.policy is None
+    assert found.cost.bytes == 3 * (4 * 8) * (4 + 2)
+    assert found.cost.seconds is not None
+    assert found.cost.seconds > 0
+
+
+def test_taking_the_cast_away_mends_it_and_changes_no_bit() -> None:
+    faulty, mended = Needless(cast=True), Needless(cast=False)
+    mended.load_state_dict(faulty.state_dict())
+    x = torch.randn(4, 8)
+    with precast.trace(mended) as trace, precast.autocast("cpu"):
+        assert torch.equal(mended(x), faulty(x))
+    with precast.trace(mended) as trace, precast.autocast("cpu"):
+        mended(x)
+    assert not of_kind(trace, "round-trip")
+
+
+def test_a_round_trip_by_a_rule_is_mended_by_its_line(tmp_path: Path) -> None:
+    layer = nn.Conv1d(2, 2, 3)
+    policy = Policy.load("default").replace(ops={"reflection_pad1d": "fp32"})
+
+    def run(policy: Policy) -> list[Finding]:
+        with precast.trace() as trace, precast.autocast("cpu", policy=policy):
+            layer(F.pad(layer(torch.ones(1, 2, 9)), (1, 1), mode="reflect"))
+        return of_kind(trace, "round-trip")
+
+    [found] = run(policy)
+    assert found.policy is not None
+    assert found.where.op == "reflection_pad1d"
+    assert not run(pasted(found.policy, tmp_path))
+
+
+@pytest.mark.parametrize("op", [torch.exp, lambda x: x * 3, lambda x: x + torch.ones(8)])
+def test_what_needs_float32_in_between_is_no_round_trip(op: Any) -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    with precast.trace() as trace, precast.autocast("cpu"):
+        second(op(first(torch.ones(4, 8)).float()))
+        x = first(torch.ones(4, 8)).float()
+        x.mul_(3)
+        second(x)
+    assert not of_kind(trace, "round-trip")
+
+
+# --- weights that are cast again ---
+
+
+def test_a_weight_that_is_cast_ten_times_a_step_is_found() -> None:
+    layer = nn.Linear(128, 128, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.ones(2, 128)
+
+    def step() -> None:
+        for _ in range(10):
+            with precast.autocast("cpu"):
+                loss = layer(x).float().sum()
+            loss.backward()
+        optimizer.step()
+
+    with precast.trace(layer) as trace:
+        step()
+        step()
+    [found] = of_kind(trace, "weight-cast-again")
+    assert "20 casts, 18 of them of a weight that had not changed" in found.title
+    assert "precast.attach(model, optimizer=optimizer)" in found.suggestion
+    assert found.cost.bytes == 18 * 128 * 128 * 2
+    with precast.attach(layer, optimizer=optimizer), precast.trace(layer) as mended:
+        step()
+        step()
+    assert not of_kind(mended, "weight-cast-again")
+
+
+def test_a_weight_that_is_cast_once_a_step_is_not() -> None:
+    layer = nn.Linear(8, 8)
+    for fused in (True, False):  # a fused one moves no version counter
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=fused)
+        with precast.trace() as trace:
+            for _ in range(5):
+                with precast.autocast("cpu"):
+                    loss = layer(layer(torch.ones(2, 8))).float().sum()
+                loss.backward()
+                optimizer.step()
+        assert not of_kind(trace, "weight-cast-again")
+
+
+# --- float32 islands ---
+
+
+def test_a_float32_island_is_found_and_its_line_mends_it(tmp_path: Path) -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    policy = Policy.load("default").replace(ops={"sigmoid": "fp32"})
+
+    def run(policy: Policy) -> list[Finding]:
+        with precast.trace() as trace, precast.autocast("cpu", policy=policy):
+            second(torch.sigmoid(first(torch.ones(4, 8))))
+        return of_kind(trace, "float32-island")
+
+    [found] = run(policy)
+    assert found.where.op == "sigmoid"
+    assert found.cost.bytes == (4 * 8) * (4 + 2)
+    assert found.policy is not None
+    assert not run(pasted(found.policy, tmp_path))
+
+
+def test_a_loss_in_float32_is_no_island() -> None:
+    layer = nn.Linear(8, 8)
+    with precast.trace() as trace:
+        with precast.autocast("cpu"):
+            loss = F.mse_loss(layer(torch.ones(4, 8)), torch.ones(4, 8))
+        loss.backward()
+    assert not of_kind(trace, "float32-island")
+
+
+# --- float32 against expectation ---
+
+
+def test_a_layer_outside_of_the_region_is_found() -> None:
+    inside, outside = nn.Linear(8, 8), nn.Linear(8, 8)
+    with precast.trace() as trace:
+        with precast.autocast("cpu"):
+            x = inside(torch.ones(4, 8)).float()
+        outside(x)
+    [found] = of_kind(trace, "float32-op")
+    assert "not in a region" in found.title
+    assert 'with precast.autocast("cpu")' in found.suggestion
+
+
+class Block(nn.Module):
+    """A needless round trip, a sum of two dtypes and a layer outside of the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with precast.autocast("cpu"):
+            y = self.inside(x).float().bfloat16()
+            y = self.inside(torch.softmax(y, -1)) + x
+        return self.outside(y)
+
+
+def test_alike_blocks_share_their_findings() -> None:
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    model(torch.ones(4, 8))
+    with precast.trace(model) as one_block:
+        model[0](torch.ones(4, 8))
+    with precast.trace(model) as trace:
+        model(torch.ones(4, 8))
+    kinds = sorted(finding.kind for finding in trace.findings)
+    assert kinds == sorted(finding.kind for finding in one_block.findings)
+    assert {"float32-op", "float32-spread", "round-trip"} <= set(kinds)
+    [alone], [several] = of_kind(one_block, "float32-op"), of_kind(trace, "float32-op")
+    assert f"{alone.where.op} in 0.outside at" in alone.title
+    assert f"{alone.where.op} in *.outside (3 modules) at" in several.title
+    assert "3 times" in several.title
+    rows = [row for row in trace.rows if row.op == alone.where.op and row.region is None]
+    assert several.cost.seconds == pytest.approx(sum(row.seconds for row in rows))
+    assert several.where.module in {f"{k}.outside" for k in range(3)}
+
+
+def test_an_operation_without_a_rule_that_should_have_one(tmp_path: Path) -> None:
+    policy = Policy.load("default").replace(ops={"cpu": {"mm": None}})
+
+    def run(policy: Policy) -> list[Finding]:
+        with precast.trace() as trace, precast.autocast("cpu", policy=policy):
+            torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+            torch.bmm(torch.ones(1, 4, 4), torch.ones(1, 4, 4))
+        return of_kind(trace, "float32-op")
+
+    [found] = run(policy)
+    assert found.policy == 'base = "default"\n\n[ops.cpu]\nmm = "lower"\n'
+    assert not run(pasted(found.policy, tmp_path))
+
+
+def test_what_is_switched_off_on_purpose_is_not_reported() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = Policy.load("default").replace(modules={"1": "fp32"})
+    with precast.attach(model, policy), precast.trace() as trace, precast.autocast("cpu"):
+        model(torch.ones(2, 4))
+        with precast.disable():
+            model[0](torch.ones(2, 4))
+    assert not of_kind(trace, "float32-op")
+
+
+def test_a_sum_of_two_dtypes_that_spreads_float32(tmp_path: Path) -> None:
+    layer = nn.Linear(8, 8)
+    scale = torch.ones(8)
+
+    def run(policy: Policy | str) -> list[Finding]:
+        with precast.trace() as trace, precast.autocast("cpu", policy=policy):
+            _ = layer(torch.ones(4, 8)) + scale
+        return of_kind(trace, "float32-spread")
+
+    [found] = run("default")
+    assert found.policy == 'base = "default"\n\n[ops.cpu]\n"add.Tensor" = "lower"\n'
+    assert not run(pasted(found.policy, tmp_path))
+
+
+def test_findings_say_their_share_and_are_sorted() -> None:
+    model = Needless(cast=True)
+    with precast.trace(model) as trace, precast.autocast("cpu"):
+        model(torch.ones(4, 8))
+        _ = model(torch.ones(4, 8)) + torch.ones(8)
+    seconds = [finding.cost.seconds or 0.0 for finding in trace.findings]
+    assert len(seconds) >= 2
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(f.cost.share is not None and 0 <= f.cost.share <= 1 for f in trace.findings)
+
+
+# --- a dtype mismatch ---
+
+
+def _note(error: BaseException) -> str:
+    [note] = getattr(error, "__notes__", [])
+    return str(note)
+
+
+def test_a_dtype_mismatch_says_what_led_there_and_what_mends_it(tmp_path: Path) -> None:
+    layer = nn.Linear(4, 4)
+    places = torch.tensor([0, 2])
+
+    def run(policy: Policy | str) -> Tensor:
+        with precast.autocast("cpu", policy=policy):
+            y = layer(torch.ones(3, 4))
+            y.index_add_(0, places, torch.ones(2, 4))
+        return y
+
+    with precast.trace(layer), pytest.raises(RuntimeError) as caught:
+        run("torch")
+    note = _note(caught.value)
+    assert "index_add_ has no rule" in note
+    assert "bfloat16, float32" in note
+    assert "bfloat16 came from linear" in note
+    assert "rule lower, policy 'torch'" in note
+    file = (
+        note.partition("save this as a policy file")[2].partition(":\n")[2].partition("  or: ")[0]
+    )
+    mended = run(pasted(textwrap.dedent(file), tmp_path))
+    assert mended.dtype is torch.bfloat16
+
+
+def test_a_mismatch_outside_of_regions_says_to_open_one() -> None:
+    layer = nn.Linear(4, 4)
+    with precast.trace(), pytest.raises(RuntimeError) as caught:
+        layer(torch.ones(2, 4).bfloat16())
+    assert "Autocast is off here" in _note(caught.value)
+    assert 'with precast.autocast("cpu")' in _note(caught.value)
+
+
+def test_a_mismatch_where_a_rule_holds() -> None:
+    policy = Policy.load("torch").replace(ops={"mm": "keep"})
+    low = torch.ones(2, 2).bfloat16()
+    with precast.trace(), precast.autocast("cpu", policy=policy):
+        with pytest.raises(RuntimeError) as caught:
+            torch.mm(low, torch.ones(2, 2))
+    assert "mm has the rule 'keep'" in _note(caught.value)
+
+
+def test_other_errors_are_left_alone() -> None:
+    with precast.trace(), precast.autocast("cpu"):
+        with pytest.raises(RuntimeError) as caught:
+            torch.mm(torch.ones(2, 3).bfloat16(), torch.ones(2, 3))
+        with pytest.raises(RuntimeError) as other:
+            torch.ones(2, 3) @ torch.ones(2, 3)
+    assert not hasattr(caught.value, "__notes__")
+    assert not hasattr(other.value, "__notes__")

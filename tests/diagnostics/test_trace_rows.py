@@ -1,0 +1,81 @@
+"""A trace as plain values: to JSON and back, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from precast.diagnostics.tracing.rows import (
+    Cost,
+    Count,
+    Finding,
+    Flow,
+    Module,
+    Row,
+    Totals,
+    Traced,
+    Where,
+)
+from precast.errors import PrecastError
+
+
+def traced() -> Traced:
+    row = Row(
+        "encoder.0", "linear", "forward", "train.py:12 in loss", ["float32"], ["bfloat16"],
+        "lower", "a reason", None, None, calls=2, casts=3, cast_bytes=40, seconds=0.5,
+    )  # fmt: skip
+    finding = Finding(
+        "round-trip", "A round trip.", Cost(0.1, 20, None), "Leave it.", None, Where("a")
+    )
+    return Traced(
+        [row], Totals(0.5, casts=3), [Flow("float32", "bfloat16", 3, 40, 0.1)], {"bfloat16": 8},
+        [Module("", "Net")], 1, [finding], [Count("linear", "cpu", "lower", 2, 3)], ["a note"],
+    )  # fmt: skip
+
+
+def test_a_trace_survives_json() -> None:
+    text = json.dumps(traced().as_dict(), allow_nan=False)
+    assert Traced.from_dict(json.loads(text)) == traced()
+
+
+def test_casts_flow_from_one_dtype_to_another() -> None:
+    [flow] = traced().as_dict()["flow"]
+    assert (flow["from"], flow["to"]) == ("float32", "bfloat16")
+
+
+def test_what_a_later_version_says_more_is_left_out() -> None:
+    plain = traced().as_dict() | {"later": 1}
+    plain["rows"][0]["later"] = 2
+    assert Traced.from_dict(plain) == traced()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rows": [{"op": "linear"}]}, r"trace\.rows\[0\] has no 'module'"),
+        ({"rows": 3}, r"trace\.rows is 3; it must be of type list\[.*Row\]"),
+        ({"totals": {"casts": "many"}}, r"trace\.totals\.casts is 'many'; .* int"),
+        ({"notes": [None]}, r"trace\.notes\[0\] is None; .* str"),
+        ({"saved": {"float32": 1.5}}, r"trace\.saved\.float32 is 1\.5; .* int"),
+        ({"totals": []}, r"trace\.totals is a list; it must be an object"),
+    ],
+)
+def test_what_is_no_trace_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrecastError, match=message):
+        Traced.from_dict(wrong)
+
+
+def test_a_phase_that_there_is_not_is_refused() -> None:
+    plain = traced().as_dict()
+    plain["rows"][0]["phase"] = "sideways"
+    with pytest.raises(PrecastError, match=r"phase is 'sideways'"):
+        Traced.from_dict(plain)
+
+
+def test_rows_need_no_pytorch() -> None:
+    code = "import sys, precast.diagnostics.tracing.rows; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,1 @@
+"""The kernels at the autocast keys."""

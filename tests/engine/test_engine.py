@@ -1,0 +1,215 @@
+"""The engine: it overrides only what needs it, hands on without a region, and leaves no trace when taken off."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import precast
+from precast import Policy, PrecastWarning
+from precast._internal import events
+from precast.engine import generated, registration
+from precast.engine.thread_state import in_force
+from precast.errors import BannedOperationError
+
+TORCH = Policy.load("torch")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_engine() -> Iterator[None]:
+    registration.unregister()
+    with registration.use_engine("delegated"):
+        yield
+
+
+def overridden() -> set[str]:
+    return {name for name, device in registration._registered if device == "cpu"}
+
+
+def test_only_operations_that_take_weights_are_overridden_for_pytorchs_policy() -> None:
+    with precast.autocast("cpu", policy=TORCH):
+        pass
+    lower = {name for name, entry in TORCH.expand("cpu")[0].items() if entry.rule == "lower"}
+    assert overridden() == lower
+
+
+def test_another_rule_overrides_that_operation_and_no_more() -> None:
+    half = torch.ones(2).bfloat16()
+    with precast.autocast("cpu", policy=TORCH.replace(ops={"relu": "fp32", "mse_loss": "keep"})):
+        assert torch.relu(half).dtype is torch.float32
+        assert F.mse_loss(half, half).dtype is torch.bfloat16
+    with precast.autocast("cpu", policy=TORCH):
+        assert torch.relu(half).dtype is torch.bfloat16
+        assert F.mse_loss(half, half).dtype is torch.float32
+        first = overridden()
+    registration.unregister()
+    with precast.autocast("cpu", policy=TORCH):
+        assert first - overridden() == {"aten::relu", "aten::mse_loss"}
+
+
+def test_an_empty_policy_is_float32_even_inside_a_torch_region() -> None:
+    nothing = Policy("nothing", {})
+    a = torch.randn(3, 3)
+    with torch.autocast("cpu"), precast.autocast("cpu", policy=nothing):
+        assert torch.equal(a @ a, a.mm(a))
+        assert (a @ a).dtype is torch.float32
+
+
+def test_threads_with_different_policies_do_not_disturb_each_other() -> None:
+    a = torch.randn(3, 3)
+    policies = [TORCH, TORCH.replace(ops={"mm": "fp32"}), "default", None]
+    expected = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
+    wrong: list[object] = []
+    barrier = threading.Barrier(len(policies))
+
+    def work(policy: object, dtype: torch.dtype) -> None:
+        barrier.wait(60)
+        for _ in range(50):
+            if policy is None:
+                result = torch.mm(a, a)
+            else:
+                with precast.autocast("cpu", policy=policy):  # type: ignore[arg-type]
+                    result = torch.mm(a, a)
+            if result.dtype is not dtype:
+                wrong.append((policy, result.dtype))
+
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(policies, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_taken_off_it_leaves_pytorchs_results() -> None:
+    x, weight = torch.randn(2, 3), torch.nn.Parameter(torch.randn(3, 3))
+
+    def in_torch_region() -> Tensor:
+        with torch.autocast("cpu"):
+            return F.linear(x, weight)
+
+    before = in_torch_region()
+    with precast.autocast("cpu", policy=TORCH.replace(ops={"linear": "fp32"})):
+        assert F.linear(x, weight).dtype is torch.float32
+    assert torch.equal(in_torch_region(), before)
+    registration.unregister()
+    assert overridden() == set()
+    assert torch.equal(in_torch_region(), before)
+
+
+def test_a_custom_operation_may_be_defined_after_its_rule() -> None:
+    late = TORCH.replace(name="late", ops={"precast_test_late::twice": "lower"})
+    with pytest.warns(PrecastWarning, match="precast_test_late::twice"):
+        with precast.autocast("cpu", policy=late):
+            pass
+
+    @torch.library.custom_op("precast_test_late::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x + x
+
+    with precast.autocast("cpu", policy=late):
+        assert twice(torch.ones(2)).dtype is torch.bfloat16
+    assert twice(torch.ones(2)).dtype is torch.float32
+
+
+def test_banned_and_what_default_makes_of_it() -> None:
+    p, target = torch.rand(4).bfloat16(), torch.rand(4)
+    notes: list[object] = []
+    with precast.autocast("cpu", policy=TORCH.retarget("cpu", like="cuda")):
+        with pytest.raises(BannedOperationError, match="binary_cross_entropy_with_logits"):
+            F.binary_cross_entropy(p, target)
+    with events.observe(notes.append):
+        with precast.autocast("cpu", policy=Policy.load("default").retarget("cpu", like="cuda")):
+            loss = F.binary_cross_entropy(p, target)
+    assert loss.dtype is torch.float32
+    assert torch.equal(loss, F.binary_cross_entropy(p.float(), target))
+
+
+def test_the_note_is_for_devices_where_pytorch_bans_it() -> None:
+    policy = Policy.load("default")
+    assert policy.resolve("binary_cross_entropy", "cuda").rule == "fp32"
+    below = registration._below("aten::binary_cross_entropy", "cuda")
+    assert below is not None
+    runner = registration._choose(
+        policy, below, policy.expand("cuda")[0]["aten::binary_cross_entropy"]
+    )
+    notes: list[events.Note] = []
+    assert runner is not None
+    with events.observe(notes.append):
+        runner(None, (torch.rand(3), torch.rand(3)), {})
+    assert [(note.op, note.device) for note in notes] == [("aten::binary_cross_entropy", "cuda")]
+
+
+def test_the_kernels_that_are_written_are_python_a_person_can_read() -> None:
+    below = registration._below("aten::linear", "cpu")
+    assert below is not None
+    text = generated.source(below.op, takes_weights=True, needs_keyset=False)
+    ast.parse(text)
+    assert text.startswith("def entry_point(a0, a1, a2=default2):")
+
+
+def test_a_frame_is_made_once_for_each_policy() -> None:
+    with precast.autocast("cpu", policy=TORCH):
+        first = in_force("cpu").in_force.frame
+    with precast.autocast("cpu", policy=Policy.load("torch")):
+        assert in_force("cpu").in_force.frame is first
+
+
+@pytest.mark.parametrize(("value", "code"), [("reference", 0), ("fast", 1)])
+def test_the_environment_chooses_the_engine(value: str, code: int) -> None:
+    program = "import precast.engine.registration as e; print(e.engine())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PRECAST_ENGINE": value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert value in done.stdout + done.stderr
+    if code:
+        assert "Allowed: delegated, reference" in done.stderr
+
+
+@pytest.mark.parametrize("policy", [TORCH, Policy.load("default")])
+@pytest.mark.parametrize("rule", ["keep", "lower", "fp32", "promote"])
+def test_numbers_may_stand_where_tensors_do(policy: Policy, rule: str) -> None:
+    names = ("add", "mul", "sub", "div", "add_", "mul_")
+    ours = policy.replace(ops=dict.fromkeys(names, rule))
+    x = torch.tensor([1.5, 2.5]).bfloat16()
+    dtype = torch.float32 if rule == "fp32" else torch.bfloat16
+    with precast.autocast("cpu", policy=ours):
+        for result in (x + 1, x * 2.0, 1 - x, x / 2):
+            assert result.dtype is dtype
+        y = x.clone()
+        y += 1
+        y *= 2.0
+    with torch.autocast("cpu"):  # the kernels are still there, and hand on
+        assert torch.equal(x * 2.0, x + x)
+    assert torch.equal(y, (x + 1) * 2)
+
+
+def test_the_outermost_operation_is_the_one_that_is_promoted() -> None:
+    x, index, source = torch.ones(3).bfloat16(), torch.tensor([0]), torch.ones(1).half()
+    with precast.autocast("cpu"):
+        assert torch.put(x, index, source).dtype is torch.float32
+        assert torch.mv(torch.ones(2, 2).double(), torch.ones(2)).dtype is torch.float64
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
+def test_policy_torch_is_pytorchs_on_every_build(device: str) -> None:
+    """Rows for kernels that only other builds have make no difference in this one."""
+    frame = registration.bind(Policy.load("torch"), device)
+    assert frame.is_pytorchs
+    assert frame.meaning is None

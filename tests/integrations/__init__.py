@@ -1,0 +1,1 @@
+"""Other libraries, and PyTorch's own names."""

@@ -1,0 +1,1 @@
+"""Policies: tables, files, patterns, the presets."""

@@ -1,0 +1,187 @@
+"""The policy `default`: as `torch` where PyTorch works, and an answer where PyTorch raises.
+
+Each row that `default` adds is tried with mixed floating dtypes, beside PyTorch's own failure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import precast
+from precast.engine import registration
+from precast.policy.policy import DEVICE_TYPES, Policy, Rule
+from tests.support import op_samples
+from tests.support.behaviour import map_tensors, torch_region
+from tests.support.op_samples import Sample
+
+DEFAULT, TORCH = Policy.load("default"), Policy.load("torch")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PATTERNS = list(itertools.permutations(DTYPES, 2))
+
+
+def added_rows(device: str) -> set[str]:
+    """What `default` names and `torch` does not, by the dispatcher's names."""
+    return set(DEFAULT.expand(device)[0]) - set(TORCH.expand(device)[0])
+
+
+def writes_out(name: str) -> bool:
+    operation, _, overload = name.removeprefix("aten::").partition(".")
+    schema = getattr(getattr(torch.ops.aten, operation), overload or "default")._schema
+    return any(argument.is_out for argument in schema.arguments)
+
+
+def in_dtypes(sample: Sample, pattern: tuple[torch.dtype, ...]) -> Sample:
+    """The sample with its floating tensors in the dtypes of the pattern, taken in turn."""
+    dtypes = itertools.cycle(pattern)
+    return map_tensors(
+        lambda t: t.to(next(dtypes), copy=True) if t.is_floating_point() else t.clone(), sample
+    )
+
+
+def widest(sample: Sample) -> torch.dtype:
+    leaves = [x for x in tree_leaves(tuple(sample)) if isinstance(x, Tensor)]
+    result = torch.bfloat16
+    for dtype in {x.dtype for x in leaves if x.is_floating_point()}:
+        result = torch.promote_types(result, dtype)
+    return result
+
+
+def written(name: str, sample: Sample) -> list[Tensor]:
+    """The tensors that the call writes into."""
+    if name.partition(".")[0].endswith("_"):
+        return [sample.args[0]]
+    names = ("out", "values", "indices", "Q", "R") if writes_out(name) else ()
+    return [sample.kwargs[key] for key in names if key in sample.kwargs]
+
+
+def outcome(name: str, sample: Sample) -> tuple[list[Any], list[Tensor]] | None:
+    """What a call returns and what it leaves in its destinations; None where it raises."""
+    try:
+        returned = op_samples.call(name, sample)
+    except RuntimeError:
+        return None
+    return tree_leaves(returned), written(name, sample)
+
+
+def by_hand(name: str, sample: Sample) -> tuple[list[Any], list[Tensor]] | None:
+    """The call in the widest dtype outside a region, its results put into the real destinations."""
+    wide = in_dtypes(sample, (widest(sample),))
+    result = outcome(name, wide)
+    if result is None or not result[1]:
+        return result
+    into = written(name, sample)
+    for destination, value in zip(into, result[1], strict=True):
+        destination.copy_(value)
+    return into, into
+
+
+def assert_same(seen: Any, expected: Any, about: str) -> None:
+    assert (seen is None) == (expected is None), about
+    for x, y in zip(tree_leaves(seen or []), tree_leaves(expected or []), strict=True):
+        if isinstance(x, Tensor):
+            # LAPACK's least squares rounds by how its memory is aligned: PyTorch does not give the same bits twice.
+            bits = 1e-5 if "linalg_lstsq" in about else 0
+            torch.testing.assert_close(x, y, rtol=bits, atol=bits, msg=lambda m: f"{about}: {m}")
+        else:
+            assert x == y, about
+
+
+CASES = [
+    (device, name)
+    for device in ("cpu", "cuda")
+    for name in sorted(added_rows(device))
+    if name in op_samples.named() | op_samples.promoted()
+]
+
+
+@pytest.mark.parametrize(("device", "name"), CASES)
+def test_what_pytorch_refuses_runs_in_the_widest_dtype(device, name):
+    policy = DEFAULT.retarget("cpu", like=device)
+    refused = 0
+    for seed, pattern in enumerate(PATTERNS):
+        for sample in op_samples.samples(name, seed):
+            with torch_region("cpu") if device == "cpu" else torch.autocast("cpu", enabled=False):
+                theirs = outcome(name, in_dtypes(sample, pattern))
+            expected = theirs or by_hand(name, in_dtypes(sample, pattern))
+            refused += theirs is None and expected is not None
+            with precast.autocast("cpu", policy=policy):
+                ours = outcome(name, in_dtypes(sample, pattern))
+            assert_same(ours, expected, f"{name} {pattern}")
+    assert refused, f"PyTorch no longer refuses {name}: take its row out of default.toml"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_added_row_but_some_with_out_is_tried(device):
+    untried = {name for device_, name in CASES if device_ == device} ^ added_rows(device)
+    assert [name for name in sorted(untried) if not writes_out(name)] == []
+
+
+@pytest.mark.parametrize("device", DEVICE_TYPES)
+def test_default_changes_no_rule_of_pytorch_but_the_ban(device):
+    ours, theirs = DEFAULT.expand(device)[0], TORCH.expand(device)[0]
+    changed = {name for name, entry in theirs.items() if ours[name].rule is not entry.rule}
+    assert changed == {name for name, entry in theirs.items() if entry.rule is Rule.BANNED}
+    assert all(ours[name].rule is Rule.FP32 for name in changed)
+    assert {ours[name].rule for name in added_rows(device)} <= {Rule.PROMOTE}
+
+
+def test_default_names_only_operations_that_pytorch_has():
+    assert {device: DEFAULT.expand(device)[1] for device in DEVICE_TYPES} == dict.fromkeys(
+        DEVICE_TYPES, ()
+    )
+
+
+def test_default_promotes_and_torch_does_not():
+    assert (DEFAULT.mixed, TORCH.mixed) == ("promote", "raise")
+
+
+@pytest.fixture
+def own() -> Iterator[torch.library.Library]:
+    library = torch.library.Library("precast_retried", "FRAGMENT")
+    yield library
+    library._destroy()
+
+
+@pytest.mark.parametrize("engine_name", registration.ENGINES)
+@pytest.mark.parametrize(
+    ("schema", "complaint", "runs"),
+    [
+        ("Tensor a, Tensor b", "the disk is full", 1),
+        ("Tensor a, Tensor b", "Output 0 is a view and its base has been modified inplace", 1),
+        ("Tensor(a!) a, Tensor b", "expected a and b to have the same dtype", 1),
+        ("Tensor a, Tensor b", "expected a and b to have the same dtype", 2),
+    ],
+)
+def test_what_failed_for_its_own_reason_runs_once(
+    own: torch.library.Library, engine_name: str, schema: str, complaint: str, runs: int
+) -> None:
+    """Again in the widest dtype runs only what refuses mixed dtypes, and writes to nothing."""
+    name = f"op{secrets.token_hex(8)}"
+    called: list[torch.dtype] = []
+
+    def work(a: Tensor, b: Tensor) -> Tensor:
+        called.append(a.dtype)
+        if a.dtype is b.dtype:
+            return a + b
+        raise RuntimeError(complaint)
+
+    own.define(f"{name}({schema}) -> Tensor")
+    own.impl(name, work, "CompositeExplicitAutograd")
+    policy = precast.Policy.load("default").replace(ops={f"precast_retried::{name}": "keep"})
+    operation = getattr(torch.ops.precast_retried, name)
+    a, b = torch.ones(2).bfloat16(), torch.ones(2)
+    with registration.use_engine(engine_name), precast.autocast("cpu", policy=policy):
+        if runs == 1:
+            with pytest.raises(RuntimeError, match=complaint):
+                operation(a, b)
+        else:
+            assert operation(a, b).dtype is torch.float32
+    assert len(called) == runs

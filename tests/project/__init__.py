@@ -1,0 +1,1 @@
+"""What is no part of the package: docs, site, benchmarks, examples, tools, layout."""

@@ -1,0 +1,1 @@
+"""The weight cache, and what makes a copy stale."""
