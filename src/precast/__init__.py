@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from precast._internal.version import __version__
 
 if TYPE_CHECKING:
-    from precast._internal.events import First, HealthEvent, Note, StepEvent, Verdict, observe
+    from precast._internal.events import (
+        First,
+        HealthEvent,
+        Note,
+        ScalerDiagnosis,
+        StepEvent,
+        observe,
+    )
     from precast.attachment.attachment import Attachment, attach
     from precast.autocast_mode.custom_function import custom_bwd, custom_fwd
     from precast.autocast_mode.region import autocast, current, disable
@@ -55,7 +62,14 @@ _HOME = {
         "StaleWeightError",
         "TorchVersionError",
     ),
-    "precast._internal.events": ("First", "HealthEvent", "Note", "StepEvent", "Verdict", "observe"),
+    "precast._internal.events": (
+        "First",
+        "HealthEvent",
+        "Note",
+        "StepEvent",
+        "ScalerDiagnosis",
+        "observe",
+    ),
     "precast.diagnostics.numerics.monitoring": ("Monitor", "monitor"),
     "precast.integrations.torch_amp.installation": ("install", "uninstall"),
     "precast.grad_scaler.losses": ("LossScalers",),
@@ -87,12 +101,12 @@ __all__ = [
     "RegionError",
     "RegionTypeError",
     "Rule",
+    "ScalerDiagnosis",
     "ScalerError",
     "StaleWeightError",
     "StepEvent",
     "TorchVersionError",
     "Trace",
-    "Verdict",
     "__version__",
     "attach",
     "autocast",

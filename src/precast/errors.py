@@ -95,7 +95,7 @@ class BrokenModelError(ScalerError):
     The steps that were skipped changed no parameter.
 
     Attributes:
-        verdict: the `precast._internal.events.Verdict`: reason, step, scale, names.
+        verdict: the `precast._internal.events.ScalerDiagnosis`: reason, step, scale, names.
     """
 
     def __init__(self, message: str, verdict: object = None) -> None:

@@ -36,7 +36,7 @@ NAMES = [
     "StepEvent",
     "TorchVersionError",
     "Trace",
-    "Verdict",
+    "ScalerDiagnosis",
     "__version__",
     "attach",
     "autocast",

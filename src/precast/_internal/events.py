@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["First", "HealthEvent", "Note", "StepEvent", "Verdict", "Witness"]
+__all__ = ["First", "HealthEvent", "Note", "ScalerDiagnosis", "StepEvent", "Witness"]
 __all__ += ["emit", "observe", "observed", "witnesses"]
 
 
@@ -129,7 +129,7 @@ class StepEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ScalerDiagnosis:
     """A gradient scaler found that neither a lower scale nor the next batch mends what it sees."""
 
     reason: Literal["weights", "loss", "floor", "skips"]
@@ -158,7 +158,7 @@ class Witness(Protocol):
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
         """A step has ended, skipped or not."""
 
-    def judged(self, verdict: Verdict) -> None:
+    def judged(self, verdict: ScalerDiagnosis) -> None:
         """No lower scale mends what the iteration that ends has found."""
 
 
@@ -177,8 +177,8 @@ _here = _Here()
 def observe(callback: Callable[[Any], None]) -> Iterator[None]:
     """Calls `callback(event)` for every event of this thread until the `with` ends.
 
-    An event is a `StepEvent` or a `Verdict` of a gradient scaler, a `HealthEvent` of a monitor, or a `Note` of the
-    engine. Observers nest: each gets every event, the outermost first.
+    An event is a `StepEvent` or a `ScalerDiagnosis` of a gradient scaler, a `HealthEvent` of a monitor, or a `Note` of
+    the engine. Observers nest: each gets every event, the outermost first.
 
     Examples:
         >>> import precast, torch

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
 from precast._internal.callers import callers_level
-from precast._internal.events import StepEvent, Verdict, emit, witnesses
+from precast._internal.events import ScalerDiagnosis, StepEvent, emit, witnesses
 from precast.errors import BrokenModelError, PrecastWarning
 from precast.grad_scaler.ledger import Iteration, Ledger
 from precast.grad_scaler.settings import LOW_SCALE, Limits
@@ -74,7 +74,7 @@ def judge(iteration: Iteration, ledger: Ledger, limits: Limits) -> None:
         warnings.warn(verdict.message, PrecastWarning, stacklevel=callers_level())
 
 
-def verdict_of(iteration: Iteration, ledger: Ledger, limits: Limits) -> Verdict | None:
+def verdict_of(iteration: Iteration, ledger: Ledger, limits: Limits) -> ScalerDiagnosis | None:
     """The verdict on an iteration that was closed just now; None where a lower scale or the next batch may help."""
     if not ledger.counters.consecutive_skips:
         return None
@@ -99,7 +99,9 @@ def _reason(iteration: Iteration, ledger: Ledger, limits: Limits) -> Reason | No
     return None
 
 
-def _verdict(reason: Reason, iteration: Iteration, ledger: Ledger, limits: Limits) -> Verdict:
+def _verdict(
+    reason: Reason, iteration: Iteration, ledger: Ledger, limits: Limits
+) -> ScalerDiagnosis:
     names = tuple(_skipped_names(iteration))
     firsts = (event.first for event in iteration.events if event.skipped)
     first = next(filter(None, firsts), None)
@@ -121,7 +123,7 @@ def _verdict(reason: Reason, iteration: Iteration, ledger: Ledger, limits: Limit
         f"{gradients} were not finite at scale {scale:g} (scales of the latest steps: {scales}). "
         f"{_changed(iteration)} {began}{cause} on_verdict='warn' or 'ignore' goes on skipping."
     )
-    return Verdict(reason, iteration.number, scale, names, message, first)
+    return ScalerDiagnosis(reason, iteration.number, scale, names, message, first)
 
 
 def _changed(iteration: Iteration) -> str:

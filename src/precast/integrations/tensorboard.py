@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from precast._internal.events import HealthEvent, StepEvent, Verdict
+from precast._internal.events import HealthEvent, ScalerDiagnosis, StepEvent
 from precast._internal.missing import missing_extra
 
 __all__ = ["TensorBoard"]
@@ -44,10 +44,10 @@ class TensorBoard:
         self._prefix = prefix
 
     def __call__(self, event: object) -> None:
-        """Writes a `StepEvent`, a `Verdict` or a `HealthEvent`; other events are none of its business."""
+        """Writes a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; other events are none of its business."""
         if isinstance(event, StepEvent):
             self._write_step(event)
-        elif isinstance(event, Verdict):
+        elif isinstance(event, ScalerDiagnosis):
             self._writer.add_text(f"{self._prefix}/verdict", event.message, event.step)
         elif isinstance(event, HealthEvent):
             for tensor in event.tensors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from precast._internal.events import HealthEvent, StepEvent, Verdict
+from precast._internal.events import HealthEvent, ScalerDiagnosis, StepEvent
 from precast._internal.missing import missing_extra
 
 __all__ = ["WandB"]
@@ -45,10 +45,10 @@ class WandB:
             self._run.define_metric(f"{each}/*", step_metric=f"{each}/step")
 
     def __call__(self, event: object) -> None:
-        """Logs a `StepEvent`, a `Verdict` or a `HealthEvent`; other events are none of its business."""
+        """Logs a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; other events are none of its business."""
         if isinstance(event, StepEvent):
             self._run.log(self._of_step(event))
-        elif isinstance(event, Verdict):
+        elif isinstance(event, ScalerDiagnosis):
             self._run.alert(title="precast: no lower scale helps", text=event.message)
         elif isinstance(event, HealthEvent):
             values = {name: value for each in event.tensors for name, value in _figures(each)}

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
-from precast._internal.events import StepEvent, Verdict
+from precast._internal.events import ScalerDiagnosis, StepEvent
 from precast.grad_scaler.findings import Findings, noted
 from precast.grad_scaler.ledger import Ledger
 from precast.grad_scaler.settings import DEFAULT_LIMITS, Limits
@@ -52,7 +52,9 @@ class Scalers:
     """
 
     def __init__(
-        self, stepped: Callable[[Optimizer, StepEvent], None], judged: Callable[[Verdict], None]
+        self,
+        stepped: Callable[[Optimizer, StepEvent], None],
+        judged: Callable[[ScalerDiagnosis], None],
     ) -> None:
         self._stepped = stepped
         self._judged = judged

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal.events import StepEvent, Verdict, witnesses
+from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast.cli.run.scalers import Scalers
 from precast.cli.run.steps import Steps
 from precast.cli.run.window import Window
@@ -127,7 +127,7 @@ class Watch:
         """A scaler's step has ended, skipped or not."""
         self.steps.scaled(event)
 
-    def judged(self, verdict: Verdict) -> None:
+    def judged(self, verdict: ScalerDiagnosis) -> None:
         """No lower scale would have helped a step; of several such steps in a row the first is kept."""
         step = self.steps.latest
         if step > self._judged_at + 1 and len(self._verdicts) < _MOST_VERDICTS:
@@ -163,7 +163,7 @@ def _tell(optimizer: Optimizer, event: StepEvent) -> None:
         witness.stepped(optimizer, event)
 
 
-def _plain(verdict: Verdict, step: int) -> dict[str, Any]:
+def _plain(verdict: ScalerDiagnosis, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "reason": verdict.reason,

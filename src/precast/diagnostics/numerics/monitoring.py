@@ -34,8 +34,8 @@ from precast._internal.display import Card, Displayed
 from precast._internal.events import (
     First,
     HealthEvent,
+    ScalerDiagnosis,
     StepEvent,
-    Verdict,
     emit,
     observed,
     witnesses,
@@ -293,7 +293,7 @@ class Monitor(Displayed):
             record.names = event.names
             self._keep_ring()
 
-    def judged(self, verdict: Verdict) -> None:
+    def judged(self, verdict: ScalerDiagnosis) -> None:
         """What no lower scale mends is the scaler's to say."""
 
     @synchronized
