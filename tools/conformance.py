@@ -106,7 +106,9 @@ def _progress() -> Console:
 def _show(report: Report, seed: int, console: Console) -> None:
     table = Table("system", "programs", "equal", "explained", "unexplained")
     for system in _programs(report, seed)["systems"]:
-        explained = (f"{' + '.join(e['seams'])}: {e['programs']}" for e in system["explained"])
+        explained = (
+            f"{' + '.join(e['divergence_points'])}: {e['programs']}" for e in system["explained"]
+        )
         unexplained = sum(name == system["name"] for name, *_ in report.unexplained)
         numbers = map(str, (report.programs, system["equal"]))
         table.add_row(system["name"], *numbers, "\n".join(explained), str(unexplained))
@@ -133,9 +135,9 @@ def _programs(report: Report, seed: int) -> dict[str, Any]:
 
 
 def _explained(report: Report, name: str) -> Iterator[dict[str, Any]]:
-    for (system, seams), count in sorted(report.explained.items()):
+    for (system, points), count in sorted(report.explained.items()):
         if system == name:
-            yield {"seams": list(seams), "programs": count}
+            yield {"divergence_points": list(points), "programs": count}
 
 
 def _about() -> dict[str, Any]:

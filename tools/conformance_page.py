@@ -130,12 +130,14 @@ def _differences(programs: Results) -> Iterator[str]:
     yield from _header("difference", "what", *(s["name"].partition(",")[0] for s in delegated))
     for difference in DIFFERENCES:
         link = f"[{difference.name}](differences.md#{difference.anchor})"
-        counts = (_explained_by(difference.seam, system) for system in delegated)
+        counts = (_explained_by(difference.point, system) for system in delegated)
         yield _row(link, difference.what, *counts)
 
 
-def _explained_by(seam: str, system: Results) -> int:
-    return sum(each["programs"] for each in system["explained"] if seam in each["seams"])
+def _explained_by(point: str, system: Results) -> int:
+    return sum(
+        each["programs"] for each in system["explained"] if point in each["divergence_points"]
+    )
 
 
 def _clients(clients: Iterable[Results]) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Policies attached to models, and held weights."""
+"""Policies attached to models: rules for modules, held weights, threads, devices and distributed training."""

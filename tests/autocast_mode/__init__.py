@@ -1,1 +1,1 @@
-"""Regions, and custom functions."""
+"""Regions, the decorator, and custom autograd functions."""

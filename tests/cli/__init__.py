@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line, and programs that run under `precast run`."""

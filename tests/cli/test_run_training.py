@@ -257,7 +257,7 @@ def test_compiled_scripted_traced_and_exported_models_are_what_they_are(tmp_path
 COUNTED = """
 import contextlib, json, os, sys
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from tests.diagnostics.test_trace import Casts
+from tests.diagnostics.tracing.test_trace import Casts
 
 @contextlib.contextmanager
 def counted():

@@ -7,7 +7,7 @@ import pytest
 import precast
 from tests.clients.clients import CASES
 from tests.clients.outcome import differences
-from tests.diagnostics.test_trace import Casts, asked_for
+from tests.diagnostics.tracing.test_trace import Casts, asked_for
 
 for library in ("lightning", "transformers"):
     pytest.importorskip(library, reason="`make test-clients` runs these tests")

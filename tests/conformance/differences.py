@@ -1,7 +1,8 @@
 """The intended differences between precast with the policy "torch" and torch.amp that random programs can meet.
 
-Each is a line of docs/differences.md with a test of its own. A program that differs is compared once more after the
-seam of a difference was repaired in PyTorch, and must be equal then: see `programs.seams`.
+Each is a line of docs/differences.md with a test of its own. A program that differs is compared once more after
+PyTorch's cache was repaired at the difference's divergence point, and must be equal then: see
+`programs.divergence_points`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["DIFFERENCES", "Difference"]
 class Difference(NamedTuple):
     """One line of the list."""
 
-    seam: str
+    point: str
     """Where a run comes by it."""
     when_installed: bool
     """Whether it is so for PyTorch's own regions too, while precast is installed."""
@@ -28,7 +29,7 @@ class Difference(NamedTuple):
 
 DIFFERENCES = (
     Difference(
-        seam="written",
+        point="written",
         when_installed=True,
         name="a weight changed inside a region",
         what="PyTorch uses the old copy until the outermost region ends; precast sees the change.",
@@ -36,7 +37,7 @@ DIFFERENCES = (
         anchor="weight-cache",
     ),
     Difference(
-        seam="dtype",
+        point="dtype",
         when_installed=True,
         name="a float16 region in a bfloat16 one, same weight",
         what="PyTorch's cache gives the copy in the other dtype; precast keeps copies by dtype.",
@@ -44,7 +45,7 @@ DIFFERENCES = (
         anchor="weight-cache",
     ),
     Difference(
-        seam="own cache",
+        point="own cache",
         when_installed=False,
         name="a region of precast's inside one of PyTorch's, same weight",
         what="Each has a copy of its own, so their gradients are added in float32, not in 16 bits.",
@@ -52,7 +53,7 @@ DIFFERENCES = (
         anchor="weight-cache",
     ),
     Difference(
-        seam="re-entered",
+        point="re-entered",
         when_installed=False,
         name="one object entered twice",
         what="PyTorch's stays on after the last exit; precast's restores what was there.",

@@ -40,14 +40,14 @@ MET: dict[str, Program] = {
 
 
 @on_all_systems
-@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda d: d.seam)
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda d: d.point)
 def test_each_difference_is_met_by_its_program(difference: Difference, system: System) -> None:
     installed = system.region is TORCH.region
-    expected = () if installed and not difference.when_installed else (difference.seam,)
-    assert explain(Case(MET[difference.seam], 3), system) == expected
+    expected = () if installed and not difference.when_installed else (difference.point,)
+    assert explain(Case(MET[difference.point], 3), system) == expected
 
 
-@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda d: d.seam)
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda d: d.point)
 def test_each_difference_has_its_test_and_its_line(difference: Difference) -> None:
     file, _, test = difference.test.partition("::")
     functions = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))

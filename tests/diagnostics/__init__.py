@@ -1,1 +1,1 @@
-"""Traces, monitors, reports, explanations."""
+"""What watches a program and says what it saw: a folder for each package of `precast.diagnostics`."""

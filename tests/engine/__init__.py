@@ -1,1 +1,1 @@
-"""The kernels at the autocast keys."""
+"""The kernels at the autocast keys, and the compilers that trace through them."""

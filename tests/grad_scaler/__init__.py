@@ -1,1 +1,1 @@
-"""The gradient scaler."""
+"""The gradient scaler: its decisions, its gradients, its states, and what it says."""

@@ -1,1 +1,1 @@
-"""Other libraries, and PyTorch's own names."""
+"""`precast.install()`, which replaces PyTorch's own names, and the integrations that need no other library."""

@@ -1,1 +1,1 @@
-"""What every package uses."""
+"""What every package uses: containers, events, locks, versions of PyTorch, displays."""

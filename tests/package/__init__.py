@@ -1,0 +1,1 @@
+"""precast as users install it: the wheel and the source distribution in empty environments."""

@@ -1,1 +1,1 @@
-"""Policies: tables, files, patterns, the presets."""
+"""Policies: tables, files, patterns of names, and the presets."""

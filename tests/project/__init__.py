@@ -1,1 +1,1 @@
-"""What is no part of the package: docs, site, benchmarks, examples, tools, layout."""
+"""What is not part of the package: documentation, site, benchmarks, examples, tools, and how the source is laid out."""

@@ -41,5 +41,5 @@ def test_every_program_is_on_the_page_and_short() -> None:
 
 
 def test_the_distributed_recipe_is_run_elsewhere() -> None:
-    tests = Path(__file__).parent / "processes" / "test_processes.py"
+    tests = Path(__file__).parents[1] / "processes" / "test_processes.py"
     assert "distributed.py" in tests.read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What tests share: samples, oracles, comparisons."""
+"""What tests share: samples of operations, oracles, comparisons."""

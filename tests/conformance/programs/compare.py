@@ -1,9 +1,9 @@
 """Runs random programs on PyTorch and on precast, and explains what differs by the written list of differences.
 
 A program is *equal* where every result, gradient, dtype and flag is the same to the bit. It is *explained* where it is
-so after the seams of some intended differences were repaired (see `seams`). Where a program comes by such seams it must
-be equal with all of them repaired, whether PyTorch was wrong or not: that precast is wrong in the same way is no
-agreement. Everything else is *unexplained*.
+so after PyTorch's cache was repaired at the divergence points of some intended differences (see `divergence_points`).
+Where a program comes by such points it must be equal with all of them repaired, whether PyTorch was wrong or not: that
+precast is wrong in the same way is no agreement. Everything else is *unexplained*.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from torch import Tensor
 
 from precast.engine import registration
 from tests.conformance.differences import DIFFERENCES
+from tests.conformance.programs.divergence_points import (
+    NO_REPAIRS,
+    Repairs,
+    repair_ours,
+    repair_pytorch,
+)
 from tests.conformance.programs.run import Found, run
-from tests.conformance.programs.seams import NO_REPAIRS, Repairs, repair_ours, repair_pytorch
 from tests.conformance.programs.steps import Case
 from tests.conformance.programs.world import Recorded
 from tests.conformance.systems import TORCH, System
@@ -37,7 +42,7 @@ class Report:
     equal: Counter[str] = field(default_factory=Counter)
     """By system."""
     explained: Counter[tuple[str, tuple[str, ...]]] = field(default_factory=Counter)
-    """By system and the seams that had to be repaired."""
+    """By system and the divergence points that had to be repaired."""
     unexplained: list[tuple[str, Case, str]] = field(default_factory=list)
     """System, shrunk case, what differs."""
 
@@ -57,12 +62,12 @@ def compare(cases: Sequence[Case], systems: Sequence[System]) -> Report:
     registration.unregister()
     theirs = [_run(case, TORCH) for case in cases]
     for system in systems:
-        seams = [_seams(found, system) for found in theirs]
+        points = [_points(found, system) for found in theirs]
         registration.unregister()
-        repaired = _with_repairs(cases, TORCH, seams, theirs)
+        repaired = _with_repairs(cases, TORCH, points, theirs)
         with system():
             ours = [_run(case, system) for case in cases]
-            ours_repaired = _with_repairs(cases, system, seams, ours)
+            ours_repaired = _with_repairs(cases, system, points, ours)
         agree = zip(map(_same, ours, theirs), map(_same, ours_repaired, repaired), strict=True)
         for case, both in zip(cases, agree, strict=True):
             if all(both):
@@ -75,32 +80,32 @@ def compare(cases: Sequence[Case], systems: Sequence[System]) -> Report:
 def _with_repairs(
     cases: Sequence[Case],
     system: System,
-    seams: list[tuple[str, ...]],
+    points: list[tuple[str, ...]],
     without: list[Found],
 ) -> list[Found]:
-    """The runs with repairs; those that came by no seam are the runs `without`."""
+    """The runs with repairs; those that came by no divergence point are the runs `without`."""
     return [
         _run(case, system, each) if each else found
-        for case, each, found in zip(cases, seams, without, strict=True)
+        for case, each, found in zip(cases, points, without, strict=True)
     ]
 
 
 def _look_closer(case: Case, system: System, report: Report) -> None:
-    seams = explain(case, system)
-    if seams:
-        report.explained[system.name, seams] += 1
+    points = explain(case, system)
+    if points:
+        report.explained[system.name, points] += 1
         return
-    small = case if seams is not None else shrink(case, lambda c: explain(c, system) is None)
+    small = case if points is not None else shrink(case, lambda c: explain(c, system) is None)
     report.unexplained.append((system.name, small, _describe(small, system)))
 
 
 def explain(case: Case, system: System) -> tuple[str, ...] | None:
-    """The fewest seams whose repair makes a system give what PyTorch gives; () where it does; None if none do."""
+    """The fewest points whose repair makes a system give what PyTorch gives; () where it does; None if none do."""
     if not _same(*repaired(case, system)):
         return None
-    seams = _seams(_run_alone(case, TORCH), system)
+    points = _points(_run_alone(case, TORCH), system)
     ours = _run_alone(case, system)
-    subsets = chain.from_iterable(combinations(seams, n) for n in range(len(seams) + 1))
+    subsets = chain.from_iterable(combinations(points, n) for n in range(len(points) + 1))
     for some in subsets:
         theirs = _run_alone(case, TORCH, some)
         if _same(ours, theirs) or (some and _same(_run_alone(case, system, some), theirs)):
@@ -108,18 +113,20 @@ def explain(case: Case, system: System) -> tuple[str, ...] | None:
     return None
 
 
-def _seams(found: Found, system: System) -> tuple[str, ...]:
-    """The seams that a run came by at which PyTorch and the system are meant to differ."""
+def _points(found: Found, system: System) -> tuple[str, ...]:
+    """The divergence points that a run came by at which PyTorch and the system are meant to differ."""
     installed = system.region is TORCH.region
     return tuple(
-        d.seam for d in DIFFERENCES if d.seam in found.seams and (d.when_installed or not installed)
+        d.point
+        for d in DIFFERENCES
+        if d.point in found.points and (d.when_installed or not installed)
     )
 
 
 def repaired(case: Case, system: System) -> tuple[Found, Found]:
-    """What the system gives and what PyTorch gives, with every seam of the list repaired."""
-    seams = _seams(_run_alone(case, TORCH), system)
-    return _run_alone(case, system, seams), _run_alone(case, TORCH, seams)
+    """What the system gives and what PyTorch gives, with every divergence point of the list repaired."""
+    points = _points(_run_alone(case, TORCH), system)
+    return _run_alone(case, system, points), _run_alone(case, TORCH, points)
 
 
 def shrink(case: Case, is_bad: Callable[[Case], bool]) -> Case:
@@ -178,19 +185,19 @@ def _short(value: Any) -> str:
     return repr(value)[:200]
 
 
-def _run(case: Case, system: System, seams: tuple[str, ...] = ()) -> Found:
+def _run(case: Case, system: System, points: tuple[str, ...] = ()) -> Found:
     """One run; the system must be in force."""
     forget = repair_pytorch if system is TORCH else repair_ours
-    repairs = Repairs(frozenset(seams), forget) if seams else NO_REPAIRS
+    repairs = Repairs(frozenset(points), forget) if points else NO_REPAIRS
     return run(*case, system.region, repairs=repairs)
 
 
-def _run_alone(case: Case, system: System, seams: tuple[str, ...] = ()) -> Found:
+def _run_alone(case: Case, system: System, points: tuple[str, ...] = ()) -> Found:
     with system():
-        return _run(case, system, seams)
+        return _run(case, system, points)
 
 
 def _describe(case: Case, system: System) -> str:
-    """What differs: first as it is, then with every seam repaired."""
+    """What differs: first as it is, then with every divergence point repaired."""
     plain = difference(_run_alone(case, system), _run_alone(case, TORCH))
-    return f"{plain}; with every seam repaired: {difference(*repaired(case, system))}"
+    return f"{plain}; with every divergence point repaired: {difference(*repaired(case, system))}"

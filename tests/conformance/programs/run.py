@@ -13,9 +13,9 @@ from torch import Tensor
 
 from precast._internal.pytree import map_tensors
 from precast.errors import PrecastWarning
+from tests.conformance.programs.divergence_points import NO_REPAIRS, DivergencePoints, Repairs
 from tests.conformance.programs.layers import LAYERS
 from tests.conformance.programs.operations import HOOKS, IN_PLACE, OPERATIONS, SIDE
-from tests.conformance.programs.seams import NO_REPAIRS, Repairs, Seams
 from tests.conformance.programs.steps import (
     Call,
     Compute,
@@ -48,11 +48,11 @@ DEVICES = ("cpu", "cuda", "xpu")
 
 
 class Found(NamedTuple):
-    """All that a program computes, the gradients of all leaves last, and the seams that it came by."""
+    """All that a program computes, the gradients of all leaves last, and the divergence points that it came by."""
 
     results: list[Any]
     gradients: list[Any]
-    seams: frozenset[str]
+    points: frozenset[str]
 
 
 class State(NamedTuple):
@@ -80,19 +80,19 @@ def run(
         seed: of the values of weights and inputs.
         region: makes the regions under test.
         torchs: makes the regions that are PyTorch's in every run.
-        repairs: what is done at the seams.
+        repairs: what is done at the divergence points.
     """
     world = World.fresh(program, seed)
     before = _state()
     with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(devices=()):
         warnings.simplefilter("always")
-        runner = _Runner(world, region, torchs, Seams(world, repairs))
+        runner = _Runner(world, region, torchs, DivergencePoints(world, repairs))
         runner.run(program)
     _restore(before)
     odd = [w for w in caught if issubclass(w.category, PrecastWarning) and "CUDA" not in str(w)]
     assert not odd, odd[0]
     world.gradients += [record(leaf.grad) for leaf in world.watched() if leaf.is_leaf]
-    return Found(world.found, world.gradients, frozenset(runner.seams.met))
+    return Found(world.found, world.gradients, frozenset(runner.points.met))
 
 
 @dataclass
@@ -102,7 +102,7 @@ class _Runner:
     world: World
     region: MakeRegion
     torchs: MakeRegion
-    seams: Seams
+    points: DivergencePoints
     entered: list[tuple[Region | GradMode, AbstractContextManager[Any]]] = field(
         default_factory=list
     )
@@ -128,7 +128,7 @@ class _Runner:
         """Enters a manager, and records what PyTorch says of the state inside."""
         manager.__enter__()
         self.entered.append((step, manager))
-        self.seams.entered(step)
+        self.points.entered(step)
         self.world.found.append(_state())
 
     def leave(self, step: Leave) -> None:
@@ -138,7 +138,7 @@ class _Runner:
         _, manager = self.entered.pop()
         error = _InterruptedError() if step.raises else None
         manager.__exit__(type(error) if error else None, error, None)
-        self.seams.left()
+        self.points.left()
         self.world.found.append(_state())
 
 
@@ -150,7 +150,7 @@ def _reenter(runner: _Runner, step: Reenter) -> None:
     regions = [(s, manager) for s, manager in runner.entered if isinstance(s, Region)]
     if regions:
         again, manager = regions[step.which % len(regions)]
-        if runner.seams.meets("re-entered"):
+        if runner.points.meets("re-entered"):
             manager = runner.make(again)
         runner.enter(again, manager)
 
@@ -163,14 +163,14 @@ def _call(runner: _Runner, step: Call) -> None:
     decorate: Any = runner.make(step.region)
 
     def body() -> None:
-        runner.seams.entered(step.region)
+        runner.points.entered(step.region)
         try:
             runner.world.found.append(_state())
             runner.run(step.body)
             if step.raises:
                 raise _InterruptedError
         finally:
-            runner.seams.left()
+            runner.points.left()
 
     try:
         decorate(body)()
@@ -181,20 +181,20 @@ def _call(runner: _Runner, step: Call) -> None:
 
 def _compute(runner: _Runner, step: Compute) -> None:
     a, b, c = operands = [runner.world[i] for i in step.operands]
-    with runner.seams:
+    with runner.points:
         runner.world.attempt(lambda: OPERATIONS[step.name](a, b, c), operands[0])
 
 
 def _layer(runner: _Runner, step: Layer) -> None:
     x, module = runner.world[step.operand], runner.world.modules[step.name]
-    with runner.seams:
+    with runner.points:
         runner.world.attempt(lambda: LAYERS[step.name].call(module, x), x)
 
 
 def _sampled(runner: _Runner, step: Sampled) -> None:
     operand = runner.world[step.operand]
     sample = _arguments(step, operand, runner.world)
-    with runner.seams:
+    with runner.points:
         runner.world.attempt(lambda: op_samples.call(step.name, sample), operand)
 
 
@@ -231,7 +231,7 @@ def _in_place(runner: _Runner, step: InPlace) -> None:
         IN_PLACE[step.name](target, operand)
         return target
 
-    with runner.seams:
+    with runner.points:
         runner.world.attempt(write, target)
 
 
@@ -252,7 +252,7 @@ def _differentiate(runner: _Runner, step: Differentiate) -> None:
         leaves = list(
             {i: leaves[i] for i in (place % len(leaves) for place in step.inputs)}.values()
         )
-    with runner.seams:
+    with runner.points:
         try:
             total = sum((t.float().square().sum() for t in outputs), torch.zeros(()))
             _gradients(step, total, leaves, world)
@@ -282,7 +282,7 @@ def _write(runner: _Runner, step: Write) -> None:
     world = runner.world
     weight = world.leaves[step.weight % len(world.leaves)]
     before = weight.detach().clone()
-    with runner.seams:
+    with runner.points:
         try:
             new = WRITES[step.name](weight)
         except (RuntimeError, ValueError) as error:
@@ -290,7 +290,7 @@ def _write(runner: _Runner, step: Write) -> None:
             world.found.append(kind(error))
             return
     if step.name in FUSED and not torch.equal(before, weight.detach()):
-        runner.seams.fused(weight)
+        runner.points.fused(weight)
     if new is not None:
         world.replace(weight, new)
 

@@ -1,4 +1,4 @@
-"""The tensors of one run of a random program, and the seams at which PyTorch's weight cache matters.
+"""The tensors of one run of a random program, and the divergence points at which PyTorch's weight cache matters.
 
 Invariants:
 

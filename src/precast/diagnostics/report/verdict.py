@@ -2,7 +2,7 @@
 
 Invariants: every number in a sentence is of the document; what was not watched is said, never taken for healthy; wrong
 numbers come before slow operations. Names stand between backticks. For each sentence,
-`tests/diagnostics/test_report_true.py` has a run in which it would be false.
+`tests/diagnostics/report/test_true.py` has a run in which it would be false.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from precast import _torch
-from tests.support import op_samples_math as _op_samples_math
-from tests.support import op_samples_nn as _op_samples_nn
-from tests.support import op_samples_promoted as _op_samples_promoted
-from tests.support.op_draw import Draw
+from tests.support.op_samples import math as _math
+from tests.support.op_samples import nn as _nn
+from tests.support.op_samples import promoted as _promoted
+from tests.support.op_samples.draw import Draw
 
 __all__ = ["NOT_ON_CPU", "Sample", "call", "named", "promoted", "samples"]
 
@@ -37,8 +37,8 @@ NOT_ON_CPU = {
 }
 
 
-_TABLES = _op_samples_math.BUILDERS | _op_samples_nn.BUILDERS
-_PROMOTED = _op_samples_promoted.BUILDERS
+_TABLES = _math.BUILDERS | _nn.BUILDERS
+_PROMOTED = _promoted.BUILDERS
 
 
 class Sample(NamedTuple):

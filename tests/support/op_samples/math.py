@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.support.op_draw import Builders, Draw
+from tests.support.op_samples.draw import Builders, Draw
 
 __all__ = ["BUILDERS"]
 

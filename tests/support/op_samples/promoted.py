@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.support.op_draw import Builders
+from tests.support.op_samples.draw import Builders
 
 __all__ = ["BUILDERS"]
 

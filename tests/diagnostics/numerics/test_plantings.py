@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import precast
-from tests.diagnostics.test_health_monitor import sgd
+from tests.diagnostics.numerics.test_monitor import sgd
 
 WIDTH = 8
 STEPS = 9

@@ -441,7 +441,7 @@ def test_gradients_that_grow_leave_the_scale_to_the_verdicts() -> None:
 
 
 def test_only_measuring_waits() -> None:
-    from tests.grad_scaler.test_scaler_seams import Calls
+    from tests.grad_scaler.test_observers import Calls
 
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)

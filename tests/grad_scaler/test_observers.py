@@ -20,7 +20,7 @@ from tests.support.scaling import KINDS, bits, make_parameter, sgd
 Tensor = torch.Tensor
 
 
-# --- seams: observers, reductions, what waits for the device ---
+# --- observers, reductions, what waits for the device ---
 
 
 def test_observers_hear_of_every_step() -> None:

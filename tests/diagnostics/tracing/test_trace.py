@@ -239,8 +239,8 @@ def test_a_row_says_where_and_why() -> None:
     line = step.__code__.co_firstlineno
     assert row.source is not None
     assert row.source.endswith(" in forward")
-    assert row.source.startswith("tests/diagnostics/test_trace.py:")
-    assert row.region == f"tests/diagnostics/test_trace.py:{line + 1} in step"
+    assert row.source.startswith("tests/diagnostics/tracing/test_trace.py:")
+    assert row.region == f"tests/diagnostics/tracing/test_trace.py:{line + 1} in step"
     assert (row.inputs, row.output) == (["float32"] * 3, ["bfloat16"])
     assert row.rule == "lower"
     assert "policy 'default'" in row.reason
@@ -285,7 +285,7 @@ def test_an_operation_without_a_rule_says_why() -> None:
     assert reasons["relu"] == "not in a region"
     assert reasons["sigmoid"].startswith("no row for sigmoid on cpu in the policy 'default'")
     assert reasons["tanh"].startswith(
-        "autocast is off in the region at tests/diagnostics/test_trace.py:"
+        "autocast is off in the region at tests/diagnostics/tracing/test_trace.py:"
     )
 
 

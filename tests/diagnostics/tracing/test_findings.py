@@ -54,9 +54,9 @@ def test_a_needless_round_trip_is_found_with_both_ends() -> None:
             model(torch.ones(4, 8))
     [found] = of_kind(trace, "round-trip")
     line = Needless.forward.__code__.co_firstlineno
-    assert found.where.source == f"tests/diagnostics/test_trace_findings.py:{line + 3} in forward"
+    assert found.where.source == f"tests/diagnostics/tracing/test_findings.py:{line + 3} in forward"
     assert (
-        f"linear in second at tests/diagnostics/test_trace_findings.py:{line + 5} in forward"
+        f"linear in second at tests/diagnostics/tracing/test_findings.py:{line + 5} in forward"
         in found.title
     )
     assert "3 times" in found.title

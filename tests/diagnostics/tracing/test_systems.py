@@ -23,7 +23,7 @@ from tests.conformance.programs.draw import cases
 from tests.conformance.programs.run import run
 from tests.conformance.systems import SYSTEMS, System
 from tests.conftest import PROGRAMS_SEED
-from tests.diagnostics.test_trace import Casts, asked_for, rows_of
+from tests.diagnostics.tracing.test_trace import Casts, asked_for, rows_of
 from tests.support.profiled import casts_profiled
 
 
@@ -119,7 +119,7 @@ def test_scripted_functions_are_seen_operation_by_operation() -> None:
     [row] = rows_of(trace, "mm")
     assert (row.rule, row.output) == ("lower", ["bfloat16"])
     assert row.source is not None
-    assert row.source.startswith("tests/diagnostics/test_trace_systems.py:")
+    assert row.source.startswith("tests/diagnostics/tracing/test_systems.py:")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,10 +1,10 @@
 """The points of a run at which PyTorch's weight cache gives what it should not, or another cache than precast's.
 
-A run notes the *seams* that it comes by. With *repairs* the cache is emptied there, so that PyTorch computes what it
-would without the defect, and everything else stays comparable to the bit. On precast's side the same repair drops what
-PyTorch's lost with it, and leaves what is under test: whatever precast must see by itself.
+A run notes the *divergence points* that it comes by. With *repairs* the cache is emptied there, so that PyTorch
+computes what it would without the defect, and everything else stays comparable to the bit. On precast's side the same
+repair drops what PyTorch's cache lost with it, and leaves what is under test: whatever precast must see by itself.
 
-| seam | the run comes by |
+| divergence point | the run comes by |
 |---|---|
 | "written" | a leaf with another version or other memory than before the step, or that a fused optimizer wrote |
 | "dtype" | an operation in a region of another dtype than that of the operation before |
@@ -24,7 +24,7 @@ from precast.engine.thread_state import regions
 from tests.conformance.programs.steps import GradMode, Region
 from tests.conformance.programs.world import World
 
-__all__ = ["NO_REPAIRS", "Repairs", "Seams", "repair_ours", "repair_pytorch"]
+__all__ = ["NO_REPAIRS", "DivergencePoints", "Repairs", "repair_ours", "repair_pytorch"]
 
 Fingerprint = tuple[int, int]
 _clear_pytorchs = (
@@ -33,33 +33,33 @@ _clear_pytorchs = (
 
 
 class Repairs(NamedTuple):
-    """At which seams something is done, and what: called with the seam and what is there."""
+    """At which divergence points something is done, and what: called with the divergence point and what is there."""
 
-    seams: frozenset[str]
+    points: frozenset[str]
     forget: Callable[[str, Any], None]
 
 
-def _nothing(seam: str, what: Any) -> None:
-    raise AssertionError(seam)
+def _nothing(point: str, what: Any) -> None:
+    raise AssertionError(point)
 
 
 NO_REPAIRS = Repairs(frozenset(), _nothing)
 
 
-def repair_pytorch(seam: str, what: Any) -> None:
+def repair_pytorch(point: str, what: Any) -> None:
     """PyTorch's cache can be emptied, no more."""
-    if seam != "re-entered":
+    if point != "re-entered":
         _clear_pytorchs()
 
 
-def repair_ours(seam: str, what: Any) -> None:
+def repair_ours(point: str, what: Any) -> None:
     """Drops what PyTorch's cache lost with its wrong copies; keeps those that precast must know to be wrong."""
-    repair_pytorch(seam, what)
-    if seam == "written":
+    repair_pytorch(point, what)
+    if point == "written":
         _drop(lambda leaf, entry: leaf not in what)
-    elif seam == "dtype":
+    elif point == "dtype":
         _drop(lambda leaf, entry: entry.cast is None or entry.cast.dtype is what)
-    elif seam != "re-entered":
+    elif point != "re-entered":
         regions.cache.clear()
 
 
@@ -72,7 +72,7 @@ def _drop(is_lost: Callable[[int, Any], bool]) -> None:
                 entries.pop(leaf, None)  # it may have ended with its copy
 
 
-class Seams:
+class DivergencePoints:
     """What one run comes by; a `with` around each step that computes."""
 
     def __init__(self, world: World, repairs: Repairs) -> None:
@@ -85,12 +85,12 @@ class Seams:
         self._cache = 0
         self._leaves = self._fingerprints()
 
-    def meets(self, seam: str, what: Any = None) -> bool:
-        """Notes a seam; returns whether it is repaired."""
-        self.met.add(seam)
-        if seam not in self._repairs.seams:
+    def meets(self, point: str, what: Any = None) -> bool:
+        """Notes a divergence point; returns whether it is repaired."""
+        self.met.add(point)
+        if point not in self._repairs.points:
             return False
-        self._repairs.forget(seam, what)
+        self._repairs.forget(point, what)
         return True
 
     def entered(self, step: Region | GradMode) -> None:

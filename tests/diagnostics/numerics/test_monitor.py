@@ -25,7 +25,7 @@ from precast._internal.events import HealthEvent, witnesses
 from precast.diagnostics.numerics import history as history_of
 from precast.diagnostics.numerics import tally as tally_of
 from precast.errors import MonitorError, PrecastWarning
-from tests.grad_scaler.test_scaler_seams import Calls
+from tests.grad_scaler.test_observers import Calls
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.support.op_draw import Build, Builders
+from tests.support.op_samples.draw import Build, Builders
 
 __all__ = ["BUILDERS"]
 

@@ -14,7 +14,7 @@ from torch import nn
 import precast
 from precast._internal.events import StepEvent, observe
 from precast.grad_scaler.scaler import GradScaler
-from tests.grad_scaler.test_scaler_seams import Calls
+from tests.grad_scaler.test_observers import Calls
 from tests.support.scaling import KINDS, bits, make_parameter, sgd, started
 
 Tensor = torch.Tensor

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import precast
 from precast.diagnostics.numerics import waiting
-from tests.diagnostics.test_health_monitor import sgd, take
+from tests.diagnostics.numerics.test_monitor import sgd, take
 
 WIDTH = 8
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from tests.diagnostics.test_health_monitor import entries, network, sgd, take
+from tests.diagnostics.numerics.test_monitor import entries, network, sgd, take
 
 THREADS = 4
 CALLS = 8

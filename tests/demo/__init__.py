@@ -1,0 +1,1 @@
+"""The demos: what they train, measure and show."""

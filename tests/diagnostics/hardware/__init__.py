@@ -1,0 +1,1 @@
+"""`precast doctor`: what a machine can do in each dtype."""

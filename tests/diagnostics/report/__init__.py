@@ -1,0 +1,1 @@
+"""Documents of runs, and the reports that are made of them."""

@@ -1,0 +1,1 @@
+"""Traces: what they count, find and explain."""
