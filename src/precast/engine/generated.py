@@ -28,7 +28,7 @@ from precast import _torch
 from precast._torch import Kernel
 from precast.engine import kernels
 from precast.engine.operation import Operation
-from precast.engine.thread_state import Runner, in_force, installed, lent_frame
+from precast.engine.thread_state import Runner, in_force, inherited_policy, installed
 from precast.weights import held, unversioned_writes
 from precast.weights.weight_cache import WeightCache
 
@@ -56,7 +56,7 @@ def entry_point({parameters}):
     here = thread.in_force
     frame = here.frame or installed.frame
     if frame is None:
-        frame = lent_frame(device_type)
+        frame = inherited_policy(device_type)
         if frame is None:
             return kernel(keyset, {arguments})
     runner = frame.runners.get(name)
@@ -160,7 +160,7 @@ def entry_point(
         "keyset": _torch.keyset_of(op.device_type),
         "look": unversioned_writes.look_within_a_region,
         "lower_dtype": torch.get_autocast_dtype,
-        "lent_frame": lent_frame,
+        "inherited_policy": inherited_policy,
         "name": op.name,
         "nothing": {}.get,
         "op": op,

@@ -38,8 +38,8 @@ __all__ = [
     "ThreadRegions",
     "a_region_is_open",
     "in_force",
+    "inherited_policy",
     "installed",
-    "lent_frame",
     "regions",
     "write_mark",
 ]
@@ -188,7 +188,7 @@ def write_mark(mark: Mark, before: Mark | None) -> None:
     regions.written = mark
 
 
-def lent_frame(device_type: str) -> Frame | None:
+def inherited_policy(device_type: str) -> Frame | None:
     """What is in force for `device_type` in the thread that this one, a thread of PyTorch's own, works for."""
     frame: Frame | None = compile_guards.lent().get(device_type)
     return frame

@@ -9,7 +9,7 @@ from precast.attachment import module_calls
 from precast.attachment.attachment import attached_models
 from precast.diagnostics.tracing.places import is_enabled
 from precast.engine.operation import Operation
-from precast.engine.thread_state import in_force, installed, lent_frame
+from precast.engine.thread_state import in_force, inherited_policy, installed
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.policy import Policy
@@ -40,7 +40,7 @@ class Reasons:
         frame = (
             in_force(device_type).in_force.frame
             or installed(device_type).frame
-            or lent_frame(device_type)
+            or inherited_policy(device_type)
         )
         return self._torchs if frame is None else frame.policy
 
