@@ -106,8 +106,8 @@ def test_what_is_lent_is_held_once_and_let_go() -> None:
     lent = Policy("lent", {})
     before = sys.getrefcount(lent)
     for _ in range(3):
-        _torch.lend_to_pool_threads("precast test", lent)
+        _torch.set_inherited_tls("precast test", lent)
         assert sys.getrefcount(lent) == before + 1
-        assert _torch.lent_by("precast test") is lent
-        _torch.lend_to_pool_threads("precast test", None)
+        assert _torch.inherited_tls("precast test") is lent
+        _torch.set_inherited_tls("precast test", None)
         assert sys.getrefcount(lent) == before

@@ -69,6 +69,7 @@ __all__ = [
     "in_ddp",
     "in_forward_mode",
     "in_pool_thread",
+    "inherited_tls",
     "innermost_dispatch_mode",
     "innermost_other_mode",
     "is_captured",
@@ -86,8 +87,6 @@ __all__ = [
     "keyset_of",
     "leave_mode",
     "leave_process_groups",
-    "lend_to_pool_threads",
-    "lent_by",
     "lower_dtypes",
     "nesting",
     "never_compiled",
@@ -113,6 +112,7 @@ __all__ = [
     "scale_of",
     "schema_of",
     "sequence_of",
+    "set_inherited_tls",
     "sparse_values",
     "step_without_hooks",
     "swaps_parameters",
@@ -860,7 +860,7 @@ def in_pool_thread() -> bool:
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def lend_to_pool_threads(key: str, value: object) -> None:
+def set_inherited_tls(key: str, value: object) -> None:
     """Gives `value` to the threads of PyTorch's own that work for this one: deep backward, `torch.jit.fork`.
 
     They inherit this thread's dispatch keys, autocast's too, and nothing that Python knows as thread-local (2.13).
@@ -908,7 +908,7 @@ def _count_reference(value: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def lent_by(key: str) -> Any:
+def inherited_tls(key: str) -> Any:
     """What the thread that this one works for has lent it under `key`, or None."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 

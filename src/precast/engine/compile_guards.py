@@ -75,14 +75,14 @@ def write(mark: Mark, before: Mark | None, frames: Mapping[str, object]) -> None
     if before is None or mark.high is not before.high:
         _write_digit(_HIGH, mark.high, None if before is None else before.high)
     # The frames themselves, not only the mark that names them: they stay for as long as somebody may ask for them.
-    _torch.lend_to_pool_threads("precast frames", frames)
+    _torch.set_inherited_tls("precast frames", frames)
     if mark.repeats:
         _torch.forget_compiled()
 
 
 def lent() -> Mapping[str, Any]:
     """The frames of the thread that this one, a thread of PyTorch's own, works for."""
-    return _torch.lent_by("precast frames") or {}
+    return _torch.inherited_tls("precast frames") or {}
 
 
 def _write_digit(device_type: str, digit: torch.dtype | None, before: torch.dtype | None) -> None:

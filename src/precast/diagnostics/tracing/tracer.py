@@ -193,12 +193,12 @@ class Trace(SavedTrace):
             _torch.enter_mode(self._mode)
             _see_through(1)
         _here.watching = (*_here.watching, self._recorder if self.full else self._counter)
-        _torch.lend_to_pool_threads(_LENT, _here.watching)
+        _torch.set_inherited_tls(_LENT, _here.watching)
 
     def _rest(self) -> None:
         mine = self._recorder if self._is_seeing else self._counter
         _here.watching = tuple(one for one in _here.watching if one is not mine)
-        _torch.lend_to_pool_threads(_LENT, _here.watching)
+        _torch.set_inherited_tls(_LENT, _here.watching)
         if self._is_seeing:
             _see_through(-1)
             _torch.leave_mode(self._mode)
@@ -225,7 +225,7 @@ def _watcher(
     skip: int,
 ) -> Any:
     """Stands around every kernel at an autocast key while there is a trace in the process."""
-    watching = _here.watching or _torch.lent_by(_LENT) or ()
+    watching = _here.watching or _torch.inherited_tls(_LENT) or ()
     if not watching or _torch.writes_graph():
         return plain(*args, **kwargs)
     own = args[skip:] if skip else args
