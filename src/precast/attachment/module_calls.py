@@ -119,7 +119,7 @@ def forget_abandoned(frame: FrameType | None = None) -> None:
         _forget(_thread.calls.pop())
 
 
-registration.after_clear.append(forget_abandoned)
+registration.cache_clear_hooks.append(forget_abandoned)
 
 
 def innermost() -> nn.Module | None:

@@ -48,8 +48,8 @@ from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
 
 __all__ = [
     "ENGINES",
-    "after_clear",
     "bind",
+    "cache_clear_hooks",
     "default_frame",
     "engine",
     "unregister",
@@ -122,13 +122,13 @@ def _shared(policy: Policy, device_type: str) -> Frame:
     return frame
 
 
-after_clear: list[Callable[[], None]] = []
+cache_clear_hooks: list[Callable[[], None]] = []
 """What else is to be done when a thread's outermost region has ended."""
 
 
 def _clear_cache() -> None:
     regions.cache.clear()
-    for act in after_clear:
+    for act in cache_clear_hooks:
         act()
 
 

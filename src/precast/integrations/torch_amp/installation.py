@@ -147,8 +147,10 @@ def _put_in_force() -> None:
         unversioned_writes.leave_region_of_pytorchs: policy is not None,
         _look_again: has_pending,
     }
-    registration.after_clear[:] = [act for act in registration.after_clear if act not in ours]
-    registration.after_clear += [act for act, wanted in ours.items() if wanted]
+    registration.cache_clear_hooks[:] = [
+        act for act in registration.cache_clear_hooks if act not in ours
+    ]
+    registration.cache_clear_hooks += [act for act, wanted in ours.items() if wanted]
     _restore_names()
     if policy is None:
         registration.unregister(kernels=threading.active_count() == 1)
