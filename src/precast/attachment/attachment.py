@@ -313,11 +313,11 @@ def _watch() -> None:
         _registrations.append(register_module_module_registration_hook(_registered))
         _registrations.append(register_optimizer_step_post_hook(_stepped))
         _registrations.append(_Ending(on_collectives(held.written_unseen)))
-        held.on_gone.append(_look_again)
+        held.parameter_freed_hooks.append(_look_again)
     elif not held.attached:
         while _registrations:
             _registrations.pop().remove()
-        held.on_gone.clear()
+        held.parameter_freed_hooks.clear()
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:

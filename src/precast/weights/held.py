@@ -53,7 +53,7 @@ __all__ = [
     "leave_to_graphs",
     "loan_of",
     "lock",
-    "on_gone",
+    "parameter_freed_hooks",
     "reason_not_held",
     "release",
     "renew",
@@ -70,7 +70,7 @@ WORTH_A_NODE: Final = 16384
 attached: Final[list[Any]] = []
 """The attachments that hold; while there are some, a region looks after them when it is entered."""
 
-on_gone: Final[list[Callable[[], None]]] = []
+parameter_freed_hooks: Final[list[Callable[[], None]]] = []
 """Who is told that a held parameter is gone while its model lives, which may have another in its place."""
 
 before_next_region: Final[dict[int, Callable[[], None]]] = {}
@@ -276,5 +276,5 @@ def _forget(key: int) -> None:
     holding = holdings.pop(key, None)
     if holding is not None:
         _end(holding)
-        for tell in on_gone:
+        for tell in parameter_freed_hooks:
             tell()
