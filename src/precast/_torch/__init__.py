@@ -118,13 +118,13 @@ __all__ = [
     "swaps_parameters",
     "tag_of_compiled",
     "traced_as_constant",
-    "undispatched",
     "unheard",
     "unwrapped",
     "update_scale_",
     "verdicts_of",
     "version_of",
     "warning_of_old_contract",
+    "without_dispatch",
     "writes_graph",
 ]
 
@@ -683,7 +683,7 @@ _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.hal
 
 # A context whose operations no `TorchDispatchMode` and no tensor subclass sees: what measures a program, or reads a
 # number that it computed, is no part of it (2.13).
-undispatched: Callable[[], Any] = torch._C._DisableTorchDispatch
+without_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 def in_backward() -> bool:

@@ -556,7 +556,9 @@ WAITS |= {"aten::item", "aten::masked_select", "aten::unique", "aten::isfinite.a
 
 def test_only_counted_steps_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies to the host are `_to_copy` on a CPU, too, where they cost nothing: `read` alone makes them."""
-    monkeypatch.setattr(_torch, "undispatched", torch.autograd.grad_mode.inference_mode.__mro__[-1])
+    monkeypatch.setattr(
+        _torch, "without_dispatch", torch.autograd.grad_mode.inference_mode.__mro__[-1]
+    )
     monkeypatch.setattr(_torch, "dispatch_modes", lambda: 0)
     monkeypatch.setattr(tally_of, "_may_have", lambda *_: True)  # as off the CPU
     reads = []

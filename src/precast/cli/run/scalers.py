@@ -79,7 +79,7 @@ class Scalers:
     def _scale(self, scaler: Any, run: Callable[[], Any], outputs: Any, *_: Any) -> Any:
         seen = self._of(scaler)  # before it has begun, when its scale is a number of Python's
         if not _torch.is_functorch_active():
-            with _torch.undispatched():
+            with _torch.without_dispatch():
                 new = (noted(each) for each in _tensors(outputs) if each.is_floating_point())
                 seen.losses = (*seen.losses, *new)[:_MOST_LOSSES]
         return run()
@@ -91,7 +91,7 @@ class Scalers:
         found = _torch.verdicts_of(scaler, optimizer)
         scale = _torch.scale_of(scaler)
         if found and scale is not None and not _torch.is_captured(scale):
-            with _torch.undispatched():
+            with _torch.without_dispatch():
                 self._tell(self._of(scaler), optimizer, found, scale, seconds)
         return result
 
@@ -118,7 +118,7 @@ class Scalers:
     def _update(self, scaler: Any, run: Callable[[], Any], *_: Any) -> Any:
         seen = self._of(scaler)
         if seen.steps:
-            with _torch.undispatched():
+            with _torch.without_dispatch():
                 self._end(seen, int(scaler.get_growth_interval()))
         result = run()
         seen.losses, seen.steps = (), []

@@ -206,7 +206,7 @@ class _Number:
             self._value = number
             return
         try:
-            with _torch.undispatched():
+            with _torch.without_dispatch():
                 self._tensor, self._event = _torch.on_its_way(number.detach())
                 if self._event is None:
                     self._value, self._tensor = float(self._tensor), None
@@ -223,7 +223,7 @@ class _Number:
     def value(self) -> float | None:
         if self._tensor is not None:
             self._event.synchronize()
-            with _torch.undispatched():
+            with _torch.without_dispatch():
                 self._value, self._tensor = float(self._tensor), None
         return self._value
 

@@ -253,5 +253,5 @@ def unseen(call: Callable[..., R], *args: Any) -> R:
     """Calls without the program's dispatch modes seeing what is computed: that is no part of it."""
     if not _torch.dispatch_modes():
         return call(*args)
-    with _torch.undispatched():
+    with _torch.without_dispatch():
         return call(*args)
