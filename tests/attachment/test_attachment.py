@@ -94,13 +94,13 @@ def _no_trace() -> Iterator[None]:
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The shapes of all weights that are cast for a region alone."""
     made: list[Any] = []
-    original = weight_cache.quiet_cast
+    original = weight_cache.cast_without_torch_function
 
     def counted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         made.append(tuple(tensor.shape))
         return original(tensor, dtype)
 
-    monkeypatch.setattr(weight_cache, "quiet_cast", counted)
+    monkeypatch.setattr(weight_cache, "cast_without_torch_function", counted)
     return made
 
 

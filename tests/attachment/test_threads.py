@@ -205,7 +205,7 @@ def test_copies_may_be_made_while_others_are_gone_through() -> None:
 
 def test_entries_of_regions_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
-    original = unversioned_writes.unheard
+    original = unversioned_writes.without_torch_function
 
     def meanwhile() -> Any:
         unversioned_writes._Guard.turn += 5
@@ -214,7 +214,7 @@ def test_entries_of_regions_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> N
     with precast.attach(model):
         for _ in range(2):
             answer(model, x)
-            monkeypatch.setattr(unversioned_writes, "unheard", meanwhile)
+            monkeypatch.setattr(unversioned_writes, "without_torch_function", meanwhile)
 
 
 def test_a_write_in_a_block_for_it_is_no_unseen_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_what_is_written_while_it_is_cast_is_cast_again(
     monkeypatch: pytest.MonkeyPatch, attached: bool, mode: Any
 ) -> None:
     model, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(2, WIDTH)
-    name = "loan_of" if attached else "quiet_cast"
+    name = "loan_of" if attached else "cast_without_torch_function"
     original = getattr(held if attached else weight_cache, name)
     written: list[float] = []
 

@@ -41,6 +41,7 @@ __all__ = [
     "autocast_key",
     "base_of",
     "call_open",
+    "cast_without_torch_function",
     "check_and_unscale_",
     "compiled_kernel",
     "count_other_modes",
@@ -106,7 +107,6 @@ __all__ = [
     "optimizes_torchscript",
     "other_modes",
     "outside_inference_mode",
-    "quiet_cast",
     "quiet_override",
     "runs_uncompiled",
     "scale_of",
@@ -118,13 +118,13 @@ __all__ = [
     "swaps_parameters",
     "tag_of_compiled",
     "traced_as_constant",
-    "unheard",
     "unwrapped",
     "update_scale_",
     "verdicts_of",
     "version_of",
     "warning_of_old_contract",
     "without_dispatch",
+    "without_torch_function",
     "writes_graph",
 ]
 
@@ -665,8 +665,8 @@ def verdicts_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch.T
     return list(state.get("found_inf_per_device", {}).values())
 
 
-def quiet_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in `dtype`, unheard by subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
+def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in `dtype`, without_torch_function by subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
     cast = _CASTS.get(dtype)
     if cast is not None and type(tensor) in _UNHEARING and not function_modes():
         return cast(tensor)
@@ -675,7 +675,7 @@ def quiet_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 _DisableTorchFunction = torch._C.DisableTorchFunction
-unheard: Callable[[], Any] = _DisableTorchFunction
+without_torch_function: Callable[[], Any] = _DisableTorchFunction
 """A context whose operations no subclass and no function mode hears: they are no calls of the program's (2.13)."""
 _UNHEARING: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}

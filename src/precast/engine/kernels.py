@@ -60,7 +60,7 @@ def _lower(op: Operation) -> Runner:
             if not op.eligible(tensor) or tensor.dtype is dtype:
                 return tensor
             weight = cached(tensor, dtype, op.device_type)
-            return _torch.quiet_cast(tensor, dtype) if weight is None else weight
+            return _torch.cast_without_torch_function(tensor, dtype) if weight is None else weight
 
         return op.call_cast(convert, args, kwargs)
 
@@ -203,7 +203,9 @@ def _no_cache(_tensor: Tensor, _dtype: torch.dtype, _device_type: str) -> None:
 
 def _to(dtype: torch.dtype, wanted: Callable[[Tensor], bool]) -> Convert:
     """Casts the tensors that are `wanted`; those that have the dtype stay themselves."""
-    return lambda t: _torch.quiet_cast(t, dtype) if t.dtype is not dtype and wanted(t) else t
+    return lambda t: (
+        _torch.cast_without_torch_function(t, dtype) if t.dtype is not dtype and wanted(t) else t
+    )
 
 
 def _promotable(op: Operation, tensor: Tensor) -> bool:

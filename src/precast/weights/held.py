@@ -31,8 +31,8 @@ from precast._torch import (
     is_plain,
     leave_process_groups,
     stream_of,
-    unheard,
     version_of,
+    without_torch_function,
 )
 from precast.errors import StaleWeightError
 from precast.weights.doubts import are_in_doubt, written
@@ -248,7 +248,7 @@ def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
     for copy, parameter in pairs:
         copy.join(stream)
         copy.make_room(parameter)
-    with unheard(), torch.inference_mode(False), torch.no_grad():
+    with without_torch_function(), torch.inference_mode(False), torch.no_grad():
         fused_copy(
             [copy.tensor for copy, _ in pairs], [parameter.detach() for _, parameter in pairs]
         )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from precast._internal.locks import survives_fork
-from precast._torch import is_shared, unheard, version_of
+from precast._torch import is_shared, version_of, without_torch_function
 from precast.weights.held_gradients import GradientMemory
 
 __all__ = ["Copy", "Loan", "lock", "unless_python_ends"]
@@ -127,7 +127,7 @@ class Copy:
 
     def lend(self) -> Loan:
         """The copy for one more user; to be asked with the lock."""
-        with unheard():
+        with without_torch_function():
             tensor = self.tensor.detach()
         return Loan(self, tensor, self.version, self.pointer, self.writes, self._epoch)
 
@@ -224,7 +224,7 @@ class Copy:
 
 
 def _memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False), unheard():
+    with torch.inference_mode(False), without_torch_function():
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
 

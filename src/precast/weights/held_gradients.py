@@ -22,7 +22,7 @@ from precast._torch import (
     is_functorch_wrapper,
     is_shared,
     outside_inference_mode,
-    unheard,
+    without_torch_function,
 )
 
 __all__ = ["GradientMemory", "forget_moments", "see_modes", "with_gradient"]
@@ -36,7 +36,7 @@ def see_modes(count: Callable[[], int]) -> None:
 
 def with_gradient(parameter: Tensor, copy: Tensor, memory: GradientMemory) -> Tensor:
     """The copy as a cast of the parameter: its gradient is the parameter's, in float32 and in its layout."""
-    with outside_inference_mode(), unheard():
+    with outside_inference_mode(), without_torch_function():
         cast: Tensor = _Cast.apply(parameter, copy, memory)  # type: ignore[no-untyped-call]
     return cast
 

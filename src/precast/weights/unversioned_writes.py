@@ -29,7 +29,7 @@ from precast._torch import (
     is_functorch_active,
     leave_process_groups,
     stream_of,
-    unheard,
+    without_torch_function,
 )
 from precast.errors import StaleWeightError
 from precast.weights.doubts import are_in_doubt, look_for_graphs
@@ -148,7 +148,7 @@ def _find_unseen_write() -> tuple[Holding, torch.dtype] | None:
         turn, _Guard.rounds = 0, _Guard.rounds + 1
     if not waiting:
         return None
-    with unheard():
+    with without_torch_function():
         asked, _Guard.answers = _Guard.answers, []
         for answer in _compared(waiting[turn], _Guard.rounds):
             (asked if answer.agrees.is_cpu else _Guard.answers).append(answer)

@@ -32,6 +32,7 @@ from torch.nn import Parameter
 
 from precast._torch import (
     base_of,
+    cast_without_torch_function,
     counts_versions,
     dispatch_modes,
     in_ddp,
@@ -46,7 +47,6 @@ from precast._torch import (
     is_tracing,
     is_view,
     outside_inference_mode,
-    quiet_cast,
 )
 from precast.weights import held
 from precast.weights.cached_cast import CachedCast
@@ -163,7 +163,7 @@ class WeightCache:
         if holding is None:
             return _held_view(tensor, dtype)
         if holding.suspended:  # it may be written unseen between two uses
-            return quiet_cast(tensor, dtype)
+            return cast_without_torch_function(tensor, dtype)
         needs_grad = _needs_grad(tensor)
         if needs_grad and tensor.numel() < held.WORTH_A_NODE:
             if holding.copies:
@@ -275,11 +275,11 @@ def _holdable(tensor: Tensor, plain: bool) -> bool:
 
 def _once(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A copy for this call; None for a functorch wrapper, which PyTorch holds for as long as its transform runs."""
-    return None if is_functorch_wrapper(tensor) else quiet_cast(tensor, dtype)
+    return None if is_functorch_wrapper(tensor) else cast_without_torch_function(tensor, dtype)
 
 
 def _graph_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if is_grad_enabled():
-        return quiet_cast(tensor, dtype)
+        return cast_without_torch_function(tensor, dtype)
     with outside_inference_mode():
-        return quiet_cast(tensor, dtype)
+        return cast_without_torch_function(tensor, dtype)
