@@ -119,7 +119,7 @@ class _Probe:
             if overload is None or (name not in self._table and not _takes_tensors(overload)):
                 continue
             kernel = self._ruled if name in self._table else self._unruled
-            with _torch.quiet_override(), contextlib.suppress(RuntimeError):
+            with _torch.without_override_warning(), contextlib.suppress(RuntimeError):
                 self._library.impl(
                     name.removeprefix("aten::"),
                     kernel(name, overload),

@@ -107,7 +107,6 @@ __all__ = [
     "optimizes_torchscript",
     "other_modes",
     "outside_inference_mode",
-    "quiet_override",
     "runs_uncompiled",
     "scale_of",
     "schema_of",
@@ -124,6 +123,7 @@ __all__ = [
     "version_of",
     "warning_of_old_contract",
     "without_dispatch",
+    "without_override_warning",
     "without_torch_function",
     "writes_graph",
 ]
@@ -523,7 +523,7 @@ def optimize_torchscript(optimize: bool) -> None:
 
 
 @contextmanager
-def quiet_override() -> Iterator[None]:
+def without_override_warning() -> Iterator[None]:
     """Registers over PyTorch's kernels without its process-wide 'Overriding a previously registered kernel' warning."""
     import warnings
 

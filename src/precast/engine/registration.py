@@ -358,6 +358,6 @@ def _library(name: str) -> Library:
 
 def _put(library: Library, below: Below, entry: Kernel) -> None:
     operation = below.op.name.partition("::")[2]
-    with _torch.quiet_override():
+    with _torch.without_override_warning():
         key = _torch.autocast_key(below.op.device_type)
         library.impl(operation, entry, key, with_keyset=_needs_keyset(below))
