@@ -44,6 +44,7 @@ __all__ = [
     "cast_without_torch_function",
     "check_and_unscale_",
     "compiled_kernel",
+    "copy_to_host_async",
     "count_other_modes",
     "counts_versions",
     "current_node",
@@ -59,6 +60,7 @@ __all__ = [
     "find_overload",
     "forget_compiled",
     "forward_hooks",
+    "found_infs_of",
     "full_dispatch",
     "function_modes",
     "fused_copy",
@@ -98,7 +100,6 @@ __all__ = [
     "on_cleared_cache",
     "on_collectives",
     "on_graph_region",
-    "on_its_way",
     "on_module_call",
     "on_regions",
     "operator_names",
@@ -119,7 +120,6 @@ __all__ = [
     "traced_as_constant",
     "unwrapped",
     "update_scale_",
-    "verdicts_of",
     "version_of",
     "warning_of_old_contract",
     "without_dispatch",
@@ -613,7 +613,7 @@ def update_scale_(
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
 
 
-def on_its_way(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def copy_to_host_async(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """A copy of `number` in memory of the CPU, and the event after which it is there; None if it is there now.
 
     Nothing private: it stands here as one of the few places that differ by device. The copy goes to pinned memory,
@@ -659,7 +659,7 @@ def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
     return None if scale is None else scale.clone()
 
 
-def verdicts_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch.Tensor]:
+def found_infs_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch.Tensor]:
     """What a scaler of PyTorch's found in this iteration, nonzero where a gradient was not finite (2.13)."""
     state = scaler._per_optimizer_states.get(id(optimizer), {})
     return list(state.get("found_inf_per_device", {}).values())
@@ -765,7 +765,7 @@ def is_capturing() -> bool:
 def stream_of(device: torch.device) -> Any:
     """The stream in which this thread's work on a device waits for its turn; None on the CPU, which works at once.
 
-    Nothing private: like `on_its_way`, one of the few places that differ by device. Never run on CUDA yet.
+    Nothing private: like `copy_to_host_async`, one of the few places that differ by device. Never run on CUDA yet.
     """
     if device.type not in ("cuda", "xpu"):
         return None

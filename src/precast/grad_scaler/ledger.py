@@ -46,7 +46,7 @@ class Later:
     __slots__ = ("_arrived", "_host")
 
     def __init__(self, number: Tensor) -> None:
-        self._host, self._arrived = _torch.on_its_way(number)
+        self._host, self._arrived = _torch.copy_to_host_async(number)
 
     def is_here(self) -> bool:
         """Whether `read` would not wait."""

@@ -88,7 +88,7 @@ class Scalers:
         begun = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - begun
-        found = _torch.verdicts_of(scaler, optimizer)
+        found = _torch.found_infs_of(scaler, optimizer)
         scale = _torch.scale_of(scaler)
         if found and scale is not None and not _torch.is_captured(scale):
             with _torch.without_dispatch():

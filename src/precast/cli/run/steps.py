@@ -207,7 +207,7 @@ class _Number:
             return
         try:
             with _torch.without_dispatch():
-                self._tensor, self._event = _torch.on_its_way(number.detach())
+                self._tensor, self._event = _torch.copy_to_host_async(number.detach())
                 if self._event is None:
                     self._value, self._tensor = float(self._tensor), None
         except (
