@@ -40,7 +40,6 @@ __all__ = [
     "all_dtypes",
     "autocast_key",
     "base_of",
-    "call_open",
     "cast_without_torch_function",
     "check_and_unscale_",
     "compiled_kernel",
@@ -58,7 +57,6 @@ __all__ = [
     "export_region",
     "fallthrough",
     "find_overload",
-    "forget_compiled",
     "forward_hooks",
     "found_infs_of",
     "full_dispatch",
@@ -108,15 +106,17 @@ __all__ = [
     "optimizes_torchscript",
     "other_modes",
     "outside_inference_mode",
+    "redispatch_in_mode",
+    "reset_compiler",
     "runs_uncompiled",
     "scale_of",
     "schema_of",
     "sequence_of",
+    "set_compile_cache_tag",
     "set_inherited_tls",
     "sparse_values",
     "step_without_hooks",
     "swaps_parameters",
-    "tag_of_compiled",
     "traced_as_constant",
     "unwrapped",
     "update_scale_",
@@ -371,7 +371,7 @@ _LEFT_OUT: Final = [
 ]
 
 
-def call_open(
+def redispatch_in_mode(
     mode: ObservingMode,
     op: Any,
     tensors: list[torch.Tensor],
@@ -940,7 +940,7 @@ def nesting() -> int:
     return decrement()
 
 
-def forget_compiled() -> None:
+def reset_compiler() -> None:
     """Drops what `torch.compile` made in this process, if it made anything; does not load it to find out.
 
     In the middle of a compilation, where PyTorch refuses, it stays: only the garbage collector comes then, for a model
@@ -1245,7 +1245,7 @@ class _Tag(str):
         return str, (self.said(),)
 
 
-def tag_of_compiled(extra: Callable[[], str] | None) -> None:
+def set_compile_cache_tag(extra: Callable[[], str] | None) -> None:
     """Adds what `extra` says to the key under which compiled code is kept on disk; None takes that away again.
 
     `torch.compiler.config.cache_key_tag` is public. That it may be more than a plain string is not, and neither is the

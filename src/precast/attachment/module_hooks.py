@@ -72,7 +72,7 @@ class Applied:
             if not hook.inside - {threading.get_ident()}:
                 leave.remove()  # else another thread has yet to restore what it found; `apply` takes it off
         if self._added:
-            _torch.forget_compiled()
+            _torch.reset_compiler()
         self._added.clear()
 
     def _add(self, module: nn.Module, rule: ModuleRule, tables: Policy | None) -> None:
@@ -130,7 +130,7 @@ def apply(
         whole = plan.policy if tables and not planned.name else None
         applied._add(named[key], planned.carried_out or ModuleRule(None), whole)
     if acting:
-        _torch.forget_compiled()  # compiled functions do not look whether there are new hooks
+        _torch.reset_compiler()  # compiled functions do not look whether there are new hooks
     return applied
 
 

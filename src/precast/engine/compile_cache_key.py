@@ -20,12 +20,12 @@ __all__ = ["put_on", "take_off"]
 
 def put_on() -> None:
     """From now on keys say the policies."""
-    _torch.tag_of_compiled(_in_force)
+    _torch.set_compile_cache_tag(_in_force)
 
 
 def take_off() -> None:
     """Leaves the keys to the user's own tag."""
-    _torch.tag_of_compiled(None)
+    _torch.set_compile_cache_tag(None)
 
 
 def _in_force() -> str:

@@ -77,7 +77,7 @@ def write(mark: Mark, before: Mark | None, frames: Mapping[str, object]) -> None
     # The frames themselves, not only the mark that names them: they stay for as long as somebody may ask for them.
     _torch.set_inherited_tls("precast frames", frames)
     if mark.repeats:
-        _torch.forget_compiled()
+        _torch.reset_compiler()
 
 
 def lent() -> Mapping[str, Any]:

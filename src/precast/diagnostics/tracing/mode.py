@@ -43,7 +43,9 @@ class Mode(_torch.ObservingMode):
         kind = kind_of(func)
         tensors = _tensors_in((*args, *call[1].values()))
         if kind.is_composite and tensors and _can_open(kind, args, tensors):
-            return _torch.call_open(self, func, tensors, call, self._recorder.casting_here())
+            return _torch.redispatch_in_mode(
+                self, func, tensors, call, self._recorder.casting_here()
+            )
         start = perf_counter()
         try:
             out, inside = self._run(kind, func, tensors, call)
@@ -66,7 +68,7 @@ class Mode(_torch.ObservingMode):
         before = here.casts, here.depth
         here.casts, here.depth = [], recorder.depth
         try:
-            out = _torch.call_open(self, func, tensors, call, recorder.casting_here())
+            out = _torch.redispatch_in_mode(self, func, tensors, call, recorder.casting_here())
             return out, here.casts
         finally:
             here.casts, here.depth = before

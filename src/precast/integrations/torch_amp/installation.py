@@ -157,7 +157,7 @@ def _put_in_force() -> None:
     else:
         _replace_names()
     if before != [_meaning(_frame(device)) for device in DEVICE_TYPES]:
-        _torch.forget_compiled()
+        _torch.reset_compiler()
 
 
 def _meaning(frame: Frame | None) -> str | None:
