@@ -39,6 +39,7 @@ __all__ = [
     "RegionListener",
     "all_dtypes",
     "autocast_key",
+    "autocast_nesting",
     "base_of",
     "cast_without_torch_function",
     "check_and_unscale_",
@@ -89,7 +90,6 @@ __all__ = [
     "leave_mode",
     "leave_process_groups",
     "lower_dtypes",
-    "nesting",
     "never_compiled",
     "next_sequence",
     "on_backward",
@@ -933,7 +933,7 @@ def drop_forward_hook(module: torch.nn.Module, number: int) -> None:
         kept.pop(number, None)
 
 
-def nesting() -> int:
+def autocast_nesting() -> int:
     """How many of PyTorch's regions and precast's this thread is in; nothing reads it without changing it (2.13)."""
     increment, decrement = _nesting
     increment()

@@ -135,7 +135,7 @@ def off_here() -> Off:
 def switched_off(device_types: list[str]) -> None:
     """Notes that a rule keeps autocast off on these device types, until its call ends."""
     if device_types:
-        _set_off({**_thread.off, **dict.fromkeys(device_types, _torch.nesting())})
+        _set_off({**_thread.off, **dict.fromkeys(device_types, _torch.autocast_nesting())})
 
 
 def acts(device: str, off: Off) -> bool:
@@ -151,7 +151,7 @@ def _write_down(region: tuple[Any, ...], frame: Frame | None) -> None:
 
 
 def _is_off_by_rule(device: str, off: Off) -> bool:
-    return device in off and off[device] == _torch.nesting()
+    return device in off and off[device] == _torch.autocast_nesting()
 
 
 def _set_off(off: Off) -> None:
@@ -202,7 +202,7 @@ def _again_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
             for policy in policies:
                 stack.enter_context(policy)
             stack.callback(_set_off, _thread.off)
-            _set_off(dict.fromkeys(off, _torch.nesting()))
+            _set_off(dict.fromkeys(off, _torch.autocast_nesting()))
             return function(*args, **kwargs)
 
     return again

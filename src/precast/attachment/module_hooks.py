@@ -342,7 +342,7 @@ def _plan(number: int, off_around: _Depths) -> tuple[Any, _Casts, _Casts, _Depth
         for t in targets
         if not torch.is_autocast_enabled(t.device_type)
     )
-    depth = _torch.nesting() + len(targets)  # the regions of the graph are counted
+    depth = _torch.autocast_nesting() + len(targets)  # the regions of the graph are counted
     off |= {t.device_type: depth for t in targets if not t.enabled}
     return regions, _casts(targets), outputs, tuple(off.items())
 
