@@ -666,9 +666,9 @@ def found_infs_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch
 
 
 def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in `dtype`, without_torch_function by subclasses and modes: a cast in a kernel is no call of the program's (2.13)."""
+    """`tensor` in `dtype`; no ``__torch_function__`` is asked: a cast in a kernel is no call of the program's (2.13)."""
     cast = _CASTS.get(dtype)
-    if cast is not None and type(tensor) in _UNHEARING and not function_modes():
+    if cast is not None and type(tensor) in _WITHOUT_TORCH_FUNCTION and not function_modes():
         return cast(tensor)
     with _DisableTorchFunction():
         return tensor.to(dtype) if cast is None else cast(tensor)
@@ -677,7 +677,7 @@ def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> tor
 _DisableTorchFunction = torch._C.DisableTorchFunction
 without_torch_function: Callable[[], Any] = _DisableTorchFunction
 """A context whose operations no subclass and no function mode hears: they are no calls of the program's (2.13)."""
-_UNHEARING: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_WITHOUT_TORCH_FUNCTION: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}
 
 
