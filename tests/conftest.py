@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from precast import _torch
-from precast.engine.compile_guards import NO_MARK
+from precast.engine.compile_guards import NO_GUARD_ID
 from precast.engine.thread_state import regions
 from precast.weights import held
 
@@ -70,7 +70,7 @@ def _one_seed_repeats_all_draws() -> None:
 def _no_region_is_left_open() -> Iterator[None]:
     yield
     assert not regions.records
-    assert regions.mark is NO_MARK
+    assert regions.guard_id is NO_GUARD_ID
     assert not torch.is_autocast_enabled("ipu")
     assert not torch.is_autocast_enabled("maia")
     assert not torch.is_autocast_enabled("cpu")

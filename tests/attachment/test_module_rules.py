@@ -495,7 +495,7 @@ def test_a_hook_that_fails_before_ours_changes_nothing(region: Region) -> None:
 
 
 def _state() -> tuple[object, ...]:
-    frame = precast.engine.thread_state.in_force("cpu").in_force.frame
+    frame = precast.engine.thread_state.thread_state("cpu").state.bound_policy
     records = len(precast.engine.thread_state.regions.records)
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), frame, records
 

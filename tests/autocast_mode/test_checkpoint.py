@@ -134,7 +134,7 @@ def test_without_a_region_of_ours_a_checkpoint_is_left_alone(reentrant: bool) ->
     functions = []
 
     def seen(x: Tensor, weight: Tensor) -> Tensor:
-        functions.append(precast.engine.thread_state.in_force("cpu").in_force.frame)
+        functions.append(precast.engine.thread_state.thread_state("cpu").state.bound_policy)
         return block(x, weight)
 
     again = partial(checkpoint, seen, use_reentrant=reentrant)

@@ -36,7 +36,7 @@ def _state() -> tuple[object, ...]:
         torch.is_autocast_cache_enabled(),
         len(regions.records),
         len(regions.groups),
-        regions.mark,
+        regions.guard_id,
         depth,
     )
 

@@ -403,7 +403,7 @@ def test_policies_of_two_devices_are_one_mark() -> None:
 
 
 def test_more_policies_than_marks_compile_again_each_time(monkeypatch: Any) -> None:
-    monkeypatch.setattr(compile_guards, "LIMIT", len(compile_guards._marks))
+    monkeypatch.setattr(compile_guards, "LIMIT", len(compile_guards._guard_ids))
     compiled = torch.compile(lambda a: torch.mm(a, a), backend="aot_eager")
     a = torch.ones(2, 2)
     new = [

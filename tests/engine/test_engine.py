@@ -18,7 +18,7 @@ import precast
 from precast import Policy, PrecastWarning
 from precast._internal import events
 from precast.engine import generated, registration
-from precast.engine.thread_state import in_force
+from precast.engine.thread_state import thread_state
 from precast.errors import BannedOperationError
 
 TORCH = Policy.load("torch")
@@ -139,31 +139,31 @@ def test_banned_and_what_default_makes_of_it() -> None:
 def test_the_note_is_for_devices_where_pytorch_bans_it() -> None:
     policy = Policy.load("default")
     assert policy.resolve("binary_cross_entropy", "cuda").rule == "fp32"
-    below = registration._below("aten::binary_cross_entropy", "cuda")
-    assert below is not None
-    runner = registration._choose(
-        policy, below, policy.expand("cuda")[0]["aten::binary_cross_entropy"]
+    native = registration._native_kernel("aten::binary_cross_entropy", "cuda")
+    assert native is not None
+    kernel = registration._choose(
+        policy, native, policy.expand("cuda")[0]["aten::binary_cross_entropy"]
     )
     notes: list[events.Note] = []
-    assert runner is not None
+    assert kernel is not None
     with events.observe(notes.append):
-        runner(None, (torch.rand(3), torch.rand(3)), {})
+        kernel(None, (torch.rand(3), torch.rand(3)), {})
     assert [(note.op, note.device) for note in notes] == [("aten::binary_cross_entropy", "cuda")]
 
 
 def test_the_kernels_that_are_written_are_python_a_person_can_read() -> None:
-    below = registration._below("aten::linear", "cpu")
-    assert below is not None
-    text = generated.source(below.op, takes_weights=True, needs_keyset=False)
+    native = registration._native_kernel("aten::linear", "cpu")
+    assert native is not None
+    text = generated.source(native.op, takes_weights=True, needs_keyset=False)
     ast.parse(text)
     assert text.startswith("def entry_point(a0, a1, a2=default2):")
 
 
 def test_a_frame_is_made_once_for_each_policy() -> None:
     with precast.autocast("cpu", policy=TORCH):
-        first = in_force("cpu").in_force.frame
+        first = thread_state("cpu").state.bound_policy
     with precast.autocast("cpu", policy=Policy.load("torch")):
-        assert in_force("cpu").in_force.frame is first
+        assert thread_state("cpu").state.bound_policy is first
 
 
 @pytest.mark.parametrize(("value", "code"), [("reference", 0), ("fast", 1)])
@@ -210,6 +210,6 @@ def test_the_outermost_operation_is_the_one_that_is_promoted() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
 def test_policy_torch_is_pytorchs_on_every_build(device: str) -> None:
     """Rows for kernels that only other builds have make no difference in this one."""
-    frame = registration.bind(Policy.load("torch"), device)
-    assert frame.is_pytorchs
-    assert frame.meaning is None
+    bound = registration.bind(Policy.load("torch"), device)
+    assert bound.is_pytorchs
+    assert bound.meaning is None

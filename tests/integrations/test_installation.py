@@ -211,7 +211,7 @@ def test_nothing_is_left_behind(policy: Policy | str) -> None:
 
 def test_no_kernel_is_left_where_no_other_thread_can_be_calling_one() -> None:
     program = (
-        "import torch, precast; from precast import engine\n"
+        "import torch, precast; from precast.engine import registration as engine\n"
         "with precast.install(), torch.autocast('cpu'): torch.mm(torch.ones(2, 2), torch.ones(2, 2))\n"
         "assert not engine._registered and not engine._libraries"
     )

@@ -23,7 +23,7 @@ from torch import nn
 from precast import _torch
 from precast.autocast_mode.region import current, put_in_force, refuse_export
 from precast.engine import registration
-from precast.engine.thread_state import Frame, in_force, regions, write_mark
+from precast.engine.thread_state import BoundPolicy, regions, thread_state, write_guard_id
 
 __all__ = [
     "Call",
@@ -49,7 +49,7 @@ class Replaced(NamedTuple):
     device_type: str
     enabled: bool
     dtype: torch.dtype
-    frame: Frame | None
+    bound_policy: BoundPolicy | None
     optimizes_torchscript: bool
 
 
@@ -63,18 +63,22 @@ class Call(NamedTuple):
     """What was off before."""
     replaced: list[Replaced]
 
-    def replace(self, device: str, enabled: bool, dtype: torch.dtype, frame: Frame | None) -> None:
-        """Has other flags, and a frame unless it is None, in force on one device type."""
+    def replace(
+        self, device: str, enabled: bool, dtype: torch.dtype, bound: BoundPolicy | None
+    ) -> None:
+        """Has other flags, and a policy unless it is None, in force on one device type."""
         if _torch.function_modes():
-            _write_down((device, dtype, enabled, None), frame)
-        here = in_force(device).in_force
+            _write_down((device, dtype, enabled, None), bound)
+        here = thread_state(device).state
         flags = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        self.replaced.append(Replaced(device, *flags, here.frame, _torch.optimizes_torchscript()))
+        self.replaced.append(
+            Replaced(device, *flags, here.bound_policy, _torch.optimizes_torchscript())
+        )
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
-        if frame is not None:
-            put_in_force(here, device, frame)
-            if not frame.is_pytorchs:
+        if bound is not None:
+            put_in_force(here, device, bound)
+            if not bound.is_pytorchs:
                 _torch.optimize_torchscript(False)
 
 
@@ -108,7 +112,7 @@ def end(module: nn.Module) -> Call | None:
             _torch.export_region(None)
         torch.set_autocast_enabled(device, replaced.enabled)
         torch.set_autocast_dtype(device, replaced.dtype)
-        _put_frame(replaced, replaced.frame)
+        _put_policy(replaced, replaced.bound_policy)
     _set_off(call.off)
     return call
 
@@ -143,11 +147,11 @@ def acts(device: str, off: Off) -> bool:
     return torch.is_autocast_enabled(device) or _is_off_by_rule(device, off)
 
 
-def _write_down(region: tuple[Any, ...], frame: Frame | None) -> None:
+def _write_down(region: tuple[Any, ...], bound: BoundPolicy | None) -> None:
     """Tells an exporter that runs the program of this call, as of a region: it does not look at flags."""
-    if _torch.export_region(region) and frame is not None and frame.meaning is not None:
+    if _torch.export_region(region) and bound is not None and bound.meaning is not None:
         _torch.export_region(None)
-        refuse_export(frame.policy)
+        refuse_export(bound.policy)
 
 
 def _is_off_by_rule(device: str, off: Off) -> bool:
@@ -157,8 +161,8 @@ def _is_off_by_rule(device: str, off: Off) -> bool:
 def _set_off(off: Off) -> None:
     """Marks the thread, too: compiled functions look at flags, which do not say who switched autocast off."""
     for device in _thread.off.keys() ^ off.keys():
-        mark = regions.mark.after(f"{device} off by a rule", "" if device in off else None)
-        write_mark(mark, regions.written)
+        guard_id = regions.guard_id.after(f"{device} off by a rule", "" if device in off else None)
+        write_guard_id(guard_id, regions.written_guard_id)
     _thread.off = off
 
 
@@ -170,13 +174,13 @@ def _forget(call: Call) -> None:
     _set_off(call.off)
     if not regions.records:
         for replaced in reversed(call.replaced):
-            _put_frame(replaced, None)
+            _put_policy(replaced, None)
 
 
-def _put_frame(replaced: Replaced, frame: Frame | None) -> None:
-    here = in_force(replaced.device_type).in_force
-    if here.frame is not frame:
-        put_in_force(here, replaced.device_type, frame)
+def _put_policy(replaced: Replaced, bound: BoundPolicy | None) -> None:
+    here = thread_state(replaced.device_type).state
+    if here.bound_policy is not bound:
+        put_in_force(here, replaced.device_type, bound)
         _torch.optimize_torchscript(replaced.optimizes_torchscript)
 
 

@@ -41,7 +41,7 @@ from precast.autocast_mode.arguments import ACCEPTED, check_dtype
 from precast.autocast_mode.region import autocast, in_graph
 from precast.engine import registration
 from precast.engine.operation import is_eligible
-from precast.engine.thread_state import in_force, installed
+from precast.engine.thread_state import installed, thread_state
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_plan import Plan
@@ -280,7 +280,7 @@ class Ruled:
 
     def policy(self, device_type: str) -> Policy:
         """The policy in force, or that of the plan, with the rule's rows laid over it."""
-        frame = in_force(device_type).in_force.frame or installed(device_type).frame
+        frame = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
         around = self.tables or (Policy.load("torch") if frame is None else frame.policy)
         # Kept by the policy, not here: a model may run under thousands, one after the other.
         known = around.made_of.get(self._rows)

@@ -32,14 +32,14 @@ from precast.autocast_mode.arguments import (
 from precast.autocast_mode.decorator import DecoratorRegion
 from precast.engine import registration
 from precast.engine.thread_state import (
-    Frame,
+    BoundPolicy,
     Group,
-    InForce,
     Record,
-    in_force,
+    ThreadState,
     installed,
     regions,
-    write_mark,
+    thread_state,
+    write_guard_id,
 )
 from precast.errors import PrecastWarning, RegionError
 from precast.policy.policy import DEVICE_TYPES, Policy, policy_of
@@ -109,13 +109,13 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         if held.attached and self.enabled:
             unversioned_writes.enter_region()
         device = self.device
-        here = in_force(device).in_force
-        outside = here.frame
-        frame = self._frame(outside)
-        if frame is not None and frame is not outside and not frame.registration.holds:
-            frame = registration.bind(frame.policy, device)
+        here = thread_state(device).state
+        outside = here.bound_policy
+        bound = self._bound_policy(outside)
+        if bound is not None and bound is not outside and not bound.registration.holds:
+            bound = registration.bind(bound.policy, device)
         if _torch.function_modes():
-            self._write_down(frame)
+            self._write_down(bound)
         record = Record(
             self,
             device,
@@ -127,10 +127,10 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         )
         try:  # Ctrl-C may come between any two of these: what is restored is what the record says
             regions.records.append(record)
-            if frame is not None and not frame.is_pytorchs:
+            if bound is not None and not bound.is_pytorchs:
                 _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
-            if frame is not outside:
-                put_in_force(here, device, frame)
+            if bound is not outside:
+                put_in_force(here, device, bound)
             torch.set_autocast_enabled(device, self.enabled)
             torch.set_autocast_dtype(device, self.fast_dtype)
             # PyTorch's count is changed and kept in one step that nothing interrupts, by what a trace may listen with.
@@ -167,25 +167,25 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
                 self.__exit__()
             raise
 
-    def _frame(self, surrounding: Frame | None) -> Frame | None:
-        """The frame to be in force inside; a disabled region has one too: code in it may enable autocast again."""
+    def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:
+        """The policy to be in force inside; a disabled region has one too: code in it may enable autocast again."""
         if self.policy is not None:
             return registration.bind(self.policy, self.device)
         device = self.device
-        return surrounding or installed(device).frame or registration.default_frame(device)
+        return surrounding or installed(device).bound_policy or registration.bind_default(device)
 
     def _flags(self) -> tuple[str, torch.dtype, bool]:
         return self.device, self.fast_dtype, self.enabled
 
-    def _write_down(self, frame: Frame | None) -> None:
+    def _write_down(self, bound: BoundPolicy | None) -> None:
         """Tells an exporter that runs the program of this region, as PyTorch's region does."""
         if (
             _torch.export_region((*self._flags(), self.cache_enabled))
-            and frame is not None
-            and frame.meaning is not None
+            and bound is not None
+            and bound.meaning is not None
         ):
             _torch.export_region(None)
-            refuse_export(frame.policy)
+            refuse_export(bound.policy)
 
     def anew(self) -> autocast:
         """The same region as another object: one that existed before cannot enter the graph of a compiled function."""
@@ -217,8 +217,8 @@ def _plan(  # noqa: PLR0917 -- Dynamo hands on what it has
     """The arguments for a region of PyTorch's that mean one of ours, where it stands."""
     asked = policy if fingerprint is None else policy_of(fingerprint)
     region = autocast(device_type, dtype, enabled, cache_enabled, policy=asked)
-    frame = region._frame(in_force(device_type).in_force.frame)
-    return (*region._flags(), _said(frame, cache_enabled))
+    bound = region._bound_policy(thread_state(device_type).state.bound_policy)
+    return (*region._flags(), _said(bound, cache_enabled))
 
 
 @_torch.traced_as_constant
@@ -228,13 +228,13 @@ def in_graph(device_type: str) -> tuple[str, torch.dtype, bool, bool | str | Non
     return (*here._flags(), _said(here._captured, here.cache_enabled))
 
 
-def _said(frame: Frame | None, cache_enabled: bool | None) -> bool | str | None:
-    if frame is None or (torch.compiler.is_exporting() and frame.meaning is None):
+def _said(bound: BoundPolicy | None, cache_enabled: bool | None) -> bool | str | None:
+    if bound is None or (torch.compiler.is_exporting() and bound.meaning is None):
         return cache_enabled
     if torch.compiler.is_exporting():
-        refuse_export(frame.policy)
-    _in_graphs[frame.policy.fingerprint] = frame.policy
-    return f"precast {__version__} {frame.policy.fingerprint} {cache_enabled}"
+        refuse_export(bound.policy)
+    _in_graphs[bound.policy.fingerprint] = bound.policy
+    return f"precast {__version__} {bound.policy.fingerprint} {cache_enabled}"
 
 
 def refuse_export(policy: Policy) -> NoReturn:
@@ -346,7 +346,7 @@ _torch.on_checkpoint(_again_in_this_region)
 def _autocast_devices() -> tuple[str, ...]:
     """The device types for which this thread has autocast on, or a region of ours."""
     entered = {record.device_type for record in regions.records}
-    marked = _torch.UNUSED_DEVICE_TYPES  # their flags are not the program's: see `marks`
+    marked = _torch.UNUSED_DEVICE_TYPES  # their flags are not the program's: see `compile_guards`
     return tuple(
         d
         for d in DEVICE_TYPES
@@ -355,7 +355,7 @@ def _autocast_devices() -> tuple[str, ...]:
 
 
 class _Captured(autocast):
-    """A region with the very frame that was in force where it was captured; none where that was PyTorch's own."""
+    """A region with the very policy that was in force where it was captured; none where that was PyTorch's own."""
 
     @_torch.never_compiled
     def __init__(self, device: str) -> None:
@@ -364,10 +364,10 @@ class _Captured(autocast):
         self.enabled = torch.is_autocast_enabled(device)
         self.fast_dtype = torch.get_autocast_dtype(device)
         self.cache_enabled = torch.is_autocast_cache_enabled()
-        self._captured = in_force(device).in_force.frame
+        self._captured = thread_state(device).state.bound_policy
         self.policy = None if self._captured is None else self._captured.policy
 
-    def _frame(self, surrounding: Frame | None) -> Frame | None:  # noqa: ARG002
+    def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:  # noqa: ARG002
         return self._captured
 
 
@@ -387,7 +387,7 @@ def _leave_nesting(record: Record) -> None:
         records.pop()
     if record.nesting[1:] == [0]:
         torch.clear_autocast_cache()  # which clears ours too
-    elif not records and installed(record.device_type).frame is None:
+    elif not records and installed(record.device_type).bound_policy is None:
         regions.cache.clear()
 
 
@@ -408,7 +408,11 @@ def _splice_out(owner: autocast) -> Record:
     if above is None:
         _restore_device(record)
     else:
-        above.enabled, above.dtype, above.frame = record.enabled, record.dtype, record.frame
+        above.enabled, above.dtype, above.bound_policy = (
+            record.enabled,
+            record.dtype,
+            record.bound_policy,
+        )
     return record
 
 
@@ -440,22 +444,23 @@ def _warn_out_of_order(owner: autocast) -> None:
     )
 
 
-def put_in_force(here: InForce, device_type: str, frame: Frame | None) -> None:
-    """Has this thread's operations follow a frame, and says so where compiled functions look."""
-    mark = regions.mark.after(device_type, None if frame is None else frame.meaning)
-    before = regions.written
-    if mark is before:
-        here.frame = frame
+def put_in_force(here: ThreadState, device_type: str, bound: BoundPolicy | None) -> None:
+    """Has this thread's operations follow a policy, and says so where compiled functions look."""
+    guard_id = regions.guard_id.after(device_type, None if bound is None else bound.meaning)
+    before = regions.written_guard_id
+    if guard_id is before:
+        here.bound_policy = bound
         return
-    regions.written = None  # until it is: an interrupt in between leaves that to whoever restores
-    here.frame = frame
-    write_mark(mark, before)
+    # None until it is written: an interrupt in between leaves that to whoever restores the record.
+    regions.written_guard_id = None
+    here.bound_policy = bound
+    write_guard_id(guard_id, before)
 
 
 def _restore_device(record: Record) -> None:
-    here = in_force(record.device_type).in_force
-    if here.frame is not record.frame or regions.written is None:
-        put_in_force(here, record.device_type, record.frame)
+    here = thread_state(record.device_type).state
+    if here.bound_policy is not record.bound_policy or regions.written_guard_id is None:
+        put_in_force(here, record.device_type, record.bound_policy)
     torch.set_autocast_enabled(record.device_type, record.enabled)
     torch.set_autocast_dtype(record.device_type, record.dtype)
 

@@ -29,10 +29,10 @@ def take_off() -> None:
 
 
 def _in_force() -> str:
-    policies = set(regions.mark.policies)
+    policies = set(regions.guard_id.policies)
     here = {device for device, _ in policies}
     for device in DEVICE_TYPES:
-        frame = installed(device).frame
-        if frame is not None and frame.meaning is not None and device not in here:
-            policies.add((device, frame.meaning))
+        bound = installed(device).bound_policy
+        if bound is not None and bound.meaning is not None and device not in here:
+            policies.add((device, bound.meaning))
     return "".join(f";precast {__version__} {of} {policy}" for of, policy in sorted(policies))

@@ -2,9 +2,9 @@
 
 Invariants:
 
-- it is the same for all policies: it asks the thread's frame, or else the installed one, and without one hands
+- it is the same for all policies: it asks the thread's bound policy, or else the installed one, and without one hands
   straight on;
-- where the frame says `DELEGATE`, what was there before precast does the work, after each tensor that the weight
+- where the bound policy says `DELEGATE`, what was there before precast does the work, after each tensor that the weight
   cache holds has been replaced by its lower-precision copy;
 - it is written out for each operation, one block a tensor, because a loop or a call for each tensor costs more
   than PyTorch's whole cache: on `F.linear` of 8x8 with weight and bias this kernel adds 2.9 us, a loop over the
@@ -25,10 +25,10 @@ from typing import Any, Final, cast
 import torch
 
 from precast import _torch
-from precast._torch import Kernel
-from precast.engine import kernels
+from precast._torch import Kernel as DispatcherKernel
+from precast.engine import reference_kernels
 from precast.engine.operation import Operation
-from precast.engine.thread_state import Runner, in_force, inherited_policy, installed
+from precast.engine.thread_state import Kernel, inherited_policy, installed, thread_state
 from precast.weights import held, unversioned_writes
 from precast.weights.weight_cache import WeightCache
 
@@ -39,7 +39,7 @@ def _delegate(_keyset: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> 
     raise AssertionError("the kernel at the autocast key does this itself")
 
 
-DELEGATE: Final[Runner] = _delegate
+DELEGATE: Final[Kernel] = _delegate
 """What was there before precast does it: PyTorch's compiled kernel, given weights that the cache has cast.
 
 Where the policy promotes mixed dtypes and that raises on them, once more in the widest.
@@ -53,17 +53,17 @@ It gives what ``plain(*args, **kwargs)`` gives; the first `skip` of `args` are n
 
 _ENTRY_POINT = """\
 def entry_point({parameters}):
-    here = thread.in_force
-    frame = here.frame or installed.frame
-    if frame is None:
-        frame = inherited_policy(device_type)
-        if frame is None:
-            return kernel(keyset, {arguments})
-    runner = frame.runners.get(name)
-    if runner is not DELEGATE:
-        if runner is None:
-            return kernel(keyset, {arguments})
-        return runner(keyset, ({positional}), {keywords})
+    here = thread.state
+    bound = here.bound_policy or installed.bound_policy
+    if bound is None:
+        bound = inherited_policy(device_type)
+        if bound is None:
+            return native_kernel(keyset, {arguments})
+    kernel = bound.kernels.get(name)
+    if kernel is not DELEGATE:
+        if kernel is None:
+            return native_kernel(keyset, {arguments})
+        return kernel(keyset, ({positional}), {keywords})
 {swap}
 {attempt}
     return retry_promoted(op, failure, ({positional}), {keywords})
@@ -71,9 +71,9 @@ def entry_point({parameters}):
 
 _ATTEMPT = """\
     try:
-        return kernel(keyset, {swapped})
+        return native_kernel(keyset, {swapped})
     except RuntimeError as error:
-        if frame.policy.mixed == "raise":
+        if bound.policy.mixed == "raise":
             raise
         failure = error
 """
@@ -133,15 +133,15 @@ _TENSORS = """\
 
 
 def entry_point(
-    op: Operation, kernel: Kernel, *, takes_weights: bool, needs_keyset: bool
-) -> Kernel:
+    op: Operation, native_kernel: DispatcherKernel, *, takes_weights: bool, needs_keyset: bool
+) -> DispatcherKernel:
     """The kernel to be registered for `op`.
 
     Args:
         op: the operation.
-        kernel: what was there before.
+        native_kernel: what was there before.
         takes_weights: whether to look for its tensors in the weight cache.
-        needs_keyset: whether it is called with a keyset, for a `kernel` that looks at it.
+        needs_keyset: whether it is called with a keyset, for a `native_kernel` that looks at it.
     """
     namespace: dict[str, Any] = {
         "DELEGATE": DELEGATE,
@@ -156,7 +156,7 @@ def entry_point(
         "installed": installed(op.device_type),
         "is_tracing": _torch.is_tracing,
         "inference_mode": torch.is_inference_mode_enabled,
-        "kernel": kernel,
+        "native_kernel": native_kernel,
         "keyset": _torch.keyset_of(op.device_type),
         "look": unversioned_writes.look_within_a_region,
         "lower_dtype": torch.get_autocast_dtype,
@@ -164,8 +164,8 @@ def entry_point(
         "name": op.name,
         "nothing": {}.get,
         "op": op,
-        "retry_promoted": kernels.retry_promoted,
-        "thread": in_force(op.device_type),
+        "retry_promoted": reference_kernels.retry_promoted,
+        "thread": thread_state(op.device_type),
         "weight": _weight,
     }
     schema = _torch.schema_of(op.overload).arguments
@@ -174,7 +174,7 @@ def entry_point(
     }
     text = source(op, takes_weights=takes_weights, needs_keyset=needs_keyset)
     exec(_compiled(text, f"<precast: {op.name} on {op.device_type}>"), namespace)
-    written: Kernel = namespace["entry_point"]
+    written: DispatcherKernel = namespace["entry_point"]
     namespace["skip"] = int(needs_keyset)
     namespace["plain"] = _twin(written)
     return _torch.never_compiled(written)
@@ -186,13 +186,13 @@ def _compiled(text: str, filename: str) -> CodeType:
     return compile(text, filename, "exec")
 
 
-def watch(entry: Kernel, watcher: Watcher) -> None:
+def watch(entry: DispatcherKernel, watcher: Watcher) -> None:
     """Has `watcher` called in place of a kernel, with the kernel itself, until `unwatch`."""
     entry.__globals__["watcher"] = watcher
     entry.__code__ = _watched.__code__
 
 
-def unwatch(entry: Kernel) -> None:
+def unwatch(entry: DispatcherKernel) -> None:
     """Gives a kernel its own code back."""
     entry.__code__ = entry.__globals__["plain"].__code__
 
@@ -203,9 +203,9 @@ def _watched(*args: Any, **kwargs: Any) -> Any:
     return watcher(op, plain, args, kwargs, skip)  # type: ignore[name-defined]  # noqa: F821
 
 
-def _twin(written: Kernel) -> Kernel:
+def _twin(written: DispatcherKernel) -> DispatcherKernel:
     twin = FunctionType(written.__code__, written.__globals__, "plain", written.__defaults__)
-    return _torch.never_compiled(cast(Kernel, twin))
+    return _torch.never_compiled(cast(DispatcherKernel, twin))
 
 
 def source(op: Operation, *, takes_weights: bool, needs_keyset: bool) -> str:

@@ -29,7 +29,7 @@ _F64: Final = torch.float64
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One overload on one device type, with all that its runners need, looked up once."""
+    """One overload on one device type, with all that its kernels need, looked up once."""
 
     name: str
     device_type: str

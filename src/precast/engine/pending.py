@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from precast import _torch
-from precast.engine.thread_state import Frame
+from precast.engine.thread_state import BoundPolicy
 from precast.errors import PrecastWarning
 
 __all__ = ["is_overtaken", "wait"]
@@ -24,37 +24,37 @@ __all__ = ["is_overtaken", "wait"]
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """How far it was looked for operations that a frame waits for."""
+    """How far it was looked for operations that a bound policy waits for."""
 
     definitions: tuple[int, ...]
     """What `_torch.definitions` gave when all of them were."""
     next: int = 0
 
 
-_waiting: Final[weakref.WeakKeyDictionary[Frame, _Waiting]] = weakref.WeakKeyDictionary()
+_waiting: Final[weakref.WeakKeyDictionary[BoundPolicy, _Waiting]] = weakref.WeakKeyDictionary()
 _told: Final[set[tuple[str, str]]] = set()
 _SOME: Final = 16
 """How many operations are looked for at each entry of a region without a sign that any was defined."""
 
 
-def wait(frame: Frame, definitions: tuple[int, ...]) -> None:
-    """Tells of the operations that a new frame waits for, which was begun when `definitions` was the sign."""
-    if frame.pending:
-        _waiting[frame] = _Waiting(definitions)
-        _tell(frame.policy.name, frame.pending)
+def wait(bound: BoundPolicy, definitions: tuple[int, ...]) -> None:
+    """Tells of the operations that a new bound policy waits for, which was begun when `definitions` was the sign."""
+    if bound.pending:
+        _waiting[bound] = _Waiting(definitions)
+        _tell(bound.policy.name, bound.pending)
 
 
-def is_overtaken(frame: Frame) -> bool:
-    """Whether an operation that the frame waits for has been defined since."""
-    if not frame.pending:
+def is_overtaken(bound: BoundPolicy) -> bool:
+    """Whether an operation that the bound policy waits for has been defined since."""
+    if not bound.pending:
         return False
-    waiting, now = _waiting[frame], _torch.definitions()
+    waiting, now = _waiting[bound], _torch.definitions()
     if waiting.definitions != now:
         waiting.definitions = now
-        return any(map(_is_defined, frame.pending))
-    start = waiting.next if waiting.next < len(frame.pending) else 0
+        return any(map(_is_defined, bound.pending))
+    start = waiting.next if waiting.next < len(bound.pending) else 0
     waiting.next = start + _SOME
-    return any(map(_is_defined, frame.pending[start : start + _SOME]))
+    return any(map(_is_defined, bound.pending[start : start + _SOME]))
 
 
 def _is_defined(key: str) -> bool:

@@ -4,7 +4,7 @@ Invariants:
 
 - where a policy's rule is the one PyTorch compiled, the compiled kernel does the work; an operation that
   needs nothing of us is not overridden at all, and costs what it costs without precast;
-- what is registered is the same for every policy: it asks the thread's frame, and without a frame (another
+- what is registered is the same for every policy: it asks the thread's bound policy, and without one (another
   thread, plain `torch.autocast`) hands straight on to PyTorch's kernel;
 - while somebody watches, every operation that PyTorch or precast has an autocast kernel for is registered, and each
   kernel calls the watcher; afterwards there is on the dispatcher what there was before;
@@ -30,15 +30,15 @@ from torch.utils.hooks import RemovableHandle
 
 from precast import _torch
 from precast._internal.locks import survives_fork
-from precast._torch import Kernel
-from precast.engine import compile_cache_key, generated, kernels
+from precast._torch import Kernel as DispatcherKernel
+from precast.engine import compile_cache_key, generated, reference_kernels
 from precast.engine.generated import DELEGATE, Watcher
 from precast.engine.operation import Operation
 from precast.engine.pending import is_overtaken, wait
 from precast.engine.thread_state import (
-    Frame,
+    BoundPolicy,
+    Kernel,
     Registration,
-    Runner,
     a_region_is_open,
     installed,
     regions,
@@ -49,8 +49,8 @@ from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
 __all__ = [
     "ENGINES",
     "bind",
+    "bind_default",
     "cache_clear_hooks",
-    "default_frame",
     "engine",
     "unregister",
     "unwatch",
@@ -61,15 +61,17 @@ __all__ = [
 ENGINES: Final = ("delegated", "reference")
 
 _lock = survives_fork(threading.RLock())
-_frames: Final[weakref.WeakValueDictionary[tuple[str, ...], Frame]] = weakref.WeakValueDictionary()
-"""Frames by device type, engine, name and fingerprint of the policy, for equal policies to share. A frame lives as long
+_bound_policies: Final[weakref.WeakValueDictionary[tuple[str, ...], BoundPolicy]] = (
+    weakref.WeakValueDictionary()
+)
+"""Bound policies by device type, engine, name and fingerprint, for equal policies to share. One lives as long
 as its policy, which keeps it, or whoever runs under it: a region, an installation, a thread of PyTorch's own."""
-_defaults: Final[dict[tuple[str, str], Frame]] = {}
-_belows: dict[tuple[str, str], Below] = {}
-_registered: dict[tuple[str, str], Kernel] = {}
+_defaults: Final[dict[tuple[str, str], BoundPolicy]] = {}
+_native_kernels: dict[tuple[str, str], NativeKernel] = {}
+_registered: dict[tuple[str, str], DispatcherKernel] = {}
 _libraries: dict[str, Library] = {}
 _watcher: Watcher | None = None
-_watched_only: dict[tuple[str, str], Kernel] = {}
+_watched_only: dict[tuple[str, str], DispatcherKernel] = {}
 """What is registered for the watcher alone."""
 _watching: Final[list[Library]] = []
 _registration = Registration()
@@ -102,24 +104,24 @@ def use_engine(name: str) -> Iterator[None]:
         _engine = before
 
 
-def bind(policy: Policy, device_type: str) -> Frame:
-    """The frame for `policy` on `device_type`, its kernels registered; made once for each engine."""
+def bind(policy: Policy, device_type: str) -> BoundPolicy:
+    """The bound policy for `policy` on `device_type`, its kernels registered; made once for each engine."""
     key = device_type, _engine
-    frame: Frame | None = policy.made_of.get(key)
-    if frame is None or not frame.registration.holds or is_overtaken(frame):
+    bound: BoundPolicy | None = policy.made_of.get(key)
+    if bound is None or not bound.registration.holds or is_overtaken(bound):
         with _lock:
-            frame = policy.made_of[key] = _shared(policy, device_type)
-    return frame
+            bound = policy.made_of[key] = _shared(policy, device_type)
+    return bound
 
 
-def _shared(policy: Policy, device_type: str) -> Frame:
-    """The frame of an equal policy, if there is one, or a new one."""
+def _shared(policy: Policy, device_type: str) -> BoundPolicy:
+    """The bound policy of an equal policy, if there is one, or a new one."""
     key = device_type, _engine, policy.name, policy.fingerprint
-    frame = _frames.get(key)
-    holds = frame is not None and frame.registration.holds and not frame.pending
-    if frame is None or not holds or frame.policy != policy:
-        frame = _frames[key] = _bind(policy, device_type)
-    return frame
+    bound = _bound_policies.get(key)
+    holds = bound is not None and bound.registration.holds and not bound.pending
+    if bound is None or not holds or bound.policy != policy:
+        bound = _bound_policies[key] = _bind(policy, device_type)
+    return bound
 
 
 cache_clear_hooks: list[Callable[[], None]] = []
@@ -148,14 +150,14 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
         regions.cache.distrust(group["params"])
 
 
-def default_frame(device_type: str) -> Frame:
-    """The frame of the policy that a region uses when none is named, in none, and with none installed."""
+def bind_default(device_type: str) -> BoundPolicy:
+    """The bound policy of the policy that a region uses when none is named, in none, and with none installed."""
     return _defaults.get((device_type, _engine)) or _remember_default(device_type)
 
 
-def _remember_default(device_type: str) -> Frame:
-    frame = _defaults[device_type, _engine] = bind(Policy.load("default"), device_type)
-    return frame
+def _remember_default(device_type: str) -> BoundPolicy:
+    bound = _defaults[device_type, _engine] = bind(Policy.load("default"), device_type)
+    return bound
 
 
 def unregister(*, kernels: bool = True) -> bool:
@@ -172,10 +174,10 @@ def unregister(*, kernels: bool = True) -> bool:
     with _lock:
         # First the announcement, then the look: who enters a region meanwhile is seen here, or sees it and binds anew.
         _registration.holds = False
-        if a_region_is_open() or any(installed(device).frame for device in DEVICE_TYPES):
+        if a_region_is_open() or any(installed(device).bound_policy for device in DEVICE_TYPES):
             _registration.holds = True
             return False
-        _frames.clear()  # what policies keep does not hold any more, which `bind` sees
+        _bound_policies.clear()  # what policies keep does not hold any more, which `bind` sees
         _defaults.clear()
         if kernels:
             _take_off_kernels()
@@ -190,7 +192,7 @@ def _take_off_kernels() -> None:
     _take_off_watched_only()
     for library in _libraries.values():
         _torch.destroy(library)
-    for state in (_libraries, _registered, _belows):
+    for state in (_libraries, _registered, _native_kernels):
         state.clear()
     if _watcher is not None:
         _watch_all(_watcher)
@@ -222,13 +224,13 @@ def _watch_all(watcher: Watcher) -> None:
     _watching.append(library)
     for device_type in filter(_torch.has_device, DEVICE_TYPES):
         for name in _torchs_table(device_type):
-            below = _below(name, device_type)
+            native = _native_kernel(name, device_type)
             key = name, device_type
-            if below is None or not below.compiled or key in _registered:
+            if native is None or not native.compiled or key in _registered:
                 continue
-            entry = _entry(below)
+            entry = _entry(native)
             generated.watch(entry, watcher)
-            _put(library, below, entry)
+            _put(library, native, entry)
             _watched_only[key] = entry
 
 
@@ -237,34 +239,34 @@ def _take_off_watched_only() -> None:
         _torch.destroy(_watching.pop())
     for (name, device_type), entry in _watched_only.items():
         if (name, device_type) in _registered:  # a policy has come to need it meanwhile
-            below = _belows[name, device_type]
-            _put(_library(name), below, entry)
+            native = _native_kernels[name, device_type]
+            _put(_library(name), native, entry)
     _watched_only.clear()
 
 
-def _bind(policy: Policy, device_type: str) -> Frame:
+def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     _torch.on_cleared_cache(_clear_cache)
     _hear_optimizers(True)
     defined = _torch.definitions()
     table, unknown = policy.expand(device_type)
-    runners: dict[str, Runner] = {}
+    bound_kernels: dict[str, Kernel] = {}
     is_pytorchs = True
     for name in table.keys() | _torchs_table(device_type).keys():
-        below = _below(name, device_type)
-        if below is None:
+        native = _native_kernel(name, device_type)
+        if native is None:
             continue
-        runner = _choose(policy, below, table.get(name))
-        is_pytorchs &= _is_pytorchs(policy, below, table.get(name))
-        if runner is not None:
-            _register(below)
-            runners[name] = runner
+        kernel = _choose(policy, native, table.get(name))
+        is_pytorchs &= _is_pytorchs(policy, native, table.get(name))
+        if kernel is not None:
+            _register(native)
+            bound_kernels[name] = kernel
     pending = tuple(name for name in unknown if not name.startswith("aten::"))
     meaning = None if is_pytorchs and policy.mixed == "raise" else policy.fingerprint
-    frame = Frame(policy, runners, _registration, pending, is_pytorchs, meaning)
-    wait(frame, defined)
+    bound = BoundPolicy(policy, bound_kernels, _registration, pending, is_pytorchs, meaning)
+    wait(bound, defined)
     if meaning is not None:
         compile_cache_key.put_on()
-    return frame
+    return bound
 
 
 @functools.cache
@@ -272,44 +274,44 @@ def _torchs_table(device_type: str) -> dict[str, Entry]:
     return Policy.load("torch").expand(device_type)[0]
 
 
-def _is_pytorchs(policy: Policy, below: Below, entry: Entry | None) -> bool:
+def _is_pytorchs(policy: Policy, native: NativeKernel, entry: Entry | None) -> bool:
     """Whether the policy does with an operation what PyTorch does, where PyTorch raises no error."""
-    if not below.compiled:
+    if not native.compiled:
         if entry is None or entry.builds:  # a build that has the operation has its kernel too
             return True
         return entry.rule is Rule.PROMOTE and policy.mixed == "promote"
-    return entry is not None and (entry.rule is below.rule or below.rule is Rule.BANNED)
+    return entry is not None and (entry.rule is native.rule or native.rule is Rule.BANNED)
 
 
-def _choose(policy: Policy, below: Below, entry: Entry | None) -> Runner | None:
+def _choose(policy: Policy, native: NativeKernel, entry: Entry | None) -> Kernel | None:
     """What runs an operation; None where PyTorch's kernel (or none) does just what the policy says."""
-    if entry is None and not below.compiled:
+    if entry is None and not native.compiled:
         return None
-    op, rule = below.op, Rule.KEEP if entry is None else entry.rule
+    op, rule = native.op, Rule.KEEP if entry is None else entry.rule
     promotes = policy.mixed == "promote" and rule is not Rule.BANNED and op.takes_several
-    if promotes and rule is Rule.PROMOTE and not below.compiled:
+    if promotes and rule is Rule.PROMOTE and not native.compiled:
         return DELEGATE  # promotion is asked for where the operation raises, and only there
-    if rule is below.rule and _engine == "delegated":
+    if rule is native.rule and _engine == "delegated":
         return DELEGATE if promotes or rule is Rule.LOWER else None
-    runner = kernels.runner_for(rule, op)
-    if below.rule is Rule.BANNED and rule is not Rule.BANNED:
-        runner = kernels.noting(op, f"banned by PyTorch, ran as '{rule}'", runner)
-    return kernels.promoting(op, runner) if promotes else runner
+    kernel = reference_kernels.kernel_for(rule, op)
+    if native.rule is Rule.BANNED and rule is not Rule.BANNED:
+        kernel = reference_kernels.noting(op, f"banned by PyTorch, ran as '{rule}'", kernel)
+    return reference_kernels.promoting(op, kernel) if promotes else kernel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Below:
+class NativeKernel:
     """What was at an operation's autocast key before precast: PyTorch's compiled kernel, or a way past it."""
 
     op: Operation
-    kernel: Kernel
+    kernel: DispatcherKernel
     compiled: bool
     rule: Rule | None
     """The rule that PyTorch's kernel follows; None where there is none, or it follows none we know."""
 
 
-def _below(name: str, device_type: str) -> Below | None:
-    known = _belows.get((name, device_type))
+def _native_kernel(name: str, device_type: str) -> NativeKernel | None:
+    known = _native_kernels.get((name, device_type))
     if known is not None:
         return known
     overload = _torch.find_overload(name)
@@ -319,36 +321,36 @@ def _below(name: str, device_type: str) -> Below | None:
     kernel = (_torch.compiled_kernel if compiled else _torch.fallthrough)(overload, device_type)
     entry = _torchs_table(device_type).get(name)
     rule = entry.rule if entry is not None and compiled else None
-    below = Below(Operation(name, device_type, overload), kernel, compiled, rule)
-    return _belows.setdefault((name, device_type), below)
+    native = NativeKernel(Operation(name, device_type, overload), kernel, compiled, rule)
+    return _native_kernels.setdefault((name, device_type), native)
 
 
-def _register(below: Below) -> None:
+def _register(native: NativeKernel) -> None:
     """Puts one kernel for all policies at the operation's autocast key, once."""
-    key = below.op.name, below.op.device_type
+    key = native.op.name, native.op.device_type
     if key in _registered:
         return
     if key in _watched_only:
         _registered[key] = _watched_only[key]
         return
-    entry = _registered[key] = _entry(below)
+    entry = _registered[key] = _entry(native)
     if _watcher is not None:
         generated.watch(entry, _watcher)
-    _put(_library(below.op.name), below, entry)
+    _put(_library(native.op.name), native, entry)
 
 
-def _entry(below: Below) -> Kernel:
+def _entry(native: NativeKernel) -> DispatcherKernel:
     return generated.entry_point(
-        below.op,
-        below.kernel,
-        takes_weights=below.rule is Rule.LOWER,
-        needs_keyset=_needs_keyset(below),
+        native.op,
+        native.kernel,
+        takes_weights=native.rule is Rule.LOWER,
+        needs_keyset=_needs_keyset(native),
     )
 
 
-def _needs_keyset(below: Below) -> bool:
+def _needs_keyset(native: NativeKernel) -> bool:
     # PyTorch's compiled autocast kernels are plain functions: a keyset made at each call would be thrown away.
-    return not (below.compiled and below.op.name.startswith("aten::"))
+    return not (native.compiled and native.op.name.startswith("aten::"))
 
 
 def _library(name: str) -> Library:
@@ -356,8 +358,8 @@ def _library(name: str) -> Library:
     return _libraries.setdefault(namespace, Library(namespace, "IMPL"))
 
 
-def _put(library: Library, below: Below, entry: Kernel) -> None:
-    operation = below.op.name.partition("::")[2]
+def _put(library: Library, native: NativeKernel, entry: DispatcherKernel) -> None:
+    operation = native.op.name.partition("::")[2]
     with _torch.without_override_warning():
-        key = _torch.autocast_key(below.op.device_type)
-        library.impl(operation, entry, key, with_keyset=_needs_keyset(below))
+        key = _torch.autocast_key(native.op.device_type)
+        library.impl(operation, entry, key, with_keyset=_needs_keyset(native))

@@ -1,8 +1,8 @@
-"""What each thread keeps about its regions: a stack of records, the frame in force, the weight cache.
+"""What each thread keeps about its regions: a stack of records, the policy in force, the weight cache.
 
 Invariants:
 
-- PyTorch's own thread-local flags stay the one truth for *enabled* and *dtype*; a frame adds only policy;
+- PyTorch's own thread-local flags stay the one truth for *enabled* and *dtype*; a bound policy adds only the policy;
 - every entry of a region pushes one record that holds all it replaced, so any nesting, re-entry or
   recursion of the same object restores what was there;
 - all of it is thread-local: a new thread starts with no region, as in PyTorch. The one thing that all threads share is
@@ -21,31 +21,31 @@ import torch
 
 from precast._torch import in_pool_thread
 from precast.engine import compile_guards
-from precast.engine.compile_guards import NO_MARK, Mark
+from precast.engine.compile_guards import NO_GUARD_ID, GuardId
 from precast.policy.policy import Policy
 from precast.weights.weight_cache import WeightCache
 
 __all__ = [
-    "Frame",
+    "BoundPolicy",
     "Group",
-    "InForce",
-    "InForceHere",
     "Installed",
+    "Kernel",
     "Record",
     "Records",
     "Registration",
-    "Runner",
+    "ThreadLocalState",
     "ThreadRegions",
+    "ThreadState",
     "a_region_is_open",
-    "in_force",
     "inherited_policy",
     "installed",
     "regions",
-    "write_mark",
+    "thread_state",
+    "write_guard_id",
 ]
 
-Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""One operation under one policy: called as ``runner(keyset, args, kwargs)``."""
+Kernel = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""One operation under one policy: called as ``kernel(keyset, args, kwargs)``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,13 +56,13 @@ class Registration:
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Frame:
-    """The policy in force for one device type, and its runner for each operation that needs one."""
+class BoundPolicy:
+    """The policy in force for one device type, and its kernel for each operation that needs one."""
 
     policy: Policy
-    runners: Mapping[str, Runner]
+    kernels: Mapping[str, Kernel]
     registration: Registration
-    """Whether the kernels that ask for the runners are still on the dispatcher."""
+    """Whether the kernels that look these up are still on the dispatcher."""
     pending: tuple[str, ...] = ()
     """Operations with a rule that no library has defined yet."""
     is_pytorchs: bool = False
@@ -81,7 +81,7 @@ class Record:
     enabled: bool
     dtype: torch.dtype
     cache_enabled: bool
-    frame: Frame | None
+    bound_policy: BoundPolicy | None
     optimizes_torchscript: bool
     nesting: list[int] = field(default_factory=list)
     """PyTorch's count of open regions when this one was counted, and when it was no longer."""
@@ -101,7 +101,7 @@ _threads: list[weakref.ref[Records]] = []
 
 
 class ThreadRegions(threading.local):
-    """This thread's records, the groups entered as one, the weight cache of all, and the mark for the compiler."""
+    """This thread's records, the groups entered as one, the weight cache of all, and the guard_id for the compiler."""
 
     def __init__(self) -> None:
         self.records = Records()
@@ -109,9 +109,9 @@ class ThreadRegions(threading.local):
         self.groups: list[Group] = []
         # A thread of PyTorch's own ends no region, so nothing would empty its cache.
         self.cache = WeightCache(holds=not in_pool_thread())
-        self.mark = NO_MARK
-        self.written: Mark | None = NO_MARK
-        """The mark that flags say; None from when they begin to change until they say another."""
+        self.guard_id = NO_GUARD_ID
+        self.written_guard_id: GuardId | None = NO_GUARD_ID
+        """The guard_id that flags say; None from when they begin to change until they say another."""
 
 
 regions = ThreadRegions()
@@ -126,13 +126,13 @@ def _is_open(thread: weakref.ref[Records]) -> bool:
     return bool(thread())
 
 
-class InForce:
+class ThreadState:
     """What holds in one thread for one device type."""
 
-    __slots__ = ("attempts", "cache", "frame", "uses")
+    __slots__ = ("attempts", "bound_policy", "cache", "uses")
 
     def __init__(self) -> None:
-        self.frame: Frame | None = None
+        self.bound_policy: BoundPolicy | None = None
         """That of precast's innermost region; None outside of all."""
         self.attempts = 0
         """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
@@ -141,28 +141,30 @@ class InForce:
         """How many operations have asked for weights since writes to held ones were last looked for."""
 
 
-class InForceHere(threading.local):
-    """`InForce` of the thread that asks; one read of a thread-local value gives a kernel all it needs."""
+class ThreadLocalState(threading.local):
+    """`ThreadState` of the thread that asks; one read of a thread-local value gives a kernel all it needs."""
 
     def __init__(self) -> None:
-        self.in_force = InForce()
+        self.state = ThreadState()
 
 
-_in_force: dict[str, InForceHere] = {}
+_thread_states: dict[str, ThreadLocalState] = {}
 
 
-def in_force(device_type: str) -> InForceHere:
+def thread_state(device_type: str) -> ThreadLocalState:
     """The thread-local slot for `device_type`; kernels hold on to it."""
-    return _in_force.get(device_type) or _in_force.setdefault(device_type, InForceHere())
+    return _thread_states.get(device_type) or _thread_states.setdefault(
+        device_type, ThreadLocalState()
+    )
 
 
 class Installed:
     """What holds in every thread for one device type, in regions of PyTorch's own outside of all of precast's."""
 
-    __slots__ = ("frame",)
+    __slots__ = ("bound_policy",)
 
     def __init__(self) -> None:
-        self.frame: Frame | None = None
+        self.bound_policy: BoundPolicy | None = None
 
 
 _installed: dict[str, Installed] = {}
@@ -173,22 +175,22 @@ def installed(device_type: str) -> Installed:
     return _installed.get(device_type) or _installed.setdefault(device_type, Installed())
 
 
-def write_mark(mark: Mark, before: Mark | None) -> None:
-    """Marks this thread anew, and lends the frames that the mark speaks of to threads of PyTorch's own.
+def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
+    """Marks this thread anew, and lends the bound policies that the guard_id speaks of to threads of PyTorch's own.
 
     Args:
-        mark: the new mark.
-        before: what `regions.written` was.
+        guard_id: the new guard_id.
+        before: what `regions.written_guard_id` was.
     """
-    regions.written, regions.mark = None, mark
-    slots = ((device, _in_force.get(device)) for device, _ in mark.policies)
+    regions.written_guard_id, regions.guard_id = None, guard_id
+    slots = ((device, _thread_states.get(device)) for device, _ in guard_id.policies)
     compile_guards.write(
-        mark, before, {device: slot.in_force.frame for device, slot in slots if slot}
+        guard_id, before, {device: slot.state.bound_policy for device, slot in slots if slot}
     )
-    regions.written = mark
+    regions.written_guard_id = guard_id
 
 
-def inherited_policy(device_type: str) -> Frame | None:
+def inherited_policy(device_type: str) -> BoundPolicy | None:
     """What is in force for `device_type` in the thread that this one, a thread of PyTorch's own, works for."""
-    frame: Frame | None = compile_guards.lent().get(device_type)
-    return frame
+    bound_policy: BoundPolicy | None = compile_guards.lent().get(device_type)
+    return bound_policy

@@ -9,7 +9,7 @@ from precast.attachment import module_calls
 from precast.attachment.attachment import attached_models
 from precast.diagnostics.tracing.places import is_enabled
 from precast.engine.operation import Operation
-from precast.engine.thread_state import in_force, inherited_policy, installed
+from precast.engine.thread_state import inherited_policy, installed, thread_state
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.policy import Policy
@@ -37,16 +37,18 @@ class Reasons:
 
     def policy_here(self, device_type: str) -> Policy:
         """The policy in force; in a region of PyTorch's with nothing installed that is "torch"."""
-        frame = (
-            in_force(device_type).in_force.frame
-            or installed(device_type).frame
+        bound = (
+            thread_state(device_type).state.bound_policy
+            or installed(device_type).bound_policy
             or inherited_policy(device_type)
         )
-        return self._torchs if frame is None else frame.policy
+        return self._torchs if bound is None else bound.policy
 
     def is_pytorchs_own(self, device_type: str) -> bool:
         """Whether no policy is in force: what runs there is PyTorch's alone."""
-        return not (in_force(device_type).in_force.frame or installed(device_type).frame)
+        return not (
+            thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
+        )
 
     def decided(self, policy: Policy, op: Operation) -> Decided:
         """What a policy says of an operation that reached its autocast kernel."""

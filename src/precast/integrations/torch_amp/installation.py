@@ -25,7 +25,7 @@ from precast import _torch
 from precast._internal.locks import survives_fork
 from precast.attachment.found_models import FoundModels, Rules
 from precast.engine import registration
-from precast.engine.thread_state import Frame, installed
+from precast.engine.thread_state import BoundPolicy, installed
 from precast.errors import PrecastWarning
 from precast.integrations.torch_amp.replacements import FUNCTIONS, SCALERS, let_be_pickled
 from precast.policy.policy import DEVICE_TYPES, Policy, as_policy
@@ -139,10 +139,14 @@ def _put_in_force() -> None:
     for installation in _installations:
         installation._find_models(wanted=installation is _installations[-1])
     policy = _installations[-1].policy if _installations else None
-    before = [_meaning(_frame(device)) for device in DEVICE_TYPES]
+    before = [_meaning(_bound_policy(device)) for device in DEVICE_TYPES]
     for device in filter(_torch.has_device, DEVICE_TYPES):
-        installed(device).frame = None if policy is None else registration.bind(policy, device)
-    has_pending = any(frame is not None and frame.pending for frame in map(_frame, DEVICE_TYPES))
+        installed(device).bound_policy = (
+            None if policy is None else registration.bind(policy, device)
+        )
+    has_pending = any(
+        bound is not None and bound.pending for bound in map(_bound_policy, DEVICE_TYPES)
+    )
     ours = {
         unversioned_writes.leave_region_of_pytorchs: policy is not None,
         _look_again: has_pending,
@@ -156,18 +160,18 @@ def _put_in_force() -> None:
         registration.unregister(kernels=threading.active_count() == 1)
     else:
         _replace_names()
-    if before != [_meaning(_frame(device)) for device in DEVICE_TYPES]:
+    if before != [_meaning(_bound_policy(device)) for device in DEVICE_TYPES]:
         _torch.reset_compiler()
 
 
-def _meaning(frame: Frame | None) -> str | None:
-    """What a graph compiled under `frame` depends on; None for PyTorch's own policy."""
-    return None if frame is None else frame.meaning
+def _meaning(bound: BoundPolicy | None) -> str | None:
+    """What a graph compiled under `bound` depends on; None for PyTorch's own policy."""
+    return None if bound is None else bound.meaning
 
 
 def _replace_names() -> None:
     stand_ins = [*FUNCTIONS, *(SCALERS if _installations[-1].replaces_scalers else ())]
-    if not all(frame is None or frame.is_pytorchs for frame in map(_frame, DEVICE_TYPES)):
+    if not all(bound is None or bound.is_pytorchs for bound in map(_bound_policy, DEVICE_TYPES)):
         stand_ins += [(torch.autocast, "__enter__", _enter), (torch.autocast, "__exit__", _exit)]
     for owner, name, stand_in in stand_ins:
         _replaced.append((owner, name, getattr(owner, name), stand_in))
@@ -220,5 +224,5 @@ def _look_again() -> None:
         _put_in_force()
 
 
-def _frame(device_type: str) -> Frame | None:
-    return installed(device_type).frame
+def _bound_policy(device_type: str) -> BoundPolicy | None:
+    return installed(device_type).bound_policy

@@ -1,8 +1,8 @@
-"""One function a rule: each makes the runner that gives an operation that rule inside a region.
+"""One function a rule: each makes the kernel that gives an operation that rule inside a region.
 
 Invariants:
 
-- these runners are the reference: plain Python, from the operator and the region's dtype alone. `engine`
+- these kernels are the reference: plain Python, from the operator and the region's dtype alone. `engine`
   replaces them by PyTorch's compiled kernels where both mean the same;
 - which tensors a rule may cast, and how the operation then runs, is `Operation`'s to say: every rule is only a
   choice of dtype.
@@ -22,12 +22,12 @@ from precast import _torch
 from precast._internal import events
 from precast._internal.pytree import tensors_in
 from precast.engine.operation import Convert, Operation
-from precast.engine.thread_state import InForce, Runner, in_force, regions
+from precast.engine.thread_state import Kernel, ThreadState, regions, thread_state
 from precast.errors import BannedOperationError
 from precast.policy.policy import Rule
 from precast.weights import held, unversioned_writes
 
-__all__ = ["noting", "promoting", "retry_promoted", "runner_for"]
+__all__ = ["kernel_for", "noting", "promoting", "retry_promoted"]
 
 _F32: Final = torch.float32
 _ABOUT_DTYPES: Final = re.compile(
@@ -37,23 +37,23 @@ _ABOUT_DTYPES: Final = re.compile(
 """What PyTorch's operations say of dtypes that they do not take together (2.11 to 2.15)."""
 
 
-def runner_for(rule: Rule, op: Operation) -> Runner:
-    """The reference runner of `op` under `rule`."""
-    return _RUNNERS[rule](op)
+def kernel_for(rule: Rule, op: Operation) -> Kernel:
+    """The reference kernel of `op` under `rule`."""
+    return _KERNELS[rule](op)
 
 
-def _keep(op: Operation) -> Runner:
+def _keep(op: Operation) -> Kernel:
     """KEEP: as if there were no region."""
     return lambda _keyset, args, kwargs: op.call(args, kwargs)
 
 
-def _lower(op: Operation) -> Runner:
+def _lower(op: Operation) -> Kernel:
     """LOWER: eligible tensors in the region's lower precision, weights from the cache."""
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = op.lower_dtype()
         if held.holdings:
-            _count_use(in_force(op.device_type).in_force)
+            _count_use(thread_state(op.device_type).state)
         cached = regions.cache.cast if torch.is_autocast_cache_enabled() else _no_cache
 
         def convert(tensor: Tensor) -> Tensor:
@@ -67,19 +67,19 @@ def _lower(op: Operation) -> Runner:
     return run
 
 
-def _count_use(here: InForce) -> None:
+def _count_use(here: ThreadState) -> None:
     here.uses += 1
     if here.uses >= unversioned_writes.USES_BETWEEN_LOOKS:
         here.uses = 0
         unversioned_writes.look_within_a_region()
 
 
-def _fp32(op: Operation) -> Runner:
+def _fp32(op: Operation) -> Kernel:
     """FP32: eligible tensors in float32."""
     return lambda _keyset, args, kwargs: op.call_cast(_to(_F32, op.eligible), args, kwargs)
 
 
-def _fp32_set_dtype(op: Operation) -> Runner:
+def _fp32_set_dtype(op: Operation) -> Kernel:
     """FP32_SET_DTYPE: no cast; an unset `dtype` argument becomes float32 where the first tensor is eligible."""
     position = op.argument_names.index("dtype")
 
@@ -95,7 +95,7 @@ def _fp32_set_dtype(op: Operation) -> Runner:
     return run
 
 
-def _fp32_append_dtype(op: Operation) -> Runner:
+def _fp32_append_dtype(op: Operation) -> Kernel:
     """FP32_APPEND_DTYPE: the overload with a dtype more: float32 where the first tensor is eligible."""
     longer, defaults = _overload_with_dtype(op)
 
@@ -107,7 +107,7 @@ def _fp32_append_dtype(op: Operation) -> Runner:
     return run
 
 
-def _promote(op: Operation) -> Runner:
+def _promote(op: Operation) -> Kernel:
     """PROMOTE: eligible tensors in the widest of their dtypes: the region's lower precision or float32."""
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,7 +129,7 @@ def _promote(op: Operation) -> Runner:
     return run
 
 
-def _banned(op: Operation) -> Runner:
+def _banned(op: Operation) -> Kernel:
     """BANNED: refuses, with advice."""
 
     def run(_keyset: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -143,7 +143,7 @@ def _banned(op: Operation) -> Runner:
     return run
 
 
-_RUNNERS: Final[dict[Rule, Callable[[Operation], Runner]]] = {
+_KERNELS: Final[dict[Rule, Callable[[Operation], Kernel]]] = {
     Rule.KEEP: _keep,
     Rule.LOWER: _lower,
     Rule.FP32: _fp32,
@@ -154,7 +154,7 @@ _RUNNERS: Final[dict[Rule, Callable[[Operation], Runner]]] = {
 }
 
 
-def promoting(op: Operation, inner: Runner) -> Runner:
+def promoting(op: Operation, inner: Kernel) -> Kernel:
     """`inner` first; where that raises on mixed floating dtypes, again with all of them in the widest."""
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +178,7 @@ def retry_promoted(
         raise error
     promotable = functools.partial(_promotable, op)
     floating = {t.dtype for t in tensors_in((args, kwargs)) if promotable(t)}
-    if len(floating) < 2 or in_force(op.device_type).in_force.attempts:
+    if len(floating) < 2 or thread_state(op.device_type).state.attempts:
         raise error
     try:
         return op.call_cast(_to(_widest(floating), promotable), args, kwargs)
@@ -186,7 +186,7 @@ def retry_promoted(
         raise error from None
 
 
-def noting(op: Operation, message: str, inner: Runner) -> Runner:
+def noting(op: Operation, message: str, inner: Kernel) -> Kernel:
     """`inner`, telling observers about it."""
     note = events.Note(op=op.name, device=op.device_type, message=message)
 
