@@ -19,9 +19,9 @@ INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lint/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/$(INSTALL) --editable '.[dev]'
+	$(BIN)/$(INSTALL) --editable '.[dev]' --editable ./lint
 	touch $@
 
 $(CLIENTS_STAMP): pyproject.toml constraints.txt constraints-clients.txt

@@ -1,4 +1,4 @@
-"""How fast `precast check` is, beside LibCST, ruff and TorchFix, on a tree of a million lines that it makes.
+"""How fast `precast-lint check` is, beside LibCST, ruff and TorchFix, on a tree of a million lines that it makes.
 
 `python -m benchmarks.check` prints the table; with `--write` it keeps the numbers in docs/data/check_speed.json and
 puts the table into docs/check.md. Each program is a process of its own, on one core. What counts is the
@@ -133,7 +133,7 @@ def best(rounds: int, work: Mapping[str, Callable[[], float]]) -> dict[str, floa
 
 
 def _check(tree: Tree, *arguments: str) -> float:
-    command = [sys.executable, "-m", "precast", "check", "--jobs", "1", "--statistics"]
+    command = [sys.executable, "-m", "precast_lint", "check", "--jobs", "1", "--statistics"]
     return seconds(*command, *arguments, str(tree.folder))
 
 
@@ -145,8 +145,8 @@ def measure(
     (tree.folder / "pyproject.toml").write_text("[tool.precast.check]\n", encoding="utf-8")
     _check(tree)  # fills the cache
     work = {
-        "precast check": lambda: _check(tree, "--no-cache"),
-        "precast check, from its cache": lambda: _check(tree),
+        "precast-lint check": lambda: _check(tree, "--no-cache"),
+        "precast-lint check, from its cache": lambda: _check(tree),
         "ruff check": lambda: seconds(
             *(sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--quiet"),
             str(tree.folder),
@@ -172,8 +172,8 @@ def starts(folder: Path, rounds: int) -> dict[str, float]:
     """Seconds to start: they are few, and the best of more rounds."""
     small = make(folder / "small", lines=1, using=0)
     work = {
-        "precast check, of one file without AMP": lambda: _check(small, "--no-cache"),
-        "import precast.rewrite": lambda: seconds(sys.executable, "-c", "import precast.rewrite"),
+        "precast-lint check, of one file without AMP": lambda: _check(small, "--no-cache"),
+        "import precast_lint": lambda: seconds(sys.executable, "-c", "import precast_lint"),
     }
     return best(10 * rounds, work)
 
@@ -193,9 +193,9 @@ def _growth(folder: Path, lines: int, using: int, rounds: int) -> list[dict[str,
 
 
 def table(found: dict[str, Any]) -> str:
-    """The numbers as text: times as multiples of those of precast."""
+    """The numbers as text: times as multiples of those of precast-lint."""
     times = found["seconds"]
-    base = times["precast check"]
+    base = times["precast-lint check"]
     rows = [f"| {name} | {value:.2f} | {value / base:.2f} |" for name, value in times.items()]
     first = found["growth"][0]["seconds"]
     growth = ", ".join(
@@ -210,7 +210,7 @@ def table(found: dict[str, Any]) -> str:
         "What it costs grows with the number of files that use AMP, and with nothing else but reading: beyond a tree "
         f"of {found['growth'][0]['lines']:,} lines in which none does, {growth} of them. {found['torchfix']}"
     )
-    lines = ["", "| program | seconds | in times of precast |", "|---|---|---|", *rows, ""]
+    lines = ["", "| program | seconds | in times of precast-lint |", "|---|---|---|", *rows, ""]
     wrapped = [textwrap.fill(part, 118, break_on_hyphens=False) for part in (about_it, more)]
     return "\n".join([wrapped[0], *lines, wrapped[1]]) + "\n"
 
@@ -239,7 +239,7 @@ def install_torchfix(folder: Path) -> str | None:
     help="How long it takes to start alone; the rest stays.",
 )
 def main(write: bool, lines: int, rounds: int, only_starts: bool) -> None:
-    """Measure `precast check` beside LibCST, ruff and TorchFix."""
+    """Measure `precast-lint check` beside LibCST, ruff and TorchFix."""
     with tempfile.TemporaryDirectory() as folder:
         found = (
             _with_new_starts(Path(folder), rounds)

@@ -1,4 +1,4 @@
-"""An old program and `precast fix`: the same losses before and after, and no more warnings.
+"""An old program and `precast-lint fix`: the same losses before and after, and no more warnings.
 
 `09_before.py` is the program; copies of it are changed, to `torch.amp` and to precast.
 """
@@ -29,11 +29,11 @@ class Run:
 
 
 def fixed(program: Path, *options: str) -> str:
-    """What `precast fix` makes of a copy of a program."""
+    """What `precast-lint fix` makes of a copy of a program."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, program.name)
         copy.write_bytes(program.read_bytes())
-        command = [sys.executable, "-m", "precast", "fix", "--no-cache", *options, str(copy)]
+        command = [sys.executable, "-m", "precast_lint", "fix", "--no-cache", *options, str(copy)]
         subprocess.run(command, check=True, capture_output=True)
         return copy.read_text(encoding="utf-8")
 
@@ -65,8 +65,8 @@ def main() -> None:
     before = OLD_PROGRAM.read_text(encoding="utf-8")
     programs = {
         "as it was": before,
-        "precast fix": fixed(OLD_PROGRAM),
-        "precast fix --to precast": fixed(OLD_PROGRAM, "--to", "precast"),
+        "precast-lint fix": fixed(OLD_PROGRAM),
+        "precast-lint fix --to precast": fixed(OLD_PROGRAM, "--to", "precast"),
     }
     table(
         ("09_before.py", "lines changed", "FutureWarnings", "last loss"),
@@ -76,8 +76,8 @@ def main() -> None:
             for found in [run(text)]
         ),
     )
-    print("precast fix --to precast:")
-    for line in changed(before, programs["precast fix --to precast"]):
+    print("precast-lint fix --to precast:")
+    for line in changed(before, programs["precast-lint fix --to precast"]):
         print(*textwrap.wrap(line, 80, subsequent_indent=" " * 10), sep="\n")
 
 

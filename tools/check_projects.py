@@ -1,4 +1,4 @@
-"""`precast check` on other people's projects: `python -m tools.check_projects` writes a section of docs/check.md.
+"""`precast-lint check` on other people's projects: `python -m tools.check_projects` writes a section of docs/check.md.
 
 It installs pinned versions, without what they depend on, checks them with the default rules, and applies every
 safe fix to copies: what is fixed must compile, a second run must change nothing, and what could be imported
@@ -23,11 +23,11 @@ from typing import Any
 
 import click
 
-from precast.rewrite.cache import Cache
-from precast.rewrite.files import find
-from precast.rewrite.report import FileReport, Reported
-from precast.rewrite.runner import Mode, run, run_text
-from precast.rewrite.settings import Settings
+from precast_lint.cache import Cache
+from precast_lint.files import find
+from precast_lint.report import FileReport, Reported
+from precast_lint.runner import Mode, run, run_text
+from precast_lint.settings import Settings
 from tools.check_projects_page import write
 
 __all__ = ["PROJECTS", "Project", "examine", "main"]

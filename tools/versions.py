@@ -161,16 +161,16 @@ def _run(version: str, label: str, chosen: argparse.Namespace) -> Run:
 
 def _install(home: Path, version: str, python: str) -> Path:
     """The Python of an environment with precast, its tests' packages and that PyTorch; made where it is not there."""
-    sources = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    sources = [ROOT / "pyproject.toml", ROOT / "lint" / "pyproject.toml", ROOT / "constraints.txt"]
     inside, stamp = home / "bin" / "python", home / ".installed"
     if stamp.exists() and all(stamp.stat().st_mtime > source.stat().st_mtime for source in sources):
         return inside
     _call(python, "-m", "venv", "--clear", str(home))
     constraints = home / "constraints.txt"
-    lines = sources[1].read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = sources[-1].read_text(encoding="utf-8").splitlines(keepends=True)
     constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
     pip = ["-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-    packages = [f"torch=={version}", "--editable", f"{ROOT}[dev]"]
+    packages = [f"torch=={version}", "--editable", f"{ROOT}[dev]", "--editable", f"{ROOT}/lint"]
     _call(str(inside), *pip, "--constraint", str(constraints), *packages)
     stamp.touch()
     return inside

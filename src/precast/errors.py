@@ -10,7 +10,6 @@
     ├── ScalerError (RuntimeError, ValueError, AssertionError)  a gradient scaler used wrongly
     │   └── BrokenModelError              gradients that nothing has mended; `verdict` says what was seen
     ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
-    ├── CheckError (RuntimeError)         a rule of `precast check` failed on a file, which is a defect of precast's
     ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
     ├── OutputError (OSError)             a result that could not be written; what was there before still is
     ├── MissingExtraError (ImportError)   an optional package is not installed; says what to install
@@ -27,7 +26,6 @@ __all__ = [
     "AttachError",
     "BannedOperationError",
     "BrokenModelError",
-    "CheckError",
     "MissingExtraError",
     "MonitorError",
     "OutputError",
@@ -76,10 +74,6 @@ class StaleWeightError(PrecastError, RuntimeError):
 
 class MonitorError(PrecastError, TypeError, ValueError):
     """`monitor` was given something that it cannot watch, or a setting that is impossible."""
-
-
-class CheckError(PrecastError, RuntimeError):
-    """A rule of `precast check` failed on a file: a defect of precast's, not of the file."""
 
 
 class ScalerError(PrecastError, RuntimeError, ValueError, AssertionError):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import precast
-from tests.project.test_package import ROOT, Built, contents, made, run
+from tests.project.test_package import LINT, ROOT, Built, contents, made, run
 from tests.support.pages import blocks
 
 README, START = ROOT / "README.md", ROOT / "docs" / "start.md"
@@ -49,11 +49,41 @@ def test_the_command_and_the_readme_need_nothing_more(programs: Path, tmp_path: 
     command = str(programs / "precast")
     assert run([command, "--version"], tmp_path) == f"precast, version {precast.__version__}\n"
     (tmp_path / "readme.py").write_text(page(README), encoding="utf-8")
-    run([command, "check", "readme.py"], tmp_path)
+    told = subprocess.run(
+        [command, "check", "readme.py"], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 1
+    assert "pip install precast-lint" in told.stderr
     run([str(programs / "python"), *WITHOUT_NUMPY, "readme.py"], tmp_path)
     code = "import precast; print(precast.__file__)"
     home = run([str(programs / "python"), "-c", code], tmp_path).strip()
     assert Path(home).is_relative_to(programs.parent)
+
+
+def test_the_checker_needs_no_pytorch_and_is_found_by_precast_where_both_are(
+    programs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    checker = made(tmp_path_factory.mktemp("lint"), LINT)
+    run([sys.executable, "-m", "venv", str(tmp_path / "alone")], tmp_path)
+    alone = tmp_path / "alone" / "bin"
+    (tmp_path / "readme.py").write_text(page(README), encoding="utf-8")
+    for source in (checker.wheel, checker.sdist):
+        pip = [str(alone / "pip"), "install", "-q", "--no-compile", "--force-reinstall"]
+        run([*pip, *CONSTRAINTS, str(source)], tmp_path)
+        run([str(alone / "precast-lint"), "check", "--no-cache", "readme.py"], tmp_path)
+    there = run([str(alone / "pip"), "list", "--format=freeze"], tmp_path)
+    assert not re.search("^(torch|precast)==", there, re.M)
+    assert re.search("^precast-lint==", there, re.M)
+    # Beside precast it is its commands: the environment of the other tests stays as it is.
+    site = run([str(alone / "python"), "-c", "import click; print(click.__path__[0])"], tmp_path)
+    both = {"PYTHONPATH": str(Path(site.strip()).parent)}
+    found = subprocess.run(
+        [str(programs / "precast"), "check", "--no-cache", "readme.py"],
+        cwd=tmp_path,
+        env=both,
+        check=False,
+    )
+    assert found.returncode == 0
 
 
 def test_the_source_distribution_installs_the_same(

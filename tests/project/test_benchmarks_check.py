@@ -26,9 +26,9 @@ def test_all_numbers_are_there_and_make_a_table(tmp_path: Path) -> None:
     assert [row["using"] for row in found["growth"]] == [0, 2, 4, 8]
     found |= {"rounds": 1, "cpu": "a CPU", "load": 0, "date": "today", "torchfix": "None."}
     text = check.table(found)
-    assert "| precast check |" in text
+    assert "| precast-lint check |" in text
     assert "| ruff check |" in text
-    assert found["seconds"]["import precast.rewrite"] < found["seconds"]["precast check"]
+    assert found["seconds"]["import precast_lint"] < found["seconds"]["precast-lint check"]
 
 
 def test_a_program_that_fails_is_no_measurement() -> None:
@@ -44,9 +44,9 @@ def test_the_page_is_that_of_the_numbers() -> None:
         found = json.loads(check.DATA.read_text(encoding="utf-8"))
         assert between.strip() == check.table(found).strip()
         times = found["seconds"]
-        assert times["LibCST parses it all"] >= 20 * times["precast check"]
-        assert times["precast check, from its cache"] < 2
-        assert times["precast check, of one file without AMP"] < 0.15
-        assert times["import precast.rewrite"] < 0.15
+        assert times["LibCST parses it all"] >= 20 * times["precast-lint check"]
+        assert times["precast-lint check, from its cache"] < 2
+        assert times["precast-lint check, of one file without AMP"] < 0.15
+        assert times["import precast_lint"] < 0.15
     else:
         assert not between

@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 import precast
 
 ROOT = Path(__file__).parents[2]
+LINT = ROOT / "lint"
 INFO = f"precast-{precast.__version__}.dist-info"
 MAY_SHIP = (
     "precast/*.py",  # `*` fits a slash, too
@@ -52,8 +53,8 @@ def build(source: Path, out: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def made(out: Path) -> Built:
-    build(ROOT, out)
+def made(out: Path, source: Path = ROOT) -> Built:
+    build(source, out)
     [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
     return Built(wheel, sdist)
 
@@ -63,16 +64,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return made(tmp_path_factory.mktemp("dist"))
 
 
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The distribution `precast-lint`."""
+    return made(tmp_path_factory.mktemp("lint"), LINT)
+
+
 def contents(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 @functools.cache
-def source_tree() -> dict[str, bytes]:
-    files = (path for path in (ROOT / "src").rglob("*") if path.is_file())
+def source_tree(source: Path = ROOT / "src") -> dict[str, bytes]:
+    files = (path for path in source.rglob("*") if path.is_file())
     kept = (path for path in files if "__pycache__" not in path.parts)
-    return {path.relative_to(ROOT / "src").as_posix(): path.read_bytes() for path in kept}
+    return {path.relative_to(source).as_posix(): path.read_bytes() for path in kept}
 
 
 def unwanted(names: Iterable[str]) -> list[str]:
@@ -86,6 +93,17 @@ def test_the_wheel_is_the_source_tree_and_nothing_else(built: Built) -> None:
     package = {name: data for name, data in shipped.items() if not name.startswith(INFO)}
     assert package == source_tree()
     assert unwanted(package) == []
+
+
+def test_the_wheel_of_the_checker_is_its_source_tree_and_needs_what_it_says(checker: Built) -> None:
+    shipped = contents(checker.wheel)
+    [about] = [data for name, data in shipped.items() if name.endswith(".dist-info/METADATA")]
+    package = {name: data for name, data in shipped.items() if ".dist-info/" not in name}
+    assert package == source_tree(LINT / "src")
+    assert [n for n in package if not fnmatch(n, "precast_lint/*.py")] == ["precast_lint/py.typed"]
+    required = email.message_from_string(about.decode()).get_all("Requires-Dist", [])
+    always = {r.name for r in map(Requirement, required) if r.marker is None}
+    assert always == {"click", "libcst"}
 
 
 @pytest.mark.parametrize(
@@ -161,8 +179,8 @@ def test_the_extra_all_has_every_extra_of_the_program_but_those_of_trainers(buil
 
 
 @pytest.fixture(scope="module")
-def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with this wheel; what precast depends on is taken from this one.
+def installed(built: Built, checker: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with these wheels; what they depend on is taken from this one.
 
     A folder named in a `.pth` file is searched last, and no `.pth` file inside is read: the source tree, which is
     installed in this environment by such a file, is out of reach.
@@ -170,9 +188,10 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder)
     programs = folder / "bin"
-    install = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(built.wheel)]
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
     python = str(programs / "python")
-    run([sys.executable, "-m", "pip", "--python", python, *install], folder)
+    wheels = [str(built.wheel), str(checker.wheel)]
+    run([sys.executable, "-m", "pip", "--python", python, *install, *wheels], folder)
     site = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder)
     others = Path(site.strip()) / "others.pth"
     others.write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
@@ -195,7 +214,7 @@ def test_the_installed_command_answers_and_checks(installed: Path, tmp_path: Pat
     old = tmp_path / "old.py"
     old.write_text("import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n")
     assert "AMP001" in run([command, "check", "old.py"], tmp_path, code=1)
-    run([command, "fix", "old.py"], tmp_path)
+    run([str(installed / "precast-lint"), "fix", "old.py"], tmp_path)
     assert 'torch.amp.autocast("cuda")' in old.read_text(encoding="utf-8")
 
 

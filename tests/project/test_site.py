@@ -374,7 +374,6 @@ def test_every_picture_is_drawn_and_described_in_both_languages() -> None:
 _MODULES = ["distributed.py", "errors.py", "report/__init__.py", "integrations/[a-z]*.py"]
 _INTERNAL = {  # for precast itself
     "precast.grad_scaler.distributed.chosen_for",
-    "precast.errors.CheckError",
     "precast.diagnostics.report.needed",
 }
 

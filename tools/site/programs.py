@@ -109,7 +109,7 @@ class Programs:
     def _contents(self) -> str:
         """A name for all that what a program prints can depend on."""
         told = hashlib.sha256(f"{sys.version} {version('torch')}".encode())
-        for folder in (self.folder, self.root / "src" / "precast"):
+        for folder in (self.folder, self.root / "src", self.root / "lint" / "src"):
             for path in sorted(folder.rglob("*")):
                 if path.suffix in {".py", ".toml"}:
                     told.update(f"\0{path.relative_to(folder)}\0".encode() + path.read_bytes())

@@ -11,7 +11,7 @@ from precast.errors import MissingExtraError
 
 __all__ = ["missing_extra", "missing_requirement"]
 
-_REQUIRED: Final = ("torch", "click", "libcst", "rich", "tomli_w")
+_REQUIRED: Final = ("torch", "click", "rich", "tomli_w")
 """What precast is always installed with, but by `--no-deps`."""
 
 
@@ -30,8 +30,8 @@ def missing_requirement(what: str, error: ModuleNotFoundError) -> MissingExtraEr
         return None
     if package == "torch":
         return MissingExtraError(
-            f"{what} needs PyTorch, which is not installed here. Write: pip install torch. `precast check`, "
-            "`precast fix`, `precast rule` and `precast report` do without."
+            f"{what} needs PyTorch, which is not installed here. Write: pip install torch. `precast report` "
+            "does without."
         )
     return MissingExtraError(
         f"{what} needs the package {package}, which precast was installed without. Write: pip install "

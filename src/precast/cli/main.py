@@ -17,7 +17,7 @@ import click
 
 from precast._internal.missing import missing_requirement
 from precast._internal.version import __version__
-from precast.cli import check_command, run_command
+from precast.cli import other_commands, run_command
 from precast.errors import PolicyError, PrecastError
 
 if TYPE_CHECKING:
@@ -29,7 +29,16 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class _Commands(click.Group):
-    """Commands whose `PrecastError` is one message on stderr and exit code 1, not a traceback."""
+    """Commands whose `PrecastError` is one message on stderr and exit code 1, not a traceback.
+
+    Those of other distributions are among them.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *other_commands.names()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name) or other_commands.find(cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -62,14 +71,8 @@ def main() -> None:
     """A replacement for torch.amp whose precision table you can edit."""
 
 
-for _command in (
-    check_command.check,
-    check_command.fix,
-    check_command.rule,
-    run_command.run,
-    run_command.report,
-):
-    main.add_command(_command)
+main.add_command(run_command.run)
+main.add_command(run_command.report)
 
 
 @main.command(short_help="Train in float32 and in mixed precision, and compare.")

@@ -1,0 +1,171 @@
+"""The oldest PyTorch that a project is for, read from the files in which projects say so; none of them is run.
+
+Invariants: the files of one folder are read, the nearest above a path that has any; what cannot be read says
+nothing; of several pins the oldest counts, as the code has to run there too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["NEWEST", "oldest_torch"]
+
+_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
+_PATTERNS = (
+    "*requirements*.txt",
+    "requirements/*.txt",
+    "environment*.y*ml",
+    "env.y*ml",
+    "conda*.y*ml",
+    "meta.yaml",
+    "recipe/meta.yaml",
+    "conda/meta.yaml",
+)
+_LARGEST = 1 << 20  # bytes; a list of requirements is smaller
+_LONGEST = 200  # characters of a requirement; a longer text is a description that speaks of one
+_PIN = re.compile(
+    r"""(?<![\w.-])(?:py)?torch(?:\[[\w,\s-]*\])?\s*\(?\s*(?P<signs>(?:[<>=~!^]=?=?\s*v?\d[\w.*+!-]*\s*,?\s*)+)"""
+)
+_CONDITION = re.compile(r"([<>=~!^]+)\s*v?(\d[\w.*+!-]*)")
+NEWEST = (2, 15)
+"""The newest PyTorch that there is.
+
+precast's own range ends there too. Neither imports the other for one number, so a test compares the two.
+"""
+
+# The minor versions of PyTorch from the first one with autocast on; a bound above the last one bounds nothing.
+_MINORS = [
+    *(f"1.{minor}" for minor in range(6, 14)),
+    *(f"{NEWEST[0]}.{minor}" for minor in range(NEWEST[1] + 1)),
+]
+
+
+def oldest_torch(start: Path) -> str | None:
+    """The oldest PyTorch that the project around a path allows; None where it does not say.
+
+    Args:
+        start: a file or folder of the project.
+    """
+    for folder in [start.absolute(), *start.absolute().parents]:
+        found = [lowest for text in _texts(folder) if (lowest := _lowest(text)) is not None]
+        if found:
+            return min(found, key=_release)
+        if (folder / ".git").exists() or any((folder / name).is_file() for name in _FILES):
+            return None
+    return None
+
+
+def _texts(folder: Path) -> Iterator[str]:
+    """The requirements that a folder's files state, as texts with one or more of them."""
+    if not folder.is_dir():
+        return
+    for path in [*(folder / name for name in _FILES), *_listed(folder)]:
+        text = _read(path)
+        if path.name == "pyproject.toml":
+            yield from _in_pyproject(text)
+        elif path.suffix == ".py":
+            yield from _in_python(text)
+        else:
+            yield from (line.partition("#")[0] for line in text.splitlines())
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(path for pattern in _PATTERNS for path in folder.glob(pattern))
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.is_file() and path.stat().st_size <= _LARGEST:
+            return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        pass
+    return ""
+
+
+def _in_python(text: str) -> Iterator[str]:
+    """The strings of a setup.py, those of lists and of `install_requires.append("torch>=2")` alike."""
+    import ast
+
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str) and len(value) < _LONGEST:
+            yield value
+
+
+def _in_pyproject(text: str) -> Iterator[str]:
+    """The requirements of a pyproject.toml: the standard's tables, and those of Poetry, PDM, Hatch and uv."""
+    import tomllib
+
+    try:
+        document = tomllib.loads(text)
+    except ValueError:
+        return
+    project = document.get("project", {})
+    yield from _strings(project.get("dependencies"))
+    yield from _strings(project.get("optional-dependencies"))
+    yield from _strings(document.get("dependency-groups"))
+    tools = document.get("tool", {})
+    for name in ("pdm", "uv", "hatch"):
+        yield from _strings(tools.get(name))
+    for table in _tables(tools.get("poetry")):
+        wanted = table.get("torch")
+        wanted = wanted.get("version") if isinstance(wanted, dict) else wanted
+        if isinstance(wanted, str):
+            yield f"torch{wanted if wanted[:1] in '<>=~!^' else '==' + wanted}"
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _tables(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from _tables(inner)
+
+
+def _lowest(text: str) -> str | None:
+    """The oldest PyTorch that one requirement allows; None where it is not about PyTorch, or allows every one."""
+    match = _PIN.search(text)
+    if match is None:
+        return None
+    conditions = _CONDITION.findall(match["signs"])
+    floors = [number for sign, number in conditions if sign[0] in "=~^" or sign in (">=", ">")]
+    known = [floor for floor in map(_number, floors) if floor]
+    if known:
+        return max(known, key=_release)
+    return _below(_number(number) for sign, number in conditions if sign in ("<", "<="))
+
+
+def _number(text: str) -> str:
+    """`1.6.0+cu101` and `2.1.*` as the numbers that they begin with."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return match[0] if match else ""
+
+
+def _release(number: str) -> tuple[int, ...]:
+    return tuple(map(int, number.split(".")))
+
+
+def _below(bounds: Iterable[str]) -> str | None:
+    """The newest minor version below a bound that has no other side; None where that is the newest of all."""
+    highest = min((_release(bound) for bound in bounds if bound), default=None)
+    if highest is None:
+        return None
+    older = [minor for minor in _MINORS if _release(minor) < highest]
+    return older[-1] if older and older[-1] != _MINORS[-1] else None

@@ -1,0 +1,120 @@
+"""AMP005: imports of torch.cuda.amp and torch.cpu.amp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint import old_names
+from precast_lint.guards import is_guarded
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import cst, dotted
+
+__all__ = ["RULE"]
+
+_MODULES = ("torch.cuda.amp", "torch.cpu.amp")
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each name that an import takes from there."""
+    yield from old_names.findings(source, RULE)
+    for statement in source.all(cst.ImportFrom):
+        module = None if statement.relative else dotted(statement.module)
+        is_old = isinstance(statement.names, cst.ImportStar) and module in _MODULES
+        if is_old and source.allows("2.4") and not is_guarded(source, statement):
+            yield source.find(RULE, statement, RULE.message.format(old=f"{module}.*"))
+
+
+VALID = (
+    Case("""
+        from torch.amp import GradScaler, autocast
+    """),
+    Case("""
+        try:
+            from torch.amp import GradScaler
+        except ImportError:
+            from torch.cuda.amp import GradScaler
+    """),
+    Case("""
+        try:
+            from torch.amp import *
+        except ImportError:
+            from torch.cuda.amp import *
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        from torch.cuda.amp import *
+
+        with autocast():
+            pass
+        """,
+        count=1,
+        note="Which names come from there is not known, so nothing is changed.",
+    ),
+    Case(
+        """
+        from torch.cuda.amp import (
+            GradScaler,  # the scaler
+            autocast,
+        )
+
+        scaler = GradScaler()
+        with autocast():
+            pass
+        """,
+        """
+        from torch.amp import (
+            GradScaler,  # the scaler
+            autocast,
+        )
+
+        scaler = GradScaler("cuda")
+        with autocast("cuda"):
+            pass
+        """,
+        also=("AMP001", "AMP003"),
+    ),
+    Case(
+        """
+        from torch.cuda.amp import GradScaler
+
+        __all__ = ["GradScaler"]
+        """,
+        note="Other files may import the name from here: there is no fix.",
+    ),
+    Case(
+        """
+        from torch.cuda.amp import autocast
+
+        class Region(autocast):
+            pass
+        """,
+        note="A use that can't be changed keeps the import.",
+    ),
+)
+
+RULE = Rule(
+    code="AMP005",
+    name="old-import",
+    severity=Severity.WARNING,
+    fix=Applicability.SAFE,
+    message="`{old}` is deprecated; import from `torch.amp`",
+    what="Imports of names of `torch.cuda.amp` and `torch.cpu.amp`, or of these modules under a name.",
+    why="What is imported is deprecated since PyTorch 2.4. All uses of the name are changed with the import.",
+    fine="The file offers the name to others, which call it in the old way.",
+    words=(
+        "cuda autocast",
+        "cpu autocast",
+        "GradScaler",
+        "custom_fwd",
+        "custom_bwd",
+        "torch.cuda.amp import *",
+        "torch.cpu.amp import *",
+    ),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

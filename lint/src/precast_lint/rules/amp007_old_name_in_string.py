@@ -1,0 +1,139 @@
+"""AMP007: strings that name something deprecated: quoted annotations, what mocks replace, configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint import old_names
+from precast_lint.guards import is_guarded
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.names import canonical
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst, dotted, strings
+
+__all__ = ["RULE"]
+
+_LOADERS = {
+    "get_class",
+    "import_module",
+    "import_string",
+    "instantiate",
+    "load_object",
+    "locate",
+    "patch",
+    "resolve_name",
+    "setattr",
+}
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each string."""
+    yield from old_names.findings(source, RULE)
+    for string in source.all(cst.SimpleString):
+        name = strings(string)
+        old = old_names.OLD.get(canonical(name)) if name else None
+        if old is None or name is None or not source.allows(old.since):
+            continue
+        if _is_loaded(source, string) and not is_guarded(source, string):
+            message = RULE.message.format(old=name, new=old_names.new_name(name))
+            yield source.find(RULE, string, message)
+
+
+def _is_loaded(source: Source, string: Node) -> bool:
+    """Whether code that gets this string is going to look the name up: no text for people."""
+    parent = source.parents[string]
+    if isinstance(parent, cst.Arg):
+        call = source.parents[parent]
+        name = dotted(call.func) if isinstance(call, cst.Call) else None
+        return (name or "").rpartition(".")[2] in _LOADERS
+    if isinstance(parent, cst.DictElement):
+        return parent.value is string
+    return isinstance(parent, (cst.Assign, cst.AnnAssign))
+
+
+VALID = (
+    Case("""
+        \"\"\"torch.cuda.amp.autocast\"\"\"
+        print("torch.cuda.amp.autocast")
+        OLD = ["torch.cuda.amp.autocast"]
+    """),
+    Case(
+        """
+        import warnings
+
+        warnings.filterwarnings("ignore", message="torch.cuda.amp.GradScaler")
+        """,
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(scaler: "torch.cuda.amp.GradScaler | None") -> None:
+            pass
+        """,
+        """
+        import torch
+
+        def train(scaler: "torch.amp.GradScaler | None") -> None:
+            pass
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        from unittest import mock
+
+        def test_region():
+            with mock.patch("torch.cuda.amp.autocast"):
+                run()
+        """,
+        note="What is tested may use the new name, and then nothing is replaced. There is no fix: read both.",
+    ),
+    Case(
+        """
+        settings = {"scaler": "torch.cuda.amp.GradScaler"}
+        """,
+        note="Who makes an object of it hands on arguments that are not seen here.",
+    ),
+    Case(
+        """
+        from __future__ import annotations
+        from typing import TYPE_CHECKING
+        if TYPE_CHECKING:
+            from torch.cuda.amp import GradScaler
+
+        def train(scaler: "GradScaler") -> None:
+            pass
+        """,
+        """
+        from __future__ import annotations
+        from typing import TYPE_CHECKING
+        if TYPE_CHECKING:
+            from torch.amp import GradScaler
+
+        def train(scaler: "GradScaler") -> None:
+            pass
+        """,
+    ),
+)
+
+RULE = Rule(
+    code="AMP007",
+    name="old-name-in-string",
+    severity=Severity.WARNING,
+    fix=Applicability.SAFE,
+    message="`{old}` is deprecated; use `{new}`",
+    what=(
+        "Deprecated names in strings that are code: quoted annotations, what `mock.patch` replaces, what a "
+        "configuration has loaded."
+    ),
+    why="A search for imports does not find them, and they fail when the deprecated name goes.",
+    fine="The string is shown to people, or stands for old files.",
+    words=("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd"),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

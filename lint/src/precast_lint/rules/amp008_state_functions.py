@@ -1,0 +1,177 @@
+"""AMP008: functions for autocast's state that have the device in their name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from precast_lint.guards import is_guarded
+from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.old_names import is_listed
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_DEVICES = {"gpu": "cuda", "cpu": "cpu", "xla": "xla", "ipu": "ipu"}
+_OLD = re.compile(
+    r"torch\.(?P<verb>is|get|set)_autocast_(?P<device>gpu|cpu|xla|ipu)_(?P<what>dtype|enabled)"
+)
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each use, and for imports that nothing else is to be said about."""
+    if not source.allows("2.4"):
+        return
+    for node in [*source.all(cst.Attribute), *source.all(cst.Name)]:
+        if isinstance(node, cst.Name) and node not in source.scopes.scope_of:
+            continue
+        match = _OLD.fullmatch(source.origin(node) or "")
+        if match is None or isinstance(source.parents.get(node), cst.Attribute):
+            continue
+        if match["device"] == "gpu" and match["what"] == "enabled":  # never was one
+            continue
+        if any(b.node is node for b in source.names.bindings(node)) or is_guarded(source, node):
+            continue
+        if is_listed(source, node):
+            continue
+        new = f"{match['verb']}_autocast_{match['what']}"
+        message = RULE.message.format(old=match[0], new=f"torch.{new}")
+        fix = _fix(source, node, new, _DEVICES[match["device"]])
+        yield source.find(RULE, node, message, fix)
+
+
+def _fix(source: Source, node: Node, new: str, device: str) -> Fix | None:
+    """The device goes first; None for what is no call through the module."""
+    call = source.parents[node]
+    if not isinstance(node, cst.Attribute) or not isinstance(call, cst.Call):
+        return None
+    if call.func is not node or any(arg.star or arg.keyword for arg in call.args):
+        return None
+    quoted = source.quoted(device, call)
+    if call.args:
+        first = source.before(call.args[0], f"{quoted}, ")
+    else:
+        end = source.span(call).end - 1
+        first = Edit(end, end, quoted)
+    return source.fix(f"Use torch.{new}", source.replace(node.attr, new), first)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+    """),
+    Case(
+        """
+        import torch
+
+        dtype = torch.get_autocast_gpu_dtype()
+        """,
+        min_torch="2.3",
+        note="`torch.get_autocast_dtype` is there since PyTorch 2.4.",
+    ),
+    Case("""
+        import torch
+
+        if hasattr(torch, "get_autocast_dtype"):
+            dtype = torch.get_autocast_dtype("cuda")
+        else:
+            dtype = torch.get_autocast_gpu_dtype()
+    """),
+    Case(
+        """
+        import torch
+
+        def is_on(device):
+            try:
+                return torch.is_autocast_enabled(device)
+            except TypeError:
+                return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
+        """,
+        note="Before 2.4 the function takes no device: what is in the handler is for then.",
+    ),
+    Case(
+        """
+        import torch
+
+        ignored = {torch.get_autocast_gpu_dtype, torch.is_autocast_cpu_enabled}
+        handlers = {torch.get_autocast_cpu_dtype: handle}
+        """,
+        note="Functions that are only listed: the old ones are meant.",
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        if torch.is_autocast_cpu_enabled():
+            dtype = torch.get_autocast_cpu_dtype()
+        else:
+            torch.set_autocast_gpu_dtype(torch.bfloat16)
+        """,
+        """
+        import torch
+
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+        else:
+            torch.set_autocast_dtype("cuda", torch.bfloat16)
+        """,
+        count=3,
+    ),
+    Case(
+        """
+        import torch
+
+        print(f"on the CPU: {torch.is_autocast_cpu_enabled()}")
+        """,
+        """
+        import torch
+
+        print(f"on the CPU: {torch.is_autocast_enabled('cpu')}")
+        """,
+        note="In marks that do not end the text around it.",
+    ),
+    Case(
+        """
+        from torch import get_autocast_gpu_dtype
+
+        dtype = get_autocast_gpu_dtype()
+        """,
+        note="Change the import by hand: there is no fix.",
+    ),
+    Case("""
+        import torch as th
+
+        ask = th.get_autocast_xla_dtype
+    """),
+)
+
+RULE = Rule(
+    code="AMP008",
+    name="state-functions",
+    severity=Severity.WARNING,
+    fix=Applicability.SAFE,
+    message="`{old}` is deprecated; use `{new}` with the device type",
+    what="`torch.get_autocast_gpu_dtype`, `torch.is_autocast_cpu_enabled` and others with a device in their name.",
+    why=(
+        "They are deprecated since PyTorch 2.4 and warn. One function for each question takes the device type, so the "
+        "same code serves all devices."
+    ),
+    fine="The code has to run on PyTorch before 2.4: set `min-torch`.",
+    words=(
+        "autocast_gpu_dtype",
+        "autocast_cpu_dtype",
+        "autocast_cpu_enabled",
+        "autocast_xla_",
+        "autocast_ipu_",
+    ),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

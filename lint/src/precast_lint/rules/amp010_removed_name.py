@@ -1,0 +1,151 @@
+"""AMP010: names that PyTorch has removed, and private ones of its AMP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint import old_names
+from precast_lint.guards import is_guarded
+from precast_lint.imports import is_alone
+from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import cst, dotted
+
+__all__ = ["RULE"]
+
+# A name of torch._six -> the statement that binds it to the same thing.
+_SIX = {
+    "PY2": "{} = False",
+    "PY3": "{} = True",
+    "container_abcs": "from collections import abc as {}",
+    "inf": "from math import inf",
+    "int_classes": "{} = int",
+    "nan": "from math import nan",
+    "string_classes": "{} = (str, bytes)",
+}
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each private name, and each import of torch._six."""
+    yield from old_names.findings(source, RULE)
+    for statement in source.all(cst.ImportFrom):
+        is_six = dotted(statement.module) == "torch._six" and not statement.relative
+        if is_six and not is_guarded(source, statement):
+            yield source.find(RULE, statement, _SIX_MESSAGE, _without_six(source, statement))
+    for node in source.all(cst.Attribute):
+        if source.names.path(node) == "torch._six" and not is_guarded(source, node):
+            yield source.find(RULE, node, _SIX_MESSAGE)
+
+
+_SIX_MESSAGE = "`torch._six` was removed in PyTorch 2.0"
+
+
+def _without_six(source: Source, statement: cst.ImportFrom) -> Fix | None:
+    """Statements that bind the same names; None where one of them is not known, or the line holds more."""
+    if isinstance(statement.names, cst.ImportStar) or not is_alone(source, statement):
+        return None
+    start = source.text.line_start(source.span(statement).start)
+    indent = source.text.data[start : source.span(statement).start].decode("utf-8")
+    lines = []
+    for alias in statement.names:
+        name = dotted(alias.name) or ""
+        bound = dotted(alias.asname.name) if alias.asname else name
+        if name not in _SIX:
+            return None
+        line = _SIX[name].format(bound)
+        lines.append(line if "{}" in _SIX[name] or bound == name else f"{line} as {bound}")
+    text = f"{source.text.newline}{indent}".join(lines)
+    return source.fix("Import from where it is", source.replace(statement, text), unsafe=True)
+
+
+VALID = (
+    Case("""
+        from math import inf
+    """),
+    Case("""
+        try:
+            from torch._six import inf
+        except ImportError:
+            from torch import inf
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        from torch._six import container_abcs, inf, string_classes
+        """,
+        """
+        from collections import abc as container_abcs
+        from math import inf
+        string_classes = (str, bytes)
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        from torch.cuda.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+
+        class Scaler(GradScaler):
+            def reset(self):
+                return _refresh_per_optimizer_state()
+        """,
+        """
+        from torch.amp.grad_scaler import _refresh_per_optimizer_state
+        from torch.cuda.amp.grad_scaler import GradScaler
+
+        class Scaler(GradScaler):
+            def reset(self):
+                return _refresh_per_optimizer_state()
+        """,
+        unsafe=True,
+        also=("AMP005", "AMP006"),
+    ),
+    Case(
+        """
+        import torch
+        from torch.cuda.amp import autocast_mode
+
+        def cast(args):
+            return autocast_mode._cast(args, torch.float16)
+        """,
+        """
+        import torch
+        from torch.amp import autocast_mode
+
+        def cast(args):
+            return autocast_mode._cast(args, "cuda", torch.float16)
+        """,
+        unsafe=True,
+        note="The new function takes the device type between the values and the dtype.",
+    ),
+    Case("""
+        import torch
+
+        if isinstance(x, torch._six.string_classes):
+            pass
+    """),
+)
+
+RULE = Rule(
+    code="AMP010",
+    name="removed-name",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="`{old}` is private to PyTorch: it moved, and may go without a warning",
+    what=(
+        "Private names that moved with `torch.amp` (`_cast`, `_refresh_per_optimizer_state`), and `torch._six`, "
+        "which was removed."
+    ),
+    why="The import fails on a current PyTorch, or will on a coming one.",
+    fine="The code runs on one fixed, old version of PyTorch only.",
+    words=(
+        "torch _six",
+        "cuda _refresh_per_optimizer_state",
+        "cuda _MultiDeviceReplicator",
+        "autocast _cast",
+    ),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,218 @@
+"""AMP101: a region that is not told its device type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.arguments import Arguments
+from precast_lint.guards import is_tried
+from precast_lint.kinds import is_dtype, is_flag, the_device
+from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.names import canonical
+from precast_lint.regions import AUTOCASTS
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_REGIONS = ("torch.amp.autocast", "precast.autocast")
+_QUERIES = ("torch.get_autocast_dtype", "torch.amp.is_autocast_available")
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each call without a device type."""
+    for call, arguments in [*source.calls(*_REGIONS, *_QUERIES), *_one_of_several(source)]:
+        if arguments.starred or "device_type" in arguments.keywords or is_tried(source, call):
+            continue
+        first = arguments.get("device_type", 0)
+        if first is not None and _slot(source, first) is None:
+            continue
+        yield source.find(RULE, call, fix=_fix(source, call, arguments, first))
+
+
+def _one_of_several(source: Source) -> Iterator[tuple[cst.Call, Arguments]]:
+    """The calls of a name that several imports bind to regions, one of which is to be told its device type."""
+    for call in source.all(cst.Call):
+        bindings = source.names.bindings(call.func)
+        if len(bindings) < 2 or any(b.kind not in ("import", "from") for b in bindings):
+            continue
+        origins = {canonical(binding.path or "") for binding in bindings}
+        if len(origins) > 1 and origins <= set(AUTOCASTS) and origins & set(_REGIONS):
+            yield call, Arguments.of(call)
+
+
+def _slot(source: Source, node: Node) -> str | None:
+    """The parameter that an argument in the device's place is meant for."""
+    if is_dtype(source, node):
+        return "dtype"
+    return "enabled" if is_flag(source, node) else None
+
+
+def _fix(source: Source, call: cst.Call, arguments: Arguments, first: Node | None) -> Fix | None:
+    device = the_device(source)
+    if device is None or len(arguments.positional) > 1:
+        return None
+    text = source.quoted(device, call)
+    message = "Give the only device type that the file names"
+    if first is not None:
+        name = _slot(source, first)
+        if name in arguments.keywords or source.origin(call.func) in _QUERIES:
+            return None
+        return source.fix(message, source.before(call.args[0], f"{text}, {name}="), unsafe=True)
+    if call.args:
+        return source.fix(message, source.before(call.args[0], f"{text}, "), unsafe=True)
+    end = source.span(call).end - 1
+    return source.fix(message, Edit(end, end, text), unsafe=True)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        def run(device_type, **options):
+            with torch.autocast(device_type), torch.autocast(device_type="cpu", enabled=False):
+                return torch.autocast(**options)
+    """),
+    Case(
+        """
+        from torch.cuda.amp import autocast
+
+        with autocast(), autocast(enabled=True):
+            pass
+        """,
+        note="The old names know their device.",
+    ),
+    Case(
+        """
+        import pytest
+        import torch
+
+        def test_device_type_is_needed():
+            with pytest.raises(TypeError):
+                torch.autocast()
+        """,
+        note="It is expected to fail.",
+    ),
+    Case("""
+        from accelerate import Accelerator
+
+        with Accelerator().autocast():
+            pass
+    """),
+    Case(
+        """
+        try:
+            from torch.amp import autocast
+        except ImportError:
+            from torch import autocast
+
+        with autocast("cuda"):
+            pass
+        """,
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        model = Net().cuda()
+        with torch.autocast(dtype=torch.bfloat16):
+            model(x)
+        """,
+        """
+        import torch
+
+        model = Net().cuda()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            model(x)
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        from torch import autocast
+
+        model.to('cuda:0')
+        with autocast():
+            pass
+        """,
+        """
+        from torch import autocast
+
+        model.to('cuda:0')
+        with autocast('cuda'):
+            pass
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with torch.amp.autocast(enabled=True):
+            pass
+        """,
+        note="The file is for two device types: there is no fix.",
+    ),
+    Case(
+        """
+        import torch
+
+        x = x.cuda()
+        with torch.autocast(torch.bfloat16):
+            pass
+        with torch.autocast(scaler is not None, dtype=torch.bfloat16):
+            pass
+        """,
+        """
+        import torch
+
+        x = x.cuda()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            pass
+        with torch.autocast("cuda", enabled=scaler is not None, dtype=torch.bfloat16):
+            pass
+        """,
+        unsafe=True,
+        count=2,
+    ),
+    Case("""
+        import torch
+
+        dtype = torch.get_autocast_dtype()
+    """),
+    Case(
+        """
+        try:
+            from torch.amp import autocast
+        except ImportError:
+            from torch.cuda.amp import autocast
+
+        with autocast():
+            pass
+        """,
+        note="It raises with the first of the two, which is there since PyTorch 1.12.",
+    ),
+)
+
+RULE = Rule(
+    code="AMP101",
+    name="missing-device-type",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="the device type is missing: this raises when it runs",
+    what="`torch.autocast`, `torch.get_autocast_dtype` and `torch.amp.is_autocast_available` without a device type.",
+    why=(
+        "The device type is the first parameter and has no default value. Code that was moved from "
+        "`torch.cuda.amp.autocast` by changing the import alone raises TypeError, or ValueError if it gives a dtype "
+        "or a flag by position."
+    ),
+    fine="Never: it raises on each PyTorch that has the name.",
+    words=("autocast",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,338 @@
+"""AMP104: a device where the device type is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.guards import is_tried
+from precast_lint.imports import name_for
+from precast_lint.kinds import is_device, texts
+from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst, strings
+
+__all__ = ["RULE"]
+
+_INDEXED = "a device type has no index: older PyTorch raises, newer takes it without asking whether there is CUDA"
+_NEVER_CAST = "a device type has no index: no tensor is on this one, so no input is cast"
+_REGIONS = ("torch.amp.autocast", "precast.autocast")
+_FUNCTIONS = (
+    "torch.amp.custom_fwd",
+    "torch.amp.custom_bwd",
+    "precast.custom_fwd",
+    "precast.custom_bwd",
+)
+_QUERIES = (
+    "torch.is_autocast_enabled",
+    "torch.set_autocast_enabled",
+    "torch.get_autocast_dtype",
+    "torch.set_autocast_dtype",
+    "torch.amp.is_autocast_available",
+)
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each device that is given as a device type."""
+    for call, arguments in source.calls(*_REGIONS, *_FUNCTIONS, *_QUERIES):
+        origin = source.origin(call.func) or ""
+        value = arguments.get("device_type", None if origin in _FUNCTIONS else 0)
+        if value is None or arguments.starred or is_tried(source, call):
+            continue
+        if is_device(source, value):
+            yield source.find(RULE, value, fix=_typed(source, call, value))
+        elif origin not in _QUERIES and _is_indexed(source, value):
+            mild = origin == "torch.amp.autocast"
+            if mild and _is_one_of_several(source, value):
+                continue
+            message = _NEVER_CAST if origin in _FUNCTIONS else _INDEXED
+            severity = Severity.WARNING if mild else Severity.ERROR
+            yield source.find(RULE, value, message, _without_index(source, call, value), severity)
+
+
+def _is_indexed(source: Source, node: Node) -> bool:
+    """`"cuda:0"`, `f"cuda:{rank}"`, `str(device)`, or a name that may be such a text."""
+    if isinstance(node, cst.FormattedString):
+        first = node.parts[0] if node.parts else None
+        return isinstance(first, cst.FormattedStringText) and ":" in first.value
+    if _described(source, node) is not None:
+        return True
+    return any(":" in text for text in texts(source, node))
+
+
+def _is_one_of_several(source: Source, node: Node) -> bool:
+    """Whether a name gets texts with and without an index in different places: each may have its reasons."""
+    several = len(source.names.bindings(node)) > 1
+    return several and not all(":" in text for text in texts(source, node))
+
+
+def _described(source: Source, node: Node) -> Node | None:
+    """The device in `str(device)`."""
+    if (
+        isinstance(node, cst.Call)
+        and source.names.builtin(node.func) == "str"
+        and len(node.args) == 1
+    ):
+        inner = node.args[0].value
+        return inner if is_device(source, inner) else None
+    return None
+
+
+def _typed(source: Source, call: cst.Call, value: Node) -> Fix | None:
+    if isinstance(value, cst.Call) and source.origin(value.func) == "torch.device":
+        text = strings(value.args[0].value) if len(value.args) == 1 else None
+        if text is not None and _root(value.func) == _root(call.func):
+            return _literal(source, value, text)
+    if isinstance(value, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
+        return source.fix("Use its type", source.after(value, ".type"), unsafe=True)
+    return None
+
+
+def _root(node: Node) -> str | None:
+    """The name before all dots, of a dotted name."""
+    if isinstance(node, cst.Name):
+        return None
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node.value if isinstance(node, cst.Name) else None
+
+
+def _literal(source: Source, value: Node, text: str) -> Fix:
+    kind = text.partition(":")[0]
+    return source.fix("Use its type", source.replace(value, source.quoted(kind, value)))
+
+
+def _without_index(source: Source, call: cst.Call, value: Node) -> Fix | None:
+    text = strings(value)
+    if text is not None:
+        return _literal(source, value, text)
+    if isinstance(value, cst.FormattedString) and isinstance(
+        first := value.parts[0], cst.FormattedStringText
+    ):
+        kind = first.value.partition(":")[0]
+        quoted = f"{source.quote}{kind}{source.quote}"
+        return source.fix("Use its type", source.replace(value, quoted), unsafe=True)
+    device = _described(source, value)
+    if device is not None:
+        edit = source.replace(value, f"{source.code(device)}.type")
+        return source.fix("Use its type", edit, unsafe=True)
+    named = name_for(source, "torch", call)
+    if named is None or not isinstance(value, (cst.Name, cst.Attribute)):
+        return None
+    torch, added = named
+    edit = source.replace(value, f"{torch}.device({source.code(value)}).type")
+    return source.fix("Use its type", edit, added, unsafe=True)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        device = torch.device("cuda:0")
+        with torch.autocast(device.type), torch.autocast(torch.device("cuda:1").type):
+            pass
+    """),
+    Case(
+        """
+        import torch
+
+        def run(device, args, x):
+            with torch.autocast(device), torch.autocast(args.device), torch.autocast(x.device):
+                pass
+            with torch.autocast(device_type=str(device)):
+                pass
+        """,
+        note="What these are is not known: a text is as likely.",
+    ),
+    Case("""
+        import torch
+
+        def run(device_type: str = "cuda"):
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            with torch.autocast(device), torch.autocast(device_type):
+                pass
+    """),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler(torch.device("cuda"))
+        enabled = torch.is_autocast_enabled("cuda:0")
+        """,
+        note="These take any text.",
+    ),
+    Case("""
+        import torch
+
+        def test_device(self):
+            with self.assertRaisesRegex(ValueError, "of type `str`"):
+                with torch.autocast(torch.device("cpu")):
+                    pass
+    """),
+    Case(
+        """
+        import torch
+
+        device = "cuda:0"
+        device = device.split(":")[0]
+        with torch.autocast(device):
+            pass
+        """,
+        note="The name has two values, and one of them is not known.",
+    ),
+    Case(
+        """
+        import torch
+
+        if torch.accelerator.is_available():
+            DEVICE = "hpu:0"
+        else:
+            DEVICE = "cpu"
+
+        with torch.autocast(DEVICE):
+            pass
+        """,
+        note="A region takes either since PyTorch 2.4, and each has its place.",
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        with torch.autocast("cuda:0"):
+            pass
+        with torch.autocast(device_type=torch.device("cpu")):
+            pass
+        """,
+        """
+        import torch
+
+        with torch.autocast("cuda"):
+            pass
+        with torch.autocast(device_type="cpu"):
+            pass
+        """,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with torch.autocast(device):
+            pass
+        with torch.autocast(str(device)):
+            pass
+        """,
+        """
+        import torch
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with torch.autocast(device.type):
+            pass
+        with torch.autocast(device.type):
+            pass
+        """,
+        unsafe=True,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        with torch.amp.autocast(device_type=device):
+            pass
+        """,
+        """
+        import torch
+
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        with torch.amp.autocast(device_type=torch.device(device).type):
+            pass
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+        from torch import Tensor
+
+        class Net(torch.nn.Module):
+            def forward(self, x: Tensor):
+                with torch.autocast(next(self.parameters()).device, enabled=False):
+                    return torch.is_autocast_enabled(x.device)
+        """,
+        """
+        import torch
+        from torch import Tensor
+
+        class Net(torch.nn.Module):
+            def forward(self, x: Tensor):
+                with torch.autocast(next(self.parameters()).device.type, enabled=False):
+                    return torch.is_autocast_enabled(x.device.type)
+        """,
+        unsafe=True,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type='cuda:0', cast_inputs=torch.float32)
+            def forward(ctx, x):
+                return x * x
+        """,
+        """
+        import torch
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type='cuda', cast_inputs=torch.float32)
+            def forward(ctx, x):
+                return x * x
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        def run(rank):
+            with torch.autocast(f"cuda:{rank}"):
+                pass
+        """,
+        """
+        import torch
+
+        def run(rank):
+            with torch.autocast("cuda"):
+                pass
+        """,
+        unsafe=True,
+    ),
+)
+
+RULE = Rule(
+    code="AMP104",
+    name="device-for-device-type",
+    severity=Severity.ERROR,
+    fix=Applicability.SAFE,
+    message="this is a torch.device; PyTorch wants its type, a text, and raises",
+    what=(
+        'A `torch.device`, or a text with an index such as `"cuda:0"`, where a device type is wanted: in regions, in '
+        "`custom_fwd` and `custom_bwd`, and (devices only) in functions like `torch.is_autocast_enabled`."
+    ),
+    why=(
+        "A `torch.device` raises. A text with an index raised before PyTorch 2.4. Since then a region takes it, but "
+        "then it does not ask whether CUDA is there, and `custom_fwd` compares it with the inputs' device types, "
+        "which it never equals: they are not cast."
+    ),
+    fine="The text with an index is for a region alone, the program needs a GPU anyway, and PyTorch is 2.4 or newer.",
+    words=("autocast", "custom_fwd", "custom_bwd"),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,485 @@
+"""AMP109: a test of PyTorch's version that is wrong for some version."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from precast_lint.guards import is_version_test
+from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity, version
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst, dotted, strings, walk
+
+__all__ = ["RULE"]
+
+_RELEASES = tuple([f"1.{n}.0" for n in range(6, 14)] + [f"2.{n}.0" for n in range(16)])
+_SINCE = {
+    "torch.autocast": "1.10",
+    "torch.amp.autocast": "1.12",
+    "torch.amp.GradScaler": "2.3",
+    "torch.amp.custom_fwd": "2.4",
+    "torch.amp.custom_bwd": "2.4",
+    "torch.amp.is_autocast_available": "2.4",
+    "torch.get_autocast_dtype": "2.4",
+    "torch.set_autocast_dtype": "2.4",
+    "torch.cpu.amp.autocast": "1.10",
+    "torch.cpu.amp.GradScaler": "2.3",
+}
+# Names that are older than those in question.
+_OLDER = {
+    "torch.cuda.amp": "1.6",
+    "torch.cuda.amp.autocast": "1.6",
+    "torch.cuda.amp.GradScaler": "1.6",
+    "torch.amp": "1.12",
+}
+_TEXT_BEFORE = {"text": None, "parsed": "0", "own": "1.10"}
+_MENTIONED = re.compile(
+    r"torch\.(cuda\.|cpu\.)?amp\.\w+|torch\.autocast|torch\.[gs]et_autocast_dtype"
+)
+_PARSERS = re.compile(r"(packaging\.version\.(parse|Version)|.*\.(parse_version|LooseVersion))")
+_AS_TEXT = "this compares versions as texts: it is wrong for PyTorch {found}"
+_TOO_EARLY = "`{name}` is there from PyTorch {since}; this lets {found} through"
+_Operator = Callable[[Any, Any], bool]
+
+
+@dataclass(frozen=True)
+class _Test:
+    """`torch.__version__ >= "1.10"`: how it compares, with what, and up to which release as texts.
+
+    Attributes:
+        compare: the operator.
+        bound: where the version stands that it compares with; None where nothing can be changed.
+        wanted: that version.
+        text_before: the first release that is compared as a version; None: none is.
+    """
+
+    compare: _Operator
+    bound: Node | None
+    wanted: str
+    text_before: str | None = "0"
+
+    def holds(self, release: str) -> bool:
+        """Whether it lets a release through."""
+        if self.text_before is None or version(release) < version(self.text_before):
+            return self.compare(release, self.wanted)
+        return self.right(release)
+
+    def right(self, release: str) -> bool:
+        """Whether it should."""
+        one, other = version(release), version(self.wanted)
+        width = max(len(one), len(other))
+        return self.compare(one + (0,) * (width - len(one)), other + (0,) * (width - len(other)))
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each test under which AMP is used and that is wrong for some release."""
+    releases = [
+        r for r in _RELEASES if source.min_torch is None or version(r) >= version(source.min_torch)
+    ]
+    statements: list[cst.If | cst.IfExp] = [*source.all(cst.If), *source.all(cst.IfExp)]
+    for statement in statements:
+        test = _test(source, statement.test)
+        if test is None:
+            continue
+        wrong = [r for r in releases if test.holds(r) != test.right(r)]
+        if wrong:
+            if any(_mentions(source, statement)):
+                message = _AS_TEXT.format(found=_listed(wrong))
+                yield source.find(RULE, statement.test, message)
+        else:
+            yield from _too_early(source, statement, test, releases)
+
+
+def _too_early(
+    source: Source, statement: cst.If | cst.IfExp, test: _Test, releases: list[str]
+) -> Iterator[Finding]:
+    branches = ((statement.body, True), (statement.orelse, False))
+    used = [(n, taken) for part, taken in branches if part for n in _names(source, statement, part)]
+    late = {(name, taken) for name, taken in used if name in _SINCE}
+    for name, taken in sorted(late, key=lambda pair: version(_SINCE[pair[0]]), reverse=True):
+        since = version(_SINCE[name])
+        wrong = [r for r in releases if test.holds(r) is taken and version(r) < since]
+        if not wrong:
+            continue
+        fix = _fix(source, test, taken, _SINCE[name])
+        message = _TOO_EARLY.format(name=name, since=_SINCE[name], found=_listed(wrong))
+        yield source.find(RULE, statement.test, message, fix)
+        return
+
+
+def _fix(source: Source, test: _Test, taken: bool, since: str) -> Fix | None:
+    """The version that has the name, in the place of the one that is asked for."""
+    is_bound = test.compare in (operator.ge, operator.lt) and (test.compare is operator.ge) is taken
+    if test.bound is None or not is_bound:
+        return None
+    if isinstance(test.bound, cst.Tuple):
+        text = f"({', '.join(since.split('.'))})"
+        edit = source.replace(test.bound, text if not test.bound.lpar else text[1:-1])
+    else:
+        edit = source.replace(
+            test.bound, re.sub(r"\d[\w.+]*", since, source.code(test.bound), count=1)
+        )
+    return source.fix(f"Ask for PyTorch {since}", edit, unsafe=True)
+
+
+def _listed(releases: list[str]) -> str:
+    short = [release.removesuffix(".0") for release in releases]
+    return short[0] if len(short) == 1 else f"{short[0]} to {short[-1]}"
+
+
+# --- the test ---
+
+
+def _test(source: Source, node: Node) -> _Test | None:
+    """What an expression, or the one that a name is given, asks about PyTorch's version."""
+    if isinstance(node, cst.Name):
+        binding = source.names.only_binding(node)
+        node = binding.value if binding and binding.kind == "assign" and binding.value else node
+    if isinstance(node, cst.Call):
+        return _asks_for_name(source, node)
+    if not isinstance(node, cst.Comparison) or len(node.comparisons) != 1:
+        return None
+    target = node.comparisons[0]
+    compare = _operator(target.operator)
+    kind = _version_kind(source, node.left)
+    bound = target.comparator
+    if compare is None or kind is None:
+        return None
+    if kind == "numbers":
+        numbers = _numbers(bound)
+        return _Test(compare, bound, numbers) if numbers else None
+    inner = _bound(source, bound)
+    wanted = strings(inner) if inner is not None else None
+    if not re.fullmatch(r"\d+(\.\d+){0,2}", wanted or ""):
+        return None
+    return _Test(compare, inner, wanted or "", _TEXT_BEFORE[kind])
+
+
+def _asks_for_name(source: Source, call: cst.Call) -> _Test | None:
+    """`hasattr(torch, "autocast")`, which holds from the version that introduced the name."""
+    if source.names.builtin(call.func) != "hasattr" or len(call.args) != 2:
+        return None
+    path = f"{source.names.path(call.args[0].value)}.{strings(call.args[1].value)}"
+    since = _OLDER.get(path) or _SINCE.get(path)
+    return _Test(operator.ge, None, since) if since is not None else None
+
+
+def _numbers(node: Node) -> str | None:
+    """`(1, 10)` as "1.10"."""
+    if not isinstance(node, cst.Tuple):
+        return None
+    parts = [element.value for element in node.elements]
+    if not parts or not all(isinstance(part, cst.Integer) for part in parts):
+        return None
+    return ".".join(part.value for part in parts if isinstance(part, cst.Integer))
+
+
+def _operator(node: Node) -> _Operator | None:
+    found: dict[type, _Operator] = {
+        cst.GreaterThanEqual: operator.ge,
+        cst.GreaterThan: operator.gt,
+        cst.LessThan: operator.lt,
+        cst.LessThanEqual: operator.le,
+    }
+    return found.get(type(node))
+
+
+def _version_kind(source: Source, node: Node) -> str | None:
+    """How an expression with PyTorch's version compares: as "text", "parsed", as a tuple of "numbers", or "own"."""
+    if isinstance(node, cst.Name) and source.origin(node) is None:
+        binding = source.names.only_binding(node)
+        value = binding.value if binding is not None and binding.kind == "assign" else None
+        return _version_kind(source, value) if value is not None and value is not node else None
+    origin = source.origin(node)
+    if origin == "torch.__version__":
+        # From 1.10 on it is a text that compares as a version does; older ones are asked about where they are named.
+        return "own" if source.min_torch is not None else "parsed"
+    if _is_tuple_of_version(source, node):
+        return "numbers"
+    if origin == "torch.version.__version__" or _is_text_of_version(source, node):
+        return "text"
+    if isinstance(node, cst.Call) and _PARSERS.fullmatch(source.origin(node.func) or ""):
+        inner = node.args[0].value if len(node.args) == 1 else None
+        known = inner is not None and (
+            source.origin(inner) in ("torch.__version__", "torch.version.__version__")
+            or _is_text_of_version(source, inner)
+        )
+        return "parsed" if known else None
+    return None
+
+
+def _is_tuple_of_version(source: Source, node: Node) -> bool:
+    """`tuple(int(part) for part in torch.__version__.split(".")[:2])`, with `map` as well."""
+    if not isinstance(node, cst.Call) or source.names.builtin(node.func) not in ("tuple", "list"):
+        return False
+    inner = list(walk(node))
+    has_int = any(source.names.builtin(n) == "int" for n in inner)
+    return has_int and any(source.origin(n) == "torch.__version__" for n in inner)
+
+
+def _is_text_of_version(source: Source, node: Node) -> bool:
+    """`str(torch.__version__)` and `torch.__version__.split("+")[0]`."""
+    if isinstance(node, cst.Call) and len(node.args) == 1:
+        is_str = source.names.builtin(node.func) == "str"
+        return is_str and source.origin(node.args[0].value) == "torch.__version__"
+    if not isinstance(node, cst.Subscript) or not isinstance(node.value, cst.Call):
+        return False
+    func, index = node.value.func, node.slice[0].slice
+    return (
+        isinstance(func, cst.Attribute)
+        and func.attr.value == "split"
+        and source.origin(func.value) == "torch.__version__"
+        and [strings(arg.value) for arg in node.value.args] == ["+"]
+        and isinstance(index, cst.Index)
+        and isinstance(index.value, cst.Integer)
+        and index.value.value == "0"
+    )
+
+
+def _bound(source: Source, node: Node) -> Node | None:
+    """The text of a version, as it is or in `version.parse("1.10")`."""
+    if isinstance(node, cst.Call) and _PARSERS.fullmatch(source.origin(node.func) or ""):
+        node = node.args[0].value if len(node.args) == 1 else node
+    return node if isinstance(node, cst.SimpleString) and strings(node) else None
+
+
+# --- what is under it ---
+
+
+def _names(source: Source, statement: Node, part: Node) -> Iterator[str]:
+    """The names of AMP in a branch that no other test of what PyTorch has is around."""
+    for node in walk(part):
+        name = None
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            name = source.names.path(node)
+        elif isinstance(node, cst.ImportAlias):
+            outer = source.parents.get(node)
+            module = dotted(outer.module) if isinstance(outer, cst.ImportFrom) else None
+            name = f"{module}.{dotted(node.name)}" if module else None
+        if (
+            name is not None
+            and _MENTIONED.fullmatch(name)
+            and not _is_guarded_within(source, node, statement)
+        ):
+            yield name
+
+
+def _mentions(source: Source, statement: cst.If | cst.IfExp) -> Iterator[bool]:
+    for part in (statement.body, statement.orelse):
+        if part is not None:
+            yield any(True for _ in _names(source, statement, part))
+
+
+def _is_guarded_within(source: Source, node: Node, statement: Node) -> bool:
+    for outer in source.around(node):
+        if outer is statement:
+            return False
+        if isinstance(outer, cst.Try):
+            return True
+        if isinstance(outer, (cst.If, cst.IfExp)) and is_version_test(source, outer.test):
+            return True
+    return False
+
+
+VALID = (
+    Case("""
+        import torch
+        from packaging import version
+
+        if version.parse(torch.__version__) >= version.parse("2.3"):
+            scaler = torch.amp.GradScaler("cuda")
+        else:
+            scaler = torch.cuda.amp.GradScaler()
+    """),
+    Case(
+        """
+        import torch
+
+        if torch.__version__ >= "1.10":
+            region = torch.autocast("cuda")
+        if torch.__version__ < "1.12":
+            from torch.cuda.amp import autocast
+        """,
+        note="`torch.__version__` is a text that compares as versions do.",
+    ),
+    Case(
+        """
+        import torch
+        from packaging.version import Version
+
+        if Version(torch.__version__) >= Version("2.0"):
+            scaler = torch.amp.GradScaler("cuda")
+        if torch.__version__.split("+")[0] >= "2.0":
+            model = torch.compile(model)
+        """,
+        min_torch="2.3",
+        note="The project needs PyTorch 2.3 anyway; and what has nothing to do with AMP is not looked at.",
+    ),
+    Case("""
+        import torch
+        from packaging import version
+
+        if version.parse(torch.__version__) >= version.parse("2.0"):
+            try:
+                scaler = torch.amp.GradScaler("cuda")
+            except AttributeError:
+                scaler = torch.cuda.amp.GradScaler()
+    """),
+    Case("""
+        import torch
+        from mine import at_least
+
+        if at_least(torch.__version__, "2.0") or torch.__version__ >= minimum:
+            scaler = torch.amp.GradScaler("cuda")
+    """),
+    Case(
+        """
+        import torch
+
+        if hasattr(torch, "GradScaler"):
+            scaler = torch.amp.GradScaler("cuda")
+        elif hasattr(torch.amp, "autocast"):
+            region = torch.amp.autocast("cuda")
+        """,
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+        from packaging import version
+
+        if version.parse(torch.__version__) >= version.parse("2.0.0"):
+            scaler = torch.amp.GradScaler("cuda")
+        else:
+            scaler = torch.cuda.amp.GradScaler()
+        """,
+        """
+        import torch
+        from packaging import version
+
+        if version.parse(torch.__version__) >= version.parse("2.3"):
+            scaler = torch.amp.GradScaler("cuda")
+        else:
+            scaler = torch.cuda.amp.GradScaler()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        OLD = torch.__version__ < "1.6"
+        if OLD:
+            autocast = None
+        else:
+            from torch.amp import custom_fwd, autocast
+        """,
+        """
+        import torch
+
+        OLD = torch.__version__ < "2.4"
+        if OLD:
+            autocast = None
+        else:
+            from torch.amp import custom_fwd, autocast
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        if torch.__version__.split("+")[0] >= "1.6":
+            from torch.cuda.amp import autocast
+        if str(torch.__version__) < "2.4":
+            from torch.cuda.amp import custom_fwd
+        """,
+        count=2,
+        note='As texts "1.10" comes before "1.6", and "2.10" before "2.4".',
+    ),
+    Case(
+        """
+        import torch
+
+        TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        if TORCH >= (1, 10):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+        """
+        import torch
+
+        TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        if TORCH >= (2, 3):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+        from packaging import version
+
+        TORCH = version.parse(torch.__version__)
+        if TORCH >= version.parse("2.0"):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+        """
+        import torch
+        from packaging import version
+
+        TORCH = version.parse(torch.__version__)
+        if TORCH >= version.parse("2.3"):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        if hasattr(torch, "autocast"):
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        if torch.__version__ >= "1.10":
+            region = torch.autocast("cuda")
+        """,
+        min_torch="1.8",
+        note="Before 1.10 the version was plain text.",
+    ),
+)
+
+RULE = Rule(
+    code="AMP109",
+    name="version-guard",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="this test of the version is wrong for some version of PyTorch",
+    what=(
+        "A test of PyTorch's version that compares texts, or lets versions through that do not have the AMP name under "
+        "it."
+    ),
+    why=(
+        "`torch.autocast` is there from PyTorch 1.10, `torch.amp.autocast` from 1.12, `torch.amp.GradScaler` from 2.3, "
+        '`torch.amp.custom_fwd` and `torch.get_autocast_dtype` from 2.4. As a text, "2.10" is less than "2.4".'
+    ),
+    fine="The versions for which it is wrong are never used: say so with `min-torch`.",
+    words=(
+        "__version__ autocast",
+        "__version__ GradScaler",
+        "__version__ torch.amp",
+        "hasattr(torch",
+    ),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

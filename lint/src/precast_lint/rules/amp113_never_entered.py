@@ -1,0 +1,187 @@
+"""AMP113: a region that is made and never entered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.guards import is_guarded, is_tried
+from precast_lint.model import Applicability, Case, Edit, Finding, Rule, Severity
+from precast_lint.regions import AUTOCASTS
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_ONE_OF_TWO = "`{}` enters one of the two only, and this is the other; separate them by a comma"
+_CONTEXTS = ("torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.set_grad_enabled")
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each region that nothing enters."""
+    for call, _ in source.calls(*AUTOCASTS):
+        if is_tried(source, call) or is_guarded(source, call):
+            continue
+        parent = source.parents[call]
+        if isinstance(parent, cst.Expr) or (
+            isinstance(parent, cst.Assign) and _is_unused(source, parent)
+        ):
+            yield source.find(RULE, call)
+        elif isinstance(parent, cst.BooleanOperation) and _is_entered(source, parent):
+            yield from _one_of_two(source, parent, call)
+
+
+def _one_of_two(source: Source, both: cst.BooleanOperation, call: cst.Call) -> Iterator[Finding]:
+    """What `and` leaves out: it gives its right side, for a context is true; `or` gives its left one."""
+    is_and = isinstance(both.operator, cst.And)
+    left_out, other = (both.left, both.right) if is_and else (both.right, both.left)
+    known = [n is call or _is_context(source, n) for n in (left_out, other)]
+    if not known[0]:
+        return
+    edit = Edit(source.span(both.left).end, source.span(both.right).start, ", ")
+    plain = all(known) and not any(n.lpar for n in (both, both.left, both.right))
+    fix = source.fix("Enter both", edit, unsafe=True) if plain else None
+    yield source.find(RULE, left_out, _ONE_OF_TWO.format("and" if is_and else "or"), fix)
+
+
+def _is_context(source: Source, node: Node) -> bool:
+    """A call that makes a context of PyTorch's, such as `torch.no_grad()`."""
+    return isinstance(node, cst.Call) and source.origin(node.func) in _CONTEXTS
+
+
+def _is_unused(source: Source, statement: cst.Assign) -> bool:
+    """Whether a function's own name gets the region, and nothing reads that name."""
+    if len(statement.targets) != 1 or source.function(statement) is None:
+        return False
+    target = statement.targets[0].target
+    if not isinstance(target, cst.Name):
+        return False
+    scope = source.scopes.scope_of[target].home(target.value)
+    if scope is None or scope is source.scopes.module or scope.is_class:
+        return False
+    return all(
+        any(binding.node is node for binding in scope.bindings[target.value])
+        for node in source.scopes.references(scope, target.value)
+    )
+
+
+def _is_entered(source: Source, node: Node) -> bool:
+    return isinstance(source.parents[node], cst.WithItem)
+
+
+VALID = (
+    Case("""
+        import contextlib
+        import torch
+
+        def run(amp):
+            region = torch.autocast("cuda") if amp else contextlib.nullcontext()
+            with region:
+                pass
+            other = torch.autocast("cuda")
+            other.__enter__()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.autocast("cpu"))
+            return torch.autocast("cuda")
+    """),
+    Case("""
+        import torch
+
+        region = torch.autocast("cuda")
+
+        class Trainer:
+            region = torch.autocast("cuda")
+
+            def __init__(self):
+                self.region = torch.autocast("cuda")
+    """),
+    Case(
+        """
+        import torch
+
+        def is_supported():
+            try:
+                torch.autocast("cuda", dtype=torch.bfloat16)
+            except RuntimeError:
+                return False
+            return True
+        """,
+        note="It is there to see whether it can be made.",
+    ),
+    Case("""
+        import pytest
+        import torch
+
+        def test_it():
+            with pytest.raises(RuntimeError):
+                torch.autocast("nothing")
+    """),
+    Case("""
+        import torch
+
+        with torch.no_grad(), amp and torch.autocast("cuda"):
+            pass
+    """),
+)
+
+INVALID = (
+    Case("""
+        import torch
+
+        def train(model, x):
+            torch.autocast("cuda")
+            return model(x)
+    """),
+    Case("""
+        from torch.cuda.amp import autocast
+
+        def train(model, x):
+            region = autocast()
+            return model(x)
+    """),
+    Case(
+        """
+        import torch
+
+        with torch.no_grad() and torch.autocast("cuda"):
+            pass
+        with torch.autocast("cuda")  and  torch.no_grad(), open("x") as file:
+            pass
+        with torch.autocast("cuda") and other():
+            pass
+        """,
+        """
+        import torch
+
+        with torch.no_grad(), torch.autocast("cuda"):
+            pass
+        with torch.autocast("cuda"), torch.no_grad(), open("x") as file:
+            pass
+        with torch.autocast("cuda") and other():
+            pass
+        """,
+        unsafe=True,
+        count=3,
+        note="The first is often met: gradients are kept all the same.",
+    ),
+)
+
+RULE = Rule(
+    code="AMP113",
+    name="region-never-entered",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="this makes a region and does not enter it: nothing runs in lower precision",
+    what=(
+        "A region that is a statement of its own, or that is assigned to a name of a function which nothing reads. "
+        "Also `with torch.no_grad() and torch.autocast(...)`, which enters the second alone."
+    ),
+    why=(
+        "Making a region changes nothing. Only entering it does: by `with`, as a decorator, or in an `ExitStack`. And "
+        "`and` between two contexts is no way to enter both: it gives the second."
+    ),
+    fine="It is made only to see whether it can be.",
+    words=("autocast",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,253 @@
+"""AMP201: training in float16 without a scaler."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from precast_lint.flow import Say, flows
+from precast_lint.flow_events import Event, key
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.regions import regions, regions_around
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst, walk
+
+__all__ = ["RULE"]
+
+# Others that scale losses, or choose the dtype.
+_HANDLED = re.compile(
+    r"scaler|loss_scale|scale_loss|scaled_loss|accelerat|deepspeed|apex|set_autocast|fabric", re.I
+)
+_NO_GRAD = ("torch.no_grad", "torch.inference_mode")
+
+
+@dataclass(frozen=True)
+class _State:
+    """The names that hold results of float16 regions, and the last backward of one."""
+
+    lower: frozenset[str] = frozenset()
+    backward: Node | None = None
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each backward of a float16 region's loss that an optimizer's step follows."""
+    is_float16 = any(r.dtype == "torch.float16" for r in regions(source))
+    if not is_float16 or _HANDLED.search(source.words):
+        return
+
+    def on(state: _State, event: Event, say: Say) -> _State:
+        return _on(source, state, event, say)
+
+    for flow in flows(source):
+        for node, message in flow.run(_State(), on):
+            yield source.find(RULE, node, message)
+
+
+def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
+    if event.kind == "assign":
+        name = event.receiver or ""
+        comes = _in_region(source, event.node) or _uses(source, event.value, state.lower)
+        return replace(state, lower=state.lower | {name} if comes else state.lower - {name})
+    if event.kind == "backward":
+        assert isinstance(event.node, cst.Call)
+        is_lower = _in_region(source, event.node) or _uses(source, event.node, state.lower)
+        return replace(state, backward=event.node if is_lower else None)
+    if event.kind == "optimizer_step" and state.backward is not None:
+        say.bad(state.backward)
+        return replace(state, backward=None)
+    return state
+
+
+def _uses(source: Source, node: Node | None, names: frozenset[str]) -> bool:
+    if node is None or not names:
+        return False
+    return any(
+        isinstance(inner, (cst.Name, cst.Attribute))
+        and key(source, inner) in names
+        and not _is_cut(source.parents.get(inner))
+        for inner in walk(node)
+    )
+
+
+def _is_cut(parent: Node | None) -> bool:
+    """`x.detach()`: no gradient comes back; `x.float()`: x may be what a frozen model says."""
+    return isinstance(parent, cst.Attribute) and parent.attr.value in ("detach", "float", "item")
+
+
+def _in_region(source: Source, node: Node) -> bool:
+    """Whether a node runs in a float16 region and with gradients."""
+    region = next(regions_around(source, node), None)
+    if region is None or region.dtype != "torch.float16" or region.enabled is False:
+        return False
+    for outer in source.around(node):
+        if isinstance(outer, cst.With):
+            items = [i.item for i in outer.items if isinstance(i.item, cst.Call)]
+            if any(source.origin(item.func) in _NO_GRAD for item in items):
+                return False
+    return True
+
+
+VALID = (
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """),
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+    """),
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.autocast("cuda", dtype=dtype):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+    """),
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
+            target = teacher(batch)
+        loss = (model(batch) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        """,
+        note="Nothing is differentiated in float16.",
+    ),
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(head.parameters(), 0.1)
+        with torch.autocast("cuda", dtype=torch.float16):
+            features = frozen(batch)
+        loss = head(features.detach()).mean()
+        loss.backward()
+        optimizer.step()
+    """),
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        """,
+        note="Someone else calls backward.",
+    ),
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.autocast("cuda", enabled=False, dtype=torch.float16):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+    """),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda"):
+            (model(batch) * loss_scale).backward()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.step()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for batch in batches:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+        from torch.cuda.amp import autocast
+        from torch.optim import AdamW
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = AdamW(model.parameters())
+
+            def step(self, batch, every):
+                self.optimizer.zero_grad()
+                with autocast():
+                    output, loss = self.model(batch)
+                loss = loss / every
+                loss.backward()
+                self.optimizer.step()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        @torch.autocast("cuda", dtype=torch.half)
+        def train(model, batch):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model(batch).sum().backward()
+            optimizer.step()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        # TODO: a GradScaler
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        """,
+    ),
+)
+
+RULE = Rule(
+    code="AMP201",
+    name="float16-without-scaler",
+    severity=Severity.WARNING,
+    fix=Applicability.NONE,
+    message="this loss comes from a float16 region and no scaler scales it: small gradients become zero",
+    what="Training with `torch.autocast` in float16, the default on CUDA, without a `GradScaler`.",
+    why=(
+        "Gradients that pass through float16 operations are float16 too. Those below 6e-8 become zero, and the weights "
+        "behind them stop learning. A scaler, or bfloat16, avoids that."
+    ),
+    fine="The gradients are known to be large enough, or something that the rule can't see scales the loss.",
+    words=("autocast backward( .step(",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,484 @@
+"""AMP203: gradients that are clipped or measured while they are scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from precast_lint.flow import Flow, Say
+from precast_lint.flow_events import Event
+from precast_lint.lines import block_of, insert_before, line_of
+from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.protocol import (
+    hides,
+    is_plain,
+    judged,
+    loop_around,
+    only_here,
+    scales_by_hand,
+)
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_SCALED, _UNSCALED, _UNKNOWN = "scaled", "unscaled", "unknown"
+# What depends on how large a gradient is; sums, copies, reductions over processes and `is None` do not.
+_MEASURES = {"add_", "clamp", "clamp_", "clip", "clip_", "norm", "square", "sub_"}
+_FUNCTIONS = {
+    "torch.clamp",
+    "torch.norm",
+    "torch.linalg.norm",
+    "torch.linalg.vector_norm",
+    "torch.nn.utils.get_total_norm",
+}
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each clip and norm of gradients between a scaled backward and its step."""
+
+    def follow(flow: Flow, scaler: str) -> tuple[str, Callable[[str, Event, Say], str]] | None:
+        if scales_by_hand(flow, scaler) or not only_here(flow, scaler, "unscale_"):
+            return None
+        return _UNKNOWN, _follower(source, scaler)
+
+    fixed: set[tuple[Flow, str]] = set()
+    for flow, scaler, node, message in judged(source, follow):
+        fix = None if (flow, scaler) in fixed else _fix(source, flow, scaler, node)
+        fixed.add((flow, scaler))
+        yield source.find(RULE, node, message, fix)
+
+
+def _follower(source: Source, scaler: str) -> Callable[[str, Event, Say], str]:
+    def on(state: str, event: Event, say: Say) -> str:
+        if event.kind == "backward":
+            return _SCALED if event.scaler == scaler else _UNKNOWN
+        if event.kind == "unscale" and event.scaler == scaler:
+            return _UNSCALED
+        if event.kind in ("scaler_step", "zero_grad", "optimizer_step"):
+            return _UNKNOWN
+        if hides(source, event, scaler):
+            return _UNKNOWN
+        if event.kind == "clip" or (event.kind == "grad_read" and _measures(source, event.node)):
+            if state == _SCALED:
+                say.bad(event.node)
+            elif state == _UNSCALED:
+                say.good(event.node)
+        return state
+
+    return on
+
+
+def _measures(source: Source, grad: Node) -> bool:
+    """Whether the size of a gradient matters where it is read."""
+    node = grad
+    parent = source.parents[node]
+    while isinstance(parent, cst.Attribute) and parent.attr.value in ("data", "detach", "float"):
+        node, parent = parent, source.parents[parent]
+        if isinstance(parent, cst.Call) and parent.func is node:
+            node, parent = parent, source.parents[parent]
+    if isinstance(parent, cst.Attribute):
+        return parent.attr.value in _MEASURES
+    call = source.parents.get(parent)
+    return (
+        isinstance(parent, cst.Arg)
+        and isinstance(call, cst.Call)
+        and (source.origin(call.func) in _FUNCTIONS)
+    )
+
+
+def _fix(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:
+    """`unscale_` before the clip, if the one step of the scaler follows in the same block."""
+    steps = {e.optimizer: e.node for e in flow.events() if e.kind == "scaler_step"}
+    line = line_of(source, node)
+    if len(steps) != 1 or line is None or not is_plain(scaler):
+        return None
+    [(optimizer, step)] = steps.items()
+    outer = {line, *source.around(line)}
+    after = [step, *source.around(step)]
+    siblings = next((b for b in (block_of(source, s) for s in after) if outer & {*b}), [])
+    here = [i for i, s in enumerate(siblings) if s in outer]
+    there = [i for i, s in enumerate(siblings) if s in after]
+    together = here and there and here[0] < there[0]
+    conditional = together and siblings[there[0]] is not line_of(source, step)
+    if not together or conditional or loop_around(source, node) is not loop_around(source, step):
+        return None
+    if not is_plain(optimizer):
+        return None
+    edit = insert_before(source, line, f"{scaler}.unscale_({optimizer})")
+    return source.fix("Unscale the gradients first", edit, unsafe=True)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    """),
+    Case("""
+        import torch
+        from torch.nn.utils import clip_grad_norm_
+
+        def train(model, batches, optimizer, amp):
+            scaler = torch.amp.GradScaler() if amp else None
+            for i, batch in enumerate(batches):
+                loss = model(batch)
+                if scaler is not None:
+                    scaler.scale(loss).backward()
+                else:
+                    loss.backward()
+                if i % 4 == 0:
+                    if scaler is not None:
+                        scaler.unscale_(optimizer)
+                    clip_grad_norm_(model.parameters(), 1.0)
+                    if scaler:
+                        scaler.step(optimizer)
+                        scaler.update()
+                    else:
+                        optimizer.step()
+    """),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(model(batch)).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                torch.distributed.all_reduce(p.grad)
+                p.grad.div_(world_size)
+        scaler.step(optimizer)
+        scaler.update()
+    """,
+        note="A mean over processes is the same for scaled gradients.",
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(model(batch)).backward()
+        norm = model.weight.grad.norm() / scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def prepare(self):
+                self.scaler.unscale_(self.optimizer)
+
+            def step(self, loss):
+                self.scaler.scale(loss).backward()
+                self.prepare()
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+    """,
+        note="A method unscales them.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scale = scaler.get_scale()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0 * scale)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        note="The bound is scaled as the gradients are.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(batch)  # of scikit-learn, say
+                model(batch).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def float32_step(self, batch):
+                self.model(batch).backward()
+                self.clip()
+                self.optimizer.step()
+
+            def float16_step(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.unscale()
+                self.clip()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+            def unscale(self):
+                self.scaler.unscale_(self.optimizer)
+
+            def clip(self):
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        """,
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        unsafe=True,
+    ),
+    Case("""
+        from torch.cuda.amp import GradScaler
+        from torch.nn.utils import clip_grad_norm_
+
+        class Trainer:
+            def __init__(self, amp: bool):
+                self.scaler = GradScaler() if amp else None
+
+            def step(self, loss):
+                if self.scaler:
+                    loss = self.scaler.scale(loss)
+                loss.backward()
+                clip_grad_norm_(self.model.parameters(), 1.0)
+                if self.scaler:
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+    """),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, limit):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                if limit:
+                    torch.nn.utils.clip_grad_value_(model.parameters(), limit)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer, limit):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                if limit:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_value_(model.parameters(), limit)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        print(sum(p.grad.data.norm() for p in model.parameters()))
+        scaler.step(optimizer)
+        scaler.update()
+        """,
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        print(sum(p.grad.data.norm() for p in model.parameters()))
+        scaler.step(optimizer)
+        scaler.update()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                print(scaler.get_scale())
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                print(scaler.get_scale())
+        """,
+        unsafe=True,
+        note="Printing the scale unscales nothing.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        note="A scaler that comes from elsewhere is known by its use.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train_step(self, batch):
+                self.backward(self.model(batch))
+                self.clip()
+                self.step()
+
+            def backward(self, loss):
+                self.scaler.scale(loss).backward()
+
+            def clip(self):
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+            def step(self):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        count=1,
+        note="Methods of the same class are followed.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+
+        def tune(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+
+        def tune(model, batches, optimizer, scaler):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP203",
+    name="clip-scaled-gradients",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="gradients are still scaled here; call `scaler.unscale_(optimizer)` before",
+    what=(
+        "`clip_grad_norm_`, `clip_grad_value_` or the norm of a `.grad` between a scaled backward and its step, no "
+        "`unscale_` before."
+    ),
+    why=(
+        "The gradients are those of the scaled loss, 65536 times too large with the default scale. Clipping them to "
+        "norm 1 makes the step that much too small, and it changes whenever the scale does."
+    ),
+    fine="The gradients are unscaled in code that the rule can't see.",
+    words=("clip_grad scale(", ".grad scale("),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,331 @@
+"""AMP204: steps of a scaler without `update`, or with `update` before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from precast_lint.flow import Flow, Say
+from precast_lint.flow_events import Event
+from precast_lint.lines import block_of, exchange, insert_after, line_of
+from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.protocol import hides, is_plain, judged, loop_around, only_here
+from precast_lint.source import Source
+from precast_lint.syntax import Node
+
+__all__ = ["RULE"]
+
+_MISSING = "no `{}.update()` follows this step: the next one raises, and the scale never changes"
+_FIRST = (
+    "`update` belongs after `step`: before it, PyTorch raises, or the gradients are divided twice"
+)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Where a path stands between a scaled backward, the step and the update.
+
+    Attributes:
+        steps: those without an update so far.
+        scaled: whether a scaled backward came last, and no step since.
+        early: the update between a backward and its step.
+        stepped: whether there was a step in this round of the loop.
+        ever: whether there was one at all, or may have been.
+    """
+
+    steps: frozenset[Node] = frozenset()
+    scaled: bool = False
+    early: Node | None = None
+    stepped: bool = False
+    ever: bool = True
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each step that no update follows, and each update before its step."""
+
+    def follow(
+        flow: Flow, scaler: str
+    ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        owned = flow.is_owned(scaler)
+
+        def on(state: _State, event: Event, say: Say) -> _State:
+            if hides(source, event, scaler):
+                return _State()
+            if event.kind == "next":
+                return replace(state, stepped=False)
+            if event.kind == "return":
+                for step in state.steps if owned else ():
+                    if loop_around(source, step) is not None:
+                        say.bad(step, _MISSING.format(scaler))
+                return state
+            return _on(source, state, event, say, scaler)
+
+        return _State(ever=not owned), on
+
+    for flow, scaler, node, message in judged(source, follow):
+        is_early = message == _FIRST
+        if is_early and not only_here(flow, scaler, "step"):
+            continue
+        fix = (_swap if is_early else _insert)(source, flow, scaler, node)
+        yield source.find(RULE, node, message, fix)
+
+
+def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _State:
+    if event.kind == "backward":
+        return replace(state, scaled=event.scaler == scaler, early=None)
+    if event.kind == "optimizer_step":  # in the place of the scaler's, which AMP205 says
+        return replace(state, ever=True)
+    if event.scaler != scaler:
+        return state
+    if event.kind == "scaler_step":
+        if state.early is not None:
+            say.bad(state.early, _FIRST)
+        return _State(state.steps | {event.node}, stepped=True)
+    if event.kind == "update":
+        for step in state.steps:
+            say.good(step)
+        if state.stepped and not state.scaled:
+            say.good(event.node)
+        elif not state.ever and _is_unconditional(source, event.node):
+            say.bad(event.node, _FIRST)
+        early = event.node if state.scaled and not state.stepped else None
+        return replace(state, steps=frozenset(), early=early)
+    return state
+
+
+def _is_unconditional(source: Source, update: Node) -> bool:
+    """Whether an update stands in the body of a loop itself: it runs in each round, the first one too."""
+    line = line_of(source, update)
+    loop = loop_around(source, update)
+    return line is not None and loop is not None and source.parents[source.parents[line]] is loop
+
+
+def _insert(source: Source, flow: Flow, scaler: str, step: Node) -> Fix | None:
+    """`update` after the step, if there is only one."""
+    steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+    line = line_of(source, step)
+    if len(steps) != 1 or line is None or not is_plain(scaler):
+        return None
+    return source.fix(
+        "Update the scale after the step",
+        insert_after(source, line, f"{scaler}.update()"),
+        unsafe=True,
+    )
+
+
+def _swap(source: Source, flow: Flow, scaler: str, update: Node) -> Fix | None:
+    """The update after the step, if they stand one after the other."""
+    line = line_of(source, update)
+    block = block_of(source, line) if line is not None else []
+    place = block.index(line) + 1 if line in block else len(block)
+    if line is None or place >= len(block):
+        return None
+    steps = [e.node for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+    following = next((s for s in steps if line_of(source, s) is block[place]), None)
+    if following is None:
+        return None
+    return source.fix("Step before the update", exchange(source, line, block[place]), unsafe=True)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """),
+    Case(
+        """
+        import torch
+
+        def train(batches, generator, critic, first, second):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(critic(batch)).backward()
+                scaler.step(second)
+                scaler.scale(generator(batch)).backward()
+                scaler.step(first)
+                scaler.update()
+        """,
+        note="One update for several optimizers.",
+    ),
+    Case("""
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, loss):
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+
+            def after_step(self):
+                self.scaler.update()
+    """),
+    Case("""
+        import torch
+
+        def train(batches, model, optimizer, every):
+            scaler = torch.amp.GradScaler("cuda")
+            for i, batch in enumerate(batches):
+                scaler.scale(model(batch) / every).backward()
+                if (i + 1) % every == 0:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+    """),
+    Case(
+        """
+        import torch
+
+        def train(batches, model, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                step(scaler, optimizer)
+        """,
+        note="The scaler is handed to a function that is not seen.",
+    ),
+    Case("""
+        import torch
+
+        def test_one_step():
+            scaler = torch.amp.GradScaler("cuda")
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+    """),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for i, batch in enumerate(batches):
+                if i > 0:
+                    scaler.update()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+        """,
+        note="The step of the round before.",
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self):
+                for batch in self.batches:
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.scaler.unscale_(self.optimizer)
+                    self.scaler.update()  # the scale
+                    self.scaler.step(self.optimizer)  # the weights
+        """,
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self):
+                for batch in self.batches:
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.scaler.unscale_(self.optimizer)
+                    self.scaler.step(self.optimizer)  # the scale
+                    self.scaler.update()  # the weights
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.update()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+        """,
+        count=1,
+        note="In the first round there is nothing to update from.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.after_backward()
+                    self.scaler.step(self.optimizer)
+
+            def after_backward(self):
+                self.scaler.update()
+        """,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP204",
+    name="scaler-update-missing",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="`update` has to follow `step`",
+    what="In a loop, `scaler.step(optimizer)` without `scaler.update()`, or `update` before `step`.",
+    why=(
+        "A second `step` without `update` raises a RuntimeError. `update` before `step` raises as well; after "
+        "`unscale_` it forgets that the gradients are unscaled already, and `step` divides them once more."
+    ),
+    fine="The scale is updated in code that the rule can't see.",
+    words=(
+        "GradScaler .step(",
+        ".scale( .step(",
+    ),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

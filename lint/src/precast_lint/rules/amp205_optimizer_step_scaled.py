@@ -1,0 +1,268 @@
+"""AMP205: an optimizer's own step with gradients of a scaled loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from precast_lint.flow import Flow, Say
+from precast_lint.flow_events import Event
+from precast_lint.lines import block_of, line_of, remove
+from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.protocol import hides, judged, only_here
+from precast_lint.source import Source
+from precast_lint.syntax import Node
+
+__all__ = ["RULE"]
+
+_TWICE = "`scaler.step` has made this optimizer's step already"
+
+
+@dataclass(frozen=True)
+class _State:
+    """Which backwards were seen since the last step, what was unscaled, and what was stepped."""
+
+    scaled: bool = False
+    plain: bool = False
+    unscaled: bool = False
+    stepped: frozenset[str] = frozenset()
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each `optimizer.step()` with scaled gradients, or after the scaler's own."""
+
+    def follow(
+        flow: Flow, scaler: str
+    ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        def on(state: _State, event: Event, say: Say) -> _State:
+            return _State() if hides(source, event, scaler) else _on(state, event, say, scaler)
+
+        return (_State(), on) if only_here(flow, scaler, "unscale_") else None
+
+    for flow, _, node, message in judged(source, follow):
+        fix = _fix(source, flow, node) if message == _TWICE else None
+        yield source.find(RULE, node, message, fix)
+
+
+def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+    if event.kind == "backward":
+        if event.scaler == scaler:
+            return replace(state, scaled=True, unscaled=False, stepped=frozenset())
+        return replace(state, plain=True, stepped=frozenset())
+    if event.kind == "unscale":
+        return replace(state, unscaled=True)
+    if event.kind == "scaler_step":
+        return replace(state, stepped=state.stepped | {event.optimizer or ""})
+    if event.kind == "assign":
+        return replace(state, stepped=state.stepped - {event.receiver or ""})
+    if event.kind == "optimizer_step":
+        _judge(state, event, say)
+        return _State()
+    if event.kind == "zero_grad" or (event.kind == "call" and event.receiver == scaler):
+        return _State()
+    return state
+
+
+def _judge(state: _State, event: Event, say: Say) -> None:
+    if event.optimizer in state.stepped:
+        say.bad(event.node, _TWICE)
+    elif state.scaled and not state.plain and not state.unscaled:
+        say.bad(event.node)
+    else:
+        say.good(event.node)
+
+
+def _fix(source: Source, flow: Flow, node: Node) -> Fix | None:
+    """Without the second step, where both stand in one block."""
+    line = line_of(source, node)
+    if line is None:
+        return None
+    block = block_of(source, line)
+    before = block[: block.index(line)] if line in block else []
+    optimizer = next(e.optimizer for e in flow.events() if e.node is node)
+    steps = [e.node for e in flow.events() if e.kind == "scaler_step" and e.optimizer == optimizer]
+    if not any(line_of(source, step) in before for step in steps):
+        return None
+    edit = remove(source, line)
+    return source.fix("Remove the second step", edit, unsafe=True) if edit else None
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """),
+    Case("""
+        import torch
+
+        def train(model, batches, amp, config):
+            optimizer = torch.optim.AdamW(model.parameters())
+            scaler = torch.amp.GradScaler("cuda") if amp else None
+            for batch in batches:
+                loss = model(batch)
+                if scaler:
+                    scaler.scale(loss).backward()
+                else:
+                    loss.backward()
+                if amp:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
+    """),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, config, scheduler):
+            optimizer = torch.optim.AdamW(model.parameters())
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+        """,
+        note="A scheduler is no optimizer.",
+    ),
+    Case("""
+        import torch
+
+        def train(generator, critic, batches):
+            first = torch.optim.Adam(generator.parameters())
+            second = torch.optim.Adam(critic.parameters())
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                critic(batch).backward()
+                second.step()
+                scaler.scale(generator(batch)).backward()
+                scaler.step(first)
+                scaler.update()
+    """),
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if all(p.grad.isfinite().all() for p in model.parameters()):
+            optimizer.step()
+        scaler.update()
+        """,
+        note="Unscaled and looked at by hand.",
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            optimizer.zero_grad()
+            scaler.scale(model(batch)).backward()
+            optimizer.step()
+            scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, amp):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        """
+        import torch
+
+        def train(model, batches, amp):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        class Trainer:
+            def __init__(self, model, optimizer, scaler=None):
+                self.model, self.optimizer, self.scaler = model, optimizer, scaler
+
+            def step(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.step()
+        """,
+        """
+        class Trainer:
+            def __init__(self, model, optimizer, scaler=None):
+                self.model, self.optimizer, self.scaler = model, optimizer, scaler
+
+            def step(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.backward(self.model(batch))
+                    self.optimizer.step()
+
+            def backward(self, loss):
+                self.scaler.scale(loss).backward()
+        """,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP205",
+    name="optimizer-step-after-scaled-backward",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="the gradients here are those of a scaled loss: use `scaler.step(optimizer)`",
+    what="`optimizer.step()` after `scaler.scale(loss).backward()`, in place of `scaler.step(optimizer)` or beside it.",
+    why=(
+        "The optimizer sees gradients 65536 times too large, inf and NaN among them, and nobody skips the step. Beside "
+        "`scaler.step`, each step is made twice, and the second one is made even if the first was skipped."
+    ),
+    fine="The gradients are unscaled in code that the rule can't see.",
+    words=("scale( .step(",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,309 @@
+"""AMP206: a scaler's step after a backward whose loss was not scaled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from precast_lint.flow import Flow, Say
+from precast_lint.flow_events import Event, key
+from precast_lint.lines import block_of, line_of, remove
+from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.protocol import followed, hides, is_plain, judged, only_here, scales_by_hand
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_DROPPED = "`scale` returns the scaled loss; here nobody takes it"
+_SCALED_NAME = re.compile(r"scale", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _State:
+    """The plain backwards since the last step; whether anything was scaled, or may have been."""
+
+    plain: frozenset[Node] = frozenset()
+    scaled: bool = False
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each `scale` without a taker, and each scaler's step of plain gradients."""
+    for flow, scaler in followed(source):
+        dropped = [n for n in flow.nodes if _is_dropped(source, n, scaler)]
+        for call in dropped:
+            yield source.find(RULE, call, _DROPPED, _take(source, flow, call))
+
+    def follow(
+        flow: Flow, scaler: str
+    ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        def on(state: _State, event: Event, say: Say) -> _State:
+            if hides(source, event, scaler):
+                return replace(state, scaled=True)
+            return _on(source, state, event, say, scaler)
+
+        dropped = any(_is_dropped(source, node, scaler) for node in flow.nodes)
+        if dropped or scales_by_hand(flow, scaler) or not only_here(flow, scaler, "scale"):
+            return None
+        return _State(), on
+
+    for flow, scaler, node, _ in judged(source, follow):
+        yield source.find(RULE, node, fix=_scale(source, flow, scaler))
+
+
+def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _State:
+    if event.kind == "scale" and event.scaler == scaler:
+        return replace(state, scaled=True)
+    if event.kind == "backward":
+        by_hand = _SCALED_NAME.search(key(source, event.node) or "")
+        if event.scaler is not None or by_hand:
+            return replace(state, scaled=True)
+        return replace(state, plain=state.plain | {event.node})
+    if event.kind == "scaler_step" and event.scaler == scaler:
+        if state.scaled:
+            say.good(event.node)
+        elif state.plain:
+            say.bad(event.node)
+        return _State()
+    return state
+
+
+def _is_dropped(source: Source, node: Node, scaler: str) -> bool:
+    func = node.func if isinstance(node, cst.Call) else None
+    return (
+        isinstance(func, cst.Attribute)
+        and func.attr.value == "scale"
+        and key(source, func.value) == scaler
+        and isinstance(source.parents[node], cst.Expr)
+    )
+
+
+def _take(source: Source, flow: Flow, call: Node) -> Fix | None:
+    """The call moves to the backward of the same loss on the next line."""
+    line = line_of(source, call)
+    assert isinstance(call, cst.Call)
+    if line is None or len(call.args) != 1:
+        return None
+    loss = call.args[0].value
+    block = block_of(source, line)
+    place = block.index(line) + 1
+    removed = remove(source, line)
+    for event in flow.events():
+        if event.kind != "backward" or event.receiver != key(source, loss) or removed is None:
+            continue
+        if line_of(source, event.node) in block[place : place + 1] and event.receiver:
+            scaled = _scaled(source, event.node, source.code(call))
+            return source.fix("Scale the loss of the backward", removed, scaled, unsafe=True)
+    return None
+
+
+def _scale(source: Source, flow: Flow, scaler: str) -> Fix | None:
+    """`scaler.scale(...)` around the loss of the only backward."""
+    found = [e for e in flow.events() if e.kind == "backward"]
+    if len(found) != 1 or found[0].receiver is None or not is_plain(scaler):
+        return None
+    node = found[0].node
+    assert isinstance(node, cst.Call)
+    assert isinstance(node.func, cst.Attribute)
+    text = source.code(node.func.value)
+    return source.fix(
+        "Scale the loss", _scaled(source, node, f"{scaler}.scale({text})"), unsafe=True
+    )
+
+
+def _scaled(source: Source, backward: Node, text: str) -> Edit:
+    assert isinstance(backward, cst.Call)
+    assert isinstance(backward.func, cst.Attribute)
+    owner = backward.func.value
+    start, end = source.span(owner).start, source.span(owner).end
+    while source.text.data[start - 1 : start] == b"(" and source.text.data[end : end + 1] == b")":
+        start, end = start - 1, end + 1
+    return Edit(start, end, text)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=amp)
+        if amp:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        losses = [scaler.scale(loss) for loss in losses]
+        torch.autograd.backward(losses)
+        scaler.step(optimizer)
+        scaler.update()
+    """),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def compute(self, batch):
+                return self.scaler.scale(self.model(batch))
+
+            def step(self, batch):
+                self.compute(batch).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        note="A method scales the loss.",
+    ),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        (loss * scaler.get_scale()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaled_loss = outputs[0]
+        scaled_loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        loss.backward()
+        scaler.step(optimizer)
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            with torch.autocast("cuda"):
+                loss = model(batch)
+            loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            with torch.autocast("cuda"):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(loss)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        """,
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.cuda.amp.GradScaler()
+            for batch in batches:
+                (model(batch) / 2).backward(retain_graph=True)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.cuda.amp.GradScaler()
+            for batch in batches:
+                scaler.scale(model(batch) / 2).backward(retain_graph=True)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    loss = self.model(batch)
+                    loss.backward()
+                    self.update()
+
+            def update(self):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """
+    ),
+)
+
+RULE = Rule(
+    code="AMP206",
+    name="backward-not-scaled",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="the loss was not scaled: use `scaler.scale(loss).backward()` before `scaler.step`",
+    what="`scaler.step(optimizer)` after `loss.backward()`, and `scaler.scale(loss)` whose result is not used.",
+    why=(
+        "`step` divides the gradients by a scale with which nobody multiplied them: they are 65536 times too small. If "
+        "`scale` is never called, `step` raises."
+    ),
+    fine="The loss is scaled in code that the rule can't see.",
+    words=("GradScaler backward( .step(", ".scale("),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

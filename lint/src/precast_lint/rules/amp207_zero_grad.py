@@ -1,0 +1,257 @@
+"""AMP207: zero_grad between backward and step, or nowhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from precast_lint.arguments import Arguments
+from precast_lint.flow import Flow, Say, flows
+from precast_lint.flow_events import Event, is_optimizer, key
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.protocol import followed, loops_around, may_backward
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_NOWHERE = "nothing sets the gradients to zero: each step uses the sum of all gradients so far"
+_ZEROED = re.compile(r"zero_grad|^\.grad$|set_to_none", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Whether gradients wait for a step, and which optimizers were emptied meanwhile, where."""
+
+    waiting: bool = False
+    emptied: frozenset[tuple[str, Node]] = frozenset()
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each zero_grad that takes gradients away, and each step where there is none."""
+
+    def on(state: _State, event: Event, say: Say) -> _State:
+        return _State() if may_backward(source, event) else _on(state, event, say)
+
+    for flow in flows(source):
+        if flow.scalers:
+            for node, message in flow.run(_State(), on):
+                yield source.find(RULE, node, message)
+    if not _ZEROED.search(source.words):
+        for flow, scaler in followed(source):
+            yield from _nowhere(source, flow, scaler)
+
+
+def _on(state: _State, event: Event, say: Say) -> _State:
+    if event.kind in ("backward", "autograd_grad"):
+        return _State(waiting=True)
+    if event.kind == "zero_grad" and event.optimizer is not None:
+        if not state.waiting:
+            say.good(event.node)
+            return state
+        return replace(state, emptied=state.emptied | {(event.optimizer, event.node)})
+    if event.kind in ("scaler_step", "optimizer_step"):
+        for optimizer, node in state.emptied:
+            if optimizer == event.optimizer:
+                say.bad(node)
+        return _State()
+    if event.kind == "assign":
+        return replace(state, emptied=frozenset(p for p in state.emptied if p[0] != event.receiver))
+    return state
+
+
+def _nowhere(source: Source, flow: Flow, scaler: str) -> Iterator[Finding]:
+    """Steps in the loop of the backward, of an optimizer that only this function knows."""
+    events = flow.events()
+    backwards = [e for e in events if e.kind == "backward" and e.scaler == scaler]
+    for event in events:
+        if event.kind != "scaler_step" or event.scaler != scaler or event.optimizer is None:
+            continue
+        loops = loops_around(source, event.node)
+        together = any(loops_around(source, b.node)[:1] == loops[:1] for b in backwards)
+        if loops and together and _is_private(source, flow, event.optimizer):
+            yield source.find(RULE, event.node, _NOWHERE, severity=Severity.WARNING)
+
+
+def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
+    """Whether an optimizer is made here and handed to nothing but scalers and schedulers."""
+    names = [n for n in flow.nodes if isinstance(n, cst.Name) and key(source, n) == optimizer]
+    made = any(isinstance(source.parents[n], cst.AssignTarget) for n in names)
+    if not made or not all(is_optimizer(source, name) for name in names):
+        return False
+    for name in names:
+        parent = source.parents[name]
+        call = source.parents[parent] if isinstance(parent, cst.Arg) else None
+        if isinstance(call, cst.Call) and not _is_known(source, call):
+            return False
+        if not isinstance(parent, (cst.Arg, cst.AssignTarget, cst.Attribute)):
+            return False
+    return not any(
+        isinstance(n, (cst.FunctionDef, cst.Lambda)) and n is not flow.node for n in flow.nodes
+    )
+
+
+def _is_known(source: Source, call: cst.Call) -> bool:
+    if "lr_scheduler" in (source.origin(call.func) or ""):
+        return True
+    is_method = isinstance(call.func, cst.Attribute) and call.func.attr.value in (
+        "step",
+        "unscale_",
+    )
+    return is_method and len(Arguments.of(call).positional) == 1
+
+
+VALID = (
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            optimizer.zero_grad()
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """),
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for i, batch in enumerate(batches):
+            scaler.scale(model(batch) / 4).backward()
+            if (i + 1) % 4 == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+    """),
+    Case(
+        """
+        import torch
+
+        def train(generator, critic, batches):
+            first = torch.optim.Adam(generator.parameters())
+            second = torch.optim.Adam(critic.parameters())
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                first.zero_grad()
+                scaler.scale(critic(generator(batch))).backward()
+                second.zero_grad()
+                scaler.step(first)
+                scaler.scale(critic(batch)).backward()
+                scaler.step(second)
+                scaler.update()
+        """,
+        note="What the generator's loss left in the critic is not wanted.",
+    ),
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            loss = model(batch)
+            scaler.scale(loss).backward()
+            if not torch.isfinite(loss):
+                optimizer.zero_grad()
+                continue
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    """),
+    Case(
+        """
+        import torch
+
+        def train(self, batches):
+            optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            scaler.scale(self.first()).backward()
+            optimizer.zero_grad()
+            self.backward(scaler, batches)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        note="A method may run another backward.",
+    ),
+    Case("""
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            scaler.scale(model(batches[0])).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            optimizer.zero_grad()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches):
+            '''Trains; TODO: where does zero_grad go?'''
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+    ),
+)
+
+RULE = Rule(
+    code="AMP207",
+    name="zero-grad-misplaced",
+    severity=Severity.ERROR,
+    fix=Applicability.NONE,
+    message="this takes away the gradients before the step that needs them",
+    what=(
+        "`optimizer.zero_grad()` after the backward and before `scaler.step(optimizer)`; a loop of steps in a file "
+        "where nothing sets gradients to zero."
+    ),
+    why=(
+        "Without gradients `scaler.step` raises. Without `zero_grad` gradients add up over the steps: "
+        "with a scale that changes, even the sum is wrong."
+    ),
+    fine="The gradients are set to zero, or computed anew, in code that the rule can't see.",
+    words=(
+        "GradScaler backward( .step(",
+        ".scale( backward( .step(",
+    ),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,109 @@
+"""AMP211: a scaler's step with a closure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import cst
+from precast_lint.values import SCALERS
+
+__all__ = ["RULE"]
+
+_LBFGS = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each closure that a scaler's step gets, and each optimizer that needs one."""
+    for call, owner, arguments in source.methods("step"):
+        if source.instance(owner) not in SCALERS or arguments.starred or _is_off(source, owner):
+            continue
+        optimizer = arguments.get("optimizer", 0)
+        if "closure" in arguments.keywords or len(arguments.positional) > 1:
+            yield source.find(RULE, call)
+        elif optimizer is not None and source.instance(optimizer) in _LBFGS:
+            yield source.find(RULE, call, "LBFGS needs a closure, and a scaler can't step with one")
+
+
+def _is_off(source: Source, owner: cst.CSTNode) -> bool:
+    call = source.values.constructed(owner)
+    if not isinstance(call, cst.Call):
+        return False
+    found = [a.value for a in call.args if a.keyword is not None and a.keyword.value == "enabled"]
+    return any(isinstance(value, cst.Name) and value.value == "False" for value in found)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.step(optimizer)
+        other.step(optimizer, closure)
+    """),
+    Case("""
+        import torch
+
+        optimizer = torch.optim.LBFGS(model.parameters())
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.step(others)
+        optimizer.step(closure)
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        scaler.step(optimizer, closure=closure)
+    """),
+)
+
+INVALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.step(optimizer, closure=closure)
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.step(optimizer, lambda: model(batch))
+    """),
+    Case("""
+        from torch.cuda.amp import GradScaler
+        from torch.optim import LBFGS
+
+        class Trainer:
+            def __init__(self, model):
+                self.optimizer = LBFGS(model.parameters())
+                self.scaler = GradScaler()
+
+            def step(self, loss):
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+    """),
+)
+
+RULE = Rule(
+    code="AMP211",
+    name="scaler-step-closure",
+    severity=Severity.ERROR,
+    fix=Applicability.NONE,
+    message="a scaler can't step with a closure: it would have to unscale the gradients of each call",
+    what="`scaler.step(optimizer, closure)`, and a scaler's step of `torch.optim.LBFGS`, which needs a closure.",
+    why=(
+        "With `closure=` PyTorch raises a RuntimeError. By position it hands the closure on: the gradients that it "
+        "computes are not unscaled, and nobody looks for inf in them."
+    ),
+    fine="The scaler is always off.",
+    words=(
+        "GradScaler .step(",
+        ".scale( .step(",
+    ),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,187 @@
+"""AMP212: an update between the steps of two optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from precast_lint.flow import Flow, Say
+from precast_lint.flow_events import Event
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.protocol import followed, hides, loop_around, may_backward, only_here
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst, walk
+
+__all__ = ["RULE"]
+
+
+@dataclass(frozen=True)
+class _State:
+    """The optimizers stepped since the last backward, and the update after them."""
+
+    scaled: bool = False
+    stepped: frozenset[str] = frozenset()
+    update: Node | None = None
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each update after which gradients of the old scale are used."""
+    for flow, scaler in followed(source):
+        if not only_here(flow, scaler, "scale"):
+            continue
+
+        def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:
+            if hides(source, event, scaler) or may_backward(source, event):
+                return _State()
+            return _on(state, event, say, scaler)
+
+        for node, message in flow.run(_State(), on):
+            if not _steps_one(source, flow, scaler, node):
+                yield source.find(RULE, node, message)
+
+
+def _steps_one(source: Source, flow: Flow, scaler: str, update: Node) -> bool:
+    """Whether a loop over optimizers leaves some of them out: maybe all but one."""
+    loop = loop_around(source, update)
+    names = {e.optimizer for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler}
+    return (
+        len(names) == 1
+        and loop is not None
+        and any(isinstance(node, (cst.Continue, cst.Break, cst.If)) for node in walk(loop))
+    )
+
+
+def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+    if event.kind == "backward":
+        return _State(scaled=event.scaler == scaler)
+    if event.kind == "autograd_grad" or (event.kind == "scale" and event.scaler == scaler):
+        return _State()
+    if event.kind == "assign":  # the name of a loop over optimizers: the next one is another
+        renamed = frozenset("" if name == event.receiver else name for name in state.stepped)
+        return _State(state.scaled, renamed, state.update)
+    if event.scaler != scaler or not state.scaled:
+        return state
+    if event.kind == "scaler_step":
+        if state.update is not None and event.optimizer not in state.stepped:
+            say.bad(state.update)
+        return _State(True, state.stepped | {event.optimizer or ""}, state.update)
+    if event.kind == "update" and state.stepped:
+        return _State(True, state.stepped, event.node)
+    return state
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(losses(batch)).backward()
+            scaler.step(first)
+            scaler.step(second)
+            scaler.update()
+    """),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(critic(batch)).backward()
+            scaler.step(first)
+            scaler.update()
+            scaler.scale(generator(batch)).backward()
+            scaler.step(second)
+            scaler.update()
+        """,
+        note="Each optimizer's gradients are computed after the update.",
+    ),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            for i, optimizer in enumerate(optimizers):
+                if i != turn:
+                    continue
+                scaler.step(optimizer)
+                scaler.update()
+    """),
+    Case("""
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self):
+                self.scaler.scale(self.first()).backward()
+                self.scaler.step(self.one)
+                self.scaler.update()
+                self.backward_of_the_other()
+                self.scaler.step(self.other)
+                self.scaler.update()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(generator(batch) + critic(batch)).backward()
+            scaler.step(first)
+            scaler.update()
+            scaler.step(second)
+            scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP212",
+    name="update-between-optimizers",
+    severity=Severity.WARNING,
+    fix=Applicability.NONE,
+    message="the next step divides gradients of the old scale by the new one: update once, after all steps",
+    what="`scaler.update()` between the steps of two optimizers whose gradients come from before it.",
+    why=(
+        "`update` may change the scale. The second optimizer's gradients are then divided by another scale than they "
+        "were multiplied with, and gradients that were unscaled before are unscaled again."
+    ),
+    fine="The second optimizer's gradients are computed after the update, in code that the rule can't see.",
+    words=(
+        "GradScaler .step(",
+        ".scale( .step(",
+    ),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

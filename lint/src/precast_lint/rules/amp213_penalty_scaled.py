@@ -1,0 +1,124 @@
+"""AMP213: a gradient penalty of scaled gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.flow import Flow
+from precast_lint.flow_events import Event, key
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.protocol import followed, hides, scales_by_hand
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst, walk
+
+__all__ = ["RULE"]
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each gradient of a scaled loss that is to be differentiated again."""
+    for flow, scaler in followed(source):
+        if scales_by_hand(flow, scaler):
+            continue
+        events = flow.events()
+        if any(hides(source, event, scaler) for event in events):
+            continue
+        for event in events:
+            is_scaled = event.kind == "autograd_grad" and event.scaler == scaler
+            if is_scaled and _is_for_penalty(event) and not _leaves(source, flow, event.node):
+                yield source.find(RULE, event.node)
+
+
+def _is_for_penalty(event: Event) -> bool:
+    found = event.arguments.get("create_graph", 4) if event.arguments else None
+    return isinstance(found, cst.Name) and found.value == "True"
+
+
+def _leaves(source: Source, flow: Flow, call: Node) -> bool:
+    """Whether the gradients leave the function, which may unscale them elsewhere."""
+    statement = source.statement(call)
+    names = {
+        key(source, name)
+        for node in walk(statement)
+        if isinstance(node, cst.AssignTarget)
+        for name in walk(node.target)
+        if isinstance(name, (cst.Name, cst.Attribute))
+    }
+    returned = [n for n in flow.nodes if isinstance(n, (cst.Return, cst.Yield))]
+    return any(
+        inner is call
+        or (isinstance(inner, (cst.Name, cst.Attribute)) and key(source, inner) in names)
+        for node in returned
+        for inner in walk(node)
+    )
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            with torch.autocast("cuda"):
+                loss = model(batch)
+            scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
+            inverse = 1.0 / scaler.get_scale()
+            with torch.autocast("cuda"):
+                loss = loss + sum((g * inverse).square().sum() for g in scaled).sqrt()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        gradients = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        scaler.scale(loss + gradients[0].norm()).backward()
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        gradients = torch.autograd.grad(scaler.scale(loss), parameters)
+        torch._foreach_copy_(buffers, gradients)
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            with torch.autocast("cuda"):
+                loss = model(batch)
+            gradients = torch.autograd.grad(
+                outputs=scaler.scale(loss), inputs=model.parameters(), create_graph=True
+            )
+            loss = loss + sum(g.square().sum() for g in gradients).sqrt()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP213",
+    name="penalty-of-scaled-gradients",
+    severity=Severity.WARNING,
+    fix=Applicability.NONE,
+    message="these gradients are scaled: divide them by `scaler.get_scale()` before they become a penalty",
+    what="`torch.autograd.grad(scaler.scale(loss), ..., create_graph=True)` whose result nobody unscales.",
+    why=(
+        "`scaler.step` unscales what is in `.grad`, not what `torch.autograd.grad` returns. The penalty is as many "
+        "times too large as the scale says, and changes with it."
+    ),
+    fine="The gradients are unscaled in code that the rule can't see.",
+    words=("autograd scale(",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

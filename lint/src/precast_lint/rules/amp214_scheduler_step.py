@@ -1,0 +1,173 @@
+"""AMP214: a scheduler that goes on although the scaler may have skipped the step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from precast_lint.flow import Flow, Say, flows
+from precast_lint.flow_events import Event
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.protocol import asks_scale, followed, hides, loop_around
+from precast_lint.source import Source
+from precast_lint.syntax import Node
+
+__all__ = ["RULE"]
+
+_STEP = r"(lr|sched|step|update|optim|batch|iter)"
+_SKIPS = re.compile(rf"found_inf|skipped|skip_?{_STEP}|{_STEP}\w*_skip|overflow", re.IGNORECASE)
+_BY_RESULT = ("ReduceLROnPlateau",)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Whether the scaler has stepped since the last backward, and which schedulers went on before it did."""
+
+    stepped: bool = False
+    early: frozenset[Node] = frozenset()
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each scheduler's step beside a scaler's, if nobody asks for skipped ones."""
+    if _SKIPS.search(source.words):
+        return
+    if any(asks_scale(flow, scaler) for flow in flows(source) for scaler in flow.scalers):
+        return
+    for flow, scaler in followed(source):
+        steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+
+        def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:
+            if hides(source, event, scaler) or event.kind == "optimizer_step":
+                return _State()
+            return _on(state, event, say, scaler)
+
+        for node, message in flow.run(_State(), on):
+            if _is_beside(source, flow, node, steps):
+                yield source.find(RULE, node, message)
+
+
+def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+    if event.kind in ("backward", "loop"):
+        return _State()
+    if event.kind == "scheduler_step":
+        if state.stepped:
+            say.bad(event.node)
+        return replace(state, early=state.early | {event.node})
+    if event.kind == "scaler_step" and event.scaler == scaler:
+        for node in state.early:
+            say.bad(node)
+        return _State(stepped=True)
+    return state
+
+
+def _is_beside(source: Source, flow: Flow, node: object, steps: list[Event]) -> bool:
+    """Whether the scheduler goes on with the batches, not with the epochs."""
+    event = next(e for e in flow.events() if e.node is node)
+    loop = loop_around(source, event.node)
+    same = any(loop_around(source, step.node) is loop for step in steps)
+    return same and loop is not None and not (event.instance or "").endswith(_BY_RESULT)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scale = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.get_scale() >= scale:
+                    scheduler.step()
+    """),
+    Case(
+        """
+        import torch
+
+        def train(model, epochs, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+            scaler = torch.amp.GradScaler("cuda")
+            for epoch in range(epochs):
+                for batch in batches:
+                    scaler.scale(model(batch)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                scheduler.step()
+        """,
+        note="Once an epoch.",
+    ),
+    Case("""
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
+            scaler = torch.amp.GradScaler("cuda", enabled=False)
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scheduler.step()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+        from torch.optim.lr_scheduler import OneCycleLR
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = OneCycleLR(optimizer, 0.1, len(batches))
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches):
+            '''Trains a network with skip connections.'''
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scheduler.step()
+                scaler.step(optimizer)
+                scaler.update()
+                print(f"scale {scaler.get_scale()}")
+        """,
+    ),
+)
+
+RULE = Rule(
+    code="AMP214",
+    name="scheduler-after-skipped-step",
+    severity=Severity.INFORMATION,
+    fix=Applicability.NONE,
+    message="the scheduler goes on even if the scaler has skipped the optimizer's step",
+    what="`scheduler.step()` for each batch after `scaler.step(optimizer)`, without a look at whether it stepped.",
+    why=(
+        "The first steps are often skipped, while the scale is too large. The learning rate then runs ahead, and "
+        "PyTorch warns that `lr_scheduler.step()` was called before `optimizer.step()`. A scale that went down tells."
+    ),
+    fine="A few steps more or less do not matter to the schedule.",
+    words=("lr_scheduler .step( scale(",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,242 @@
+"""AMP301: a backward pass inside a region."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.arguments import Arguments
+from precast_lint.dedent import move_out
+from precast_lint.flow_events import key
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.regions import region_in_force
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_TRAINERS = ("accelerator", "fabric", "self.accelerator", "self.fabric")
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each backward pass that a region of its own function is around."""
+    for call in source.all(cst.Call):
+        region = region_in_force(source, call) if _is_backward(source, call) else None
+        if region is not None:
+            edits = move_out(source, region.node, call)
+            message = "End the region before it"
+            fix = source.fix(message, edits, unsafe=True) if edits else None
+            yield source.find(RULE, call, fix=fix)
+
+
+def _is_backward(source: Source, call: cst.Call) -> bool:
+    if source.origin(call.func) == "torch.autograd.backward":
+        return True
+    if not isinstance(call.func, cst.Attribute):
+        return False
+    arguments = Arguments.of(call)
+    owner, name = call.func.value, call.func.attr.value
+    if name == "manual_backward" or (name == "backward" and key(source, owner) in _TRAINERS):
+        return len(arguments.positional) == 1
+    return name == "backward" and not arguments.starred and _is_loss(source, owner, arguments)
+
+
+def _is_loss(source: Source, owner: Node, arguments: Arguments) -> bool:
+    """A loss by what makes it, by its name, or by what backward is told; not an object with a method."""
+    if {"gradient", "retain_graph", "create_graph"} & set(arguments.keywords):
+        return True
+    if arguments.positional or arguments.keywords:
+        return False
+    if isinstance(owner, cst.Call) and isinstance(owner.func, cst.Attribute):
+        return owner.func.attr.value in ("sum", "mean", "scale")
+    last = (key(source, owner) or "").rpartition(".")[2].lower()
+    return "loss" in last and isinstance(owner, (cst.Name, cst.Attribute, cst.Subscript))
+
+
+VALID = (
+    Case("""
+        import torch
+
+        with torch.autocast("cuda"):
+            loss = model(x).mean()
+        loss.backward()
+    """),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda", enabled=False):
+            loss = model(x).mean()
+            loss.backward()
+
+        with torch.autocast("cuda"):
+            with torch.autocast("cuda", enabled=False):
+                loss.backward()
+
+        with torch.autocast("cuda", enabled=False) if amp else torch.no_grad():
+            loss.backward()
+    """),
+    Case(
+        """
+        import torch
+
+        with torch.autocast("cuda"):
+            def closure():
+                loss.backward()
+            loss = model(x)
+        """,
+        note="When the function is called is not known.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Layer:
+            @staticmethod
+            def backward(ctx, grad):
+                with torch.autocast("cuda"):
+                    return Other.backward(ctx, grad)
+
+            def step(self):
+                with torch.autocast("cuda"):
+                    self.pipe.backward()
+                    engine.backward(stage=1)
+        """,
+        note="Methods of other things that are called the same.",
+    ),
+    Case("""
+        from mine import autocast
+
+        with autocast("cuda"):
+            loss.backward()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        for x in batches:
+            with torch.autocast("cuda"):
+                loss = model(x).mean()
+                # now the gradients
+                scaler.scale(loss).backward()
+
+                scaler.step(optimizer)
+            scaler.update()
+        """,
+        """
+        import torch
+
+        for x in batches:
+            with torch.autocast("cuda"):
+                loss = model(x).mean()
+            # now the gradients
+            scaler.scale(loss).backward()
+
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        with torch.cuda.amp.autocast(enabled=use_amp):
+            loss = sum(
+                losses
+            )
+            loss.backward(
+                retain_graph=True,
+            )
+            if done:
+                print("done")
+        """,
+        """
+        import torch
+
+        with torch.cuda.amp.autocast(enabled=use_amp):
+            loss = sum(
+                losses
+            )
+        loss.backward(
+            retain_graph=True,
+        )
+        if done:
+            print("done")
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        with model.no_sync(), torch.autocast("cuda"):
+            loss = model(x)
+            loss.backward()
+
+        @torch.autocast("cpu")
+        def step(x):
+            model(x).sum().backward()
+        """,
+        count=2,
+        note="What else ends with the region, or where it begins, is not for a tool to decide: there is no fix.",
+    ),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda"):
+            loss = model(x)
+            if training:
+                accelerator.backward(loss)
+    """),
+    Case(
+        """
+        from contextlib import nullcontext
+        import torch
+
+        def train(amp):
+            region = torch.autocast("cuda") if amp else nullcontext()
+            with region:
+                loss = model(x)
+                loss.backward()
+            with nullcontext() if not amp else torch.autocast("cuda"):
+                loss = model(x)
+                loss.backward()
+        """,
+        """
+        from contextlib import nullcontext
+        import torch
+
+        def train(amp):
+            region = torch.autocast("cuda") if amp else nullcontext()
+            with region:
+                loss = model(x)
+            loss.backward()
+            with nullcontext() if not amp else torch.autocast("cuda"):
+                loss = model(x)
+            loss.backward()
+        """,
+        count=2,
+        unsafe=True,
+        note="A region that is not always entered.",
+    ),
+)
+
+RULE = Rule(
+    code="AMP301",
+    name="backward-in-region",
+    severity=Severity.WARNING,
+    fix=Applicability.UNSAFE,
+    message="backward inside a region; PyTorch advises to end the region before it",
+    what="`backward()` of a loss, by hand or by a trainer, inside a region that is not switched off.",
+    why=(
+        "Backward runs in the types that forward has chosen, without a region. Inside one, its own operations are cast "
+        "as well: gradients of what was computed in float32 on purpose are computed in lower precision."
+    ),
+    fine="Nothing in the region was computed in float32 on purpose, and no Function of your own takes part.",
+    words=("autocast backward",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

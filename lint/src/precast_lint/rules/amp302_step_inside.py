@@ -1,0 +1,135 @@
+"""AMP302: an optimizer's step inside a region."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from precast_lint.dedent import move_out
+from precast_lint.flow_events import is_optimizer, key
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.regions import region_in_force
+from precast_lint.source import Source
+from precast_lint.syntax import Node
+from precast_lint.values import SCALERS
+
+__all__ = ["RULE"]
+
+_NAMED = re.compile(r"(.*[._])?(optimizer|optim|opt)(_\w+|\d+)?(\[.*\])?", re.IGNORECASE)
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each step that a region of its own function is around."""
+    for call, owner, arguments in source.methods("step"):
+        by_scaler = source.instance(owner) in SCALERS and bool(arguments.positional)
+        if not by_scaler and not _is_optimizer(source, owner):
+            continue
+        region = region_in_force(source, call)
+        if region is not None:
+            edits = move_out(source, region.node, call)
+            fix = source.fix("End the region before it", edits, unsafe=True) if edits else None
+            yield source.find(RULE, call, fix=fix)
+
+
+def _is_optimizer(source: Source, node: Node) -> bool:
+    known = source.instance(node)
+    if known is not None:
+        return is_optimizer(source, node)
+    name = key(source, node) or ""
+    return _NAMED.fullmatch(name) is not None and "sched" not in name.lower()
+
+
+VALID = (
+    Case("""
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.autocast("cuda"):
+            loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+    """),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda", enabled=False):
+            optimizer.step()
+    """),
+    Case(
+        """
+        import torch
+
+        with torch.autocast("cuda"):
+            env.step(action)
+            latents = self.scheduler.step(noise, t, latents)
+            profiler.step()
+            self.optimizer_scheduler.step()
+        """,
+        note="Many things have a method of this name.",
+    ),
+    Case("""
+        import torch
+
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with torch.autocast("cuda"):
+            scheduler.step()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(model, x, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            with torch.autocast("cuda"):
+                scaler.scale(model(x).mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, x, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            with torch.autocast("cuda"):
+                scaler.scale(model(x).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        opt = torch.optim.AdamW(model.parameters())
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            for x in batches:
+                model(x).mean().backward()
+                opt.step()
+                self.optimizer_d.step()
+        """,
+        count=2,
+    ),
+)
+
+RULE = Rule(
+    code="AMP302",
+    name="step-in-region",
+    severity=Severity.WARNING,
+    fix=Applicability.UNSAFE,
+    message="the optimizer steps inside a region; end the region before it",
+    what="`optimizer.step()` or `scaler.step(optimizer)` inside a region that is not switched off.",
+    why=(
+        "The region's cache of cast weights lives until the outermost region ends. A region around a loop of forward, "
+        "backward and step goes on with the weights of its first iteration: the loss does not move. And the step's own "
+        "operations are cast, which matters to optimizers that multiply matrices (Muon, Shampoo)."
+    ),
+    fine="The optimizer works element by element, and the region ends before the next forward.",
+    words=("autocast .step(",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

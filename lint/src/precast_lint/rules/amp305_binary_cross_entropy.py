@@ -1,0 +1,207 @@
+"""AMP305: binary_cross_entropy in a region, which CUDA refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.arguments import Arguments
+from precast_lint.guards import is_tried
+from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.regions import Region, region_in_force
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_FUNCTION = "torch.nn.functional.binary_cross_entropy"
+_CLASSES = ("torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss")
+_SIGMOIDS = ("torch.sigmoid", "torch.nn.functional.sigmoid", "torch.special.expit")
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each call in a region of PyTorch for CUDA."""
+    for call in source.all(cst.Call):
+        is_function = source.origin(call.func) == _FUNCTION
+        if not is_function and not _is_loss_object(source, call.func):
+            continue
+        region = region_in_force(source, call)
+        if region is None or region.device != "cuda" or is_tried(source, call):
+            continue
+        is_pytorchs = (source.origin(region.call.func) or "").startswith("torch.")
+        if is_pytorchs and not _is_off_by_default(source, region):
+            yield source.find(RULE, call, fix=_fix(source, call) if is_function else None)
+
+
+def _is_off_by_default(source: Source, region: Region) -> bool:
+    """Whether a parameter says if the region is on, and its default is False."""
+    if region.enabled is not None:
+        return False
+    for node in Arguments.of(region.call).keywords.values():
+        for binding in source.names.bindings(node):
+            value = binding.value
+            if binding.kind == "param" and isinstance(value, cst.Name) and value.value == "False":
+                return True
+    return False
+
+
+def _is_loss_object(source: Source, func: Node) -> bool:
+    """`BCELoss()(x, y)`, and a name that holds one."""
+    if isinstance(func, cst.Call):
+        return source.origin(func.func) in _CLASSES
+    return isinstance(func, (cst.Name, cst.Attribute)) and source.instance(func) in _CLASSES
+
+
+def _fix(source: Source, call: cst.Call) -> Fix | None:
+    """Leaves a sigmoid out that is written in the call."""
+    probabilities = Arguments.of(call).get("input", 0)
+    if not isinstance(probabilities, cst.Call) or not isinstance(call.func, cst.Attribute):
+        return None
+    logits = _logits(source, probabilities)
+    if logits is None:
+        return None
+    return source.fix(
+        "Compute it from the logits",
+        source.replace(call.func.attr, "binary_cross_entropy_with_logits"),
+        source.replace(probabilities, source.code(logits)),
+        unsafe=True,
+    )
+
+
+def _logits(source: Source, call: cst.Call) -> Node | None:
+    """The x of `torch.sigmoid(x)` and `x.sigmoid()`, if it needs no parentheses."""
+    if source.origin(call.func) in _SIGMOIDS and len(call.args) == 1:
+        only = call.args[0]
+        return None if only.star or only.keyword else source.parents[only.value]
+    func = call.func
+    if not call.args and isinstance(func, cst.Attribute) and func.attr.value == "sigmoid":
+        return func.value if isinstance(func.value, (cst.Name, cst.Call, cst.Attribute)) else None
+    return None
+
+
+VALID = (
+    Case("""
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda"):
+            logits = model(x)
+            loss = F.binary_cross_entropy_with_logits(logits, y)
+            with torch.autocast("cuda", enabled=False):
+                loss = F.binary_cross_entropy(logits.float().sigmoid(), y)
+        loss = F.binary_cross_entropy(torch.sigmoid(logits), y)
+    """),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def loss(device, p, y):
+            with torch.autocast("cpu"):
+                a = F.binary_cross_entropy(p, y)
+            with torch.autocast(device):
+                return a + F.binary_cross_entropy(p, y)
+        """,
+        note="The CPU allows it; and this device is not known.",
+    ),
+    Case(
+        """
+        import precast
+        import torch
+
+        with precast.autocast("cuda"):
+            loss = torch.nn.functional.binary_cross_entropy(p, y)
+        """,
+        note="precast runs it in float32.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Loss(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.loss = torch.nn.BCELoss()
+
+            def forward(self, p, y, amp=False):
+                with torch.cuda.amp.autocast(enabled=amp):
+                    return self.loss(p, y)
+        """,
+        note="The region is there to be off.",
+    ),
+    Case("""
+        import torch
+
+        criterion = torch.nn.BCELoss() if probabilities else torch.nn.BCEWithLogitsLoss()
+        with torch.autocast("cuda"):
+            loss = criterion(p, y)
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda"):
+            loss = F.binary_cross_entropy(torch.sigmoid(model(x)), y, reduction="sum")
+        """,
+        """
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda"):
+            loss = F.binary_cross_entropy_with_logits(model(x), y, reduction="sum")
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        with torch.cuda.amp.autocast():
+            loss = torch.nn.functional.binary_cross_entropy(input=(logits).sigmoid(), target=y)
+        """,
+        """
+        import torch
+
+        with torch.cuda.amp.autocast():
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(input=logits, target=y)
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        from torch import nn
+        from torch.amp import autocast
+
+        class Trainer:
+            def __init__(self):
+                self.criterion = nn.BCELoss(reduction="none")
+
+            @autocast("cuda")
+            def loss(self, p, y):
+                return self.criterion(p.float(), y) + nn.BCELoss()(p, y)
+        """,
+        count=2,
+        note="It does not help that the probabilities are float32.",
+    ),
+)
+
+RULE = Rule(
+    code="AMP305",
+    name="binary-cross-entropy",
+    severity=Severity.ERROR,
+    fix=Applicability.UNSAFE,
+    message="PyTorch's autocast refuses this loss on CUDA; compute it from the logits",
+    what="`binary_cross_entropy` or a `BCELoss` in a region of PyTorch for CUDA.",
+    why=(
+        "It raises there, whatever the dtype of its arguments. A probability near 1 in float16 is 1, and its logarithm "
+        "infinite; `binary_cross_entropy_with_logits` has neither problem and is allowed."
+    ),
+    fine="The tensors are on the CPU.",
+    words=("autocast binary_cross_entropy", "autocast BCELoss"),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,143 @@
+"""AMP308: custom_fwd on a function that gets no ctx."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.functions import CUSTOM_FWD, functions, methods_of
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import cst
+
+__all__ = ["RULE"]
+
+_MODULES = ("torch.nn.Module", "torch.nn.modules.module.Module", "torch.nn.modules.Module")
+_ON_A_MODULE = (
+    "`custom_fwd` is for autograd Functions: here it writes its notes into the module, "
+    "and backward does not read them"
+)
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each such decorator."""
+    for _, methods in functions(source):
+        forward = methods.get("forward")
+        found = forward.decorator(CUSTOM_FWD) if forward and "setup_context" in methods else None
+        if found is not None and found[1] != "precast.custom_fwd":
+            yield source.find(RULE, found[0].decorator)
+    for node in source.all(cst.ClassDef):
+        if not any(source.origin(base.value) in _MODULES for base in node.bases):
+            continue
+        forward = methods_of(source, node).get("forward")
+        found = forward.decorator(CUSTOM_FWD) if forward else None
+        if found is not None:
+            decorator = found[0].decorator
+            yield source.find(RULE, decorator, _ON_A_MODULE, severity=Severity.WARNING)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type="cuda")
+            def forward(ctx, x):
+                return x * x
+
+        class Net(torch.nn.Module):
+            @torch.autocast("cuda", enabled=False)
+            def forward(self, x):
+                return Square.apply(x)
+    """),
+    Case(
+        """
+        import precast
+        import torch
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            @precast.custom_fwd(device_type="cuda")
+            def forward(x):
+                return x * x
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                ctx.save_for_backward(*inputs)
+        """,
+        note="precast's works with both styles.",
+    ),
+    Case("""
+        import torch
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(x):
+                return x * x
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                ctx.save_for_backward(*inputs)
+    """),
+    Case("""
+        import torch
+        from mine import Layer
+
+        class Net(Layer):
+            @torch.amp.custom_fwd(device_type="cuda")
+            def forward(self, x):
+                return x
+    """),
+)
+
+INVALID = (
+    Case("""
+        import torch
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type="cuda")
+            def forward(x):
+                return x * x
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                ctx.save_for_backward(*inputs)
+
+            @staticmethod
+            @torch.amp.custom_bwd(device_type="cuda")
+            def backward(ctx, grad):
+                return grad
+    """),
+    Case(
+        """
+        from torch import nn
+        from torch.cuda.amp import custom_fwd
+
+        class Net(nn.Module):
+            @custom_fwd(cast_inputs=torch.float32)
+            def forward(self, x):
+                return x.softmax(-1)
+        """,
+        note="A warning: what it does to the inputs happens to be right. A region that is off and a cast say so.",
+    ),
+)
+
+RULE = Rule(
+    code="AMP308",
+    name="custom-fwd-without-ctx",
+    severity=Severity.ERROR,
+    fix=Applicability.NONE,
+    message="forward gets no ctx beside a setup_context: `custom_fwd` writes into its first input, and backward fails",
+    what="`custom_fwd` on the forward of a Function that has `setup_context`, or on the forward of a module.",
+    why=(
+        "It keeps the state of autocast in the first argument, which has to be `ctx`. Beside `setup_context` that is a "
+        "tensor, and `custom_bwd` raises AttributeError. On a module it is `self`; one that can be iterated, like "
+        "`Sequential`, arrives as a generator if inputs are cast."
+    ),
+    fine="It is on a module, casts its inputs, and works.",
+    words=("custom_fwd",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,169 @@
+"""AMP310: a disabled region inside another one that goes on with its tensors as they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from precast_lint.arguments import Arguments
+from precast_lint.lowered import consumer, lowered_reads
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.regions import Region, regions_around
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+
+__all__ = ["RULE"]
+
+_OPERATIONS = re.compile(
+    r"bmm|cdist|cosine_similarity|cross_entropy|cumprod|cumsum|dist|einsum|exp|l1_loss|linear|log|log10|log1p|log2|"
+    r"log_softmax|logsumexp|matmul|mean|mm|mse_loss|norm|normalize|pow|prod|rsqrt|smooth_l1_loss|softmax|sqrt|std|sum|"
+    r"var"
+)
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each operation in a disabled region on a tensor of the region around it."""
+    for name, made in lowered_reads(source):
+        if _is_in_island(source, name, made) and _computes(source, name):
+            fix = source.fix("Cast it", source.after(name, ".float()"), unsafe=True)
+            yield source.find(RULE, name, fix=fix)
+
+
+def _is_in_island(source: Source, node: Node, made: Region) -> bool:
+    """Whether the regions around a node are a disabled one, and then the one that made its tensor."""
+    around = list(regions_around(source, node))
+    return len(around) > 1 and around[0].enabled is False and around[1] is made
+
+
+def _computes(source: Source, name: Node) -> bool:
+    """Whether a read is an operand of arithmetic, or of an operation that wants full precision."""
+    parent, _ = consumer(source, name)
+    if isinstance(parent, cst.BinaryOperation):
+        return True
+    call: Node | None = source.parents.get(parent)
+    if isinstance(parent, cst.Attribute):
+        is_call = isinstance(call, cst.Call) and call.func is parent
+        wanted = is_call and bool(_OPERATIONS.fullmatch(parent.attr.value))
+    else:
+        origin = (source.origin(call.func) if isinstance(call, cst.Call) else None) or ""
+        last = origin.rpartition(".")[2]
+        wanted = origin.startswith("torch.") and bool(_OPERATIONS.fullmatch(last))
+    return wanted and isinstance(call, cst.Call) and "dtype" not in Arguments.of(call).keywords
+
+
+VALID = (
+    Case("""
+        import torch
+
+        with torch.autocast("cuda"):
+            h = a @ b
+            with torch.autocast("cuda", enabled=False):
+                loss = torch.exp(h.float()).sum() + h.float() * 2
+                shape, other = h.shape, careful(h)
+                p = torch.softmax(h, -1, dtype=torch.float32)
+    """),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda"):
+            h = a @ b
+            with torch.autocast("cuda", enabled=False):
+                h = h.float()
+                loss = torch.exp(h).sum()
+    """),
+    Case(
+        """
+        import torch
+
+        with torch.autocast("cuda"):
+            h = model(x)
+            with torch.autocast("cuda", enabled=False):
+                loss = torch.exp(h).sum()
+        """,
+        note="What a model returns is not known.",
+    ),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda", enabled=False):
+            h = a @ b
+            loss = torch.exp(h).sum()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        with torch.autocast("cuda"):
+            h = a @ b
+            with torch.autocast("cuda", enabled=False):
+                loss = torch.exp(h).sum()
+        """,
+        """
+        import torch
+
+        with torch.autocast("cuda"):
+            h = a @ b
+            with torch.autocast("cuda", enabled=False):
+                loss = torch.exp(h.float()).sum()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.fc = nn.Linear(8, 8)
+
+            @torch.autocast("cuda")
+            def forward(self, x):
+                h = self.fc(x).view(-1)
+                with torch.autocast("cuda", enabled=False):
+                    return (h / 8).sum() + h.pow(2)
+        """,
+        """
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.fc = nn.Linear(8, 8)
+
+            @torch.autocast("cuda")
+            def forward(self, x):
+                h = self.fc(x).view(-1)
+                with torch.autocast("cuda", enabled=False):
+                    return (h.float() / 8).sum() + h.float().pow(2)
+        """,
+        unsafe=True,
+        count=2,
+    ),
+)
+
+RULE = Rule(
+    code="AMP310",
+    name="uncast-in-disabled-region",
+    severity=Severity.WARNING,
+    fix=Applicability.UNSAFE,
+    message="this tensor comes from the region around and is still in lower precision; cast it with `.float()`",
+    what=(
+        "An operation in a region with `enabled=False` on a tensor that a product of matrices gave in the region "
+        "around it, without a cast."
+    ),
+    why=(
+        "Switching autocast off casts nothing back. The operation runs in the lower precision that the region was to "
+        "avoid, without the float32 that autocast would have given it; with float32 weights it raises."
+    ),
+    fine="Lower precision is meant.",
+    words=("autocast enabled=False", "autocast False"),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

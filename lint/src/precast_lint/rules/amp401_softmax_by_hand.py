@@ -1,0 +1,241 @@
+"""AMP401: a softmax that is written out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from precast_lint.imports import name_for
+from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst, walk
+from precast_lint.tensors import Operation, constant, operation, value_of, written
+
+__all__ = ["RULE"]
+
+# Parts of names that say that an exponent is bounded. A maximum or a distance bounds nothing unless it is subtracted.
+_SMALL = re.compile(
+    r"(?<![a-z])(log(p|pt|prob|probs|norm|density)?|log_?softmax|stab\w*|shift\w*|clamp\w*|clip(ped)?|sigma|tanh|cos"
+    r"(ine)?|normali[sz]ed?|a?range|linspace)(?![a-z])"
+)
+_DEPTH = 4  # an expression, what its names are given, and so on
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each `exp(x) / exp(x).sum(...)`."""
+    for division in source.all(cst.BinaryOperation):
+        if not isinstance(division.operator, cst.Divide):
+            continue
+        power = operation(source, value_of(source, division.left), "exp")
+        total = _sum(source, division.right)
+        if power is None or total is None or _is_bounded(source, power.operand):
+            continue
+        same = source.code(total.operand) == source.code(division.left) or (
+            source.code(value_of(source, total.operand)) == source.code(power.call)
+        )
+        if same:
+            yield source.find(RULE, division, fix=_fix(source, division, power, total))
+
+
+def _sum(source: Source, node: Node) -> Operation | None:
+    """The sum in a denominator: it, or a name of it, with or without a small number beside it."""
+    node = value_of(source, node)
+    plus = node if isinstance(node, cst.BinaryOperation) else None
+    if plus and isinstance(plus.operator, cst.Add) and constant(source, plus.right) is not None:
+        node = value_of(source, plus.left)
+    if isinstance(node, cst.Subscript):
+        node = node.value
+    if (shape := operation(source, node, "unsqueeze", "view", "expand_as")) is not None:
+        node = shape.operand
+    return operation(source, node, "sum")
+
+
+def _is_bounded(source: Source, node: Node) -> bool:
+    """Whether an exponent can't be large, as far as its text says and that of what its names are given."""
+    seen: set[Node] = set()
+    latest = {node}
+    for _ in range(_DEPTH):
+        if any(_says_small(source, inner) for inner in latest):
+            return True
+        seen |= latest
+        latest = {value for inner in latest for value in _given(source, inner)} - seen
+    return False
+
+
+def _says_small(source: Source, node: Node) -> bool:
+    """Whether an expression has a difference, a sign, or a name that bounds it."""
+    first = node
+    while isinstance(first, cst.BinaryOperation):
+        if isinstance(first.operator, cst.Subtract):
+            return True
+        first = first.left
+    if isinstance(first, cst.UnaryOperation) and isinstance(first.operator, cst.Minus):
+        return True
+    value = constant(source, first)
+    if value is not None and value < 0:
+        return True
+    return any(isinstance(inner, cst.Name) and _SMALL.search(inner.value) for inner in walk(node))
+
+
+def _given(source: Source, node: Node) -> set[Node]:
+    """The values that the names in an expression are given."""
+    names = [inner for inner in walk(node) if isinstance(inner, cst.Name)]
+    return {b.value for name in names for b in source.names.bindings(name) if b.value is not None}
+
+
+def _fix(source: Source, division: Node, power: Operation, total: Operation) -> Fix | None:
+    """One call, if the sum keeps its dimension and both exponentials stand there."""
+    assert isinstance(division, cst.BinaryOperation)
+    dim = total.get("dim", 0)
+    keep = total.get("keepdim", 1)
+    is_kept = isinstance(keep, cst.Name) and keep.value == "True"
+    direct = power.call is division.left and total.call is division.right
+    known = {"dim", "keepdim"} >= set(total.keywords) and len(total.positional) <= 2
+    if dim is None or not is_kept or not direct or not known or isinstance(dim, cst.Tuple):
+        return None
+    name = name_for(source, "torch", division)
+    if name is None or b"#" in source.code(division).encode():
+        return None
+    text = f"{name[0]}.softmax({source.code(power.operand)}, dim={written(source, dim)})"
+    return source.fix("Call softmax", source.replace(division, text), name[1], unsafe=True)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        weights = torch.softmax(x, dim=-1)
+    """),
+    Case(
+        """
+        import torch
+
+        e = torch.exp(x - x.max(dim=-1, keepdim=True).values)
+        weights = e / e.sum(dim=-1, keepdim=True)
+        """,
+        note="The maximum is subtracted.",
+    ),
+    Case("""
+        import torch
+
+        shifted = x - torch.amax(x, 1, keepdim=True)
+        weights = shifted.exp() / shifted.exp().sum(1, keepdim=True)
+    """),
+    Case(
+        """
+        import torch
+
+        kernel = torch.exp(-((grid - 5) ** 2) / (2 * width**2))
+        kernel = kernel / kernel.sum()
+        blur = torch.exp(-(grid**2)) / torch.exp(-(grid**2)).sum()
+        """,
+        note="An exponent that is never above zero.",
+    ),
+    Case(
+        """
+        import torch
+
+        x = torch.linspace(-3, 3, 50)
+        weights = torch.exp(x) / torch.exp(x).sum()
+        steps = torch.arange(8)
+        decay = steps.exp() / steps.exp().sum()
+        """,
+        note="Numbers whose size is written down.",
+    ),
+    Case("""
+        import numpy as np
+        import torch
+
+        weights = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    """),
+    Case("""
+        import torch
+
+        e = torch.exp(x)
+        e[mask] = 0
+        weights = e / e.sum(-1, keepdim=True)
+    """),
+    Case("""
+        import torch
+
+        ratio = torch.exp(x) / torch.exp(y).sum(-1, keepdim=True)
+    """),
+    Case(
+        """
+        import torch
+
+        power = torch.exp(log_prob)
+        weights = power / power.sum(dim=-1, keepdim=True)
+        """,
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        weights = torch.exp(x) / torch.exp(x).sum(dim=-1, keepdim=True)
+        """,
+        """
+        import torch
+
+        weights = torch.softmax(x, dim=-1)
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import torch as th
+
+        def attend(q, k):
+            return (q @ k).exp() / th.sum((q @ k).exp(), 1, True)
+        """,
+        """
+        import torch as th
+
+        def attend(q, k):
+            return th.softmax(q @ k, dim=1)
+        """,
+        unsafe=True,
+    ),
+    Case("""
+        import torch
+
+        def attend(x):
+            e = torch.exp(x)
+            return e / e.sum(1)[:, None]
+    """),
+    Case("""
+        import torch
+
+        def attend(x):
+            e = x.exp()
+            total = e.sum(-1, keepdim=True)
+            return e / (total + 1e-6)
+    """),
+    Case(
+        """
+        import torch
+
+        power = torch.exp(logits)
+        weights = power / power.sum(dim=-1, keepdim=True)
+        """,
+    ),
+)
+
+RULE = Rule(
+    code="AMP401",
+    name="softmax-by-hand",
+    severity=Severity.WARNING,
+    fix=Applicability.UNSAFE,
+    message="`exp(x)` overflows float16 above 11, float32 above 88: use `torch.softmax`",
+    what="A softmax that is written as `exp(x) / exp(x).sum(...)`, without the maximum subtracted first.",
+    why="inf divided by inf is NaN. `torch.softmax` subtracts the maximum, and is one kernel instead of three.",
+    fine="The values are known to be small.",
+    words=("torch exp( sum(",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

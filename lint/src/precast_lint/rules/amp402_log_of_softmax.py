@@ -1,0 +1,304 @@
+"""AMP402: the logarithm of a softmax, of a sigmoid, or of a sum of exponentials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.imports import name_for
+from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+from precast_lint.tensors import Operation, operation, value_of, written
+
+__all__ = ["RULE"]
+
+_BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", "sum": "logsumexp"}
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each `log` of them, direct or through a name."""
+    for call in source.all(cst.Call):
+        log = operation(source, call, "log")
+        if log is None or log.positional or log.keywords:
+            continue
+        inner = operation(source, value_of(source, log.operand), *_BETTER)
+        if inner is None or (inner.name == "sum" and not _is_of_exponentials(source, inner)):
+            continue
+        if _is_meant(source, call, _BETTER[inner.name]):
+            continue
+        is_direct = inner.call is log.operand
+        fix = _fix(source, log, inner) if is_direct else None
+        message = RULE.message.format(old=inner.name, new=_BETTER[inner.name])
+        yield source.find(RULE, call, message, fix)
+
+
+def _is_meant(source: Source, call: Node, better: str) -> bool:
+    """Whether somebody writes the better one itself, or what it is compared with: `reference_fn=lambda x: ...`."""
+    for outer in source.around(call):
+        name = ""
+        if isinstance(outer, cst.FunctionDef):
+            name = outer.name.value
+        elif isinstance(outer, cst.Arg) and outer.keyword is not None:
+            name = outer.keyword.value
+        if better in name or "reference" in name:
+            return True
+    return False
+
+
+def _is_of_exponentials(source: Source, total: Operation) -> bool:
+    """Whether it sums `exp(x)` of an x from which nothing is subtracted, a maximum for example."""
+    power = operation(source, value_of(source, total.operand), "exp")
+    if power is None:
+        return False
+    exponent = value_of(source, power.operand)
+    is_shifted = isinstance(exponent, cst.BinaryOperation) and isinstance(
+        exponent.operator, cst.Subtract
+    )
+    return not is_shifted
+
+
+def _fix(source: Source, log: Operation, inner: Operation) -> Fix | None:
+    """One call with the inner one's arguments."""
+    text = None
+    imports: tuple[Edit, ...] = ()
+    if inner.name == "softmax":
+        text, imports = _log_softmax(source, inner)
+    elif inner.name == "sum":
+        text, imports = _logsumexp(source, inner)
+    elif not inner.positional and not inner.keywords:
+        name = _functional(source, log.call)
+        if name is not None:
+            text, imports = f"{name[0]}.logsigmoid({source.code(inner.operand)})", name[1]
+    if text is None or b"#" in source.code(log.call).encode():
+        return None
+    message = f"Call {_BETTER[inner.name]}"
+    return source.fix(message, source.replace(log.call, text), imports)
+
+
+def _log_softmax(source: Source, inner: Operation) -> tuple[str | None, tuple[Edit, ...]]:
+    """The same call of another function; None without a dim, whose default is deprecated."""
+    func = inner.call.func
+    rest = _after(source, inner.call)
+    if inner.get("dim", 0) is None:
+        return None, ()
+    if isinstance(func, cst.Attribute):
+        return f"{source.code(func.value)}.log_softmax{rest}", ()
+    name = _functional(source, inner.call)
+    return (f"{name[0]}.log_softmax{rest}", name[1]) if name else (None, ())
+
+
+def _logsumexp(source: Source, total: Operation) -> tuple[str | None, tuple[Edit, ...]]:
+    power = operation(source, total.operand, "exp")
+    dim, keep = total.get("dim", 0), total.get("keepdim", 1)
+    known = {"dim", "keepdim"} >= set(total.keywords) and len(total.positional) <= 2
+    if power is None or power.positional or power.keywords or dim is None or not known:
+        return None, ()
+    name = name_for(source, "torch", total.call)
+    if name is None:
+        return None, ()
+    more = f", keepdim={written(source, keep)}" if keep is not None else ""
+    x = source.code(power.operand)
+    return f"{name[0]}.logsumexp({x}, dim={written(source, dim)}{more})", name[1]
+
+
+def _functional(source: Source, at: Node) -> tuple[str, tuple[Edit, ...]] | None:
+    """A name for torch.nn.functional."""
+    scope = source.scope(at)
+    for name, bindings in source.scopes.module.bindings.items():
+        is_it = all(b.path == "torch.nn.functional" for b in bindings)
+        if is_it and scope.lookup(name) is bindings:
+            return name, ()
+    found = name_for(source, "torch", at)
+    return (f"{found[0]}.nn.functional", found[1]) if found else None
+
+
+def _after(source: Source, call: cst.Call) -> str:
+    """The text of a call after the name of what it calls."""
+    start, end = source.span(call.func).end, source.span(call).end
+    return source.text.data[start:end].decode("utf-8")
+
+
+VALID = (
+    Case("""
+        import torch
+
+        a = torch.log_softmax(x, dim=1)
+        b = torch.nn.functional.logsigmoid(x)
+        c = torch.logsumexp(x, dim=1)
+    """),
+    Case(
+        """
+        import torch
+
+        m = x.max(dim=1, keepdim=True).values
+        total = torch.log(torch.exp(x - m).sum(dim=1, keepdim=True)) + m
+        """,
+        note="The maximum is subtracted.",
+    ),
+    Case(
+        """
+        import torch
+
+        def logsumexp(x, dim):
+            if x.numel() == 0:
+                return torch.sum(torch.exp(x), dim).log()
+            return torch.logsumexp(x, dim)
+        """,
+        note="What would be called is written here.",
+    ),
+    Case(
+        """
+        import torch
+
+        test = dict(name="LogSigmoid", reference_fn=lambda x: x.sigmoid().log())
+
+        def loss_reference(t, x):
+            return t * x.sigmoid().log()
+        """,
+        note="What a test compares with.",
+    ),
+    Case("""
+        import torch
+
+        p = torch.softmax(x, dim=1) * weights
+        entropy = -(p * torch.log(p)).sum()
+        q = torch.log(torch.sum(x, dim=1))
+    """),
+    Case("""
+        import numpy as np
+        import torch
+
+        y = np.log(np.sum(np.exp(x)))
+
+        def entropy(xp, x):
+            return torch.log(xp.sigmoid(x)) + xp.log(xp.softmax(x, 1))
+    """),
+    Case("""
+        import torch
+
+        p = torch.softmax(x, dim=1)
+        p[mask] = 1
+        y = torch.log(p)
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        y = torch.log(torch.softmax(x, dim=1))
+        """,
+        """
+        import torch
+
+        y = torch.log_softmax(x, dim=1)
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        a = F.softmax(x / t, dim=-1, dtype=torch.float32).log()
+        b = x.softmax(-1).log()
+        c = torch.log(torch.sigmoid(x))
+        d = torch.log(torch.sum(torch.exp(x), 1, keepdim=True))
+        e = x.exp().sum(dim=(0, 1)).log()
+        """,
+        """
+        import torch
+        import torch.nn.functional as F
+
+        a = F.log_softmax(x / t, dim=-1, dtype=torch.float32)
+        b = x.log_softmax(-1)
+        c = F.logsigmoid(x)
+        d = torch.logsumexp(x, dim=1, keepdim=True)
+        e = torch.logsumexp(x, dim=(0, 1))
+        """,
+        count=5,
+    ),
+    Case(
+        """
+        from torch import log
+        from torch.nn.functional import softmax
+
+        y = log(softmax(x, dim=1))
+        """,
+        """
+        import torch
+        from torch import log
+        from torch.nn.functional import softmax
+
+        y = torch.nn.functional.log_softmax(x, dim=1)
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        p = torch.softmax(x, dim=1)
+        entropy = -(p * torch.log(p)).sum()
+        total = torch.log(torch.exp(x).sum())
+        """,
+        count=2,
+        note="The softmax is needed elsewhere; `logsumexp` wants a dim.",
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def f(F, x):
+            return torch.log(torch.sigmoid(x))
+        """,
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def f(F, x):
+            return torch.nn.functional.logsigmoid(x)
+        """,
+        note="`F` is something else here.",
+    ),
+    Case(
+        """
+        def f(x):
+            import torch
+            return torch.log(torch.exp(x).sum(1)) + torch.log(torch.sigmoid(x))
+        """,
+        """
+        def f(x):
+            import torch
+            return torch.logsumexp(x, dim=1) + torch.nn.functional.logsigmoid(x)
+        """,
+    ),
+    Case(
+        """
+        from torch import exp, log
+
+        def f(torch, x):
+            return log(exp(x).sum(1))
+        """,
+        note="There is no name for the module `torch` here.",
+    ),
+)
+
+RULE = Rule(
+    code="AMP402",
+    name="log-of-softmax",
+    severity=Severity.WARNING,
+    fix=Applicability.SAFE,
+    message="the logarithm of `{old}` is -inf or inf where it need not be: use `{new}`",
+    what="The logarithm of a softmax, of a sigmoid, or of a sum of exponentials.",
+    why=(
+        "A probability below 6e-8 is zero in float16, below 1e-45 in float32, and its logarithm -inf; gradients become "
+        "NaN. `log_softmax`, `logsigmoid` and `logsumexp` compute the same without that step."
+    ),
+    fine="The probabilities are known to be far from zero.",
+    words=("torch log( softmax(", "torch log( sigmoid(", "torch log( exp( sum("),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

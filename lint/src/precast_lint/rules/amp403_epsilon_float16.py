@@ -1,0 +1,130 @@
+"""AMP403: an epsilon that float16 rounds to zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+from precast_lint.tensors import constant, is_half, operation
+
+__all__ = ["RULE"]
+
+_HALF_STEP = 2.0**-25  # half of float16's smallest number: what is smaller is rounded to zero
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each sum with such an epsilon, and each clamp to it."""
+    for node in source.all(cst.BinaryOperation):
+        if isinstance(node.operator, cst.Add):
+            for epsilon, other in ((node.right, node.left), (node.left, node.right)):
+                if _vanishes(source, epsilon) and is_half(source, other):
+                    yield source.find(RULE, epsilon)
+    for call in source.all(cst.Call):
+        found = operation(source, call, "clamp", "clamp_", "clamp_min", "clamp_min_", "add", "add_")
+        if found is None:
+            continue
+        value = found.get("min" if found.name.startswith("clamp") else "other", 0)
+        if value is not None and _vanishes(source, value) and is_half(source, found.operand):
+            yield source.find(RULE, value)
+
+
+def _vanishes(source: Source, node: Node) -> bool:
+    value = constant(source, node)
+    return value is not None and 0 < value <= _HALF_STEP
+
+
+VALID = (
+    Case("""
+        import torch
+
+        x = x / (x.norm() + 1e-8)
+    """),
+    Case("""
+        import torch
+
+        y = x.half()
+        z = y / (y.float().norm() + 1e-12)
+        w = y / (y.abs() + 1e-7)
+    """),
+    Case(
+        """
+        import torch
+
+        model = model.half()
+        optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)
+        """,
+        note="An optimizer's eps is none of this rule's business.",
+    ),
+    Case(
+        """
+        import torch
+
+        with torch.autocast("cuda", dtype=torch.float16):
+            y = torch.softmax(a @ b, -1) + 1e-9
+        """,
+        note="A softmax is float32 in a region.",
+    ),
+    Case("""
+        import torch
+
+        def scale(x, low):
+            if low:
+                x = x.half()
+            return x + 1e-9
+    """),
+)
+
+INVALID = (
+    Case("""
+        import torch
+
+        y = x.half()
+        z = 1.0 / (y + 1e-8)
+    """),
+    Case("""
+        import torch
+
+        EPS = 1e-12
+        y = x.to(torch.float16).abs().clamp(min=EPS)
+    """),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda", dtype=torch.float16):
+            scores = torch.matmul(q, k)
+            z = v / (scores + 1e-8)
+    """),
+    Case(
+        """
+        import torch
+
+        layer = torch.nn.Linear(4, 4)
+
+        def share(x):
+            with torch.autocast("cuda", dtype=torch.float16):
+                h = layer(x)
+            return h / (h.sum(-1, keepdim=True) + 1e-9)
+        """,
+    ),
+)
+
+RULE = Rule(
+    code="AMP403",
+    name="epsilon-below-float16",
+    severity=Severity.WARNING,
+    fix=Applicability.NONE,
+    message="float16 rounds this to zero: its smallest number is 6e-8",
+    what="A number up to 3e-8 that is added to a float16 tensor, or is the lower limit of its `clamp`.",
+    why="An epsilon is there so that nothing is divided by zero. In float16 it is zero itself.",
+    fine="Zero is no problem there.",
+    words=tuple(
+        f"torch {dtype} {number}"
+        for dtype in ("half(", "float16", "autocast")
+        for number in ("e-8", "e-08", "e-9", "e-09", "e-1")
+    ),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

@@ -1,0 +1,115 @@
+"""AMP405: constants that float16 can't hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst
+from precast_lint.tensors import constant, is_half
+
+__all__ = ["RULE"]
+
+_TO_INFINITY = 65520.0  # rounded to infinity from here on
+_TO_ZERO = 2.0**-25
+_HALF = ("torch.float16", "torch.half")
+_CREATORS = {"torch.tensor": 0, "torch.as_tensor": 0, "torch.asarray": 0, "torch.full": 1}
+_VALUES = {"torch.full": "fill_value", "torch.asarray": "obj"}
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each such constant that becomes a float16 tensor or is added to one."""
+    for call, arguments in source.calls(*_CREATORS):
+        origin = source.origin(call.func) or ""
+        value = arguments.get(_VALUES.get(origin, "data"), _CREATORS[origin])
+        if source.origin(arguments.get("dtype")) in _HALF and value is not None:
+            for number in _numbers(value):
+                if _is_lost(source, number):
+                    yield source.find(RULE, number)
+    for node in source.all(cst.BinaryOperation):
+        if isinstance(node.operator, (cst.Add, cst.Subtract)):
+            for number, other in ((node.right, node.left), (node.left, node.right)):
+                if _is_infinite(source, number) and is_half(source, other):
+                    yield source.find(RULE, number)
+
+
+def _numbers(value: Node) -> Iterator[Node]:
+    """The numbers of a literal, which may be nested lists."""
+    if isinstance(value, (cst.List, cst.Tuple)):
+        for element in value.elements:
+            yield from _numbers(element.value)
+    else:
+        yield value
+
+
+def _is_lost(source: Source, node: Node) -> bool:
+    value = constant(source, node)
+    is_zero = value is not None and 0 < abs(value) <= _TO_ZERO
+    return is_zero or _is_infinite(source, node)
+
+
+def _is_infinite(source: Source, node: Node) -> bool:
+    value = constant(source, node)
+    return value is not None and math.isfinite(value) and abs(value) >= _TO_INFINITY
+
+
+VALID = (
+    Case("""
+        import torch
+
+        a = torch.tensor(65504.0, dtype=torch.float16)
+        b = torch.tensor(1e6, dtype=torch.float32)
+        c = torch.full((2,), float("-inf"), dtype=torch.half)
+        d = torch.tensor([0.0, 1e-7], dtype=torch.float16)
+        e = torch.tensor(1e6)
+    """),
+    Case("""
+        import torch
+
+        def bias(x, mask):
+            return x.half() / 1e6 + (1.0 - mask) * -1e4
+    """),
+    Case("""
+        import torch
+
+        x = torch.zeros(3, dtype=torch.bfloat16) + 1e9
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        limit = torch.tensor(-1e9, dtype=torch.float16)
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        a = torch.full((2, 2), 70000.0, dtype=torch.half)
+        b = torch.tensor([1.0, 1e-9], dtype=torch.half)
+        c = x.half() - 1e5
+        """,
+        count=3,
+    ),
+)
+
+RULE = Rule(
+    code="AMP405",
+    name="constant-beyond-float16",
+    severity=Severity.WARNING,
+    fix=Applicability.NONE,
+    message="float16 can't hold this: it reaches from 6e-8 to 65504",
+    what="A constant in a float16 tensor, or added to one, that becomes infinity or zero there.",
+    why="`torch.tensor` makes infinity or zero of it without a word; `torch.full` raises.",
+    fine="Infinity, or zero, is what is meant: then write that.",
+    words=("torch .half", "torch .float16"),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

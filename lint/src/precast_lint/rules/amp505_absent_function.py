@@ -1,0 +1,118 @@
+"""AMP505: functions that torch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.absent import ABSENT
+from precast_lint.guards import is_guarded
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.source import Source
+from precast_lint.syntax import Node, cst, dotted
+
+__all__ = ["RULE"]
+
+# Only names that look like nothing else are looked for behind `import torch as th`: others are everywhere.
+_TELLING = tuple(
+    name for name in ABSENT if name.startswith(("reduce_", "expand_dims", "gather_nd"))
+)
+_WORDS = (*(f"torch.{name}(" for name in ABSENT), *(f"torch {name}" for name in _TELLING))
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each of them that is called, or imported from torch."""
+    set_here = {source.origin(n.target) for n in source.all(cst.AssignTarget)}
+    for call in source.all(cst.Call):
+        func = call.func
+        name = _absent(source.names.path(func)) if isinstance(func, cst.Attribute) else None
+        if name and source.origin(func) not in set_here and not is_guarded(source, call):
+            yield _found(source, func, name)
+    for statement in source.all(cst.ImportFrom):
+        if statement.relative or dotted(statement.module) != "torch":
+            continue
+        for alias in statement.names if not isinstance(statement.names, cst.ImportStar) else ():
+            name = _absent(f"torch.{dotted(alias.name)}")
+            if name and not is_guarded(source, statement):
+                yield _found(source, alias, name)
+
+
+def _absent(path: str | None) -> str | None:
+    module, _, name = (path or "").rpartition(".")
+    return name if module == "torch" and name in ABSENT else None
+
+
+def _found(source: Source, node: Node, name: str) -> Finding:
+    return source.find(RULE, node, RULE.message.format(name=name, there=ABSENT[name]))
+
+
+VALID = (
+    Case("""
+        import torch
+        import torch.nn.functional as F
+
+        a = torch.amax(x, dim=1)
+        b = F.gelu(x)
+        c = torch.nn.functional.one_hot(x)
+    """),
+    Case("""
+        import tensorflow as tf
+        import numpy as np
+
+        a = tf.reduce_max(x)
+        b = np.expand_dims(x, 0)
+    """),
+    Case(
+        """
+        import torch
+
+        torch.reduce_max = torch.amax
+        y = torch.reduce_max(x)
+        if hasattr(torch, "gelu"):
+            y = torch.gelu(y)
+        """,
+        note="Put there by the file itself, or asked for.",
+    ),
+    Case("""
+        from . import torch
+
+        y = torch.reduce_max(x)
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        y = torch.reduce_max(x, dim=1)
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch as th
+        from torch import expand_dims
+
+        y = th.reduce_sum(expand_dims(x, 0))
+        """,
+        count=2,
+    ),
+)
+
+RULE = Rule(
+    code="AMP505",
+    name="absent-function",
+    severity=Severity.ERROR,
+    fix=Applicability.NONE,
+    message="torch has no `{name}`: see `{there}`",
+    what=(
+        "Calls and imports of names that torch has never had, and other libraries, or other modules of PyTorch, have: "
+        "`torch.reduce_max`, `torch.gelu`."
+    ),
+    why="It raises an AttributeError, maybe only after hours, where the code is rarely run.",
+    fine="Something adds the name to torch.",
+    words=_WORDS,
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)

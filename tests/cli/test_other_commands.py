@@ -1,0 +1,57 @@
+"""`precast check`, `fix` and `rule`: the commands of precast-lint where it is installed, else how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from precast.cli.main import main
+from precast_lint.cli import main as lint
+
+OLD = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"
+
+
+def test_they_do_what_precast_lint_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text(OLD)
+    for arguments in (["check", "--no-cache", "a.py"], ["check", "b.py"], ["rule", "AMP203"]):
+        ours = CliRunner().invoke(main, arguments)
+        theirs = CliRunner().invoke(lint, arguments, prog_name="main")
+        assert (ours.exit_code, ours.output) == (theirs.exit_code, theirs.output)
+    assert CliRunner().invoke(main, ["fix", "--no-cache", "a.py"]).exit_code == 0
+    assert 'torch.amp.autocast("cuda")' in (tmp_path / "a.py").read_text()
+
+
+def test_help_lists_them_where_they_are() -> None:
+    shown = CliRunner().invoke(main, ["--help"]).output
+    assert [line.split()[0] for line in shown.partition("Commands:\n")[2].splitlines()] == [
+        *("check", "demo", "doctor", "explain", "fix", "report", "rule", "run")
+    ]
+
+
+@pytest.fixture
+def without_precast_lint(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = importlib.metadata.EntryPoints()
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: nothing)
+
+
+@pytest.mark.usefixtures("without_precast_lint")
+@pytest.mark.parametrize("name", ["check", "fix", "rule"])
+def test_where_they_are_not_one_is_told_how_to_get_them(name: str) -> None:
+    done = CliRunner().invoke(main, [name, "--diff", "src"])
+    assert done.exit_code == 1
+    assert f"`precast {name}` is a command of precast-lint" in done.output
+    assert "pip install precast-lint" in done.output
+    assert "pip install ./lint" in done.output
+
+
+@pytest.mark.usefixtures("without_precast_lint")
+def test_all_else_works_without_them() -> None:
+    assert CliRunner().invoke(main, ["--help"]).exit_code == 0
+    assert "check" not in CliRunner().invoke(main, ["--help"]).output
+    unknown = CliRunner().invoke(main, ["chekc"])
+    assert unknown.exit_code == 2
+    assert "No such command 'chekc'" in unknown.output

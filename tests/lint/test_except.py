@@ -1,0 +1,65 @@
+"""What `except` blocks do counts, as if nothing of what was tried had happened; what may have happened only excuses."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from precast_lint.engine import check
+from precast_lint.settings import Settings
+from precast_lint.text import decode
+
+START = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+def rows(code: str) -> list[int]:
+    text = decode((START + textwrap.dedent(code).format(clip=CLIP)).encode())
+    found = check(text, "example.py", Settings(codes=frozenset({"AMP203"}))).findings
+    return [text.position(finding.span.start)[0] - START.count("\n") for finding in found]
+
+
+def test_a_mistake_in_a_handler_is_found() -> None:
+    code = """\
+        for batch in batches:
+            try:
+                loss = model(batch)
+            except RuntimeError:
+                scaler.scale(smaller(batch)).backward()
+                {clip}
+                scaler.step(optimizer)
+                scaler.update()
+        """
+    assert rows(code) == [6]
+
+
+@pytest.mark.parametrize("caught", ["except", "except*"])
+def test_what_was_tried_may_excuse_the_handler(caught: str) -> None:
+    code = f"""\
+        scaler.scale(loss).backward()
+        try:
+            scaler.unscale_(optimizer)
+            log(optimizer)
+        {caught} ValueError:
+            {{clip}}
+        scaler.step(optimizer)
+        scaler.update()
+        """
+    assert rows(code) == []
+    assert rows(code.replace("scaler.unscale_(optimizer)", "pass")) == [6]
+
+
+def test_a_handler_that_leaves_does_not_reach_what_follows() -> None:
+    code = """\
+        for batch in batches:
+            try:
+                scaler.scale(model(batch)).backward()
+            except RuntimeError:
+                continue
+            scaler.unscale_(optimizer)
+            {clip}
+            scaler.step(optimizer)
+            scaler.update()
+        """
+    assert rows(code) == []

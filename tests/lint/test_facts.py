@@ -1,0 +1,150 @@
+"""What the rules about scalers and numbers say of PyTorch, run with the installed one; and their fixes, run."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from precast_lint.registry import all_rules
+
+Step = Callable[[torch.nn.Parameter, torch.optim.Optimizer, torch.amp.GradScaler], object]
+
+
+def _run(*steps: Step, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> torch.Tensor:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([weight], lr=0.5)  # type: ignore[call-arg]
+    scaler = torch.amp.GradScaler("cpu")
+    for step in steps:
+        step(weight, optimizer, scaler)
+    return weight.detach()
+
+
+def _scaled(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    torch.autograd.backward(s.scale(w.sum()))
+
+
+def _plain(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    torch.autograd.backward(w.sum())
+
+
+def _step(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    s.step(o)
+
+
+def _update(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    s.update()
+
+
+def _unscale(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    s.unscale_(o)
+
+
+def _zero(w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler) -> None:
+    o.zero_grad()
+
+
+def test_the_protocol_works() -> None:
+    assert _run(_scaled, _unscale, _step, _update).tolist() == [0.5, 0.5]
+
+
+RAISES = {
+    "AMP204 no update": ((_scaled, _step, _scaled, _step), "since the last update"),
+    "AMP204 update first": ((_scaled, _update, _step), "No inf checks"),
+    "AMP206 not scaled": ((_plain, _step), "script did not use scaler.scale"),
+    "AMP207 no gradients": ((_scaled, _zero, _step), "No inf checks"),
+    "AMP208 unscaled twice": ((_scaled, _unscale, _unscale), "already been called"),
+}
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_pytorch_refuses(name: str) -> None:
+    steps, message = RAISES[name]
+    with pytest.raises((RuntimeError, AssertionError), match=message):
+        _run(*steps)
+
+
+def test_pytorch_computes_wrongly_without_a_word() -> None:
+    right = _run(_scaled, _step, _update)
+    again = _run(_scaled, _unscale, _update, _step)  # AMP204: divided twice
+    assert (again - 1).abs().max() < 1e-4 < (right - 1).abs().max()
+    unseen = _run(_scaled, lambda w, o, s: o.step())  # AMP205: not divided at all
+    assert unseen.abs().max() > 1000
+    mixed = _run(
+        _scaled, _step, _update, _zero, _plain, _step
+    )  # AMP206: divided by what was never there
+    assert torch.allclose(mixed, right, atol=1e-4)
+
+
+def test_a_closure_is_refused_by_name_only() -> None:
+    def with_closure(
+        w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler
+    ) -> None:
+        s.step(o, closure=lambda: 0.0)
+
+    def by_position(
+        w: torch.nn.Parameter, o: torch.optim.Optimizer, s: torch.amp.GradScaler
+    ) -> None:
+        s.step(o, lambda: 0.0)
+
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        _run(_scaled, with_closure)
+    assert _run(_scaled, by_position).tolist() == [0.5, 0.5]
+    with pytest.raises(TypeError, match="closure"):
+        _run(_scaled, _step, kind=torch.optim.LBFGS)
+
+
+def test_float16_has_no_such_numbers() -> None:
+    x = torch.zeros(2, dtype=torch.float16)
+    mask = torch.tensor([True, False])
+    for value in (-1e9, torch.finfo(torch.float32).min, 65505.0):  # AMP404
+        with pytest.raises(RuntimeError, match="without overflow"):
+            x.masked_fill(mask, value)
+    for value in (-1e4, float("-inf"), torch.finfo(x.dtype).min):
+        x.masked_fill(mask, value)
+    assert torch.tensor(1e5, dtype=torch.float16).isinf()  # AMP405
+    assert (x + 65520.0).isinf().all()
+    with pytest.raises(RuntimeError, match="without overflow"):
+        torch.full((2,), 7e4, dtype=torch.float16)
+    for epsilon, lost in ((2.0**-25, True), (3e-8, False), (1e-8, True)):  # AMP403
+        assert bool((x + epsilon == 0).all()) is lost
+        assert bool((x.clamp(min=epsilon) == 0).all()) is lost
+
+
+def test_products_are_float16_in_a_region() -> None:
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.float16):
+        for product in (x @ x, torch.einsum("ij,jk->ik", x, x), torch.nn.functional.linear(x, x)):
+            assert (product / 2.0).dtype == torch.float16
+        with pytest.raises(RuntimeError, match="without overflow"):
+            (x @ x).masked_fill(x > 0, -1e9)
+
+
+FIXED = [
+    pytest.param(case.code, case.fixed, id=f"{code}-{number}")
+    for code in ("AMP401", "AMP402")
+    for number, case in enumerate(all_rules()[code].invalid, 1)
+    if case.fixed is not None
+]
+
+
+@pytest.mark.parametrize(("before", "after"), FIXED)
+def test_a_fix_of_a_formula_computes_the_same(before: str, after: str) -> None:
+    x, q = torch.randn(3, 4), torch.randn(4, 4)
+    results = []
+    for code in (before, after):
+        values: dict[str, Any] = {"x": x, "t": 2.0}
+        exec(textwrap.dedent(code), values)
+        if "attend" in values:
+            values["y"] = values["attend"](q, x.T @ x)
+        if "f" in values:
+            names = inspect.signature(values["f"]).parameters
+            values["y"] = values["f"](*(q if name == "x" else None for name in names))
+        results.append({k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
+    assert results[0].keys() == results[1].keys() != {"x"}
+    for name, value in results[0].items():
+        assert torch.allclose(value, results[1][name], rtol=1e-5, atol=1e-6), name

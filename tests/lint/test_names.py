@@ -1,0 +1,50 @@
+"""Every name under which PyTorch exports what the rules are about is known as what it is."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+
+from precast_lint.names import canonical
+
+DOCUMENTED = tuple(
+    f"{module}.{name}"
+    for module in ("torch.amp", "torch.cuda.amp", "torch.cpu.amp")
+    for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
+    if hasattr(importlib.import_module(module), name)
+)
+
+
+def _object(path: str) -> object:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _exports(module: types.ModuleType, name: str) -> bool:
+    """Whether a module offers a name to others; one without `__all__` that is no package only imports it for itself."""
+    return name in getattr(module, "__all__", vars(module) if hasattr(module, "__path__") else ())
+
+
+@pytest.mark.parametrize("documented", DOCUMENTED)
+def test_an_alias_of_pytorchs_is_known_as_what_it_stands_for(documented: str) -> None:
+    wanted = _object(documented)
+    modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "torch"]
+    aliases = {
+        f"{module.__name__}.{name}"
+        for module in modules
+        if isinstance(module, types.ModuleType) and module.__name__.startswith("torch")
+        for name, value in list(vars(module).items())
+        if value is wanted and _exports(module, name)
+    }
+    assert documented in aliases
+    public = {a for a in aliases if not any(part.startswith("_") for part in a.split("."))}
+    assert {canonical(alias) for alias in public} == {documented}
+
+
+def test_the_newest_names_are_there() -> None:
+    assert canonical("torch.GradScaler") == "torch.amp.GradScaler"
+    assert torch.GradScaler is torch.amp.GradScaler
