@@ -226,8 +226,8 @@ from pathlib import Path
 import torch
 
 import precast
-from precast import report
 import precast.demo.page
+from precast.diagnostics import report
 from tests.support.documents import document
 
 home = Path(precast.__file__).parent
@@ -248,9 +248,9 @@ print(home)
 
 
 def test_the_installed_package_works(installed: Path, tmp_path: Path) -> None:
-    tests = tmp_path / "tests"
-    tests.mkdir()
-    (tests / "documents.py").symlink_to(ROOT / "tests" / "documents.py")
+    support = tmp_path / "tests" / "support"
+    support.mkdir(parents=True)
+    (support / "documents.py").symlink_to(ROOT / "tests" / "support" / "documents.py")
     (tmp_path / "use.py").write_text(_USE, encoding="utf-8")
     home = run([str(installed / "python"), "-W", "error", "use.py"], tmp_path).strip()
     assert Path(home).is_relative_to(installed.parent)
