@@ -666,7 +666,7 @@ def found_infs_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch
 
 
 def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in `dtype`; no ``__torch_function__`` is asked: a cast in a kernel is no call of the program's (2.13)."""
+    """`tensor` in `dtype`. No ``__torch_function__`` is asked: the program did not call a kernel's cast (2.13)."""
     cast = _CASTS.get(dtype)
     if cast is not None and type(tensor) in _WITHOUT_TORCH_FUNCTION and not function_modes():
         return cast(tensor)
