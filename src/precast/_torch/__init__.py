@@ -118,7 +118,6 @@ __all__ = [
     "step_without_hooks",
     "swaps_parameters",
     "traced_as_constant",
-    "unwrapped",
     "update_scale_",
     "version_of",
     "warning_of_old_contract",
@@ -999,17 +998,6 @@ def on_backward(tell: Callable[[Any, Any], None]) -> Callable[[], None]:
 
     torch.autograd.backward = told
     return stop
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """What `torch.compile`, DataParallel and DistributedDataParallel wrap; `_orig_mod` is the compiled one's (2.13)."""
-    while True:
-        if isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-            module = module.module
-        elif isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
-            module = module._orig_mod  # type: ignore[assignment]
-        else:
-            return module
 
 
 Outermost = Callable[[torch.nn.Module, Callable[[], Any]], Any]

@@ -31,7 +31,7 @@ from precast._torch import is_captured, on_collectives, runs_uncompiled
 from precast.attachment.module_hooks import apply
 from precast.engine.thread_state import regions
 from precast.errors import AttachError, PrecastWarning
-from precast.policy.module_names import names_in
+from precast.policy.module_names import named_parameters, names_in
 from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy, as_policy
 from precast.weights import held
@@ -259,7 +259,7 @@ class Attachment(Displayed):
             self._modules = frozenset(map(id, model.modules()))
             managed = _managed_by_fsdp(model)
             holdings, left_alone = {}, {}
-            for name, parameter in model.named_parameters():
+            for name, parameter in named_parameters(model):
                 reason = managed.get(id(parameter)) or held.reason_not_held(parameter)
                 if reason is None:
                     holdings[name] = held.hold(name, parameter)

@@ -22,6 +22,7 @@ from precast import _torch
 from precast._internal.locks import ForkSafeLock, synchronized
 from precast.attachment.attachment import Attachment, attached_models
 from precast.errors import PolicyError
+from precast.policy.module_names import unwrapped
 from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy
 
@@ -114,7 +115,7 @@ class FoundModels:
             return
         if module in self._known:
             return
-        model = _torch.unwrapped(module)
+        model = unwrapped(module)
         if next(model.parameters(), None) is not None and not self._is_part(model):
             self._attach(model)
         self._known[module] = None  # last: a thread that calls it meanwhile waits for its rules

@@ -24,7 +24,7 @@ from torch import nn
 
 from precast import _torch
 from precast.diagnostics.tracing.rows import Phase
-from precast.policy.module_names import modules_by_name
+from precast.policy.module_names import modules_by_name, unwrapped
 from precast.policy.policy import DEVICE_TYPES
 
 __all__ = [
@@ -263,7 +263,9 @@ class Names:
         known = self._names.get(id(module))
         if known is not None and known[0]() is module:
             return known[1]
-        root = outermost_module(frame) or module
+        root = outermost_module(frame)
+        if root is None:  # not `or`: a compiled module may have no length, and then no truth either
+            root = module
         known = self._names.get(id(root))
         at_root = known[1] if known is not None and known[0]() is root else self._label(root)
         self._learn(root, at_root)
@@ -285,7 +287,7 @@ class Names:
 
     def _label(self, module: nn.Module) -> str:
         """The class of a module, with a number where another one of that class lives."""
-        kind = type(getattr(module, "_orig_mod", module)).__name__
+        kind = type(unwrapped(module)).__name__
         number = 1
         while True:
             label = kind if number == 1 else f"{kind} {number}"
