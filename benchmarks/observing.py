@@ -33,10 +33,10 @@ _NEVER = 10**9
 _UNTIMED = 2
 """The first step of a monitor is counted whatever its interval, and read when the second begins."""
 
-Watch = Callable[[Any, torch.optim.Optimizer], Any]
+RunObserver = Callable[[Any, torch.optim.Optimizer], Any]
 """Makes the context manager that watches a model and its optimizer."""
 
-WATCHES: dict[str, Watch] = {
+WATCHES: dict[str, RunObserver] = {
     "counted": lambda model, _: precast.trace(model, full=False),
     "traced": lambda model, _: precast.trace(model),
     "monitored, not counted": lambda model, _: precast.monitor(model, every=_NEVER),
@@ -96,7 +96,7 @@ def _row(
 
 
 def _watched(
-    step: Callable[[], None], watch: Watch, model: Any, optimizer: torch.optim.Optimizer
+    step: Callable[[], None], watch: RunObserver, model: Any, optimizer: torch.optim.Optimizer
 ) -> Variant:
     """The step while something watches; what that takes to begin and end is not timed."""
     open_now: list[Any] = []

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 import precast
+from precast.cli.run.run_observer import RunObserver
 from precast.cli.run.steps import Steps
-from precast.cli.run.watch import Watch
-from precast.cli.run.window import Window
+from precast.cli.run.trace_window import TraceWindow
 
 
-def seen_of(begin: int, end: int, steps: int, calls_before: int = 0) -> Window:
+def seen_of(begin: int, end: int, steps: int, calls_before: int = 0) -> TraceWindow:
     """Traces a program that trains for some steps, perhaps after calls that look like inference."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    window = Window(begin, end, lambda: model)
+    window = TraceWindow(begin, end, lambda: model)
     watched = Steps(window.begins, lambda _: None)
     window.start()
     watched.start()
@@ -71,7 +71,7 @@ def test_what_was_traced_before_training_is_forgotten() -> None:
 
 
 def test_steps_of_other_threads_open_nothing_and_are_counted() -> None:
-    window = Window(1, 2, lambda: None)
+    window = TraceWindow(1, 2, lambda: None)
     window.start()
     thread = threading.Thread(target=window.begins, args=(1,))
     thread.start()
@@ -94,7 +94,7 @@ def test_a_compiled_model_is_traced_under_the_names_of_what_it_wraps(named: bool
 
 
 def test_a_module_that_torchscript_traces_is_the_same_as_ever() -> None:
-    watch = Watch("torch", (2, 5), health=False)
+    watch = RunObserver("torch", (2, 5), health=False)
     watch.start()
     try:
         model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(1, 4)

@@ -144,7 +144,7 @@ def test_the_note_is_for_devices_where_pytorch_bans_it() -> None:
     kernel = registration._choose(
         policy, native, policy.expand("cuda")[0]["aten::binary_cross_entropy"]
     )
-    notes: list[events.Note] = []
+    notes: list[events.OperationNote] = []
     assert kernel is not None
     with events.observe(notes.append):
         kernel(None, (torch.rand(3), torch.rand(3)), {})

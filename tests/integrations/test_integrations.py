@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import precast
-from precast._internal.events import HealthEvent, Note
+from precast._internal.events import HealthEvent, OperationNote
 from precast.errors import MissingExtraError
 from precast.integrations.logging import LogEvents
 from precast.integrations.wandb import WandB
@@ -168,6 +168,6 @@ def test_a_logger_of_ones_own_gets_what_its_level_lets_through(
     caplog.set_level(logging.WARNING, "training.amp")
     observer = LogEvents(logger)
     train(observer)
-    observer(Note("binary_cross_entropy", "cpu", "was computed in float32"))
+    observer(OperationNote("binary_cross_entropy", "cpu", "was computed in float32"))
     assert {record.name for record in caplog.records} == {"training.amp"}
     assert {record.levelname for record in caplog.records} == {"WARNING", "ERROR"}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from precast._internal.events import Note, emit, observe, observed
+from precast._internal.events import OperationNote, emit, observe, observed
 
-NOTE = Note("mse_loss", "cpu", "ran in float32")
+NOTE = OperationNote("mse_loss", "cpu", "ran in float32")
 
 
 def test_an_observer_gets_events_until_its_with_ends() -> None:

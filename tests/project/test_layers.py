@@ -259,7 +259,7 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
         "from precast.cli.main import main; main(['demo', '--help'], standalone_mode=False)",
         "from precast.cli.main import main; main(['doctor', '--help'], standalone_mode=False)",
         "from precast.cli.main import main; main(['run', '--help'], standalone_mode=False)",
-        "import precast.cli.run.runner, precast.diagnostics.report",
+        "import precast.cli.run.session, precast.diagnostics.report",
         "from precast.cli.main import main; main(['--version'], standalone_mode=False)",
     ],
 )

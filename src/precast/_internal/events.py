@@ -20,12 +20,19 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["First", "HealthEvent", "Note", "ScalerDiagnosis", "StepEvent", "Witness"]
+__all__ = [
+    "HealthEvent",
+    "NonfiniteOrigin",
+    "OperationNote",
+    "ScalerDiagnosis",
+    "StepEvent",
+    "Witness",
+]
 __all__ += ["emit", "observe", "observed", "witnesses"]
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class OperationNote:
     """The engine did something worth knowing, such as running a banned loss in float32."""
 
     op: str
@@ -37,7 +44,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class First:
+class NonfiniteOrigin:
     """Where numbers first became infinite or NaN in a training step, as `precast.monitor` saw it."""
 
     step: int
@@ -56,7 +63,7 @@ class First:
     """Modules in which it may have begun before: their tensors were written in place before they were looked at, as
     nothing had been written there in the steps before."""
 
-    def numbered(self, step: int) -> First:
+    def numbered(self, step: int) -> NonfiniteOrigin:
         """The same, where somebody else's count of the steps says `step`."""
         message = self.message.replace(f"In step {self.step}", f"In step {step}", 1)
         return replace(self, step=step, message=message)
@@ -113,12 +120,12 @@ class StepEvent:
         return len(self.names)
 
     @property
-    def first(self) -> First | None:
+    def first(self) -> NonfiniteOrigin | None:
         """Where numbers first became infinite or NaN, if the step was skipped and a `precast.monitor` watched it.
 
         With a fused optimizer it is looked for when it is read: ask before the next forward, or ask the monitor.
         """
-        found: First | None = self.findings.first if self.skipped else None
+        found: NonfiniteOrigin | None = self.findings.first if self.skipped else None
         return found and found.numbered(self.step)
 
     @property
@@ -142,7 +149,7 @@ class ScalerDiagnosis:
     """The parameters whose gradients were not finite; "optimizer 1: weight" where there were several optimizers."""
     message: str
     """What was seen, and what to look at."""
-    first: First | None = None
+    first: NonfiniteOrigin | None = None
     """Where it began, if a `precast.monitor` watched."""
 
 
@@ -152,7 +159,7 @@ class Witness(Protocol):
     def names_of(self, parameters: Iterable[Tensor]) -> dict[int, str]:
         """``id`` of each of `parameters` that it knows -> its name."""
 
-    def first_of_step(self, optimizer: Optimizer) -> First | None:
+    def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
         """Where the step that is being taken went wrong; None where it was not seen."""
 
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
@@ -177,8 +184,8 @@ _here = _Here()
 def observe(callback: Callable[[Any], None]) -> Iterator[None]:
     """Calls `callback(event)` for every event of this thread until the `with` ends.
 
-    An event is a `StepEvent` or a `ScalerDiagnosis` of a gradient scaler, a `HealthEvent` of a monitor, or a `Note` of
-    the engine. Observers nest: each gets every event, the outermost first.
+    An event is a `StepEvent` or a `ScalerDiagnosis` of a gradient scaler, a `HealthEvent` of a monitor, or an `OperationNote`
+    of the engine. Observers nest: each gets every event, the outermost first.
 
     Examples:
         >>> import precast, torch

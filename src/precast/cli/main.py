@@ -57,7 +57,7 @@ class _Commands(click.Group):
         try:
             return super().main(*args, **kwargs)
         except BaseException as ended:
-            endings = sys.modules.get("precast.cli.run.endings")  # not there: nothing was run
+            endings = sys.modules.get("precast.cli.run.exit_status")  # not there: nothing was run
             if endings is None or not isinstance(ended, endings.Interrupted):
                 raise
             # Click would make exit code 1 of it. Python ends by the signal; what it would print was printed.

@@ -70,7 +70,7 @@ class _Steps(click.ParamType[tuple[int, int]]):
     help="Steps to trace in detail: from A up to B, without B; counted from 0.  [default: 2:5]",
 )
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser at the end.")
-@click.option("--health", is_flag=True, help="Watch for overflow and underflow, too.")
+@click.option("--health", is_flag=True, help="RunObserver for overflow and underflow, too.")
 def run(
     program: str | None,
     arguments: tuple[str, ...],
@@ -91,14 +91,14 @@ def run(
     """
     if program is None:
         raise click.UsageError("Name a script, as in `precast run train.py`.")
-    from precast.cli.run import runner
-    from precast.cli.run.places import Places, rank_from_environment
+    from precast.cli.run import session
+    from precast.cli.run.output_files import OutputFiles, rank_from_environment
     from precast.cli.run.target import Target
 
     _refuse_no_policy(policy)
     if _makes_page(page or (_DEFAULT if opens else None), as_json):
         page = page or _DEFAULT
-    places = Places(
+    places = OutputFiles(
         page and page.absolute(), as_json and as_json.absolute(), rank_from_environment()
     )
     target = Target(program, is_module, arguments)
@@ -107,7 +107,7 @@ def run(
         places.check()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    runner.run(runner.Request(target, places, policy, steps, health, opens))
+    session.run(session.Request(target, places, policy, steps, health, opens))
 
 
 def _refuse_no_policy(policy: str) -> None:

@@ -188,7 +188,7 @@ def retry_promoted(
 
 def noting(op: Operation, message: str, inner: Kernel) -> Kernel:
     """`inner`, telling observers about it."""
-    note = events.Note(op=op.name, device=op.device_type, message=message)
+    note = events.OperationNote(op=op.name, device=op.device_type, message=message)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         events.emit(note)

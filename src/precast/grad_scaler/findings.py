@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from precast._internal.events import First, witnesses
+from precast._internal.events import NonfiniteOrigin, witnesses
 from precast.attachment.attachment import names_of
 from precast.grad_scaler.gradients import Place, bad_gradients, bad_weights, local
 
@@ -43,7 +43,7 @@ class Findings:
         self._losses: tuple[Tensor, ...] | bool = losses
         self._bad: tuple[str, ...] | None = None
         self._weights: tuple[str, ...] | None = None
-        self._first: First | None = None
+        self._first: NonfiniteOrigin | None = None
 
     def look(self) -> None:
         """Finds the bad gradients now, while they are there."""
@@ -70,7 +70,7 @@ class Findings:
         return self._bad or ()
 
     @property
-    def first(self) -> First | None:
+    def first(self) -> NonfiniteOrigin | None:
         """Where the step went wrong, if somebody watched it."""
         self.look()
         return self._first

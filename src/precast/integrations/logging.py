@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from precast._internal.events import HealthEvent, Note, ScalerDiagnosis, StepEvent
+from precast._internal.events import HealthEvent, OperationNote, ScalerDiagnosis, StepEvent
 
 __all__ = ["LogEvents"]
 
@@ -32,7 +32,7 @@ class LogEvents:
         self._logger = logging.getLogger("precast") if logger is None else logger
 
     def __call__(self, event: object) -> None:
-        """Logs a `StepEvent`, a `ScalerDiagnosis`, a `HealthEvent` or a `Note`."""
+        """Logs a `StepEvent`, a `ScalerDiagnosis`, a `HealthEvent` or an `OperationNote`."""
         level = _level(event)
         if level is not None and self._logger.isEnabledFor(level):
             self._logger.log(level, "%s", _text(event), extra={"event": event})
@@ -43,7 +43,7 @@ def _level(event: object) -> int | None:
         return logging.WARNING if event.skipped else logging.DEBUG
     if isinstance(event, ScalerDiagnosis):
         return logging.ERROR
-    if isinstance(event, Note):
+    if isinstance(event, OperationNote):
         return logging.INFO
     return logging.DEBUG if isinstance(event, HealthEvent) else None
 
@@ -53,7 +53,7 @@ def _text(event: object) -> str:
         return _of_step(event)
     if isinstance(event, HealthEvent):
         return f"step {event.step}: the monitor counted {len(event.tensors)} tensors"
-    if isinstance(event, Note):
+    if isinstance(event, OperationNote):
         return f"{event.op} on {event.device}: {event.message}"
     assert isinstance(event, ScalerDiagnosis)
     return event.message

@@ -241,10 +241,10 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path: 
     report.save(flat(), path)
     code = (
         "import os, pathlib, sys, time\n"
-        "from precast import files\n"
+        "from precast._internal import atomic_write\n"
         "def hang(_):\n    print('writing', flush=True)\n    time.sleep(60)\n"
         "os.fsync = hang\n"
-        "files.replace(pathlib.Path(sys.argv[1]), b'half')\n"
+        "atomic_write.replace(pathlib.Path(sys.argv[1]), b'half')\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
     assert writer.stdout is not None

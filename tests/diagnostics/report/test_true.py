@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 import precast
 from precast.cli.run.document import document_of
-from precast.cli.run.endings import Ending
-from precast.cli.run.places import Rank
-from precast.cli.run.summary import summary
+from precast.cli.run.exit_status import ExitStatus
+from precast.cli.run.output_files import Rank
+from precast.cli.run.run_observer import RunObserver
 from precast.cli.run.target import Target
-from precast.cli.run.watch import Watch
+from precast.cli.run.terminal_summary import summary
 from precast.diagnostics import report
 from precast.diagnostics.report.page import html
-from precast.diagnostics.report.ranks import common_verdict
-from precast.diagnostics.report.verdict import verdict
+from precast.diagnostics.report.ranks import summary_of_ranks
+from precast.diagnostics.report.run_summary import summary_of
 from precast.diagnostics.report.words import shortened
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
@@ -40,7 +40,7 @@ def seen(
     health: bool = False,
 ) -> Any:
     """The document of a program, which runs in this process as `precast run` would watch it."""
-    watch = Watch(policy, steps, health=health)
+    watch = RunObserver(policy, steps, health=health)
     watch.start()
     try:
         program()
@@ -48,14 +48,14 @@ def seen(
         watch.stop()
         precast.uninstall()
     made: Any = document_of(
-        Target("train.py", False), Rank(), policy, ending=Ending(), seconds=1.0, watch=watch
+        Target("train.py", False), Rank(), policy, ending=ExitStatus(), seconds=1.0, watch=watch
     )
     made["run"]["compiled"] = False  # what other tests of this process have compiled
     return made
 
 
 def told(made: Any) -> str:
-    judged = verdict(made)
+    judged = summary_of(made)
     parts = [judged["headline"], *judged["precision"], *judged["problems"], *judged["notes"]]
     first = judged["first"]
     return " ".join([*parts, *((first["text"], first["gain"]) if first else ())])
@@ -102,14 +102,14 @@ def policy_of(folder: Path, text: str) -> str:
 
 
 def test_a_run_in_16_bits_is_said_to_work() -> None:
-    judged = verdict(seen(Train()))
+    judged = summary_of(seen(Train()))
     assert judged["headline"].startswith("Mixed precision ")
     assert judged["level"] != "neutral"
 
 
 def test_a_policy_that_lets_nothing_run_in_16_bits_does_not_work(tmp_path: Path) -> None:
     made = seen(Train(), policy_of(tmp_path, '[ops.cpu]\nlinear = "fp32"\n'))
-    judged = verdict(made)
+    judged = summary_of(made)
     assert "works" not in told(made)
     assert judged["headline"].startswith("Nothing ran in 16 bits")
     assert judged["level"] == "neutral"
@@ -119,7 +119,7 @@ def test_a_policy_that_lets_nothing_run_in_16_bits_does_not_work(tmp_path: Path)
 
 def test_a_run_in_float32_is_not_said_to_be_well() -> None:
     made = seen(Train(None))
-    assert verdict(made)["level"] == "neutral"
+    assert summary_of(made)["level"] == "neutral"
     assert "works" not in told(made)
     page = html(made).split("<main>")[1].split('id="findings"')[0]
     assert "No mixed precision was seen" in page
@@ -133,15 +133,15 @@ def test_numbers_in_float64_are_in_no_mixed_precision() -> None:
         made = seen(Train(of=torch.float64), steps=steps)
         assert any(each["rule"] == "lower" and each["calls"] for each in made["counts"])
         assert "works" not in told(made)
-        assert verdict(made)["level"] == "neutral"
+        assert summary_of(made)["level"] == "neutral"
         assert "% in bfloat16" not in told(made)
-    assert "float32" not in str(verdict(seen(Train(None, of=torch.float64)))["first"])
+    assert "float32" not in str(summary_of(seen(Train(None, of=torch.float64)))["first"])
 
 
 def test_a_model_in_16_bits_by_hand_is_no_autocast_and_no_float32() -> None:
     made = seen(Train(None, of=torch.bfloat16))
-    assert verdict(made)["headline"].startswith("This run computes in 16 bits by its own casts")
-    assert verdict(made)["first"] is None
+    assert summary_of(made)["headline"].startswith("This run computes in 16 bits by its own casts")
+    assert summary_of(made)["first"] is None
 
 
 def test_what_is_compiled_is_not_said_to_have_no_mixed_precision() -> None:
@@ -152,9 +152,9 @@ def test_what_is_compiled_is_not_said_to_have_no_mixed_precision() -> None:
 
     made = seen(Train(None), steps=(50, 60))
     made["run"]["compiled"] = True
-    assert "not known" in verdict(made)["headline"]
-    assert verdict(made)["first"] is None
-    watch = Watch("torch", (2, 5), health=False)
+    assert "not known" in summary_of(made)["headline"]
+    assert summary_of(made)["first"] is None
+    watch = RunObserver("torch", (2, 5), health=False)
     program()
     assert watch.compiles()
     torch.compiler.reset()
@@ -164,10 +164,10 @@ def test_what_is_compiled_is_not_said_to_have_no_mixed_precision() -> None:
 def test_steps_of_other_threads_are_not_taken_for_float32(elsewhere: int) -> None:
     made = seen(Train(None))
     made["run"]["elsewhere"] = elsewhere
-    assert verdict(made)["first"] is None
+    assert summary_of(made)["first"] is None
     is_all = elsewhere == 6
     made |= {"trace": None}
-    assert ("threads that were not watched" in verdict(made)["headline"]) == is_all
+    assert ("threads that were not watched" in summary_of(made)["headline"]) == is_all
 
 
 # --- steps, and what was traced ---
@@ -270,7 +270,7 @@ def nan_in_step(bad: int) -> Callable[[int, nn.Sequential], object]:
 def test_a_loss_that_is_nan_is_not_nothing_wrong() -> None:
     for dtype in (None, torch.bfloat16):
         made = seen(Train(dtype, change=nan_in_step(4)))
-        judged = verdict(made)
+        judged = summary_of(made)
         assert (
             judged["headline"] == "The loss was infinite or NaN in 2 of 6 steps, first in step 4."
         )
@@ -314,14 +314,14 @@ def test_what_left_float32_is_not_told_to_run_in_float32() -> None:
     worst = {"kind": "output", "name": "head", "dtype": "float32", "maximum": None, "share": None}
     made["health"]["ring"] = [{"step": 3, "worst": [worst]}]
     made["findings"] = []
-    advice = verdict(made)["first"]
+    advice = summary_of(made)["first"]
     assert advice is not None
     assert advice["policy"] is None
     assert "leaves float32's range" in advice["text"]
     worst["dtype"] = "float16"
-    assert "in float32" in str(verdict(made)["first"])
+    assert "in float32" in str(summary_of(made)["first"])
     first["what"] = "nan"
-    assert "If it is NaN there too" in str(verdict(made)["first"])
+    assert "If it is NaN there too" in str(summary_of(made)["first"])
 
 
 # --- sentences of documents that were changed so that one of them becomes false ---
@@ -384,9 +384,9 @@ def test_an_underflow_gives_no_skipped_step_back() -> None:
     """The steps were lost to an overflow, which another finding mends."""
     made = with_run(skipped=3)
     made["findings"] = [finding(None, kind="underflow", title="Gradients became zero")]
-    assert "lost now" not in str(verdict(made)["first"])
+    assert "lost now" not in str(summary_of(made)["first"])
     made["findings"] = [finding(None, kind="overflow", title="It overflows")]
-    assert "up to 3 of 60 steps, lost now" in str(verdict(made)["first"])
+    assert "up to 3 of 60 steps, lost now" in str(summary_of(made)["first"])
 
 
 def test_casts_of_a_run_without_mixed_precision_are_not_its_price() -> None:
@@ -410,7 +410,7 @@ def test_ranks_without_a_document_are_not_said_to_be_well() -> None:
     ranks = [document(rank=i, world_size=4, overflow_at=None, layers=1) for i in (0, 2)]
     for each in ranks:
         each["trace"] = None
-    judged = common_verdict(ranks)  # type: ignore[arg-type]
+    judged = summary_of_ranks(ranks)  # type: ignore[arg-type]
     assert "All 2 ranks" not in judged["headline"]
     assert judged["headline"].startswith("Ranks 1 and 3 of 4 have no document here")
 
@@ -517,7 +517,7 @@ def test_a_rule_for_a_module_is_added_to_the_policy_that_was_in_force(name: str)
         ops={"cpu": {"linear": "fp32"}}, modules={name: "keep", "x": "fp32"}
     )
     made["run"]["policy"] = {"name": "mine", "file": whole_file(policy)}
-    file = str((verdict(made)["first"] or {})["policy"])  # type: ignore[typeddict-item]
+    file = str((summary_of(made)["first"] or {})["policy"])  # type: ignore[typeddict-item]
     assert tomllib.loads(file) == {
         "base": "lean",
         "ops": {"cpu": {"linear": "fp32"}},

@@ -14,15 +14,15 @@ import pytest
 from precast.diagnostics import report
 from precast.diagnostics.report.numbers import numeric_findings, offender
 from precast.diagnostics.report.page import html
-from precast.diagnostics.report.ranks import common_verdict, worst
+from precast.diagnostics.report.ranks import summary_of_ranks, worst
+from precast.diagnostics.report.run_summary import summary_of
 from precast.diagnostics.report.tree import ran_in, seconds_by_dtype, tree
-from precast.diagnostics.report.verdict import verdict
 from precast.errors import MissingExtraError, OutputError, ReportError
 from tests.support.documents import document, flat, with_rows
 
 
 def told(document: Any) -> str:
-    judged = verdict(document)
+    judged = summary_of(document)
     sentences = [judged["headline"], *judged["precision"], *judged["problems"], *judged["notes"]]
     return " ".join(sentences)
 
@@ -32,7 +32,7 @@ def told(document: Any) -> str:
 
 def test_lost_steps_are_counted_and_the_first_module_is_named_with_what_to_do() -> None:
     made: Any = document(overflow_at=23)
-    judged = verdict(made)
+    judged = summary_of(made)
     assert judged["level"] == "warning"
     assert "3 of 60 steps were lost" in judged["headline"]
     assert "`decoder.10.mlp.down`" in judged["headline"]
@@ -48,7 +48,7 @@ def test_without_a_finding_the_offender_still_gets_advice_that_is_a_policy(tmp_p
 
     made: Any = document()
     made["findings"] = []
-    advice = verdict(made)["first"]
+    advice = summary_of(made)["first"]
     assert advice is not None
     path = tmp_path / "policy.toml"
     path.write_text(str(advice["policy"]))
@@ -59,14 +59,14 @@ def test_without_a_finding_the_offender_still_gets_advice_that_is_a_policy(tmp_p
 def test_all_skipped_steps_count_also_those_that_were_not_kept() -> None:
     made: Any = document()
     made["run"]["skipped"] = 40
-    assert verdict(made)["level"] == "bad"
+    assert summary_of(made)["level"] == "bad"
     assert "40 of 60 steps" in told(made)
 
 
 def test_a_healthy_run_is_said_to_be_healthy() -> None:
     made: Any = document(overflow_at=None)
     made["trace"]["findings"] = []
-    judged = verdict(made)
+    judged = summary_of(made)
     assert judged["level"] == "good"
     assert judged["problems"] == []
     assert judged["first"] is None
@@ -78,32 +78,32 @@ def test_a_run_that_mostly_casts_is_no_success() -> None:
     made["trace"]["findings"] = []
     totals = made["trace"]["totals"]
     totals["cast_seconds"] = 0.45 * totals["seconds"]
-    judged: Any = verdict(made)
+    judged: Any = summary_of(made)
     assert judged["level"] == "warning"
     assert judged["headline"].endswith("casts took 45% of the traced time.")
     assert "float32" in judged["first"]["text"]
     assert judged["first"]["gain"] == "at most 45% of the traced time"
     totals["cast_seconds"] = 0.1 * totals["seconds"]
-    assert verdict(made)["level"] == "good"
+    assert summary_of(made)["level"] == "good"
 
 
 def test_what_was_not_watched_is_not_said_to_be_healthy() -> None:
     made: Any = document(overflow_at=None) | {"trace": None, "health": None}
-    notes = " ".join(verdict(made)["notes"])
+    notes = " ".join(summary_of(made)["notes"])
     assert "`--steps 2:5`" in notes
     assert "`--health`" in notes
 
 
 def test_a_run_without_regions_is_no_success() -> None:
-    assert "No mixed precision was seen" in verdict(flat())["headline"]  # type: ignore[arg-type]
+    assert "No mixed precision was seen" in summary_of(flat())["headline"]  # type: ignore[arg-type]
 
 
 def test_what_other_threads_computed_is_not_said_to_be_in_float32() -> None:
     made: Any = flat()
     made["run"] |= {"steps": 9, "elsewhere": 0}
-    assert verdict(made)["first"] is not None
+    assert summary_of(made)["first"] is not None
     made["run"]["elsewhere"] = 9
-    judged = verdict(made)
+    judged = summary_of(made)
     assert "not known" in judged["headline"]
     assert judged["first"] is None
     assert "other threads" in " ".join(judged["notes"])
@@ -115,11 +115,11 @@ def test_steps_without_regions_are_told_how_to_open_one() -> None:
     made["run"]["devices"] = ["cpu", "cuda:0"]
     made["trace"]["totals"] |= {"casts": 0, "cached": 0, "cast_seconds": 0.0, "cast_bytes": 0}
     assert "Casts took" not in told(made)
-    assert verdict(made)["first"] is None  # it computes in 16 bits already, by hand
+    assert summary_of(made)["first"] is None  # it computes in 16 bits already, by hand
     made["trace"]["rows"] = []
-    assert 'with precast.autocast("cuda")' in str(verdict(made)["first"])
+    assert 'with precast.autocast("cuda")' in str(summary_of(made)["first"])
     made["run"]["devices"] = []
-    assert 'with precast.autocast("cpu")' in str(verdict(made)["first"])
+    assert 'with precast.autocast("cpu")' in str(summary_of(made)["first"])
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_how_a_run_ended_is_said(run: dict[str, Any], level: str, says: str) -> 
     made: Any = document(overflow_at=None)
     made["trace"]["findings"] = []
     made["run"] |= run
-    assert verdict(made)["level"] == level
+    assert summary_of(made)["level"] == level
     assert says in told(made)
 
 
@@ -150,7 +150,7 @@ def test_gradients_that_underflow_are_said_with_their_share() -> None:
     share = 0.5 / len(gradients)
     assert f"{100 * share:.1f}% of the gradients of parameters became zero" in told(made)
     assert f"most in `{gradients[3]['name']}` (50%)" in told(made)
-    advice: Any = verdict(made)["first"]
+    advice: Any = summary_of(made)["first"]
     assert "init_scale=" in advice["text"], "there is a scaler, and its scale is too low"
     for step in made["steps"]:
         step["scale"] = None
@@ -206,7 +206,7 @@ def test_the_costliest_finding_is_what_to_do_first() -> None:
     [small] = made["trace"]["findings"]
     cost = {"seconds": 9.0, "bytes": None, "share": 0.2}
     made["findings"] = [small | {"title": "large", "suggestion": "mend it", "cost": cost}]
-    advice = verdict(made)["first"]
+    advice = summary_of(made)["first"]
     assert advice is not None
     assert advice["text"] == "mend it."
     assert advice["gain"] == "at most 20% of the traced time, 9 s"
@@ -300,13 +300,13 @@ def ranks(*overflows: int | None) -> list[Any]:
 def test_the_rank_that_failed_first_is_the_one_to_look_at() -> None:
     parts = ranks(None, 30, 12)
     assert worst(parts) == 2
-    assert common_verdict(parts)["headline"].startswith("Rank 2: ")
-    assert common_verdict(parts)["level"] == "warning"
+    assert summary_of_ranks(parts)["headline"].startswith("Rank 2: ")
+    assert summary_of_ranks(parts)["level"] == "warning"
 
 
 def test_ranks_that_left_nothing_are_named() -> None:
     parts = [part for i, part in enumerate(ranks(None, None, None, None)) if i in (0, 2)]
-    judged = common_verdict(parts)
+    judged = summary_of_ranks(parts)
     assert judged["level"] == "bad"
     assert "Ranks 1 and 3 of 4 have no document here" in judged["problems"][0]
 
@@ -315,7 +315,7 @@ def test_what_all_ranks_say_is_said_once() -> None:
     parts = ranks(20, 20)
     for part in parts:
         part["trace"] = None
-    judged = common_verdict(parts)
+    judged = summary_of_ranks(parts)
     assert judged["headline"].startswith("All 2 ranks: ")
     assert len([s for s in judged["problems"] if "were skipped" in s]) == 1
     assert not any(s.startswith("Rank") for s in judged["problems"])

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import precast
 from precast import _torch
-from precast.diagnostics.tracing import places
+from precast.diagnostics.tracing import call_sites
 from precast.diagnostics.tracing.rows import Row
 from precast.diagnostics.tracing.saved import SavedTrace
 from precast.engine import registration
@@ -416,7 +416,7 @@ def test_nothing_is_left_behind(full: bool) -> None:
     ):
         _ = 1 / 0
     assert _state() == before
-    assert not places._regions.open
+    assert not call_sites._regions.open
 
 
 def test_an_operation_that_fails_leaves_nothing_behind() -> None:

@@ -1,1 +1,1 @@
-"""`precast run`: a script as it is, watched from start to end. Start reading in `runner.py`."""
+"""`precast run`: a script as it is, watched from start to end. Start reading in `session.py`."""

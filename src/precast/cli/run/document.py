@@ -12,20 +12,26 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from precast._internal.version import __version__
-from precast.cli.run.endings import Ending
-from precast.cli.run.places import Rank
+from precast.cli.run.exit_status import ExitStatus
+from precast.cli.run.output_files import Rank
 from precast.cli.run.target import Target
 from precast.diagnostics.report.numbers import numeric_findings
 
 if TYPE_CHECKING:
-    from precast.cli.run.watch import Watch
+    from precast.cli.run.run_observer import RunObserver
     from precast.diagnostics.report.schema import Document
 
 __all__ = ["document_of"]
 
 
 def document_of(
-    target: Target, rank: Rank, policy: str, *, ending: Ending, seconds: float, watch: Watch | None
+    target: Target,
+    rank: Rank,
+    policy: str,
+    *,
+    ending: ExitStatus,
+    seconds: float,
+    watch: RunObserver | None,
 ) -> Document:
     """One JSON object, as `docs/report.md` describes it.
 
@@ -75,7 +81,7 @@ def _version_of_torch() -> str:
         return "not installed"
 
 
-def _with(document: dict[str, Any], watch: Watch) -> dict[str, Any]:
+def _with(document: dict[str, Any], watch: RunObserver) -> dict[str, Any]:
     history = watch.steps.history
     seen = {
         "devices": watch.devices(),

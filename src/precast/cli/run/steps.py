@@ -28,10 +28,10 @@ from torch.optim.optimizer import (
 )
 
 from precast import _torch
-from precast._internal.events import First, StepEvent
+from precast._internal.events import NonfiniteOrigin, StepEvent
 from precast._internal.locks import ForkSafeLock, synchronized
 from precast.cli.run.history import History, Step
-from precast.diagnostics.numerics.first import plain
+from precast.diagnostics.numerics.nonfinite_origin import plain
 
 __all__ = ["Steps"]
 
@@ -238,7 +238,7 @@ class _Done:
     scale: _Number | None = None
     skipped: list[_Number] = field(default_factory=list)
     names: tuple[str, ...] = ()
-    first: First | None = None
+    first: NonfiniteOrigin | None = None
     optimizers: set[int] = field(default_factory=set)
     scaled: set[int] = field(default_factory=set)
 

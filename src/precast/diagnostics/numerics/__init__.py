@@ -1,1 +1,1 @@
-"""Numeric health. Start with `monitor.py`: hooks, then `running.py`, `record.py`, and plain data from `samples.py`."""
+"""Numeric health. Start with `monitoring.py`; then `model_hooks.py`, `running_step.py`, `record.py`, and `samples.py` for plain data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from precast._internal.display import Card, size
-from precast._internal.events import First
+from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.samples import Key, Samples
 from precast.diagnostics.numerics.tally import Counts
 
@@ -12,7 +12,7 @@ __all__ = ["card"]
 _COLUMNS = ("tensor", "kind", "largest", "zeros", "infinite", "NaN")
 
 
-def card(steps: int, samples: Samples, first: First | None) -> Card:
+def card(steps: int, samples: Samples, first: NonfiniteOrigin | None) -> Card:
     """Of so many steps; the table is of the one that was counted last."""
     facts = [size(steps, "step"), f"{len(samples):,} of them counted"]
     if first is not None:

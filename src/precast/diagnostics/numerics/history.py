@@ -15,9 +15,15 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
-from precast._internal.events import First
-from precast.diagnostics.numerics.first import bad_slots, first_of, is_finite, of_parameter, plain
+from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.formats import FORMATS
+from precast.diagnostics.numerics.nonfinite_origin import (
+    bad_slots,
+    first_of,
+    is_finite,
+    of_parameter,
+    plain,
+)
 from precast.diagnostics.numerics.record import Extremes, Slot, Step, read
 from precast.diagnostics.numerics.tally import memory_of
 from precast.grad_scaler.gradients import bad_gradients
@@ -38,7 +44,7 @@ class History:
         self._model = model
         self._unread: list[Step] = []
         self._latest: deque[dict[str, Any]] = deque(maxlen=_LENGTH)
-        self._first: First | None = None
+        self._first: NonfiniteOrigin | None = None
         self._usual: set[tuple[str, str]] = set()
         """Tensors that are infinite or NaN in good steps, too, as masks are."""
         self._slots: tuple[Slot, ...] = ()
@@ -65,12 +71,12 @@ class History:
         for step, extremes in zip(steps, read(steps), strict=True):
             self._look(step, extremes)
 
-    def first_or(self, other: First | None) -> First | None:
+    def first_or(self, other: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
         """The first offender of all; `other` if there was none."""
         self.read()
         return self._first or other
 
-    def first_in(self, step: Step, optimizer: Optimizer | None = None) -> First | None:
+    def first_in(self, step: Step, optimizer: Optimizer | None = None) -> NonfiniteOrigin | None:
         """Where a step went wrong: among the tensors, then among the parameters of `optimizer`."""
         [extremes] = read([step])
         return self._first_among(step, extremes) or self._first_parameter(optimizer, step, extremes)
@@ -107,7 +113,7 @@ class History:
         self._first = self._first or first
         self._latest.append(_entry(step, extremes, first))
 
-    def _first_among(self, step: Step, extremes: list[Extremes]) -> First | None:
+    def _first_among(self, step: Step, extremes: list[Extremes]) -> NonfiniteOrigin | None:
         bad = bad_slots(step.slots, extremes, self._usual)
         if not bad:
             return None
@@ -131,7 +137,7 @@ class History:
 
     def _first_parameter(
         self, optimizer: Optimizer | None, step: Step, extremes: list[Extremes]
-    ) -> First | None:
+    ) -> NonfiniteOrigin | None:
         """Of the bad gradients of parameters that whose module was reached first in backward."""
         model = self._model()
         if model is None or optimizer is None:
@@ -169,7 +175,7 @@ def _went_wrong(slots: tuple[Slot, ...], extremes: list[Extremes]) -> bool:
     return not all(map(is_finite, [*outputs[-1:], *gradients]))
 
 
-def _entry(step: Step, extremes: list[Extremes], first: First | None) -> dict[str, Any]:
+def _entry(step: Step, extremes: list[Extremes], first: NonfiniteOrigin | None) -> dict[str, Any]:
     """A step as plain data."""
     return {
         "step": step.number,

@@ -32,8 +32,8 @@ from precast import _torch
 from precast._internal import atomic_write
 from precast._internal.display import Card, Displayed
 from precast._internal.events import (
-    First,
     HealthEvent,
+    NonfiniteOrigin,
     ScalerDiagnosis,
     StepEvent,
     emit,
@@ -41,16 +41,16 @@ from precast._internal.events import (
     witnesses,
 )
 from precast._internal.locks import ForkSafeLock, synchronized
+from precast.diagnostics.numerics.deferred_calls import Key
 from precast.diagnostics.numerics.display import card
-from precast.diagnostics.numerics.first import plain
 from precast.diagnostics.numerics.history import History
+from precast.diagnostics.numerics.model_hooks import Installed, Optimizers, follow, install, unseen
+from precast.diagnostics.numerics.nonfinite_origin import plain
 from precast.diagnostics.numerics.numbering import Numbering
 from precast.diagnostics.numerics.record import Record
-from precast.diagnostics.numerics.running import Running
+from precast.diagnostics.numerics.running_step import RunningStep
 from precast.diagnostics.numerics.samples import Samples, figures
 from precast.diagnostics.numerics.settings import check
-from precast.diagnostics.numerics.waiting import Key
-from precast.diagnostics.numerics.watching import Installed, Optimizers, follow, install, unseen
 from precast.errors import OutputError, PrecastWarning
 from precast.policy.module_names import names_in
 
@@ -119,7 +119,7 @@ class Monitor(Displayed):
         self._path = ring
         self._samples = Samples(keep)
         self._history = History(self._model)
-        self._running: Running | None = None
+        self._running: RunningStep | None = None
         """The step that runs; in inference, a call of the model in another thread has one of its own."""
         self.numbering = Numbering()
         self.mutex = ForkSafeLock()
@@ -140,7 +140,7 @@ class Monitor(Displayed):
 
     @property
     @synchronized
-    def first(self) -> First | None:
+    def first(self) -> NonfiniteOrigin | None:
         """Where numbers first became infinite or NaN, of all steps so far; waits for the device."""
         self._finish_if_over()
         return self._first_so_far()
@@ -208,9 +208,9 @@ class Monitor(Displayed):
     # What hooks on modules and optimizers tell (`watching.Watcher`).
 
     @property
-    def running_whole(self) -> Running | None:
+    def running_whole(self) -> RunningStep | None:
         """The step that runs, while this thread calls the whole model: what its modules give may wait till it ends."""
-        running: Running | None = self._here.whole  # another thread may have ended the step
+        running: RunningStep | None = self._here.whole  # another thread may have ended the step
         return None if running is None or running.is_over else running
 
     @synchronized
@@ -274,7 +274,7 @@ class Monitor(Displayed):
         return {} if model is None else names_in(model, parameters)
 
     @synchronized
-    def first_of_step(self, optimizer: Optimizer) -> First | None:
+    def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
         """Where the step of `optimizer`, which is skipped, went wrong; waits for the device."""
         return unseen(self._first_of, optimizer)
 
@@ -306,7 +306,7 @@ class Monitor(Displayed):
 
     # From here on the names are ours alone.
 
-    def _running_now(self, *, whole: bool = False) -> Running | None:
+    def _running_now(self, *, whole: bool = False) -> RunningStep | None:
         """The step that a call belongs to, of the whole model or of a part; None where it is not looked at."""
         model, learns = self._model(), torch.is_grad_enabled()
         if model is None or (self._trains and not learns and not model.training):
@@ -318,20 +318,20 @@ class Monitor(Displayed):
         is_anothers = whole and not self._trains and not running.is_called_here()
         return self._new() if is_anothers else running
 
-    def _open(self) -> Running:
+    def _open(self) -> RunningStep:
         self._running = self._running or self._new()
         return self._running
 
-    def _new(self) -> Running:
+    def _new(self) -> RunningStep:
         number = self.numbering.new()
         record = Record(number, time.perf_counter(), {} if self._is_counted(number) else None)
-        return Running(record, self._hurried, self.mutex)
+        return RunningStep(record, self._hurried, self.mutex)
 
     def _is_counted(self, number: int) -> bool:
         is_early = self._early and number < self._every and number & (number - 1) == 0
         return is_early or number % self._every == 0
 
-    def _first_so_far(self) -> First | None:
+    def _first_so_far(self) -> NonfiniteOrigin | None:
         return self._history.first_or(None if self._running is None else self._running.record.first)
 
     def _ring_so_far(self) -> list[dict[str, Any]]:
@@ -344,7 +344,7 @@ class Monitor(Displayed):
         if self._over:
             self._finish(self._running)
 
-    def _first_of(self, optimizer: Optimizer) -> First | None:
+    def _first_of(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
         running = self._running
         if running is None or not self._is_mine(optimizer):
             return None
@@ -364,7 +364,7 @@ class Monitor(Displayed):
         self._samples.clear()
         self._history = History(self._model)
 
-    def _finish(self, running: Running | None) -> None:
+    def _finish(self, running: RunningStep | None) -> None:
         self._over = False
         self._stepped_by.clear()
         if running is None:

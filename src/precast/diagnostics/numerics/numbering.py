@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from precast.diagnostics.numerics.record import Record
-from precast.diagnostics.numerics.running import Running
+from precast.diagnostics.numerics.running_step import RunningStep
 
 __all__ = ["Numbering"]
 
@@ -35,7 +35,7 @@ class Numbering:
         self.begun += 1
         return self.begun - 1
 
-    def ask(self, running: Running) -> None:
+    def ask(self, running: RunningStep) -> None:
         """Has whoever numbers the steps number the one that runs."""
         if self.count is not None:
             running.record.number_told(self.count())

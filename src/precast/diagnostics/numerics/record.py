@@ -20,7 +20,7 @@ from torch import Tensor
 
 from precast import _torch
 from precast._internal import pytree
-from precast._internal.events import First
+from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.tally import NARROW, Counts, Tally, memory_of
 
 __all__ = ["MOST", "Extremes", "Record", "Slot", "Step", "read", "tensors_in"]
@@ -81,7 +81,7 @@ class Step:
     """Places of slots, and the extremes of these, low and high in turns."""
     scale: Tensor | float | None
     skipped: bool | Tensor | None
-    first: First | None
+    first: NonfiniteOrigin | None
     names: tuple[str, ...]
     """Parameters whose gradients were not finite, where a scaler has skipped the step."""
     seconds: float
@@ -105,7 +105,7 @@ class Record:
     slots: list[Slot] = field(default_factory=list)
     scale: Tensor | float | None = None
     skipped: bool | Tensor | None = None
-    first: First | None = None
+    first: NonfiniteOrigin | None = None
     names: tuple[str, ...] = ()
     dropped: int = 0
     scaled: set[tuple[str, str]] = field(default_factory=set)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from precast.diagnostics.report.schema import Document, First, Row
+from precast.diagnostics.report.schema import Document, NonfiniteOrigin, Row
 from precast.diagnostics.report.words import joined, plural
 
 __all__ = ["Between", "between", "module_before"]
@@ -62,7 +62,7 @@ class Between(NamedTuple):
         return _only({row["source"] for row in self.rows})
 
 
-def between(document: Document, first: First, dtype: str) -> Between | None:
+def between(document: Document, first: NonfiniteOrigin, dtype: str) -> Between | None:
     """What gave numbers of a dtype right before the module that `first` names; None where none was traced.
 
     Args:
@@ -83,7 +83,7 @@ def between(document: Document, first: First, dtype: str) -> Between | None:
     return Between(telling or found) if found else None
 
 
-def module_before(first: First) -> str | None:
+def module_before(first: NonfiniteOrigin) -> str | None:
     """The module whose output was the last that was finite before; None where there was none with a name."""
     of = first["inputs"][-1].get("of", "") if first["inputs"] else ""
     return of.removeprefix(_OUTPUT).rstrip("`") if of.startswith(_OUTPUT) else None
@@ -96,7 +96,7 @@ def _forward(document: Document) -> list[Row]:
     return sorted(forward, key=lambda row: row.get("order", 0))
 
 
-def _ends(document: Document, first: First, before: str | None) -> tuple[int, int] | None:
+def _ends(document: Document, first: NonfiniteOrigin, before: str | None) -> tuple[int, int] | None:
     """Between which places of the order the code ran.
 
     None where nobody knows: a module was not traced, or it was a later call of it, while rows tell of the first.

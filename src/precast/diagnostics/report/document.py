@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from precast._internal import atomic_write, version
 from precast.diagnostics.report.notebook import Shown
-from precast.diagnostics.report.ranks import common_verdict
+from precast.diagnostics.report.ranks import summary_of_ranks
 from precast.diagnostics.report.schema import VERSION, Document, HealthModule, Merged
 from precast.diagnostics.report.shapes import mismatch
 from precast.errors import ReportError
@@ -63,7 +63,7 @@ def save(document: Document | Merged | dict[str, Any], path: str | Path) -> None
         OutputError: the file could not be written; what was there still is.
     """
     checked = validate(document)
-    told = {**checked, "verdict": common_verdict(documents(checked))}
+    told = {**checked, "verdict": summary_of_ranks(documents(checked))}
     text = json.dumps(told, allow_nan=False, separators=(",", ":"))
     atomic_write.replace_own(Path(path), text.encode() + b"\n")
 

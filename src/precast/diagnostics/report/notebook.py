@@ -6,7 +6,7 @@ import re
 from html import escape
 from typing import Any, cast
 
-from precast.diagnostics.report.ranks import common_verdict
+from precast.diagnostics.report.ranks import summary_of_ranks
 from precast.diagnostics.report.schema import Document
 
 __all__ = ["Shown"]
@@ -17,7 +17,7 @@ class Shown(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         documents = cast("list[Document]", self.get("ranks", [self]))
-        run, verdict = documents[0]["run"], common_verdict(documents)
+        run, verdict = documents[0]["run"], summary_of_ranks(documents)
         many = f", {len(documents):,} ranks" if len(documents) > 1 else ""
         said = [verdict["headline"], *verdict["problems"], *verdict["precision"]]
         items = "".join(f"<li>{_html(sentence)}</li>" for sentence in said)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast.diagnostics.report.between import Between, between, module_before
-from precast.diagnostics.report.schema import Document, Finding, First, HealthModule
+from precast.diagnostics.report.schema import Document, Finding, HealthModule, NonfiniteOrigin
 from precast.diagnostics.report.words import joined, share
 
 __all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
@@ -37,7 +37,7 @@ def numeric_findings(document: Document) -> list[Finding]:
     return [*found, *_underflow(document)]
 
 
-def offender(document: Document) -> First | None:
+def offender(document: Document) -> NonfiniteOrigin | None:
     """What went non-finite first in the whole run."""
     found = [step["first"] for step in document["steps"] if step["first"]]
     if document["health"] and document["health"]["first"]:
@@ -45,7 +45,7 @@ def offender(document: Document) -> First | None:
     return min(found, key=lambda first: first["step"], default=None)
 
 
-def in_words(first: First) -> str:
+def in_words(first: NonfiniteOrigin) -> str:
     """The tensor that was not finite: "the output of `decoder.3`"."""
     name = f"`{first['name']}`" if first["name"] else "the whole model"
     return {
@@ -56,12 +56,12 @@ def in_words(first: First) -> str:
     }[first["kind"]]
 
 
-def module_of(what: First | HealthModule) -> str:
+def module_of(what: NonfiniteOrigin | HealthModule) -> str:
     """The module that a tensor belongs to: "decoder.3" for its output, and for the parameter decoder.3.weight."""
     return what["name"].rpartition(".")[0] if what["kind"] == "parameter" else what["name"]
 
 
-def overflow(document: Document, first: First) -> Finding:
+def overflow(document: Document, first: NonfiniteOrigin) -> Finding:
     """The finding about the first tensor that was not finite."""
     module, suggestion, policy = module_of(first), "", None
     code = _code_before(document, first)
@@ -83,7 +83,7 @@ def overflow(document: Document, first: First) -> Finding:
     }
 
 
-def _mend(document: Document, first: First, module: str) -> tuple[str, str | None]:
+def _mend(document: Document, first: NonfiniteOrigin, module: str) -> tuple[str, str | None]:
     """What to do, and a whole policy file where one does it."""
     if first["kind"] == "input":
         return _look_before(document, first), None
@@ -107,14 +107,14 @@ def _mend(document: Document, first: First, module: str) -> tuple[str, str | Non
     return suggestion, _file_with(document, module)
 
 
-def _code_before(document: Document, first: First) -> Between | None:
+def _code_before(document: Document, first: NonfiniteOrigin) -> Between | None:
     """The operations that may have made a module's input infinite or NaN, where steps were traced."""
     if first["kind"] != "input" or not first["name"]:
         return None
     return between(document, first, _format(document, first) or "float16")
 
 
-def _mend_code(document: Document, first: First, code: Between) -> tuple[str, str | None]:
+def _mend_code(document: Document, first: NonfiniteOrigin, code: Between) -> tuple[str, str | None]:
     """What to do about code between modules, and a whole policy file where one does it."""
     dtype = _format(document, first) or "float16"
     ran = f" {_traced(document)}, the code {_place(first)} ran in {dtype}: {code.lines}."
@@ -149,7 +149,7 @@ def _traced(document: Document) -> str:
     )
 
 
-def _look_before(document: Document, first: First) -> str:
+def _look_before(document: Document, first: NonfiniteOrigin) -> str:
     """What to do where no operation before a module is known."""
     if not first["name"]:
         return "Look at the data that the model is given."
@@ -164,7 +164,7 @@ def _look_before(document: Document, first: First) -> str:
     return f"{look}."
 
 
-def _place(first: First) -> str:
+def _place(first: NonfiniteOrigin) -> str:
     before, module = module_before(first), first["name"]
     if before is None:
         return f"before `{module}`"
@@ -175,7 +175,7 @@ def _called(module: str, otherwise: str) -> str:
     return f"`{module}`" if module else otherwise
 
 
-def _format(document: Document, first: First) -> str | None:
+def _format(document: Document, first: NonfiniteOrigin) -> str | None:
     """The dtype of what was not finite first; where that is not known the narrowest of the run, None without any."""
     health = document["health"]
     if health is None:

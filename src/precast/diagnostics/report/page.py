@@ -18,11 +18,11 @@ from precast._internal.missing import missing_extra
 from precast.diagnostics.report.document import documents, validate
 from precast.diagnostics.report.evidence import in_16_bits, lost, on_casts, was_traced
 from precast.diagnostics.report.numbers import in_words, offender
-from precast.diagnostics.report.ranks import common_verdict, worst
+from precast.diagnostics.report.ranks import summary_of_ranks, worst
 from precast.diagnostics.report.remedies import Remedy, cost_words, remedies
+from precast.diagnostics.report.run_summary import summary_of
 from precast.diagnostics.report.schema import Document, Finding, Merged
 from precast.diagnostics.report.tree import tree
-from precast.diagnostics.report.verdict import verdict
 from precast.diagnostics.report.words import count, duration, plural, share
 
 __all__ = ["html", "needed", "write"]
@@ -56,7 +56,7 @@ def html(document: Document | Merged | dict[str, Any]) -> str:
     jinja2, plotly = needed()
     checked = validate(document)
     every = documents(checked)
-    chosen, overall = worst(every), common_verdict(every)
+    chosen, overall = worst(every), summary_of_ranks(every)
     parts = [_part(each) for each in every]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["marked"] = _marked
@@ -136,7 +136,7 @@ def _part(document: Document) -> dict[str, Any]:
     return {
         "rank": rank,
         "label": "The process" if rank is None else f"Rank {rank}",
-        "verdict": verdict(document),
+        "verdict": summary_of(document),
         "facts": _facts(document),
         "findings": [_card(each) for each in remedies(document) if each.is_telling],
         "small": _small(document),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from precast.diagnostics.report.evidence import in_16_bits, lost, on_casts, was_traced
 from precast.diagnostics.report.numbers import offender
-from precast.diagnostics.report.schema import Document, Verdict
-from precast.diagnostics.report.verdict import verdict
+from precast.diagnostics.report.run_summary import summary_of
+from precast.diagnostics.report.schema import Document, RunSummary
 from precast.diagnostics.report.words import joined, share
 
-__all__ = ["common_verdict", "worst"]
+__all__ = ["summary_of_ranks", "worst"]
 
 _LEVELS = ("good", "neutral", "warning", "bad")
 
@@ -24,7 +24,7 @@ def worst(documents: list[Document]) -> int:
         document = documents[place]
         first = offender(document)
         return (
-            -_LEVELS.index(verdict(document)["level"]),
+            -_LEVELS.index(summary_of(document)["level"]),
             first["step"] if first else document["run"]["steps"],
             -lost(document),
         )
@@ -32,9 +32,9 @@ def worst(documents: list[Document]) -> int:
     return min(range(len(documents)), key=trouble)
 
 
-def common_verdict(documents: list[Document]) -> Verdict:
+def summary_of_ranks(documents: list[Document]) -> RunSummary:
     """The verdict on all documents of a run, by rank."""
-    each = [verdict(document) for document in documents]
+    each = [summary_of(document) for document in documents]
     if len(each) == 1:
         return each[0]
     chosen = worst(documents)
@@ -52,7 +52,7 @@ def common_verdict(documents: list[Document]) -> Verdict:
 
 
 def _gathered(
-    documents: list[Document], each: list[Verdict], key: str, only: int | None
+    documents: list[Document], each: list[RunSummary], key: str, only: int | None
 ) -> list[str]:
     """Sentences with the ranks that say them; `only`: those of one, where each rank has its own numbers."""
     said: dict[str, list[int]] = {}

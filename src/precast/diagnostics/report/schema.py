@@ -115,7 +115,7 @@ class Range(TypedDict):
     nonfinite: int
 
 
-class First(TypedDict):
+class NonfiniteOrigin(TypedDict):
     """The first tensor that was not finite in a step.
 
     `kind`: a module's output, an input of one that no module made, the gradient of an output, or of a parameter.
@@ -138,10 +138,10 @@ class Step(TypedDict):
     skipped: bool
     names: list[str]
     seconds: float | None
-    first: First | None
+    first: NonfiniteOrigin | None
 
 
-class ScalerVerdict(TypedDict):
+class ScalerDiagnosis(TypedDict):
     """At this step neither a lower scale nor the next batch had helped; `reason` is that of a `GradScaler`'s verdict.
 
     "weights": parameters were not finite; "loss": the loss itself was not; "floor": the scale did not fall any more;
@@ -292,7 +292,7 @@ class Health(TypedDict):
     every: NotRequired[int]
     steps: NotRequired[int]
     modules: list[HealthModule]
-    first: First | None
+    first: NonfiniteOrigin | None
     ring: list[dict[str, Any]]
 
 
@@ -304,7 +304,7 @@ class Advice(TypedDict):
     policy: str | None
 
 
-class Verdict(TypedDict):
+class RunSummary(TypedDict):
     """The run in sentences; text between backticks is a name. "neutral": no mixed precision was seen."""
 
     level: Literal["good", "neutral", "warning", "bad"]
@@ -323,12 +323,12 @@ class Document(TypedDict):
     made: str
     run: Run
     steps: list[Step]
-    verdicts: NotRequired[list[ScalerVerdict]]
+    verdicts: NotRequired[list[ScalerDiagnosis]]
     counts: list[Count]
     trace: Trace | None
     health: Health | None
     findings: list[Finding]
-    verdict: NotRequired[Verdict]
+    verdict: NotRequired[RunSummary]
 
 
 class Merged(TypedDict):
@@ -338,4 +338,4 @@ class Merged(TypedDict):
     precast: str
     made: str
     ranks: list[Document]
-    verdict: NotRequired[Verdict]
+    verdict: NotRequired[RunSummary]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.tracing.places import outermost_regions
+from precast.diagnostics.tracing.call_sites import outermost_regions
 from precast.diagnostics.tracing.reasons import Reasons
 from precast.diagnostics.tracing.rows import Count
 from precast.engine.operation import Operation

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from precast.attachment import module_calls
 from precast.attachment.attachment import attached_models
-from precast.diagnostics.tracing.places import is_enabled
+from precast.diagnostics.tracing.call_sites import is_enabled
 from precast.engine.operation import Operation
 from precast.engine.thread_state import inherited_policy, installed, thread_state
 from precast.errors import PolicyError

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.tracing.counting import Counts
-from precast.diagnostics.tracing.facts import Facts
-from precast.diagnostics.tracing.lineage import Lineage, Link, Up
-from precast.diagnostics.tracing.mending import note_on
-from precast.diagnostics.tracing.operators import Kind, floating_in, kind_of, tensors_of, text_of
-from precast.diagnostics.tracing.places import (
+from precast.diagnostics.tracing.call_sites import (
     Names,
     frame_above,
     is_enabled,
     read_stack,
     region_around,
 )
+from precast.diagnostics.tracing.counting import Counts
+from precast.diagnostics.tracing.error_notes import note_on
+from precast.diagnostics.tracing.facts import Facts
+from precast.diagnostics.tracing.lineage import Lineage, Link, Up
+from precast.diagnostics.tracing.operators import Kind, floating_in, kind_of, tensors_of, text_of
 from precast.diagnostics.tracing.reasons import Decided, Reasons
 from precast.diagnostics.tracing.rows import Row
 from precast.diagnostics.tracing.tally import Around, Place, Tally

@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from precast import _torch
 from precast.attachment.attachment import attached_models
-from precast.diagnostics.tracing import places
+from precast.diagnostics.tracing import call_sites
+from precast.diagnostics.tracing.call_sites import Names
 from precast.diagnostics.tracing.counting import Counter, Counts
 from precast.diagnostics.tracing.findings import findings_of
 from precast.diagnostics.tracing.lineage import chain
 from precast.diagnostics.tracing.mode import Mode
-from precast.diagnostics.tracing.places import Names
 from precast.diagnostics.tracing.recorder import Recorder
 from precast.diagnostics.tracing.rows import Explanation, Module, Row, Traced
 from precast.diagnostics.tracing.saved import SavedTrace
@@ -259,12 +259,12 @@ def _watch() -> None:
         if _open == 1:
             registration.watch(_watcher)
             _hooks.append(register_optimizer_step_post_hook(_stepped))
-    places.watch_regions()
+    call_sites.watch_regions()
 
 
 def _unwatch() -> None:
     global _open  # noqa: PLW0603
-    places.stop_watching_regions()
+    call_sites.stop_watching_regions()
     with _lock:
         _open -= 1
         if _open == 0:

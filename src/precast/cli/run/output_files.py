@@ -14,7 +14,7 @@ from pathlib import Path
 
 from precast._internal.atomic_write import NOT_OURS, is_no_file, is_not_ours
 
-__all__ = ["Places", "Rank", "rank_from_environment"]
+__all__ = ["OutputFiles", "Rank", "rank_from_environment"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def rank_from_environment() -> Rank:
 
 
 @dataclass(frozen=True)
-class Places:
+class OutputFiles:
     """The files of one process.
 
     Attributes:
@@ -78,15 +78,17 @@ class Places:
         paths = (self._of(number, self._document) for number in range(self.rank.of))
         return [path for path in paths if path is not None and path.exists()]
 
-    def elsewhere(self) -> Places:
-        """Places in a new folder, for what cannot be written where it was asked for.
+    def elsewhere(self) -> OutputFiles:
+        """OutputFiles in a new folder, for what cannot be written where it was asked for.
 
         Raises:
             OSError: there is no other place either.
         """
         folder = Path(tempfile.mkdtemp(prefix="precast-"))
         report = folder / (self.report.name if self.report else "precast-report.html")
-        return Places(report, folder / (self.json.name if self.json else "precast.json"), Rank())
+        return OutputFiles(
+            report, folder / (self.json.name if self.json else "precast.json"), Rank()
+        )
 
     @property
     def _document(self) -> Path | None:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, NoReturn
 
-from precast.cli.run.listener import Listener, die_of
+from precast.cli.run.signal_listener import SignalListener, die_of
 
-__all__ = ["Ending", "Endings", "Interrupted"]
+__all__ = ["ExitStatus", "ExitWatcher", "Interrupted"]
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _FATAL: Final = [signal.Signals[n] for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n)]
@@ -37,7 +37,7 @@ class Interrupted(BaseException):
 
 
 @dataclass(frozen=True)
-class Ending:
+class ExitStatus:
     """How it ended, in the words of the document."""
 
     how: Literal["ended", "exit", "exception", "interrupted"] = "ended"
@@ -45,29 +45,29 @@ class Ending:
     message: str | None = None
 
 
-class Endings:
+class ExitWatcher:
     """Sees the end of this process coming, by every way there is; made before the program starts.
 
     Args:
         finish: called with the ending, once.
     """
 
-    def __init__(self, finish: Callable[[Ending], None]) -> None:
-        self._finish: Callable[[Ending], None] | None = finish
-        self._ending = Ending()
+    def __init__(self, finish: Callable[[ExitStatus], None]) -> None:
+        self._finish: Callable[[ExitStatus], None] | None = finish
+        self._ending = ExitStatus()
         self._process = os.getpid()
         self._lock = threading.RLock()
         atexit.register(self._end)  # first registered, last called
         os.register_at_fork(after_in_child=self._forget)
         self._dying = False
         self._hear_signals()
-        self.listener = Listener(self._heard)
+        self.listener = SignalListener(self._heard)
         exit_now = os._exit
 
         @functools.wraps(exit_now)
         def _exit(status: int) -> NoReturn:
             if os.getpid() == self._process:
-                self._ending = Ending("exit", status, f"os._exit({status})")
+                self._ending = ExitStatus("exit", status, f"os._exit({status})")
                 self._end()
             exit_now(status)
 
@@ -88,7 +88,7 @@ class Endings:
         except BaseException as error:
             interrupted = type(error) is KeyboardInterrupt  # of a subclass, Python does not die
             how: Literal["interrupted", "exception"] = "interrupted" if interrupted else "exception"
-            self._ending = Ending(how, _INTERRUPTED if interrupted else 1, _said(error))
+            self._ending = ExitStatus(how, _INTERRUPTED if interrupted else 1, _said(error))
             _print(error)
             if interrupted:
                 raise Interrupted from None
@@ -136,7 +136,7 @@ class Endings:
             return  # it is the program's to handle, or the main thread does
         if self._get(number) != self._die:
             return
-        self._ending = Ending("interrupted", 128 + number, signal.Signals(number).name)
+        self._ending = ExitStatus("interrupted", 128 + number, signal.Signals(number).name)
         done = _thread.allocate_lock()
         done.acquire()
         _thread.start_new_thread(self._end_and_release, (done,))
@@ -152,7 +152,7 @@ class Endings:
     def _die(self, number: int, _frame: FrameType | None) -> None:
         self._dying = True
         name = signal.Signals(number).name
-        self._ending = Ending("interrupted", 128 + number, name)
+        self._ending = ExitStatus("interrupted", 128 + number, name)
         try:
             self._end()
         finally:
@@ -171,10 +171,10 @@ def _die_of_an_interrupt() -> None:
         return
 
 
-def _of_exit(exit: SystemExit) -> Ending:
+def _of_exit(exit: SystemExit) -> ExitStatus:
     if exit.code is None or isinstance(exit.code, int):
-        return Ending("exit", (exit.code or 0) & 0xFF, None)
-    return Ending("exit", 1, str(exit.code))
+        return ExitStatus("exit", (exit.code or 0) & 0xFF, None)
+    return ExitStatus("exit", 1, str(exit.code))
 
 
 def _said(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from precast.diagnostics.report.evidence import lost
-from precast.diagnostics.report.verdict import beyond_scale, rules_without_effect, verdict
+from precast.diagnostics.report.run_summary import beyond_scale, rules_without_effect, summary_of
 from precast.diagnostics.report.words import count, duration, plural
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _verdict(document: Document) -> Iterator[str]:
     """What the report says on its first screen; how the run ended has been said."""
     if document["run"]["steps"] == 0:
         return
-    found = verdict(document)
+    found = summary_of(document)
     if document["run"]["ended"] != "exception":
         yield _plain(found["headline"])
     yield from map(_plain, found["precision"][1:2] or found["precision"][:1])

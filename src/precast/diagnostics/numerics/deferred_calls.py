@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.numerics.watching import unseen
+from precast.diagnostics.numerics.model_hooks import unseen
 
-__all__ = ["Key", "Waiting"]
+__all__ = ["DeferredCalls", "Key"]
 
 Key = tuple[str, str]
 """Kind and name of what waits."""
@@ -34,7 +34,7 @@ _ELEMENTS: Final = 1 << 22
 _NONE: Final[frozenset[int]] = frozenset()
 
 
-class Waiting:
+class DeferredCalls:
     """What waits in one step.
 
     Args:

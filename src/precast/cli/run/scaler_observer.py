@@ -24,7 +24,7 @@ from precast.grad_scaler.ledger import Ledger
 from precast.grad_scaler.settings import DEFAULT_LIMITS, Limits
 from precast.grad_scaler.verdicts import verdict_of
 
-__all__ = ["Scalers"]
+__all__ = ["ScalerObserver"]
 
 _MOST_LOSSES: Final = 1024  # of one iteration that are remembered
 _KEPT: Final = 16  # steps
@@ -43,7 +43,7 @@ class _Seen:
     ledger: Ledger = field(kw_only=True)
 
 
-class Scalers:
+class ScalerObserver:
     """Looks on from `start` until `stop`.
 
     Args:

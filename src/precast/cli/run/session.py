@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from precast.cli.run.apart import Apart
-from precast.cli.run.arrival import when_torch_is_loaded
 from precast.cli.run.document import document_of
-from precast.cli.run.endings import Ending, Endings
-from precast.cli.run.places import Places
-from precast.cli.run.summary import said, summary
+from precast.cli.run.exit_status import ExitStatus, ExitWatcher
+from precast.cli.run.import_hook import when_torch_is_loaded
+from precast.cli.run.module_isolation import ModuleIsolation
+from precast.cli.run.output_files import OutputFiles
 from precast.cli.run.target import Target
+from precast.cli.run.terminal_summary import said, summary
 from precast.errors import OutputError, PrecastError
 
 if TYPE_CHECKING:
-    from precast.cli.run.watch import Watch
+    from precast.cli.run.run_observer import RunObserver
     from precast.diagnostics.report.schema import Document
 
 __all__ = ["Request", "run"]
@@ -43,7 +43,7 @@ class Request:
     """
 
     target: Target
-    places: Places
+    places: OutputFiles
     policy: str = "torch"
     traced: tuple[int, int] = (2, 5)
     health: bool = False
@@ -54,7 +54,7 @@ def run(request: Request) -> None:
     """Runs the program; returns where it ended by itself. Target and places have been checked.
 
     Raises:
-        SystemExit, Interrupted: as `Endings.run`.
+        SystemExit, Interrupted: as `ExitWatcher.run`.
     """
     _Session(request).run()
 
@@ -62,9 +62,9 @@ def run(request: Request) -> None:
 class _Session:
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._watch: Watch | None = None
+        self._watch: RunObserver | None = None
         self._refused = False
-        self._apart = Apart()
+        self._apart = ModuleIsolation()
         self._listen: Callable[[], None] = lambda: None
         self._began = time.perf_counter()
         # Now, as the program may change the folder: paths in messages are as they were asked for.
@@ -72,7 +72,7 @@ class _Session:
 
     def run(self) -> None:
         when_torch_is_loaded(self._look_on)
-        target, endings = self._request.target, Endings(self._finish)
+        target, endings = self._request.target, ExitWatcher(self._finish)
         self._listen = endings.listener.listen
         endings.run(lambda: target.run(self._apart.begin))
 
@@ -83,10 +83,10 @@ class _Session:
 
     def _watch_program(self) -> None:
         try:
-            from precast.cli.run.watch import Watch
+            from precast.cli.run.run_observer import RunObserver
 
             request = self._request
-            watch = Watch(request.policy, request.traced, request.health, self._listen)
+            watch = RunObserver(request.policy, request.traced, request.health, self._listen)
             watch.start()
         except PrecastError as error:
             self._refused = True
@@ -94,7 +94,7 @@ class _Session:
             sys.exit(2)
         self._watch = watch
 
-    def _finish(self, ending: Ending) -> None:
+    def _finish(self, ending: ExitStatus) -> None:
         if self._refused:
             return
         try:
@@ -107,7 +107,7 @@ class _Session:
         except BaseException as error:  # nothing that fails here is the program's failure
             _say(said(f"there is no report: {type(error).__name__}: {error}"))
 
-    def _document(self, ending: Ending) -> Document:
+    def _document(self, ending: ExitStatus) -> Document:
         seconds = time.perf_counter() - self._began
         if self._watch is not None:
             self._watch.stop()
@@ -118,7 +118,7 @@ class _Session:
         )
 
 
-def _write(document: Document, places: Places, here: Path) -> list[str]:
+def _write(document: Document, places: OutputFiles, here: Path) -> list[str]:
     """Writes what was asked for, or the same elsewhere; says where it is."""
     try:
         return _write_to(document, places, here)
@@ -130,7 +130,7 @@ def _write(document: Document, places: Places, here: Path) -> list[str]:
         return [problem, f"no other place was found for it either: {error}"]
 
 
-def _write_to(document: Document, places: Places, here: Path) -> list[str]:
+def _write_to(document: Document, places: OutputFiles, here: Path) -> list[str]:
     from precast.diagnostics import report
 
     written = []
@@ -145,7 +145,7 @@ def _write_to(document: Document, places: Places, here: Path) -> list[str]:
     return ["written: " + ", ".join(_shown(path, here) for path in written)]
 
 
-def _merge(places: Places) -> list[Path]:
+def _merge(places: OutputFiles) -> list[Path]:
     """Merges what is there of all ranks: the last to end has all. One that ends meanwhile is seen, and merged too."""
     from precast.diagnostics import report
 
@@ -160,7 +160,7 @@ def _merge(places: Places) -> list[Path]:
     return [path for path in (places.json, places.report) if path is not None]
 
 
-def _open(places: Places) -> None:
+def _open(places: OutputFiles) -> None:
     """Shows the page; of several processes one does."""
     page = places.report
     if page is None or places.rank.number not in {None, 0}:

@@ -17,7 +17,7 @@ from importlib.machinery import all_suffixes
 from types import ModuleType
 from typing import Final
 
-__all__ = ["Apart"]
+__all__ = ["ModuleIsolation"]
 
 _STAYS: Final = frozenset(
     {"__main__", "precast", "site", "sitecustomize", "torch", "usercustomize"}
@@ -26,7 +26,7 @@ _LATE: Final = frozenset({"jinja2", "markupsafe", "narwhals", "plotly"})
 """What a page is made with."""
 
 
-class Apart:
+class ModuleIsolation:
     """Two sets of modules, of which one is in `sys.modules`: precast's until `begin`, then the program's."""
 
     def __init__(self) -> None:

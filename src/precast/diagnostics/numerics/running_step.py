@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.locks import ForkSafeLock
-from precast.diagnostics.numerics.lost import Lost, Operation, operation
+from precast.diagnostics.numerics.deferred_calls import DeferredCalls, Key
+from precast.diagnostics.numerics.model_hooks import may_write
 from precast.diagnostics.numerics.record import Record, Step, tensors_in
 from precast.diagnostics.numerics.tally import memory_of
-from precast.diagnostics.numerics.waiting import Key, Waiting
-from precast.diagnostics.numerics.watching import may_write
+from precast.diagnostics.numerics.underflow_zeros import Lost, Operation, operation
 from precast.policy.module_names import named_parameters
 
-__all__ = ["Running"]
+__all__ = ["RunningStep"]
 
 
 _Call = tuple[str, nn.Module, Any, Any, Any, bool]
@@ -44,7 +44,7 @@ class _Made(NamedTuple):
     """Which call of the module in the step it was."""
 
 
-class Running:
+class RunningStep:
     """A record that is being written.
 
     Args:
@@ -56,7 +56,7 @@ class Running:
     def __init__(self, record: Record, hurried: set[Key], mutex: ForkSafeLock) -> None:
         self.record = record
         self._lost = Lost()
-        self._waiting = Waiting(hurried, counts=record.tallies is not None)
+        self._waiting = DeferredCalls(hurried, counts=record.tallies is not None)
         self._mutex = mutex
         self._thread: int | None = None
         self.is_over = False

@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Listener", "die_of"]
+__all__ = ["SignalListener", "die_of"]
 
 _GRACE = 0.1  # seconds in which the main thread may come to it
 _STOP = b"\0"  # no signal has this number
 
 
-class Listener:
+class SignalListener:
     """Calls ``heard(number)`` in a thread of its own for each signal that Python handles; made in the main thread."""
 
     def __init__(self, heard: Callable[[int], None]) -> None:

@@ -31,7 +31,7 @@ from precast.diagnostics.report.remedies import (
     is_numeric,
     remedies,
 )
-from precast.diagnostics.report.schema import Document, Level, Totals, Verdict
+from precast.diagnostics.report.schema import Document, Level, RunSummary, Totals
 from precast.diagnostics.report.tree import seconds_by_dtype
 from precast.diagnostics.report.words import (
     be,
@@ -45,13 +45,13 @@ from precast.diagnostics.report.words import (
     size,
 )
 
-__all__ = ["beyond_scale", "rules_without_effect", "verdict"]
+__all__ = ["beyond_scale", "rules_without_effect", "summary_of"]
 
 _MOST = 3  # sentences of one kind; the page lists the rest
 _BAD = 0.1  # of the steps: with more of them lost or not finite, something is wrong
 
 
-def verdict(document: Document) -> Verdict:
+def summary_of(document: Document) -> RunSummary:
     """The verdict on the document of one process."""
     costs = _costly(document)
     problems = [

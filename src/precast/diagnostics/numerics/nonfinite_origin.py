@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from precast._internal.events import First
+from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.formats import FORMATS
 from precast.diagnostics.numerics.record import Extremes, Slot, Step
 
@@ -36,7 +36,9 @@ def bad_slots(
     ]
 
 
-def first_of(step: Step, place: int, extremes: Sequence[Extremes], hint: str = "") -> First:
+def first_of(
+    step: Step, place: int, extremes: Sequence[Extremes], hint: str = ""
+) -> NonfiniteOrigin:
     """What there is to say of the first tensor that is not finite, at `place`; `hint` is about its module."""
     slots, scale = step.slots, step.loss_scale
     slot = slots[place]
@@ -55,10 +57,10 @@ def first_of(step: Step, place: int, extremes: Sequence[Extremes], hint: str = "
     else:
         seen += f"the gradient of the output of {module} {was} in backward"
     message = f"{seen}{_ranges(inputs)}.{_end_of(slot)}{_doubted(doubts)}{hint}"
-    return First(step.number, slot.kind, slot.name, what, inputs, message, doubts)  # type: ignore[arg-type]
+    return NonfiniteOrigin(step.number, slot.kind, slot.name, what, inputs, message, doubts)  # type: ignore[arg-type]
 
 
-def of_parameter(step: Step, name: str, what: str, extremes: Sequence[Extremes]) -> First:
+def of_parameter(step: Step, name: str, what: str, extremes: Sequence[Extremes]) -> NonfiniteOrigin:
     """The same for a parameter's gradient, where all that was noted was finite."""
     slots = step.slots
     owner = name.rpartition(".")[0]
@@ -74,10 +76,10 @@ def of_parameter(step: Step, name: str, what: str, extremes: Sequence[Extremes])
         f"In step {step.number}{_at(step.loss_scale)} the gradient of the parameter `{name}` was the first to be {said}"
         f"{_ranges(inputs)}."
     )
-    return First(step.number, "parameter", name, what, inputs, message)  # type: ignore[arg-type]
+    return NonfiniteOrigin(step.number, "parameter", name, what, inputs, message)  # type: ignore[arg-type]
 
 
-def plain(first: First | None) -> dict[str, Any] | None:
+def plain(first: NonfiniteOrigin | None) -> dict[str, Any] | None:
     """As plain data."""
     if first is None:
         return None

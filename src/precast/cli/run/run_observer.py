@@ -19,21 +19,21 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
-from precast.cli.run.scalers import Scalers
+from precast.cli.run.scaler_observer import ScalerObserver
 from precast.cli.run.steps import Steps
-from precast.cli.run.window import Window
+from precast.cli.run.trace_window import TraceWindow
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
 from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 
-__all__ = ["Watch"]
+__all__ = ["RunObserver"]
 
 _MOST_VERDICTS = 16
 
 
-class Watch:
+class RunObserver:
     """Puts precast behind the program's regions, and looks on.
 
     Args:
@@ -54,10 +54,10 @@ class Watch:
         begins: Callable[[], None] = lambda: None,
     ) -> None:
         self.policy = Policy.load(policy)
-        self.window = Window(*traced, model=self._model)
+        self.window = TraceWindow(*traced, model=self._model)
         self._begins = begins
         self.steps = Steps(self._step, self._called)
-        self._scalers = Scalers(_tell, self.judged)
+        self._scalers = ScalerObserver(_tell, self.judged)
         self._verdicts: list[dict[str, Any]] = []
         self._judged_at = -2
         self._health = health

@@ -22,10 +22,10 @@ def when_torch_is_loaded(act: Callable[[], None]) -> None:
     if sys.modules.get("torch") is not None:
         act()
     else:
-        sys.meta_path.insert(0, _Herald(act))
+        sys.meta_path.insert(0, _TorchImportHook(act))
 
 
-class _Herald(MetaPathFinder):
+class _TorchImportHook(MetaPathFinder):
     """Waits in the import system. Modules of precast's may be what loads PyTorch: then they have to be whole, too."""
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class _Herald(MetaPathFinder):
 class _Watched(Loader):
     """A module's own loader, which steps aside as soon as it has been asked to load."""
 
-    def __init__(self, loader: Any, herald: _Herald) -> None:
+    def __init__(self, loader: Any, herald: _TorchImportHook) -> None:
         self._loader = loader
         self._herald = herald
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from precast.diagnostics.tracing.tracer import Trace, trace
 
-__all__ = ["Window"]
+__all__ = ["TraceWindow"]
 
 
-class Window:
+class TraceWindow:
     """Counts all steps, and traces those from `begin` up to `end` in full.
 
     Args:
