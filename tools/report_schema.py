@@ -1,28 +1,26 @@
-"""Writes the tables of `docs/report.md` that say what a document holds, from the types that check it.
+"""Writes the tables of `docs/report.md` that say what a document holds, from the classes that read and write it.
 
     python -m tools.report_schema
 
-Invariants: the tables stand between two marks and are written whole; not part of the package.
+Invariants: the tables stand between two marks and are written whole; what a key means is the docstring below its field;
+not part of the package.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+import itertools
 import json
 import re
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    Literal,
-    NotRequired,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Any, Literal, Union, get_args, get_origin
 
-from precast.diagnostics.report import schema
+from precast.diagnostics import schema
+from precast.diagnostics.records import keys_of
 
 __all__ = ["PAGE", "tables", "with_tables"]
 
@@ -52,35 +50,51 @@ def with_tables(page: str) -> str:
 
 
 def _collect(kind: Any, seen: list[Any]) -> None:
-    if is_typeddict(kind):
+    if dataclasses.is_dataclass(kind):
         if kind in seen:
             return
         seen.append(kind)
-        for hint in get_type_hints(kind).values():
-            _collect(hint, seen)
+        known: Any = kind
+        for key in keys_of(known):
+            _collect(key.wanted, seen)
     for inner in get_args(kind) if get_origin(kind) is not Literal else ():
         _collect(inner, seen)
 
 
 def _section(kind: Any) -> str:
-    meaning = kind.__doc__ if kind.__doc__ and not kind.__doc__.startswith("dict(") else ""
-    rows = [f"### {kind.__name__}", "", *_paragraphs(meaning), "| key | is |", "|---|---|"]
-    for key, hint in get_type_hints(kind, include_extras=True).items():
-        optional = get_origin(hint) is NotRequired
-        word = _word(get_args(hint)[0] if optional else hint)
-        rows.append(f"| `{key}` | {word}{'; may be missing' if optional else ''} |")
+    meaning = [line.strip() for line in kind.__doc__.strip().splitlines()]
+    rows = [f"### {kind.__name__}", "", *meaning, "", "| key | is | meaning |", "|---|---|---|"]
+    for key in keys_of(kind):
+        missing = "; may be missing" if key.may_be_missing else ""
+        null = " or null" if key.is_left_out else ""
+        said = _meanings()[kind.__name__][key.field]
+        rows.append(f"| `{key.name}` | {_word(key.wanted).removesuffix(null)}{missing} | {said} |")
     return "\n".join([*rows, ""])
 
 
-def _paragraphs(meaning: str) -> list[str]:
-    lines = [line.strip() for line in meaning.strip().splitlines()]
-    return [*lines, ""] if meaning else []
+@cache
+def _meanings() -> dict[str, dict[str, str]]:
+    """Class -> field -> its docstring, which Python does not keep: read from the source."""
+    classes = [
+        node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)
+    ]
+    return {each.name: dict(_fields(each.body)) for each in classes}
+
+
+def _fields(body: list[ast.stmt]) -> list[tuple[str, str]]:
+    return [
+        (item.target.id, " ".join(str(said.value.value).split()))
+        for item, said in itertools.pairwise(body)
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
+    ]
 
 
 def _word(kind: Any) -> str:
     origin, inner = get_origin(kind), get_args(kind)
-    if is_typeddict(kind):
-        return f"[{kind.__name__}](#{kind.__name__.lower()})"
+    if dataclasses.is_dataclass(kind):
+        name = kind.__name__  # type: ignore[union-attr]
+        return f"[{name}](#{name.lower()})"
     if origin in (Union, UnionType):
         return " or ".join(map(_word, inner))
     if origin is Literal:

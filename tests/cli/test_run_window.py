@@ -48,26 +48,26 @@ def test_the_steps_that_were_asked_for_are_traced(
     window = seen_of(begin, end, steps)
     assert window.traced == traced
     [count] = window.counts()
-    assert (count["op"], count["rule"], count["calls"]) == ("linear", "lower", steps)
-    found = window.as_dict()
+    assert (count.op, count.rule, count.calls) == ("linear", "lower", steps)
+    found = window.data()
     if traced is None:
         assert found is None
     else:
         assert found is not None
         expected = min(end, steps) - begin
-        assert found["totals"]["steps"] == expected
-        linear = [row for row in found["rows"] if row["op"] == "linear" and row["rule"]]
-        assert sum(row["calls"] for row in linear) == expected
-        assert {row["module"] for row in linear} == {""}
+        assert found.totals.steps == expected
+        linear = [row for row in found.rows if row.op == "linear" and row.rule]
+        assert sum(row.calls for row in linear) == expected
+        assert {row.module for row in linear} == {""}
 
 
 def test_what_was_traced_before_training_is_forgotten() -> None:
     window = seen_of(2, 3, 4, calls_before=5)
-    found = window.as_dict()
+    found = window.data()
     assert found is not None
-    assert found["totals"]["steps"] == 1
-    assert any(row["phase"] == "backward" for row in found["rows"])
-    assert window.counts()[0]["calls"] == 9
+    assert found.totals.steps == 1
+    assert any(row.phase == "backward" for row in found.rows)
+    assert window.counts()[0].calls == 9
 
 
 def test_steps_of_other_threads_open_nothing_and_are_counted() -> None:

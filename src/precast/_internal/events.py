@@ -184,8 +184,8 @@ _here = _Here()
 def observe(callback: Callable[[Any], None]) -> Iterator[None]:
     """Calls `callback(event)` for every event of this thread until the `with` ends.
 
-    An event is a `StepEvent` or a `ScalerDiagnosis` of a gradient scaler, a `HealthEvent` of a monitor, or an `OperationNote`
-    of the engine. Observers nest: each gets every event, the outermost first.
+    An event is a `StepEvent` or a `ScalerDiagnosis` of a gradient scaler, a `HealthEvent` of a monitor, or an
+    `OperationNote` of the engine. Observers nest: each gets every event, the outermost first.
 
     Examples:
         >>> import precast, torch

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from precast.diagnostics import report
-from precast.diagnostics.report.between import between, module_before
-from precast.diagnostics.report.numbers import numeric_findings
 from tests.support.documents import document
+from tests.support.reports import between, module_before, numeric_findings
 
 PROGRAM = """
 import torch
@@ -166,7 +165,7 @@ def with_input(name: str, *rows: Any, before: str | None = None, format: str = "
 
 def found(made: Any) -> list[str]:
     code = between(made, made["health"]["first"], made["health"]["format"])
-    return [] if code is None else [one["op"] for one in code.rows]
+    return [] if code is None else [one.op for one in code.rows]
 
 
 def test_only_what_ran_between_the_two_is_named_in_the_order_of_calls() -> None:

@@ -263,7 +263,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path: 
 def test_reports_are_read_without_torch(tmp_path: Path) -> None:
     report.save(document(layers=1), tmp_path / "run.json")
     code = (
-        "import sys; from precast import report; report.load(sys.argv[1]);"
+        "import sys; from precast.diagnostics import report; report.load(sys.argv[1]);"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.json")], check=False)

@@ -14,20 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from precast.cli.run.document import document_of
 from precast.cli.run.exit_status import ExitStatus
 from precast.cli.run.output_files import Rank
 from precast.cli.run.run_observer import RunObserver
 from precast.cli.run.target import Target
-from precast.cli.run.terminal_summary import summary
 from precast.diagnostics import report
 from precast.diagnostics.report.page import html
-from precast.diagnostics.report.ranks import summary_of_ranks
-from precast.diagnostics.report.run_summary import summary_of
 from precast.diagnostics.report.words import shortened
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 from tests.support.documents import document, flat
+from tests.support.reports import document_of, summary, summary_of, summary_of_ranks
 
 Program = Callable[[], object]
 
@@ -410,7 +407,7 @@ def test_ranks_without_a_document_are_not_said_to_be_well() -> None:
     ranks = [document(rank=i, world_size=4, overflow_at=None, layers=1) for i in (0, 2)]
     for each in ranks:
         each["trace"] = None
-    judged = summary_of_ranks(ranks)  # type: ignore[arg-type]
+    judged = summary_of_ranks(ranks)
     assert "All 2 ranks" not in judged["headline"]
     assert judged["headline"].startswith("Ranks 1 and 3 of 4 have no document here")
 
@@ -517,7 +514,7 @@ def test_a_rule_for_a_module_is_added_to_the_policy_that_was_in_force(name: str)
         ops={"cpu": {"linear": "fp32"}}, modules={name: "keep", "x": "fp32"}
     )
     made["run"]["policy"] = {"name": "mine", "file": whole_file(policy)}
-    file = str((summary_of(made)["first"] or {})["policy"])  # type: ignore[typeddict-item]
+    file = str((summary_of(made)["first"] or {})["policy"])
     assert tomllib.loads(file) == {
         "base": "lean",
         "ops": {"cpu": {"linear": "fp32"}},

@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 
 from precast.diagnostics import report
-from precast.diagnostics.report.numbers import numeric_findings, offender
 from precast.diagnostics.report.page import html
-from precast.diagnostics.report.ranks import summary_of_ranks, worst
-from precast.diagnostics.report.run_summary import summary_of
-from precast.diagnostics.report.tree import ran_in, seconds_by_dtype, tree
 from precast.errors import MissingExtraError, OutputError, ReportError
 from tests.support.documents import document, flat, with_rows
+from tests.support.reports import (
+    numeric_findings,
+    offender,
+    ran_in,
+    seconds_by_dtype,
+    summary_of,
+    summary_of_ranks,
+    tree,
+    worst,
+)
 
 
 def told(document: Any) -> str:
@@ -95,7 +101,7 @@ def test_what_was_not_watched_is_not_said_to_be_healthy() -> None:
 
 
 def test_a_run_without_regions_is_no_success() -> None:
-    assert "No mixed precision was seen" in summary_of(flat())["headline"]  # type: ignore[arg-type]
+    assert "No mixed precision was seen" in summary_of(flat())["headline"]
 
 
 def test_what_other_threads_computed_is_not_said_to_be_in_float32() -> None:
@@ -381,7 +387,7 @@ def test_what_is_loaded_when(module: str, tmp_path: Path) -> None:
     """A page is made without torch, and a document saved without jinja2 and plotly."""
     work = "report.write" if module == "torch" else "report.save"
     code = (
-        f"import sys; from precast import report; from tests.support.documents import flat\n"
+        f"import sys; from precast.diagnostics import report; from tests.support.documents import flat\n"
         f"{work}(flat(), sys.argv[1]); sys.exit({module!r} in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import precast
-from precast.diagnostics.tracing.rows import Finding
+from precast.diagnostics.schema import Finding
 from precast.diagnostics.tracing.tracer import Trace
 from precast.policy.policy import Policy
 

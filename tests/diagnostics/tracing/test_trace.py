@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import precast
 from precast import _torch
+from precast.diagnostics.schema import Row
 from precast.diagnostics.tracing import call_sites
-from precast.diagnostics.tracing.rows import Row
 from precast.diagnostics.tracing.saved import SavedTrace
 from precast.engine import registration
 from precast.errors import PrecastError

@@ -8,18 +8,19 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from precast._internal.version import __version__
 from precast.cli.run.exit_status import ExitStatus
 from precast.cli.run.output_files import Rank
 from precast.cli.run.target import Target
 from precast.diagnostics.report.numbers import numeric_findings
+from precast.diagnostics.schema import VERSION, Document, PolicyName, Run
 
 if TYPE_CHECKING:
     from precast.cli.run.run_observer import RunObserver
-    from precast.diagnostics.report.schema import Document
 
 __all__ = ["document_of"]
 
@@ -33,7 +34,7 @@ def document_of(
     seconds: float,
     watch: RunObserver | None,
 ) -> Document:
-    """One JSON object, as `docs/report.md` describes it.
+    """What is left of a run, as `docs/report.md` describes it.
 
     Args:
         target: what was run.
@@ -43,35 +44,36 @@ def document_of(
         seconds: how long it ran.
         watch: what was seen; None where the program never loaded PyTorch.
     """
-    run = {
-        "command": target.command,
-        "ended": ending.how,
-        "code": ending.code,
-        "message": ending.message,
-        "seconds": seconds,
-        "rank": rank.number,
-        "world_size": rank.of,
-        "torch": _version_of_torch(),
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "devices": [],
-        "policy": {"name": policy},
-        "steps": 0,
-        "skipped": 0,
-        "traced": None,
-    }
-    document: dict[str, Any] = {
-        "schema": 1,
-        "precast": __version__,
-        "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "run": run,
-        "steps": [],
-        "counts": [],
-        "trace": None,
-        "health": None,
-    }
-    seen = cast("Document", document if watch is None else _with(document, watch))
-    return {**seen, "findings": numeric_findings(seen)}
+    run = Run(
+        command=target.command,
+        ended=ending.how,
+        code=ending.code,
+        message=ending.message,
+        seconds=seconds,
+        rank=rank.number,
+        world_size=rank.of,
+        torch=_version_of_torch(),
+        python=platform.python_version(),
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        devices=[],
+        policy=PolicyName(policy),
+        steps=0,
+        skipped=0,
+        traced=None,
+    )
+    made = Document(
+        schema=VERSION,
+        precast=__version__,
+        made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        run=run,
+        steps=[],
+        counts=[],
+        trace=None,
+        health=None,
+        findings=[],
+    )
+    document = made if watch is None else _with(made, watch)
+    return replace(document, findings=numeric_findings(document))
 
 
 def _version_of_torch() -> str:
@@ -81,26 +83,27 @@ def _version_of_torch() -> str:
         return "not installed"
 
 
-def _with(document: dict[str, Any], watch: RunObserver) -> dict[str, Any]:
+def _with(document: Document, watch: RunObserver) -> Document:
     history = watch.steps.history
-    seen = {
-        "devices": watch.devices(),
-        "policy": watch.named_policy(),
-        "steps": history.count,
-        "skipped": history.skipped,
-        "nonfinite_losses": history.nonfinite,
-        "first_nonfinite_loss": history.first_nonfinite,
-        "elsewhere": watch.window.elsewhere,
-        "compiled": watch.compiles(),
-        "traced": watch.window.traced,
-        **watch.rules(),
-    }
-    return {
-        **document,
-        "run": {**document["run"], **seen},
-        "steps": [step.as_dict() for step in history.kept()],
-        "verdicts": watch.verdicts(),
-        "counts": watch.window.counts(),
-        "trace": watch.window.as_dict(),
-        "health": watch.health(),
-    }
+    run = replace(
+        document.run,
+        devices=watch.devices(),
+        policy=watch.named_policy(),
+        steps=history.count,
+        skipped=history.skipped,
+        nonfinite_losses=history.nonfinite,
+        first_nonfinite_loss=history.first_nonfinite,
+        elsewhere=watch.window.elsewhere,
+        compiled=watch.compiles(),
+        traced=watch.window.traced,
+        module_rules=watch.rules(),
+    )
+    return replace(
+        document,
+        run=run,
+        steps=history.kept(),
+        verdicts=watch.verdicts(),
+        counts=watch.window.counts(),
+        trace=watch.window.data(),
+        health=watch.health(),
+    )

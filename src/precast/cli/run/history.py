@@ -7,35 +7,11 @@ totals count all. Nothing here imports torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-__all__ = ["History", "Step"]
+from precast.diagnostics.schema import Step
 
-
-@dataclass(slots=True)
-class Step:
-    """One step; the numbers may be on their way from a device while it is the latest."""
-
-    step: int
-    loss: float | None = None
-    scale: float | None = None
-    skipped: bool = False
-    names: tuple[str, ...] = ()
-    seconds: float | None = None
-    first: dict[str, Any] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """As the document has it."""
-        return {
-            "step": self.step,
-            "loss": _finite(self.loss),
-            "scale": _finite(self.scale),
-            "skipped": self.skipped,
-            "names": list(self.names),
-            "seconds": self.seconds,
-            "first": self.first,
-        }
+__all__ = ["History"]
 
 
 @dataclass
@@ -85,11 +61,12 @@ class History:
                 self._every = [s for s in self._every if s.step % self._stride == 0]
 
     def kept(self) -> list[Step]:
-        """The steps that are kept, the last among them, in their order."""
+        """The steps that are kept, the last among them, in their order; numbers that are not finite are None."""
         steps = {step.step: step for step in (*self._every, *self._skips)}
         if self._last is not None:
             steps[self._last.step] = self._last
-        return [steps[number] for number in sorted(steps)]
+        kept = (steps[number] for number in sorted(steps))
+        return [replace(s, loss=_finite(s.loss), scale=_finite(s.scale)) for s in kept]
 
 
 def _finite(number: float | None) -> float | None:

@@ -11,7 +11,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,10 @@ from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast.cli.run.scaler_observer import ScalerObserver
 from precast.cli.run.steps import Steps
 from precast.cli.run.trace_window import TraceWindow
+from precast.diagnostics import schema
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
+from precast.diagnostics.records import from_json
+from precast.diagnostics.schema import Health, ModuleRules, PolicyName
 from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in
 from precast.policy.policy import Policy
@@ -58,7 +60,7 @@ class RunObserver:
         self._begins = begins
         self.steps = Steps(self._step, self._called)
         self._scalers = ScalerObserver(_tell, self.judged)
-        self._verdicts: list[dict[str, Any]] = []
+        self._verdicts: list[schema.ScalerDiagnosis] = []
         self._judged_at = -2
         self._health = health
         self._monitor: Monitor | None = None
@@ -87,26 +89,25 @@ class RunObserver:
         """The device types that were computed on."""
         return ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
 
-    def rules(self) -> dict[str, Any]:
-        """What became of the policy's rules for modules, if it has some: a part of the document."""
+    def rules(self) -> ModuleRules | None:
+        """What became of the policy's rules for modules, if it has some."""
         if not self.policy.modules:
-            return {}
+            return None
         rules = self._installed.rules
-        return {"module_rules": {"models": rules.models, "problems": list(rules.problems)}}
+        return ModuleRules(rules.models, list(rules.problems))
 
-    def named_policy(self) -> dict[str, str]:
+    def named_policy(self) -> PolicyName:
         """The policy, as the document has it."""
         policy = self.policy
-        file = whole_file(policy)
-        return {"name": policy.name, "fingerprint": policy.fingerprint, "file": file}
+        return PolicyName(policy.name, policy.fingerprint, whole_file(policy))
 
     def compiles(self) -> bool:
         """Whether `torch.compile` has compiled something: in it nothing is counted."""
         return _torch.has_compiled()
 
-    def health(self) -> dict[str, Any] | None:
-        """What the monitor saw, as plain values."""
-        return None if self._monitor is None else self._monitor.as_dict()
+    def health(self) -> Health | None:
+        """What the monitor saw."""
+        return None if self._monitor is None else from_json(Health, self._monitor.as_dict())
 
     # What a gradient scaler asks and tells (`events.Witness`).
 
@@ -131,11 +132,14 @@ class RunObserver:
         """No lower scale would have helped a step; of several such steps in a row the first is kept."""
         step = self.steps.latest
         if step > self._judged_at + 1 and len(self._verdicts) < _MOST_VERDICTS:
-            self._verdicts.append(_plain(verdict, step))
+            names = list(verdict.names)
+            self._verdicts.append(
+                schema.ScalerDiagnosis(step, verdict.reason, verdict.scale, names)
+            )
         self._judged_at = step
 
-    def verdicts(self) -> list[dict[str, Any]]:
-        """Where no lower scale would have helped, as plain values."""
+    def verdicts(self) -> list[schema.ScalerDiagnosis]:
+        """Where no lower scale would have helped."""
         return self._verdicts
 
     def _model(self) -> nn.Module | None:
@@ -161,15 +165,6 @@ class RunObserver:
 def _tell(optimizer: Optimizer, event: StepEvent) -> None:
     for witness in tuple(witnesses):
         witness.stepped(optimizer, event)
-
-
-def _plain(verdict: ScalerDiagnosis, step: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "reason": verdict.reason,
-        "scale": verdict.scale,
-        "names": list(verdict.names),
-    }
 
 
 def _size(module: nn.Module) -> int:

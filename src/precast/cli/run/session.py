@@ -24,7 +24,7 @@ from precast.errors import OutputError, PrecastError
 
 if TYPE_CHECKING:
     from precast.cli.run.run_observer import RunObserver
-    from precast.diagnostics.report.schema import Document
+    from precast.diagnostics.schema import Document
 
 __all__ = ["Request", "run"]
 

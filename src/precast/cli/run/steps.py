@@ -30,8 +30,9 @@ from torch.optim.optimizer import (
 from precast import _torch
 from precast._internal.events import NonfiniteOrigin, StepEvent
 from precast._internal.locks import ForkSafeLock, synchronized
-from precast.cli.run.history import History, Step
-from precast.diagnostics.numerics.nonfinite_origin import plain
+from precast.cli.run.history import History
+from precast.diagnostics.numerics.nonfinite_origin import recorded
+from precast.diagnostics.schema import Step
 
 __all__ = ["Steps"]
 
@@ -253,8 +254,8 @@ class _Done:
         loss = sum(known) / (scale or 1.0) if known else None
         skipped = any(number.value() for number in self.skipped)
         # The scaler may have begun later, and so says another number.
-        first = plain(self.first and self.first.numbered(self.step))
-        return Step(self.step, loss, scale, skipped, self.names, self.seconds, first)
+        first = recorded(self.first and self.first.numbered(self.step))
+        return Step(self.step, loss, scale, skipped, list(self.names), self.seconds, first)
 
 
 def _is_a_loss(root: Tensor) -> bool:

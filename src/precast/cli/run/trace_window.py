@@ -6,13 +6,13 @@ the thread that began to watch: steps that end in others open and close nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from torch import nn
 
+from precast.diagnostics.schema import Count, TraceData
 from precast.diagnostics.tracing.tracer import Trace, trace
 
 __all__ = ["TraceWindow"]
@@ -75,16 +75,16 @@ class TraceWindow:
         """The first step that was traced in full, and the first after it that was not."""
         return None if self._full is None else [self._begin, self._last + 1]
 
-    def counts(self) -> list[dict[str, Any]]:
+    def counts(self) -> list[Count]:
         """Calls and casts of each operation with a rule, in all steps."""
-        return [dataclasses.asdict(count) for count in self._counter.data.counts]
+        return self._counter.data.counts
 
-    def as_dict(self) -> dict[str, Any] | None:
-        """The full trace, as plain values; its steps are the run's, skipped ones too: a trace counts optimizers'."""
+    def data(self) -> TraceData | None:
+        """The full trace; its steps are the run's, skipped ones too: a trace counts optimizers'."""
         if self._full is None:
             return None
-        plain = self._full.data.as_dict()
-        return {**plain, "totals": {**plain["totals"], "steps": self._steps}}
+        data = self._full.data
+        return replace(data, totals=replace(data.totals, steps=self._steps))
 
     def _close(self) -> None:
         if self._full is not None and self._is_open:

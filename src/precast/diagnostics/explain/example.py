@@ -17,7 +17,7 @@ from torch.backends import mha
 
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
-from precast.diagnostics.tracing.rows import Row
+from precast.diagnostics.schema import Row
 from precast.diagnostics.tracing.tracer import trace
 from precast.errors import PrecastError
 from precast.policy.policy import Policy

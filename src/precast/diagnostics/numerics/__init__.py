@@ -1,1 +1,4 @@
-"""Numeric health. Start with `monitoring.py`; then `model_hooks.py`, `running_step.py`, `record.py`, and `samples.py` for plain data."""
+"""Numeric health of a model.
+
+Start with `monitoring.py`; then `model_hooks.py`, `running_step.py`, `record.py`, and `samples.py` for plain data.
+"""

@@ -14,10 +14,12 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from precast._internal.events import NonfiniteOrigin
+from precast.diagnostics import schema
 from precast.diagnostics.numerics.formats import FORMATS
 from precast.diagnostics.numerics.record import Extremes, Slot, Step
+from precast.diagnostics.records import as_json
 
-__all__ = ["bad_slots", "first_of", "is_finite", "of_parameter", "plain"]
+__all__ = ["bad_slots", "first_of", "is_finite", "of_parameter", "plain", "recorded"]
 
 
 def is_finite(extremes: Extremes) -> bool:
@@ -79,12 +81,20 @@ def of_parameter(step: Step, name: str, what: str, extremes: Sequence[Extremes])
     return NonfiniteOrigin(step.number, "parameter", name, what, inputs, message)  # type: ignore[arg-type]
 
 
-def plain(first: NonfiniteOrigin | None) -> dict[str, Any] | None:
-    """As plain data."""
+def recorded(first: NonfiniteOrigin | None) -> schema.NonfiniteOrigin | None:
+    """As a document has it."""
     if first is None:
         return None
-    names = ("step", "kind", "name", "what", "message")
-    return {**{n: getattr(first, n) for n in names}, "inputs": [dict(one) for one in first.inputs]}
+    inputs = [schema.Range(**one) for one in first.inputs]
+    return schema.NonfiniteOrigin(
+        first.step, first.kind, first.name, first.what, inputs, first.message
+    )
+
+
+def plain(first: NonfiniteOrigin | None) -> dict[str, Any] | None:
+    """As plain data."""
+    found: dict[str, Any] | None = as_json(recorded(first))
+    return found
 
 
 def _before(place: int, slots: Sequence[Slot]) -> tuple[int, ...]:

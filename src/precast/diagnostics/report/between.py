@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from precast.diagnostics.report.schema import Document, NonfiniteOrigin, Row
 from precast.diagnostics.report.words import joined, plural
+from precast.diagnostics.schema import Document, NonfiniteOrigin, Row
 
 __all__ = ["Between", "between", "module_before"]
 
@@ -32,14 +32,14 @@ class Between(NamedTuple):
     @property
     def owners(self) -> list[str | None]:
         """The modules whose own code it is: "" is the model itself, None the program around."""
-        return list(dict.fromkeys(row["module"] for row in self.rows))
+        return list(dict.fromkeys(row.module for row in self.rows))
 
     @property
     def lines(self) -> str:
         """The operations with their lines: "`mul.Tensor` and `matmul` at train.py:10 in forward"."""
         operations: dict[str | None, dict[str, None]] = {}
         for row in self.rows:
-            operations.setdefault(row["source"], {})[f"`{row['op']}`"] = None
+            operations.setdefault(row.source, {})[f"`{row.op}`"] = None
         said = [
             joined(names) + (f" at {line}" if line else "") for line, names in operations.items()
         ]
@@ -49,17 +49,17 @@ class Between(NamedTuple):
     @property
     def casts(self) -> bool:
         """Whether the code casts by itself."""
-        return any(row["op"] == "_to_copy" for row in self.rows)
+        return any(row.op == "_to_copy" for row in self.rows)
 
     @property
     def op(self) -> str | None:
         """The operation, where there is one only."""
-        return _only({row["op"] for row in self.rows})
+        return _only({row.op for row in self.rows})
 
     @property
     def source(self) -> str | None:
         """The line, where there is one only."""
-        return _only({row["source"] for row in self.rows})
+        return _only({row.source for row in self.rows})
 
 
 def between(document: Document, first: NonfiniteOrigin, dtype: str) -> Between | None:
@@ -70,30 +70,30 @@ def between(document: Document, first: NonfiniteOrigin, dtype: str) -> Between |
         first: an input of a module, which no module made.
         dtype: of what could not hold the numbers.
     """
-    module, before = first["name"], module_before(first)
-    rows = [row for row in _forward(document) if dtype in row["output"]]
+    module, before = first.name, module_before(first)
+    rows = [row for row in _forward(document) if dtype in row.output]
     ends = _ends(document, first, before)
     if ends is None:
         found = _nearest(rows, module, before)
     else:
         inside = {*_around(module), *(_around(before) if before else ()), None}
         after, until = ends
-        found = [r for r in rows if r["module"] in inside and after < r.get("order", 0) < until]
-    telling = [row for row in found if row["op"].partition(".")[0] not in _KEEPS_FINITE]
+        found = [r for r in rows if r.module in inside and after < (r.order or 0) < until]
+    telling = [row for row in found if row.op.partition(".")[0] not in _KEEPS_FINITE]
     return Between(telling or found) if found else None
 
 
 def module_before(first: NonfiniteOrigin) -> str | None:
     """The module whose output was the last that was finite before; None where there was none with a name."""
-    of = first["inputs"][-1].get("of", "") if first["inputs"] else ""
+    of = (first.inputs[-1].of or "") if first.inputs else ""
     return of.removeprefix(_OUTPUT).rstrip("`") if of.startswith(_OUTPUT) else None
 
 
 def _forward(document: Document) -> list[Row]:
     """Rows of forward in the order of their first calls."""
-    rows = document["trace"]["rows"] if document["trace"] else []
-    forward = [row for row in rows if row["phase"] == "forward"]
-    return sorted(forward, key=lambda row: row.get("order", 0))
+    rows = document.trace.rows if document.trace else []
+    forward = [row for row in rows if row.phase == "forward"]
+    return sorted(forward, key=lambda row: row.order or 0)
 
 
 def _ends(document: Document, first: NonfiniteOrigin, before: str | None) -> tuple[int, int] | None:
@@ -101,13 +101,13 @@ def _ends(document: Document, first: NonfiniteOrigin, before: str | None) -> tup
 
     None where nobody knows: a module was not traced, or it was a later call of it, while rows tell of the first.
     """
-    rows = [row for row in _forward(document) if "order" in row]
-    own = [row["order"] for row in rows if _is_in(row["module"], first["name"])]
-    if not own or " in its call " in first["message"]:
+    known = [(row.order, row.module) for row in _forward(document) if row.order is not None]
+    own = [order for order, module in known if _is_in(module, first.name)]
+    if not own or " in its call " in first.message:
         return None
     if before is None:
         return -1, own[0]
-    last = [row["order"] for row in rows if _is_in(row["module"], before)]
+    last = [order for order, module in known if _is_in(module, before)]
     earlier = [order for order in last if order < own[0]]
     return (earlier[-1], own[0]) if earlier else None
 
@@ -117,7 +117,7 @@ def _nearest(rows: list[Row], module: str, before: str | None) -> list[Row]:
     both = _around(module)
     if before is not None:
         both = [name for name in both if name in {before, *_around(before)}]
-    own = ([row for row in rows if row["module"] == name] for name in reversed(both))
+    own = ([row for row in rows if row.module == name] for name in reversed(both))
     return next(filter(None, own), [])
 
 

@@ -1,7 +1,8 @@
 """What a run leaves behind, as JSON: checked, loaded, saved whole or not at all, the ranks of one run merged.
 
 Invariants: what `save` writes `load` reads, with a verdict made anew; both refuse what is not as `schema.py` says, and
-say where. A merged document holds those of the ranks as they were, the lowest rank first.
+say where. Keys that the schema does not name are kept. A merged document holds those of the ranks as they were, the
+lowest rank first.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from precast._internal import atomic_write, version
+from precast.diagnostics.records import MismatchError, as_json, from_json
 from precast.diagnostics.report.notebook import Shown
 from precast.diagnostics.report.ranks import summary_of_ranks
-from precast.diagnostics.report.schema import VERSION, Document, HealthModule, Merged
-from precast.diagnostics.report.shapes import mismatch
+from precast.diagnostics.schema import VERSION, Document, HealthModule, Merged
 from precast.errors import ReportError
 
-__all__ = ["documents", "load", "merge", "save", "validate"]
+__all__ = ["checked", "documents", "load", "merge", "save", "validate"]
 
 _PER_STEP = (
     *("zeros", "underflow_zeros", "subnormal", "overflow", "saturated", "nan"),
@@ -28,12 +30,23 @@ _PER_STEP = (
 )
 
 
-def validate(document: object, name: str = "the document") -> Document | Merged:
+def validate(document: object, name: str = "the document") -> dict[str, Any]:
     """The document, if it is as the schema says.
 
     Raises:
         ReportError: it is not; says where, what is wanted and what is there.
     """
+    return checked(document, name)[0]
+
+
+def checked(document: object, name: str = "the document") -> tuple[dict[str, Any], list[Document]]:
+    """A document as plain values, and those of its processes, one or one a rank, as the schema has them.
+
+    Raises:
+        ReportError: as `validate`.
+    """
+    if is_dataclass(document):
+        document = as_json(document)
     if not isinstance(document, dict) or "schema" not in document:
         raise ReportError(
             f'{name} is no document of precast: it has no "schema". '
@@ -44,15 +57,18 @@ def validate(document: object, name: str = "the document") -> Document | Merged:
             f"{name} has schema {document['schema']!r}, and precast {version.__version__} reads "
             f"schema {VERSION}. Install the precast that wrote it, or write it anew"
         )
-    wrong = mismatch(document, Merged if "ranks" in document else Document) or _inside(document)
-    if wrong:
-        raise ReportError(f"{name} is not as schema {VERSION} says, at {wrong}. See docs/report.md")
-    return cast("Document | Merged", document)
+    try:
+        return document, _read(document)
+    except MismatchError as wrong:
+        raise ReportError(
+            f"{name} is not as schema {VERSION} says, at {wrong}. See docs/report.md"
+        ) from wrong
 
 
-def documents(document: Document | Merged) -> list[Document]:
-    """The documents of the processes: one, or one a rank."""
-    return cast("Merged", document)["ranks"] if "ranks" in document else [document]
+def documents(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The plain documents of the processes: one, or one a rank."""
+    ranks: list[dict[str, Any]] = document.get("ranks", [document])
+    return ranks
 
 
 def save(document: Document | Merged | dict[str, Any], path: str | Path) -> None:
@@ -62,13 +78,13 @@ def save(document: Document | Merged | dict[str, Any], path: str | Path) -> None
         ReportError: it is not as the schema says.
         OutputError: the file could not be written; what was there still is.
     """
-    checked = validate(document)
-    told = {**checked, "verdict": summary_of_ranks(documents(checked))}
+    plain, ranks = checked(document)
+    told = {**plain, "verdict": as_json(summary_of_ranks(ranks))}
     text = json.dumps(told, allow_nan=False, separators=(",", ":"))
     atomic_write.replace_own(Path(path), text.encode() + b"\n")
 
 
-def load(path: str | Path) -> Document | Merged:
+def load(path: str | Path) -> Shown:
     """Reads a document.
 
     Raises:
@@ -84,10 +100,10 @@ def load(path: str | Path) -> Document | Merged:
             "Write it anew with: precast run --json FILE script.py"
         ) from error
     validate(document, str(path))
-    return cast("Document", Shown(document))
+    return Shown(document)
 
 
-def merge(parts: Sequence[Document | Merged | dict[str, Any]]) -> Document | Merged:
+def merge(parts: Sequence[Document | Merged | dict[str, Any]]) -> Shown:
     """The documents of the ranks of one run as one; a single one as it is.
 
     Ranks may be missing, as those of processes that were killed are.
@@ -99,7 +115,7 @@ def merge(parts: Sequence[Document | Merged | dict[str, Any]]) -> Document | Mer
     if not ranks:
         raise ReportError("no document was given to merge: name at least one")
     if len(ranks) == 1:
-        return cast("Document", Shown(ranks[0]))
+        return Shown(ranks[0])
     _refuse_strangers(ranks)
     merged = {
         "schema": VERSION,
@@ -108,10 +124,10 @@ def merge(parts: Sequence[Document | Merged | dict[str, Any]]) -> Document | Mer
         "ranks": sorted(ranks, key=lambda each: each["run"]["rank"] or 0),
     }
     validate(merged)
-    return cast("Merged", Shown(merged))
+    return Shown(merged)
 
 
-def _refuse_strangers(ranks: list[Document]) -> None:
+def _refuse_strangers(ranks: list[dict[str, Any]]) -> None:
     """Only what belongs to one run is merged."""
     advice = "Merge the documents of one run, one a rank; make a report of each other one"
     numbers = Counter(each["run"]["rank"] for each in ranks)
@@ -121,27 +137,31 @@ def _refuse_strangers(ranks: list[Document]) -> None:
     if twice:
         raise ReportError(f"rank {twice[0]} was given {numbers[twice[0]]} times. {advice}")
     for key in ("world_size", "command"):
-        found = [cast("dict[str, Any]", each["run"])[key] for each in ranks]
+        found = [each["run"][key] for each in ranks]
         other = next((each for each in found if each != found[0]), None)
         if other is not None:
             raise ReportError(f"the {key} differs: {found[0]!r} and {other!r}. {advice}")
 
 
-def _inside(document: dict[str, Any]) -> str | None:
-    """What no type can say: lists that belong together are of one length."""
-    for part in documents(cast("Document | Merged", document)):
-        for number, module in enumerate((part["health"] or {"modules": []})["modules"]):
-            short = _uneven(module)
-            if short:
-                return f"health.modules[{number}].{short}"
-    return None
+def _read(document: dict[str, Any]) -> list[Document]:
+    """The documents of the processes.
+
+    Raises:
+        MismatchError: it is not as the schema says, or lists that belong together are not of one length.
+    """
+    is_merged = "ranks" in document
+    ranks = from_json(Merged, document).ranks if is_merged else [from_json(Document, document)]
+    for part in ranks:
+        for number, module in enumerate(part.health.modules if part.health else ()):
+            _refuse_uneven(module, f"health.modules[{number}]")
+    return ranks
 
 
-def _uneven(module: HealthModule) -> str | None:
-    steps, values = len(module["steps"]), cast("dict[str, Any]", module)
-    lengths = {key: len(values[key]) for key in _PER_STEP}
-    lengths["histogram.counts"] = len(module["histogram"]["counts"])
+def _refuse_uneven(module: HealthModule, path: str) -> None:
+    steps = len(module.steps)
+    lengths = {key: len(getattr(module, key)) for key in _PER_STEP}
+    lengths["histogram.counts"] = len(module.histogram.counts)
     for key, length in lengths.items():
         if length != steps:
-            return f"{key}: an entry for each of {steps} steps is wanted, and {length} are there"
-    return None
+            wrong = f"an entry for each of {steps} steps is wanted, and {length} are there"
+            raise MismatchError(f"{path}.{key}: {wrong}")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from precast.diagnostics.report.schema import Document, Totals
 from precast.diagnostics.report.tree import seconds_by_dtype
 from precast.diagnostics.report.words import count, plural
+from precast.diagnostics.schema import Document, Totals
 
 __all__ = [
     "dear_part",
@@ -28,32 +28,33 @@ _LOWER = ("float16", "bfloat16", "float8", "complex32")
 
 def lost(document: Document) -> int:
     """How many steps were skipped."""
-    return document["run"].get("skipped", sum(step["skipped"] for step in document["steps"]))
+    said = document.run.skipped
+    return sum(step.skipped for step in document.steps) if said is None else said
 
 
 def nonfinite_losses(document: Document) -> int:
     """In how many steps that were taken the loss was infinite or NaN."""
-    return document["run"].get("nonfinite_losses", 0)
+    return document.run.nonfinite_losses
 
 
 def elsewhere(document: Document) -> int:
     """How many steps ended in threads that were not watched."""
-    return document["run"].get("elsewhere", 0)
+    return document.run.elsewhere
 
 
 def is_compiled(document: Document) -> bool:
     """Whether the process had functions of `torch.compile`, in which nothing is counted."""
-    return document["run"].get("compiled", False)
+    return document.run.compiled
 
 
 def was_traced(document: Document) -> bool:
     """Whether the full trace saw an operation."""
-    return bool(document["trace"] and document["trace"]["rows"])
+    return bool(document.trace and document.trace.rows)
 
 
 def rules_ran(document: Document, rule: str | None = None) -> int:
     """How many calls were made by a rule, of that name or of any."""
-    return sum(each["calls"] for each in document["counts"] if rule in (None, each["rule"]))
+    return sum(each.calls for each in document.counts if rule in (None, each.rule))
 
 
 def ran_lower(document: Document) -> Literal["yes", "no", "unknown"]:
@@ -62,30 +63,30 @@ def ran_lower(document: Document) -> Literal["yes", "no", "unknown"]:
     A cast that was made for the rule `lower` says so, and time that the trace saw there. Calls without a cast do not:
     the rule leaves float64 as it is.
     """
-    rows = document["trace"]["rows"] if document["trace"] else []
-    lower = [each for each in document["counts"] if each["rule"] == "lower"]
-    if any(each["casts"] for each in lower) or _share(seconds_by_dtype(rows)):
+    rows = document.trace.rows if document.trace else []
+    lower = [each for each in document.counts if each.rule == "lower"]
+    if any(each.casts for each in lower) or _share(seconds_by_dtype(rows)):
         return "yes"
-    steps = document["run"]["steps"]
+    steps = document.run.steps
     is_unseen = is_compiled(document) or (steps and elsewhere(document) == steps)
-    if (lower and not rows) or (is_unseen and not document["counts"]):
+    if (lower and not rows) or (is_unseen and not document.counts):
         return "unknown"
     return "no"
 
 
 def in_16_bits(document: Document) -> float:
     """The part of the traced time of operations in 16 bits or fewer; 0 where nothing was traced."""
-    return _share(seconds_by_dtype(document["trace"]["rows"])) if document["trace"] else 0.0
+    return _share(seconds_by_dtype(document.trace.rows)) if document.trace else 0.0
 
 
 def on_casts(document: Document) -> float:
     """The part of the traced time spent on casts; 0 where nothing was traced."""
-    return part_of_casts(document["trace"]["totals"]) if document["trace"] else 0.0
+    return part_of_casts(document.trace.totals) if document.trace else 0.0
 
 
 def part_of_casts(totals: Totals) -> float:
     """The part of the traced time spent on casts."""
-    return totals["cast_seconds"] / totals["seconds"] if totals["seconds"] else 0.0
+    return totals.cast_seconds / totals.seconds if totals.seconds else 0.0
 
 
 def is_mixed(document: Document) -> bool:
@@ -101,7 +102,7 @@ def dear_part(document: Document) -> float:
 
 def of_steps(document: Document, some: int) -> str:
     """Some of the steps of the run in words: "3 of 60 steps"."""
-    return f"{count(some)} of {plural(document['run']['steps'], 'step')}"
+    return f"{count(some)} of {plural(document.run.steps, 'step')}"
 
 
 def _share(dtypes: dict[str, float]) -> float:

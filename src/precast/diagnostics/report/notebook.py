@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from html import escape
-from typing import Any, cast
+from typing import Any
 
+from precast.diagnostics.records import from_json
 from precast.diagnostics.report.ranks import summary_of_ranks
-from precast.diagnostics.report.schema import Document
+from precast.diagnostics.schema import Document
 
 __all__ = ["Shown"]
 
@@ -16,12 +17,13 @@ class Shown(dict[str, Any]):
     """A document that is as the schema says."""
 
     def _repr_html_(self) -> str:
-        documents = cast("list[Document]", self.get("ranks", [self]))
-        run, verdict = documents[0]["run"], summary_of_ranks(documents)
+        plain = self.get("ranks", [self])
+        documents = [from_json(Document, dict(each)) for each in plain]
+        verdict = summary_of_ranks(documents)
         many = f", {len(documents):,} ranks" if len(documents) > 1 else ""
-        said = [verdict["headline"], *verdict["problems"], *verdict["precision"]]
+        said = [verdict.headline, *verdict.problems, *verdict.precision]
         items = "".join(f"<li>{_html(sentence)}</li>" for sentence in said)
-        command = escape(" ".join(run["command"]))
+        command = escape(" ".join(documents[0].run.command))
         return f"<p><b>precast run {command}</b>{many}</p><ul>{items}</ul>"
 
 

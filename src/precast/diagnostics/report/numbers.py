@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast.diagnostics.report.between import Between, between, module_before
-from precast.diagnostics.report.schema import Document, Finding, HealthModule, NonfiniteOrigin
 from precast.diagnostics.report.words import joined, share
+from precast.diagnostics.schema import Cost, Document, Finding, HealthModule, NonfiniteOrigin, Where
 
 __all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
 
@@ -20,14 +20,6 @@ _OWN_CAST = (
     "no region changes it."
 )
 _WIDE = "run the whole program in bfloat16 (`dtype=torch.bfloat16`), which has float32's range"
-_NOTHING: Finding = {
-    "kind": "",
-    "title": "",
-    "cost": {"seconds": None, "bytes": None, "share": None},
-    "suggestion": "",
-    "policy": None,
-    "where": {"module": None, "op": None, "source": None},
-}
 
 
 def numeric_findings(document: Document) -> list[Finding]:
@@ -39,26 +31,26 @@ def numeric_findings(document: Document) -> list[Finding]:
 
 def offender(document: Document) -> NonfiniteOrigin | None:
     """What went non-finite first in the whole run."""
-    found = [step["first"] for step in document["steps"] if step["first"]]
-    if document["health"] and document["health"]["first"]:
-        found.append(document["health"]["first"])
-    return min(found, key=lambda first: first["step"], default=None)
+    found = [step.first for step in document.steps if step.first]
+    if document.health and document.health.first:
+        found.append(document.health.first)
+    return min(found, key=lambda first: first.step, default=None)
 
 
 def in_words(first: NonfiniteOrigin) -> str:
     """The tensor that was not finite: "the output of `decoder.3`"."""
-    name = f"`{first['name']}`" if first["name"] else "the whole model"
+    name = f"`{first.name}`" if first.name else "the whole model"
     return {
         "output": f"the output of {name}",
         "input": f"an input of {name}",
         "gradient": f"the gradient of the output of {name}",
         "parameter": f"the gradient of the parameter {name}",
-    }[first["kind"]]
+    }[first.kind]
 
 
 def module_of(what: NonfiniteOrigin | HealthModule) -> str:
     """The module that a tensor belongs to: "decoder.3" for its output, and for the parameter decoder.3.weight."""
-    return what["name"].rpartition(".")[0] if what["kind"] == "parameter" else what["name"]
+    return what.name.rpartition(".")[0] if what.kind == "parameter" else what.name
 
 
 def overflow(document: Document, first: NonfiniteOrigin) -> Finding:
@@ -69,25 +61,21 @@ def overflow(document: Document, first: NonfiniteOrigin) -> Finding:
         suggestion, policy = _mend(document, first, module)
     else:
         suggestion, policy = _mend_code(document, first, code)
-    return {
-        **_NOTHING,
-        "kind": "overflow" if first["what"] == "inf" else "nan",
-        "title": first["message"],
-        "suggestion": suggestion,
-        "policy": policy,
-        "where": {
-            "module": module,
-            "op": code and code.op,
-            "source": code and code.source,
-        },
-    }
+    return Finding(
+        kind="overflow" if first.what == "inf" else "nan",
+        title=first.message,
+        cost=Cost(),
+        suggestion=suggestion,
+        policy=policy,
+        where=Where(module, code and code.op, code and code.source),
+    )
 
 
 def _mend(document: Document, first: NonfiniteOrigin, module: str) -> tuple[str, str | None]:
     """What to do, and a whole policy file where one does it."""
-    if first["kind"] == "input":
+    if first.kind == "input":
         return _look_before(document, first), None
-    if first["kind"] in {"gradient", "parameter"} and _is_scaled(document):
+    if first.kind in {"gradient", "parameter"} and _is_scaled(document):
         return (
             "Leave it if it happens now and then: a growing scale finds its limit by a skipped step. If it happens "
             'often, let the scaler find the scale, `precast.GradScaler(device, init_scale="auto")`; where the scale is '
@@ -103,13 +91,13 @@ def _mend(document: Document, first: NonfiniteOrigin, module: str) -> tuple[str,
     suggestion = (
         f"Run `{module}` in float32, or the whole run in bfloat16, which has float32's range."
     )
-    suggestion += _IF_NAN if first["what"] == "nan" else ""
+    suggestion += _IF_NAN if first.what == "nan" else ""
     return suggestion, _file_with(document, module)
 
 
 def _code_before(document: Document, first: NonfiniteOrigin) -> Between | None:
     """The operations that may have made a module's input infinite or NaN, where steps were traced."""
-    if first["kind"] != "input" or not first["name"]:
+    if first.kind != "input" or not first.name:
         return None
     return between(document, first, _format(document, first) or "float16")
 
@@ -124,7 +112,7 @@ def _mend_code(document: Document, first: NonfiniteOrigin, code: Between) -> tup
             None,
         )
     ran += _OWN_CAST if code.casts else ""
-    ran += _IF_NAN if first["what"] == "nan" else ""
+    ran += _IF_NAN if first.what == "nan" else ""
     modules = [name for name in code.owners if name]
     if len(modules) == len(code.owners):
         names = joined(f"`{name}`" for name in modules)
@@ -138,10 +126,10 @@ def _mend_code(document: Document, first: NonfiniteOrigin, code: Between) -> tup
 
 def _traced(document: Document) -> str:
     """The steps that were traced, as the beginning of a sentence."""
-    if document["run"]["traced"] is None:
+    if document.run.traced is None:
         return "In the steps that were traced"
-    first, end = document["run"]["traced"]
-    last = min(end, document["run"]["steps"]) - 1
+    first, end = document.run.traced
+    last = min(end, document.run.steps) - 1
     return (
         f"In steps {first} to {last}, which were traced"
         if last > first
@@ -151,21 +139,21 @@ def _traced(document: Document) -> str:
 
 def _look_before(document: Document, first: NonfiniteOrigin) -> str:
     """What to do where no operation before a module is known."""
-    if not first["name"]:
+    if not first.name:
         return "Look at the data that the model is given."
     look = f"Look at the code {_place(first)}"
     if module_before(first) is None:
         look += ", and at the data that the model is given"
-    if document["trace"] is None and not document["run"].get("compiled"):
+    if document.trace is None and not document.run.compiled:
         step = max(
-            first["step"], 1
+            first.step, 1
         )  # a trace from the start on has other names: it knows no model yet
         look += f". Its operations and lines are named where a step is traced, as by `--steps {step}:{step + 1}`"
     return f"{look}."
 
 
 def _place(first: NonfiniteOrigin) -> str:
-    before, module = module_before(first), first["name"]
+    before, module = module_before(first), first.name
     if before is None:
         return f"before `{module}`"
     return f"between {f'two calls of `{module}`' if before == module else f'`{before}` and `{module}`'}"
@@ -177,39 +165,40 @@ def _called(module: str, otherwise: str) -> str:
 
 def _format(document: Document, first: NonfiniteOrigin) -> str | None:
     """The dtype of what was not finite first; where that is not known the narrowest of the run, None without any."""
-    health = document["health"]
+    health = document.health
     if health is None:
         return None
-    steps = (step for step in health["ring"] if step.get("step") == first["step"])
+    steps = (step for step in health.ring if step.get("step") == first.step)
     worst = (one for step in steps for one in step.get("worst", []))
-    wanted = first["kind"], first["name"]
-    return next((w["dtype"] for w in worst if (w["kind"], w["name"]) == wanted), health["format"])
+    wanted = first.kind, first.name
+    return next((w["dtype"] for w in worst if (w["kind"], w["name"]) == wanted), health.format)
 
 
 def _is_scaled(document: Document) -> bool:
-    return any(step["scale"] is not None for step in document["steps"])
+    return any(step.scale is not None for step in document.steps)
 
 
 def _underflow(document: Document) -> Iterator[Finding]:
     """Gradients that are zero because the format ends before them, the worst first."""
-    health = document["health"]
+    health = document.health
     if health is None:
         return
     for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
-        modules = [m for m in health["modules"] if m["kind"] == kind]
-        elements = sum(sum(module["elements"]) for module in modules)
+        modules = [m for m in health.modules if m.kind == kind]
+        elements = sum(sum(module.elements) for module in modules)
         gone = sum(map(_underflowed, modules))
         if not elements or gone / elements < _TELLING:
             continue
         worst = max(modules, key=_underflow_share)
-        yield {
-            **_NOTHING,
-            "kind": "underflow",
-            "title": f"{share(gone / elements)} of the gradients of {what} became zero as {health['format']} ends "
-            f"before them; most in `{worst['name']}` ({share(_underflow_share(worst))}).",
-            "suggestion": _enlarge(document),
-            "where": {"module": module_of(worst), "op": None, "source": None},
-        }
+        yield Finding(
+            kind="underflow",
+            title=f"{share(gone / elements)} of the gradients of {what} became zero as {health.format} ends "
+            f"before them; most in `{worst.name}` ({share(_underflow_share(worst))}).",
+            cost=Cost(),
+            suggestion=_enlarge(document),
+            policy=None,
+            where=Where(module_of(worst)),
+        )
 
 
 def _enlarge(document: Document) -> str:
@@ -225,20 +214,20 @@ def _enlarge(document: Document) -> str:
 
 
 def _underflow_share(module: HealthModule) -> float:
-    return _underflowed(module) / max(sum(module["elements"]), 1)
+    return _underflowed(module) / max(sum(module.elements), 1)
 
 
 def _underflowed(module: HealthModule) -> int:
     """How many zeros underflow made, as far as that is known."""
-    return sum(number or 0 for number in module["underflow_zeros"])
+    return sum(number or 0 for number in module.underflow_zeros)
 
 
 def _file_with(document: Document, *modules: str) -> str:
     """The run's policy as a file, with rules that modules run in float32."""
-    policy = document["run"]["policy"]
+    policy = document.run.policy
     known = {"default", "lean", "torch"}
-    base = policy["name"] if policy["name"] in known else "torch"
-    text = policy.get("file") or f'base = "{base}"\n'
+    base = policy.name if policy.name in known else "torch"
+    text = policy.file or f'base = "{base}"\n'
     before, _, rules = text.partition("[modules]\n")  # the last table of a file that precast writes
     same = tuple(
         f"{key} =" for name in modules for key in (_quoted(name), name)

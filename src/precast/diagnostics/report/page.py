@@ -15,15 +15,16 @@ from typing import Any, cast
 
 from precast._internal import atomic_write, version
 from precast._internal.missing import missing_extra
-from precast.diagnostics.report.document import documents, validate
+from precast.diagnostics.records import as_json
+from precast.diagnostics.report.document import checked
 from precast.diagnostics.report.evidence import in_16_bits, lost, on_casts, was_traced
 from precast.diagnostics.report.numbers import in_words, offender
 from precast.diagnostics.report.ranks import summary_of_ranks, worst
 from precast.diagnostics.report.remedies import Remedy, cost_words, remedies
 from precast.diagnostics.report.run_summary import summary_of
-from precast.diagnostics.report.schema import Document, Finding, Merged
 from precast.diagnostics.report.tree import tree
 from precast.diagnostics.report.words import count, duration, plural, share
+from precast.diagnostics.schema import Document, Finding, Merged
 
 __all__ = ["html", "needed", "write"]
 
@@ -54,27 +55,26 @@ def write(document: Document | Merged | dict[str, Any], path: str | Path) -> Non
 def html(document: Document | Merged | dict[str, Any]) -> str:
     """The page."""
     jinja2, plotly = needed()
-    checked = validate(document)
-    every = documents(checked)
+    plain, every = checked(document)
     chosen, overall = worst(every), summary_of_ranks(every)
     parts = [_part(each) for each in every]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["marked"] = _marked
     data = {
-        "document": {**checked, "verdict": overall},
+        "document": {**plain, "verdict": as_json(overall)},
         "chosen": chosen,
         "parts": [{"tree": _tree(each), "numbers": _numbers(each)} for each in every],
     }
     return cast(
         "str",
         environment.from_string(_file("page.html.jinja")).render(
-            title=" ".join(every[0]["run"]["command"]) or "a run",
+            title=" ".join(every[0].run.command) or "a run",
             verdict=overall,
             parts=parts,
             chosen=chosen,
             sections=[s for s in _SECTIONS.items() if s[0] != "ranks" or len(every) > 1],
             version=version.__version__,
-            made=checked["made"],
+            made=plain["made"],
             style=_safe(_file("style.css")),
             data=_safe(_json(data)),
             plotly=_safe(plotly),
@@ -132,7 +132,7 @@ def _marked(text: str) -> Any:
 
 
 def _part(document: Document) -> dict[str, Any]:
-    rank = document["run"]["rank"]
+    rank = document.run.rank
     return {
         "rank": rank,
         "label": "The process" if rank is None else f"Rank {rank}",
@@ -156,20 +156,20 @@ def _small(document: Document) -> str:
 
 
 def _facts(document: Document) -> list[tuple[str, str]]:
-    run = document["run"]
+    run = document.run
     facts = [
-        ("Steps", count(run["steps"])),
+        ("Steps", count(run.steps)),
         ("Skipped", count(lost(document))),
-        ("Took", duration(run["seconds"])),
+        ("Took", duration(run.seconds)),
         (
             "Ended",
-            run["ended"] if run["code"] in (0, None) else f"{run['ended']}, code {run['code']}",
+            run.ended if run.code in (0, None) else f"{run.ended}, code {run.code}",
         ),
-        ("Policy", run["policy"]["name"]),
-        ("Devices", ", ".join(run["devices"])),
-        ("PyTorch", run["torch"]),
-        ("Python", run["python"]),
-        ("Machine", run["machine"]),
+        ("Policy", run.policy.name),
+        ("Devices", ", ".join(run.devices)),
+        ("PyTorch", run.torch),
+        ("Python", run.python),
+        ("Machine", run.machine),
     ]
     if was_traced(document):
         facts[3:3] = [
@@ -182,35 +182,35 @@ def _facts(document: Document) -> list[tuple[str, str]]:
 def _card(remedy: Remedy) -> dict[str, Any]:
     """One remedy with all findings that it mends."""
     return {
-        **remedy.worst,
+        **as_json(remedy.worst),
         "cost": cost_words(remedy.cost),
         "where": _place(remedy.worst),
-        "others": [finding["title"] for finding in remedy.findings[1:]],
+        "others": [finding.title for finding in remedy.findings[1:]],
     }
 
 
 def _place(finding: Finding) -> str:
-    where = finding["where"]
-    return ", ".join(filter(None, (where["module"], where["op"], where["source"])))
+    where = finding.where
+    return ", ".join(filter(None, (where.module, where.op, where.source)))
 
 
 # --- what the scripts draw beyond the document ---
 
 
 def _tree(document: Document) -> list[dict[str, Any]]:
-    return [node.as_dict() for node in tree(document["trace"])] if document["trace"] else []
+    return [node.as_dict() for node in tree(document.trace)] if document.trace else []
 
 
 def _numbers(document: Document) -> dict[str, Any]:
     """A line of the table of ranks."""
-    first, run, traced = offender(document), document["run"], was_traced(document)
+    first, run, traced = offender(document), document.run, was_traced(document)
     return {
-        "rank": run["rank"],
-        "ended": run["ended"],
-        "steps": run["steps"],
+        "rank": run.rank,
+        "ended": run.ended,
+        "steps": run.steps,
         "skipped": lost(document),
-        "seconds": run["seconds"],
+        "seconds": run.seconds,
         "lower": in_16_bits(document) if traced else None,
         "casting": on_casts(document) if traced else None,
-        "first": f"{in_words(first)} at step {first['step']}" if first else None,
+        "first": f"{in_words(first)} at step {first.step}" if first else None,
     }

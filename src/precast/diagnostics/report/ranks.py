@@ -9,8 +9,8 @@ from __future__ import annotations
 from precast.diagnostics.report.evidence import in_16_bits, lost, on_casts, was_traced
 from precast.diagnostics.report.numbers import offender
 from precast.diagnostics.report.run_summary import summary_of
-from precast.diagnostics.report.schema import Document, RunSummary
 from precast.diagnostics.report.words import joined, share
+from precast.diagnostics.schema import Document, RunSummary
 
 __all__ = ["summary_of_ranks", "worst"]
 
@@ -24,8 +24,8 @@ def worst(documents: list[Document]) -> int:
         document = documents[place]
         first = offender(document)
         return (
-            -_LEVELS.index(summary_of(document)["level"]),
-            first["step"] if first else document["run"]["steps"],
+            -_LEVELS.index(summary_of(document).level),
+            first.step if first else document.run.steps,
             -lost(document),
         )
 
@@ -38,17 +38,17 @@ def summary_of_ranks(documents: list[Document]) -> RunSummary:
     if len(each) == 1:
         return each[0]
     chosen = worst(documents)
-    number = documents[chosen]["run"]["rank"]
-    missing, same = _missing(documents), all(one["headline"] == each[0]["headline"] for one in each)
+    number = documents[chosen].run.rank
+    missing, same = _missing(documents), all(one.headline == each[0].headline for one in each)
     who = ("The others" if missing else f"All {len(each)} ranks") if same else f"Rank {number}"
-    return {
-        "level": "bad" if missing else each[chosen]["level"],
-        "headline": " ".join([*missing[:1], f"{who}: {each[chosen]['headline']}"]),
-        "precision": [*_gathered(documents, each, "precision", chosen), *_spread(documents)],
-        "problems": [*missing, *_gathered(documents, each, "problems", None)],
-        "first": each[chosen]["first"],
-        "notes": _gathered(documents, each, "notes", None),
-    }
+    return RunSummary(
+        level="bad" if missing else each[chosen].level,
+        headline=" ".join([*missing[:1], f"{who}: {each[chosen].headline}"]),
+        precision=[*_gathered(documents, each, "precision", chosen), *_spread(documents)],
+        problems=[*missing, *_gathered(documents, each, "problems", None)],
+        first=each[chosen].first,
+        notes=_gathered(documents, each, "notes", None),
+    )
 
 
 def _gathered(
@@ -57,8 +57,8 @@ def _gathered(
     """Sentences with the ranks that say them; `only`: those of one, where each rank has its own numbers."""
     said: dict[str, list[int]] = {}
     for place, (document, one) in enumerate(zip(documents, each, strict=True)):
-        for sentence in one[key] if only in (None, place) else ():  # type: ignore[literal-required]
-            said.setdefault(sentence, []).append(document["run"]["rank"] or 0)
+        for sentence in getattr(one, key) if only in (None, place) else ():
+            said.setdefault(sentence, []).append(document.run.rank or 0)
     return [f"{_who(ranks, len(documents))}{sentence}" for sentence, ranks in said.items()]
 
 
@@ -69,8 +69,8 @@ def _who(ranks: list[int], count: int) -> str:
 
 
 def _missing(documents: list[Document]) -> list[str]:
-    size = documents[0]["run"]["world_size"]
-    gone = sorted(set(range(size)) - {document["run"]["rank"] or 0 for document in documents})
+    size = documents[0].run.world_size
+    gone = sorted(set(range(size)) - {document.run.rank or 0 for document in documents})
     if not gone:
         return []
     which = f"Rank{'' if len(gone) == 1 else 's'} {joined(map(str, gone))}"
@@ -82,7 +82,7 @@ def _spread(documents: list[Document]) -> list[str]:
     """Where ranks differ by more than a little."""
     sentences = []
     for what, measure in (("spent in 16 bits", in_16_bits), ("spent on casts", on_casts)):
-        values = {d["run"]["rank"] or 0: measure(d) for d in documents if was_traced(d)}
+        values = {d.run.rank or 0: measure(d) for d in documents if was_traced(d)}
         if len(values) < 2:
             continue
         low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)

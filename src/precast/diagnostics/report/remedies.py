@@ -6,14 +6,15 @@ Invariants: wrong numbers come first and stay apart, then the dearest; costs are
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from precast.diagnostics.report.schema import Cost, Document, Finding
 from precast.diagnostics.report.words import duration, share, size
+from precast.diagnostics.schema import Cost, Document, Finding
 
 __all__ = ["Remedy", "all_findings", "cost_words", "is_numeric", "remedies"]
 
 _NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation")
+_Number = TypeVar("_Number", int, float)
 _TELLING = 0.01  # of the traced time: what costs less is not worth a card, or a sentence
 
 
@@ -32,22 +33,22 @@ class Remedy(NamedTuple):
     @property
     def is_telling(self) -> bool:
         """Whether it is worth a reader's time: numbers are wrong, the cost is not small, or nobody knows it."""
-        part = self.cost["share"]
+        part = self.cost.share
         return is_numeric(self.worst) or part is None or part >= _TELLING
 
 
 def all_findings(document: Document) -> list[Finding]:
     """The document's findings and the trace's, each once, the costliest first."""
-    every = [*document["findings"], *(document["trace"]["findings"] if document["trace"] else [])]
+    every = [*document.findings, *(document.trace.findings if document.trace else [])]
     once = [each for i, each in enumerate(every) if each not in every[:i]]
-    return sorted(once, key=lambda each: -_weight(is_numeric(each), each["cost"]))
+    return sorted(once, key=lambda each: -_weight(is_numeric(each), each.cost))
 
 
 def remedies(document: Document) -> list[Remedy]:
     """All findings, those with the same remedy together; wrong numbers first, then the dearest."""
     groups: dict[object, list[Finding]] = {}
     for number, each in enumerate(all_findings(document)):
-        key = number if is_numeric(each) else (each["suggestion"], each["policy"])
+        key = number if is_numeric(each) else (each.suggestion, each.policy)
         groups.setdefault(key, []).append(each)
     found = [Remedy(some, _together(some)) for some in groups.values()]
     return sorted(found, key=lambda each: -_weight(is_numeric(each.worst), each.cost))
@@ -55,36 +56,36 @@ def remedies(document: Document) -> list[Remedy]:
 
 def is_numeric(finding: Finding) -> bool:
     """Whether it is about wrong numbers, not about time."""
-    return finding["kind"].startswith(_NUMERIC)
+    return finding.kind.startswith(_NUMERIC)
 
 
 def cost_words(cost: Cost) -> str:
     """A cost: "3.4% of the traced time, 20 ms, 1.0 MiB written by casts"; empty where nothing is known."""
     parts = []
-    if cost["share"] is not None:
-        parts.append(f"{share(cost['share'])} of the traced time")
-    if cost["seconds"] is not None:
-        parts.append(duration(cost["seconds"]))
-    if cost["bytes"]:
-        parts.append(f"{size(cost['bytes'])} written by casts")
+    if cost.share is not None:
+        parts.append(f"{share(cost.share)} of the traced time")
+    if cost.seconds is not None:
+        parts.append(duration(cost.seconds))
+    if cost.bytes:
+        parts.append(f"{size(cost.bytes)} written by casts")
     return ", ".join(parts)
 
 
 def _weight(numeric: bool, cost: Cost) -> float:
-    return 1e9 if numeric else cost["seconds"] or cost["share"] or 0.0
+    return 1e9 if numeric else cost.seconds or cost.share or 0.0
 
 
 def _together(findings: list[Finding]) -> Cost:
-    costs = [each["cost"] for each in findings]
-    part = _sum(costs, lambda cost: cost["share"])
-    return {
-        "seconds": _sum(costs, lambda cost: cost["seconds"]),
-        "bytes": _sum(costs, lambda cost: cost["bytes"]),
-        "share": None if part is None else min(part, 1.0),
-    }
+    costs = [each.cost for each in findings]
+    part = _sum(costs, lambda cost: cost.share)
+    return Cost(
+        seconds=_sum(costs, lambda cost: cost.seconds),
+        bytes=_sum(costs, lambda cost: cost.bytes),
+        share=None if part is None else min(part, 1.0),
+    )
 
 
-def _sum(costs: list[Cost], number: Callable[[Cost], float | None]) -> float | None:
+def _sum(costs: list[Cost], number: Callable[[Cost], _Number | None]) -> _Number | None:
     """Null where nothing is known of any."""
     known = [one for cost in costs if (one := number(cost)) is not None]
     return sum(known) if known else None

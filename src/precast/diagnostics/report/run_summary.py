@@ -31,7 +31,6 @@ from precast.diagnostics.report.remedies import (
     is_numeric,
     remedies,
 )
-from precast.diagnostics.report.schema import Document, Level, RunSummary, Totals
 from precast.diagnostics.report.tree import seconds_by_dtype
 from precast.diagnostics.report.words import (
     be,
@@ -44,6 +43,7 @@ from precast.diagnostics.report.words import (
     shortened,
     size,
 )
+from precast.diagnostics.schema import Document, Level, RunSummary, Totals
 
 __all__ = ["beyond_scale", "rules_without_effect", "summary_of"]
 
@@ -66,44 +66,44 @@ def summary_of(document: Document) -> RunSummary:
     ]
     if len(costs) > _MOST:
         problems.append(f"{plural(len(costs) - _MOST, 'more finding')} with a cost: see below.")
-    return {
-        "level": _level(document, problems),
-        "headline": _headline(document, problems, costs),
-        "precision": list(_precision(document)),
-        "problems": problems,
-        "first": advice(document, costs),
-        "notes": list(_notes(document)),
-    }
+    return RunSummary(
+        level=_level(document, problems),
+        headline=_headline(document, problems, costs),
+        precision=list(_precision(document)),
+        problems=problems,
+        first=advice(document, costs),
+        notes=list(_notes(document)),
+    )
 
 
 def _failed(document: Document) -> bool:
-    run = document["run"]
-    return run["ended"] == "exception" or (run["ended"] == "exit" and run["code"] not in (0, None))
+    run = document.run
+    return run.ended == "exception" or (run.ended == "exit" and run.code not in (0, None))
 
 
 def _level(document: Document, problems: list[str]) -> Level:
     bad = lost(document) + nonfinite_losses(document)
-    if _failed(document) or bad > _BAD * document["run"]["steps"]:
+    if _failed(document) or bad > _BAD * document.run.steps:
         return "bad"
     if problems:
         return "warning"
-    return "good" if ran_lower(document) == "yes" and document["counts"] else "neutral"
+    return "good" if ran_lower(document) == "yes" and document.counts else "neutral"
 
 
 # --- what precision does ---
 
 
 def _headline(document: Document, problems: list[str], costs: list[Remedy]) -> str:
-    run = document["run"]
+    run = document.run
     if _failed(document):
         return "The run ended with an error" + (
-            f": {shortened(run['message'])}" if run["message"] else "."
+            f": {shortened(run.message)}" if run.message else "."
         )
     wrong = _wrong_numbers(document)
     if wrong:
         return wrong
     said = _works(document, problems, costs) if is_mixed(document) else _not_mixed(document)
-    if run["ended"] == "interrupted":
+    if run.ended == "interrupted":
         return f"The run was interrupted. Up to there: {said[0].lower()}{said[1:]}"
     return said
 
@@ -117,8 +117,8 @@ def _wrong_numbers(document: Document) -> str | None:
         return f"{_nonfinite(document)}."
     if first:
         said = in_words(first)
-        return f"{said[0].upper()}{said[1:]} was not finite at step {first['step']}, and no step was skipped."
-    if any(each["kind"] == "underflow" for each in all_findings(document)):
+        return f"{said[0].upper()}{said[1:]} was not finite at step {first.step}, and no step was skipped."
+    if any(each.kind == "underflow" for each in all_findings(document)):
         return "Small gradients are lost: they are too small for the format they are in."
     return None
 
@@ -128,11 +128,11 @@ def _works(document: Document, problems: list[str], costs: list[Remedy]) -> str:
     dear = dear_part(document)
     if dear:
         return f"Mixed precision may not pay for this run: casts took {share(dear)} of the traced time."
-    part = min(1.0, sum(each.cost["share"] or 0 for each in costs))
+    part = min(1.0, sum(each.cost.share or 0 for each in costs))
     if part:
         took = f"what the findings name took up to {share(part)} of the traced time"
         return f"Mixed precision works for this run; {took}."
-    if problems and document["run"]["ended"] != "interrupted":
+    if problems and document.run.ended != "interrupted":
         return "Mixed precision works for this run, and there is something to look at."
     return "Mixed precision works for this run; nothing wrong was found."
 
@@ -160,19 +160,19 @@ def _rules_without_16_bits(document: Document, lower: str) -> str:
 
 
 def _precision(document: Document) -> Iterator[str]:
-    trace = document["trace"]
-    if trace and trace["rows"]:
-        yield _times(document, trace["totals"])
-        if trace["totals"]["casts"] or trace["totals"]["cached"]:
-            yield _casts(trace["totals"])
-        if trace["saved"]:
-            saved = sorted(trace["saved"].items(), key=lambda item: -item[1])
+    trace = document.trace
+    if trace and trace.rows:
+        yield _times(document, trace.totals)
+        if trace.totals.casts or trace.totals.cached:
+            yield _casts(trace.totals)
+        if trace.saved:
+            saved = sorted(trace.saved.items(), key=lambda item: -item[1])
             parts = [f"{size(number)} in {dtype}" for dtype, number in saved]
             yield f"Kept for one backward pass, at most: {joined(parts)}."
         return
     calls, lower = rules_ran(document), rules_ran(document, "lower")
     if calls:
-        casts = sum(each["casts"] for each in document["counts"])
+        casts = sum(each.casts for each in document.counts)
         yield (
             f"Of {plural(calls, 'call')} of operations with a rule, {share(lower / calls)} had the rule `lower`, "
             f"16 bits; {plural(casts, 'cast')} {be(casts)} made for all of them."
@@ -180,7 +180,7 @@ def _precision(document: Document) -> Iterator[str]:
 
 
 def _times(document: Document, totals: Totals) -> str:
-    dtypes = seconds_by_dtype(document["trace"]["rows"] if document["trace"] else [])
+    dtypes = seconds_by_dtype(document.trace.rows if document.trace else [])
     total = sum(dtypes.values()) or 1.0
     parts = [
         f"{share(s / total)} {'on integers' if d == 'other' else f'in {d}'}"
@@ -189,14 +189,14 @@ def _times(document: Document, totals: Totals) -> str:
     ]
     if not parts:
         return "No operation that was traced took any time."
-    where = _traced(document, totals["steps"])
+    where = _traced(document, totals.steps)
     return f"{where}, operations spent their time, casts apart, like this: {joined(parts)}."
 
 
 def _traced(document: Document, steps: int) -> str:
     """Which steps were traced: "In 3 steps that were traced"."""
-    traced = document["run"]["traced"]
-    goes_on = traced is not None and traced[1] > document["run"]["steps"]
+    traced = document.run.traced
+    goes_on = traced is not None and traced[1] > document.run.steps
     if not steps:
         return "In what was traced, which is no whole step"
     said = f"In {plural(steps, 'step')} that {be(steps)} traced"
@@ -204,10 +204,10 @@ def _traced(document: Document, steps: int) -> str:
 
 
 def _casts(totals: Totals) -> str:
-    casts, cached = totals["casts"], totals["cached"]
+    casts, cached = totals.casts, totals.cached
     return (
-        f"Casts took {share(part_of_casts(totals))} of the traced time ({duration(totals['cast_seconds'])}): "
-        f"{plural(casts, 'cast')} wrote {size(totals['cast_bytes'])}, and "
+        f"Casts took {share(part_of_casts(totals))} of the traced time ({duration(totals.cast_seconds)}): "
+        f"{plural(casts, 'cast')} wrote {size(totals.cast_bytes)}, and "
         f"{count(cached)} {be(cached)} saved by copies that were kept."
     )
 
@@ -216,27 +216,27 @@ def _casts(totals: Totals) -> str:
 
 
 def _ending(document: Document) -> Iterator[str]:
-    run = document["run"]
-    after = f"after {plural(run['steps'], 'step')} and {duration(run['seconds'])}"
-    if run["ended"] == "exception":
-        yield f"The run ended {after} with this: {sentence(run['message'] or 'an exception')}"
-    elif run["ended"] == "interrupted":
+    run = document.run
+    after = f"after {plural(run.steps, 'step')} and {duration(run.seconds)}"
+    if run.ended == "exception":
+        yield f"The run ended {after} with this: {sentence(run.message or 'an exception')}"
+    elif run.ended == "interrupted":
         yield f"The run was interrupted {after}: this report is about that part of it."
     elif _failed(document):
-        yield f"The run ended with exit code {run['code']}, {after}."
+        yield f"The run ended with exit code {run.code}, {after}."
 
 
 def _lost_steps(document: Document) -> Iterator[str]:
     skipped, first = lost(document), offender(document)
-    steps = [step["step"] for step in document["steps"] if step["skipped"]]
+    steps = [step.step for step in document.steps if step.skipped]
     if skipped:
-        part = share(skipped / max(document["run"]["steps"], 1))
+        part = share(skipped / max(document.run.steps, 1))
         yield (
             f"{of_steps(document, skipped)} {be(skipped)} skipped ({part}), as gradients were not finite"
             + (f"; the first at step {steps[0]}." if steps else ".")
         )
     if first:
-        yield sentence(first["message"])
+        yield sentence(first.message)
 
 
 _NO_LOWER_SCALE = {
@@ -249,15 +249,15 @@ _NO_LOWER_SCALE = {
 
 def beyond_scale(document: Document) -> Iterator[str]:
     """The first step at which it was clear that no lower scale helps, and why."""
-    for found in document.get("verdicts", [])[:1]:
-        because = _NO_LOWER_SCALE[found["reason"]].format(scale=found["scale"])
-        yield f"At step {found['step']} no lower scale would have helped: {because}."
+    for found in document.verdicts[:1]:
+        because = _NO_LOWER_SCALE[found.reason].format(scale=found.scale)
+        yield f"At step {found.step} no lower scale would have helped: {because}."
 
 
 def rules_without_effect(document: Document) -> Iterator[str]:
     """The rules for modules that did nothing."""
-    rules = document["run"].get("module_rules")
-    for problem in rules["problems"][:_MOST] if rules else []:
+    rules = document.run.module_rules
+    for problem in rules.problems[:_MOST] if rules else []:
         yield sentence(problem[0].upper() + problem[1:])
 
 
@@ -267,7 +267,7 @@ def _losses(document: Document) -> Iterator[str]:
 
 
 def _nonfinite(document: Document) -> str:
-    first = document["run"].get("first_nonfinite_loss")
+    first = document.run.first_nonfinite_loss
     said = f"The loss was infinite or NaN in {of_steps(document, nonfinite_losses(document))}"
     return said if first is None else f"{said}, first in step {first}"
 
@@ -278,10 +278,10 @@ def _told(document: Document) -> Iterator[str]:
     untold = [
         each
         for each in all_findings(document)
-        if (is_numeric(each) and not (first and each["where"]["module"] == module_of(first)))
-        or (not is_numeric(each) and each["cost"]["share"] is each["cost"]["seconds"] is None)
+        if (is_numeric(each) and not (first and each.where.module == module_of(first)))
+        or (not is_numeric(each) and each.cost.share is each.cost.seconds is None)
     ]
-    yield from (sentence(each["title"]) for each in untold[:_MOST])
+    yield from (sentence(each.title) for each in untold[:_MOST])
 
 
 def _dear_casts(document: Document) -> Iterator[str]:
@@ -295,7 +295,7 @@ def _costly(document: Document) -> list[Remedy]:
     return [
         each
         for each in remedies(document)
-        if not is_numeric(each.worst) and (each.cost["seconds"] or each.cost["share"])
+        if not is_numeric(each.worst) and (each.cost.seconds or each.cost.share)
         if each.is_telling
     ]
 
@@ -303,19 +303,17 @@ def _costly(document: Document) -> list[Remedy]:
 def _cost(remedy: Remedy) -> str:
     more = len(remedy.findings) - 1
     also = f", and {plural(more, 'more place')} with the same remedy" if more else ""
-    return f"{sentence(remedy.worst['title'])[:-1]}{also} ({cost_words(remedy.cost)})."
+    return f"{sentence(remedy.worst.title)[:-1]}{also} ({cost_words(remedy.cost)})."
 
 
 # --- what was not seen ---
 
 
 def _notes(document: Document) -> Iterator[str]:
-    trace, steps, run = document["trace"], document["steps"], document["run"]
-    rules = document["run"].get("module_rules")
-    if rules and rules["models"]:
-        acted = [
-            f"{plural(number, 'module')} of `{kind}`" for kind, number in rules["models"].items()
-        ]
+    trace, steps, run = document.trace, document.steps, document.run
+    rules = document.run.module_rules
+    if rules and rules.models:
+        acted = [f"{plural(number, 'module')} of `{kind}`" for kind, number in rules.models.items()]
         yield f"The policy's rules for modules acted on {joined(acted)}."
     if elsewhere(document):
         yield (
@@ -325,13 +323,13 @@ def _notes(document: Document) -> Iterator[str]:
     if is_compiled(document) and not was_traced(document):
         yield "In functions of `torch.compile` no operation is counted."
     if not was_traced(document):
-        yield from _untraced(run["steps"] - elsewhere(document))
+        yield from _untraced(run.steps - elsewhere(document))
     elif trace is not None:
-        yield from (sentence(note) for note in trace.get("notes", []))
-    if document["health"] is None:
+        yield from (sentence(note) for note in trace.notes)
+    if document.health is None:
         yield "Numbers were not watched: `--health` shows ranges, underflow and overflow."
-    if steps and len(steps) < run["steps"]:
-        yield f"Of {plural(run['steps'], 'step')} {count(len(steps))} are shown."
+    if steps and len(steps) < run.steps:
+        yield f"Of {plural(run.steps, 'step')} {count(len(steps))} are shown."
 
 
 def _untraced(steps: int) -> Iterator[str]:

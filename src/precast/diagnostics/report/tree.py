@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from precast.diagnostics.report.schema import Row, Trace
+from precast.diagnostics.schema import Row, TraceData
 
 __all__ = ["Node", "ran_in", "seconds_by_dtype", "tree"]
 
@@ -45,8 +45,8 @@ class Node:
 
 def ran_in(row: Row) -> str:
     """The dtype that an operation worked in, as its rule and its tensors say; "other" where none is floating-point."""
-    floats = [d for d in (*row["output"], *row["inputs"]) if d.startswith(_FLOATS)]
-    if row["rule"] is not None and row["rule"].startswith("fp32"):
+    floats = [d for d in (*row.output, *row.inputs) if d.startswith(_FLOATS)]
+    if row.rule is not None and row.rule.startswith("fp32"):
         wide = [d for d in floats if d in _WIDE]  # which no rule casts
         return wide[0] if wide else "float32"
     return floats[0] if floats else "other"
@@ -56,23 +56,23 @@ def seconds_by_dtype(rows: Iterable[Row]) -> dict[str, float]:
     """Seconds of operations, casts left out, by the dtype they worked in; the longest first."""
     sums: defaultdict[str, float] = defaultdict(float)
     for row in rows:
-        sums[ran_in(row)] += max(0.0, row["seconds"] - row["cast_seconds"])
+        sums[ran_in(row)] += max(0.0, row.seconds - row.cast_seconds)
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def tree(trace: Trace) -> list[Node]:
+def tree(trace: TraceData) -> list[Node]:
     """The modules of a trace; the first is the model itself, and what ran outside of all modules is the last."""
-    types = {module["name"]: module["type"] for module in trace["modules"]}
+    types = {module.name: module.type for module in trace.modules}
     names = dict.fromkeys(types)
-    names |= dict.fromkeys(row["module"] for row in trace["rows"] if row["module"] is not None)
+    names |= dict.fromkeys(row.module for row in trace.rows if row.module is not None)
     nodes = [Node("", types.get("", ""), 0, None)]
     places: dict[str | None, int] = {"": 0}
     _place("", _children(names), types, nodes, places)
-    if any(row["module"] is None for row in trace["rows"]):
+    if any(row.module is None for row in trace.rows):
         places[None] = len(nodes)
         nodes.append(Node(_OUTSIDE, "", 0, None))
-    for row in trace["rows"]:
-        _add(row, nodes, places[row["module"]])
+    for row in trace.rows:
+        _add(row, nodes, places[row.module])
     return nodes
 
 
@@ -103,10 +103,10 @@ def _place(
 
 
 def _add(row: Row, nodes: list[Node], place: int | None) -> None:
-    dtype, seconds = ran_in(row), max(0.0, row["seconds"] - row["cast_seconds"])
+    dtype, seconds = ran_in(row), max(0.0, row.seconds - row.cast_seconds)
     while place is not None:
         node = nodes[place]
         for key in _SUMS:
-            setattr(node, key, getattr(node, key) + row[key])  # type: ignore[literal-required]
+            setattr(node, key, getattr(node, key) + getattr(row, key))
         node.dtypes[dtype] = node.dtypes.get(dtype, 0.0) + seconds
         place = node.parent

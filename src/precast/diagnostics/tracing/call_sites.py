@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from precast import _torch
-from precast.diagnostics.tracing.rows import Phase
+from precast.diagnostics.schema import Phase
 from precast.policy.module_names import modules_by_name, unwrapped
 from precast.policy.policy import DEVICE_TYPES
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast.diagnostics.schema import Count
 from precast.diagnostics.tracing.call_sites import outermost_regions
 from precast.diagnostics.tracing.reasons import Reasons
-from precast.diagnostics.tracing.rows import Count
 from precast.engine.operation import Operation
 from precast.engine.thread_state import regions
 from precast.policy.policy import Policy, Rule
@@ -83,7 +83,7 @@ class Counter:
             return policy, None, None
         count = self.counts.of(decided.op, op.device_type, decided.rule)
         rules = {Rule.LOWER: self._lowered, Rule.FP32: _raised, Rule.PROMOTE: _promoted}
-        rule = Rule(count.rule)
+        rule = Rule(decided.rule)
         if (
             rule is Rule.PROMOTE
             and policy.mixed == "promote"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from precast._internal.display import Card, Displayed, size
-from precast.diagnostics.tracing.rows import Row, Totals, Traced
+from precast.diagnostics.schema import Row, Totals, TraceData
 
 __all__ = ["Changed", "Difference"]
 
@@ -38,7 +38,7 @@ class Difference(Displayed):
     """The second's less the first's."""
 
     @classmethod
-    def between(cls, first: Traced, second: Traced) -> Difference:
+    def between(cls, first: TraceData, second: TraceData) -> Difference:
         """What differs, the dearest first; times alone make no difference."""
         before, after = _by_place(first), _by_place(second)
         rows = [
@@ -73,7 +73,7 @@ class Difference(Displayed):
 _Place = tuple[str | None, str, str, str | None]
 
 
-def _by_place(traced: Traced) -> dict[_Place, Row]:
+def _by_place(traced: TraceData) -> dict[_Place, Row]:
     """One row a place: those of several kinds of inputs together."""
     found: dict[_Place, Row] = {}
     for row in sorted(traced.rows, key=lambda row: (row.inputs, row.output)):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from precast.diagnostics.report.words import plural
-from precast.diagnostics.tracing.rows import Cost, Finding, Row, Totals, Where
+from precast.diagnostics.schema import Cost, Finding, Row, Totals, Where
 from precast.errors import PolicyError
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
@@ -187,7 +187,7 @@ def _is_unexpected(row: Row) -> bool:
         return False
     if "float32" not in row.output or row.module_rule is not None:
         return False
-    is_off = row.rule is None and row.reason.startswith("autocast is off")
+    is_off = row.rule is None and (row.reason or "").startswith("autocast is off")
     return row.region is None or not is_off  # else somebody switched it off
 
 

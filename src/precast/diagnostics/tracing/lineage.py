@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.tracing.rows import Phase, Step
+from precast.diagnostics.schema import Phase
+from precast.diagnostics.tracing.explanation import LineageStep
 
 __all__ = ["MOVES", "Lineage", "Link", "Up"]
 
@@ -121,13 +122,13 @@ class Lineage:
                 yield link
 
 
-def chain(link: Link | None) -> list[Step]:
+def chain(link: Link | None) -> list[LineageStep]:
     """The steps back to the one that decided a dtype, the latest first."""
-    steps: list[Step] = []
+    steps: list[LineageStep] = []
     while link is not None:
         dtype = str(link.dtype).removeprefix("torch.")
         steps.append(
-            Step(
+            LineageStep(
                 link.op, link.module, link.source, list(link.inputs), dtype, link.rule, link.reason
             )
         )

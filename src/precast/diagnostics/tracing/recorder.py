@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast.diagnostics.schema import Row
 from precast.diagnostics.tracing.call_sites import (
     Names,
     frame_above,
@@ -30,7 +31,6 @@ from precast.diagnostics.tracing.facts import Facts
 from precast.diagnostics.tracing.lineage import Lineage, Link, Up
 from precast.diagnostics.tracing.operators import Kind, floating_in, kind_of, tensors_of, text_of
 from precast.diagnostics.tracing.reasons import Decided, Reasons
-from precast.diagnostics.tracing.rows import Row
 from precast.diagnostics.tracing.tally import Around, Place, Tally
 from precast.engine.operation import Operation, is_eligible
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule

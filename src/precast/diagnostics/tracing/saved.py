@@ -12,8 +12,8 @@ from typing import Any, Final
 from precast._internal import atomic_write
 from precast._internal.display import Card, Displayed, milliseconds, size
 from precast._internal.version import __version__
+from precast.diagnostics.schema import Count, Finding, Flow, Module, Row, Totals, TraceData
 from precast.diagnostics.tracing.difference import Difference
-from precast.diagnostics.tracing.rows import Count, Finding, Flow, Module, Row, Totals, Traced
 from precast.errors import PrecastError
 
 __all__ = ["SavedTrace"]
@@ -26,7 +26,7 @@ class SavedTrace(Displayed):
 
     @property
     @abstractmethod
-    def data(self) -> Traced:
+    def data(self) -> TraceData:
         """All of it as plain values."""
 
     @property
@@ -85,7 +85,7 @@ class SavedTrace(Displayed):
         Raises:
             PrecastError: it is none.
         """
-        return _Loaded(Traced.from_dict(plain))
+        return _Loaded(TraceData.from_dict(plain))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON, whole or not at all; `precast report` reads it.
@@ -146,9 +146,9 @@ def _card_of_counts(counts: list[Count]) -> Card:
 
 
 class _Loaded(SavedTrace):
-    def __init__(self, data: Traced) -> None:
+    def __init__(self, data: TraceData) -> None:
         self._data = data
 
     @property
-    def data(self) -> Traced:
+    def data(self) -> TraceData:
         return self._data

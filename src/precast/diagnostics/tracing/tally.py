@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
+from precast.diagnostics.schema import Flow, Phase, Row, Totals
 from precast.diagnostics.tracing.operators import text_of
 from precast.diagnostics.tracing.reasons import Decided
-from precast.diagnostics.tracing.rows import Flow, Phase, Row, Totals
 
 __all__ = ["MOST_ROWS", "Around", "Place", "Tally"]
 

@@ -21,14 +21,15 @@ from torch.utils.hooks import RemovableHandle
 
 from precast import _torch
 from precast.attachment.attachment import attached_models
+from precast.diagnostics.schema import Module, Row, TraceData
 from precast.diagnostics.tracing import call_sites
 from precast.diagnostics.tracing.call_sites import Names
 from precast.diagnostics.tracing.counting import Counter, Counts
+from precast.diagnostics.tracing.explanation import Explanation
 from precast.diagnostics.tracing.findings import findings_of
 from precast.diagnostics.tracing.lineage import chain
 from precast.diagnostics.tracing.mode import Mode
 from precast.diagnostics.tracing.recorder import Recorder
-from precast.diagnostics.tracing.rows import Explanation, Module, Row, Traced
 from precast.diagnostics.tracing.saved import SavedTrace
 from precast.engine import registration
 from precast.engine.operation import Operation
@@ -140,14 +141,14 @@ class Trace(SavedTrace):
         return Explanation(dtype, chain(self._recorder.lineage.of(tensor)))
 
     @property
-    def data(self) -> Traced:
+    def data(self) -> TraceData:
         """All of it as plain values, as it is now."""
         recorder, tally = self._recorder, self._recorder.tally
         rows = sorted(tally.rows.values(), key=_by_time)
         types = self._names.types
         called = {row.module for row in rows if row.module is not None}
         modules = [Module(name, types.get(name, "")) for name in _with_parents(called, types)]
-        return Traced(
+        return TraceData(
             rows,
             recorder.totals,
             list(tally.flow.values()),

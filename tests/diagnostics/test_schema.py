@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from precast.diagnostics.tracing.rows import (
+from precast.diagnostics.schema import (
     Cost,
     Count,
     Finding,
@@ -17,13 +17,13 @@ from precast.diagnostics.tracing.rows import (
     Module,
     Row,
     Totals,
-    Traced,
+    TraceData,
     Where,
 )
 from precast.errors import PrecastError
 
 
-def traced() -> Traced:
+def traced() -> TraceData:
     row = Row(
         "encoder.0", "linear", "forward", "train.py:12 in loss", ["float32"], ["bfloat16"],
         "lower", "a reason", None, None, calls=2, casts=3, cast_bytes=40, seconds=0.5,
@@ -31,7 +31,7 @@ def traced() -> Traced:
     finding = Finding(
         "round-trip", "A round trip.", Cost(0.1, 20, None), "Leave it.", None, Where("a")
     )
-    return Traced(
+    return TraceData(
         [row], Totals(0.5, casts=3), [Flow("float32", "bfloat16", 3, 40, 0.1)], {"bfloat16": 8},
         [Module("", "Net")], 1, [finding], [Count("linear", "cpu", "lower", 2, 3)], ["a note"],
     )  # fmt: skip
@@ -39,7 +39,7 @@ def traced() -> Traced:
 
 def test_a_trace_survives_json() -> None:
     text = json.dumps(traced().as_dict(), allow_nan=False)
-    assert Traced.from_dict(json.loads(text)) == traced()
+    assert TraceData.from_dict(json.loads(text)) == traced()
 
 
 def test_casts_flow_from_one_dtype_to_another() -> None:
@@ -50,32 +50,32 @@ def test_casts_flow_from_one_dtype_to_another() -> None:
 def test_what_a_later_version_says_more_is_left_out() -> None:
     plain = traced().as_dict() | {"later": 1}
     plain["rows"][0]["later"] = 2
-    assert Traced.from_dict(plain) == traced()
+    assert TraceData.from_dict(plain) == traced()
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rows": [{"op": "linear"}]}, r"trace\.rows\[0\] has no 'module'"),
-        ({"rows": 3}, r"trace\.rows is 3; it must be of type list\[.*Row\]"),
-        ({"totals": {"casts": "many"}}, r"trace\.totals\.casts is 'many'; .* int"),
-        ({"notes": [None]}, r"trace\.notes\[0\] is None; .* str"),
-        ({"saved": {"float32": 1.5}}, r"trace\.saved\.float32 is 1\.5; .* int"),
-        ({"totals": []}, r"trace\.totals is a list; it must be an object"),
+        ({"rows": [{"op": "linear"}]}, r"trace\.rows\[0\]\.module: is missing; text or null is"),
+        ({"rows": 3}, r"trace\.rows: a list is wanted, and 3 is there"),
+        ({"totals": {"casts": "many"}}, r"trace\.totals\.casts: a whole number .* 'many' is there"),
+        ({"notes": [None]}, r"trace\.notes\[0\]: text is wanted, and null is there"),
+        ({"saved": {"float32": 1.5}}, r"trace\.saved\.float32: a whole number .* 1\.5 is there"),
+        ({"totals": []}, r"trace\.totals: an object is wanted, and a list is there"),
     ],
 )
 def test_what_is_no_trace_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(PrecastError, match=message):
-        Traced.from_dict(wrong)
+        TraceData.from_dict(wrong)
 
 
 def test_a_phase_that_there_is_not_is_refused() -> None:
     plain = traced().as_dict()
     plain["rows"][0]["phase"] = "sideways"
-    with pytest.raises(PrecastError, match=r"phase is 'sideways'"):
-        Traced.from_dict(plain)
+    with pytest.raises(PrecastError, match=r"phase: .* and 'sideways' is there"):
+        TraceData.from_dict(plain)
 
 
 def test_rows_need_no_pytorch() -> None:
-    code = "import sys, precast.diagnostics.tracing.rows; sys.exit('torch' in sys.modules)"
+    code = "import sys, precast.diagnostics.schema; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

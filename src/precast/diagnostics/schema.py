@@ -1,0 +1,568 @@
+"""What a trace and a run hold, version 1: the one definition that writes, reads, checks and documents them.
+
+Invariants:
+
+- nothing here needs PyTorch: dtypes are PyTorch's names without `torch.`, times are seconds, sizes are bytes, and
+  shares are between 0 and 1;
+- numbers are finite: what is not is null in a file, and None here;
+- a key may be added without a new version, as one that may be missing; a key is never removed, and never gets another
+  meaning, without one;
+- the tables of `docs/report.md` are made of these classes and of their docstrings (`python -m tools.report_schema`).
+"""
+
+# ruff: noqa: RUF009 -- `may_be_missing` and `written_as` are `dataclasses.field`
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from precast.diagnostics.records import (
+    MismatchError,
+    as_json,
+    from_json,
+    may_be_missing,
+    written_as,
+)
+from precast.errors import PrecastError
+
+__all__ = [
+    "VERSION",
+    "Advice",
+    "Cost",
+    "Count",
+    "Document",
+    "Finding",
+    "Flow",
+    "Health",
+    "HealthModule",
+    "Histogram",
+    "Level",
+    "Merged",
+    "Module",
+    "ModuleRules",
+    "NonfiniteOrigin",
+    "Phase",
+    "PolicyName",
+    "Range",
+    "Row",
+    "Run",
+    "RunSummary",
+    "ScalerDiagnosis",
+    "Shares",
+    "Step",
+    "Totals",
+    "TraceData",
+    "WhatIf",
+    "Where",
+]
+
+VERSION = 1
+
+Level = Literal["good", "neutral", "warning", "bad"]
+Phase = Literal["forward", "backward", "optimizer", "other"]
+
+
+# --- a trace ---
+
+
+@dataclass(slots=True)
+class Row:
+    """All that one operation did in one place with inputs of one kind."""
+
+    module: str | None
+    """The path of the module that it ran in, "" for the model itself; null outside of all modules."""
+    op: str
+    """The operation, as a policy spells it, without "aten::"."""
+    phase: Phase
+    """Where in a training step; "other" is outside of modules, backward and optimizers."""
+    source: str | None
+    """The innermost line of the program, "train.py:12 in loss"; for backward, that of the forward operation."""
+    inputs: list[str]
+    """The dtypes of its tensors, in the order of the arguments."""
+    output: list[str]
+    """The dtypes of the tensors that it gave."""
+    rule: str | None
+    """The rule that held for it, null where none did."""
+    reason: str | None
+    """Why: the line of the policy, or why there was no rule."""
+    region: str | None
+    """Where the region around was opened; null outside of all regions."""
+    module_rule: str | None
+    """The rule for modules that held, "encoder.** = float16"."""
+    device: str = may_be_missing("cpu")
+    """The device type that it ran on."""
+    calls: int = 0
+    """How often it ran."""
+    casts: int = 0
+    """Casts made for it; a cast that the program asked for itself is a row of its own, and counts there."""
+    cast_bytes: int = 0
+    """What these casts wrote."""
+    cached: int = 0
+    """Casts that the weight cache, or held weights, saved."""
+    seconds: float = 0.0
+    """Time in its kernels, casts included, as the host sees it."""
+    cast_seconds: float = 0.0
+    """Time in these casts."""
+    order: int | None = may_be_missing(is_left_out=True)
+    """Its place among all rows by the time of their first calls, the first is 0."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """The sums over all that was traced, rows that were dropped included."""
+
+    seconds: float = 0.0
+    """Time in kernels, casts included."""
+    cast_seconds: float = 0.0
+    """Time in casts."""
+    casts: int = 0
+    """How many casts were made."""
+    cast_bytes: int = 0
+    """What they wrote."""
+    cached: int = 0
+    """Casts that the weight cache, or held weights, saved."""
+    calls: int = 0
+    """How many operations ran."""
+    steps: int = 0
+    """In a trace, steps of optimizers; in a document, how many steps of the run ended meanwhile, skipped or not."""
+
+
+@dataclass(slots=True)
+class Flow:
+    """All casts that were traced from one dtype to another."""
+
+    source: str = written_as("from")
+    """The dtype that was cast."""
+    target: str = written_as("to")
+    """The dtype that it was cast to."""
+    casts: int = 0
+    """How many."""
+    bytes: int = 0
+    """What they wrote."""
+    seconds: float = 0.0
+    """Time in them."""
+
+
+@dataclass(slots=True)
+class Module:
+    """A module that was called, and its class."""
+
+    name: str
+    """Its path, "" for the model itself."""
+    type: str
+    """The name of its class."""
+
+
+@dataclass(slots=True)
+class Count:
+    """How often one rule was carried out for one operation, in full trace and in counting mode."""
+
+    op: str
+    """The operation, as a policy spells it."""
+    device: str
+    """The device type."""
+    rule: str | None
+    """The rule."""
+    calls: int = 0
+    """How often the operation ran by it."""
+    casts: int = 0
+    """Casts that were made for that."""
+
+
+@dataclass(slots=True)
+class Cost:
+    """What a finding costs, in all that was traced; null where it is not known."""
+
+    seconds: float | None = None
+    """Time."""
+    bytes: int | None = None
+    """What casts wrote."""
+    share: float | None = None
+    """The part of the traced time."""
+
+
+@dataclass(slots=True)
+class Where:
+    """The place that a finding is about."""
+
+    module: str | None = None
+    """The path of the module."""
+    op: str | None = None
+    """The operation."""
+    source: str | None = None
+    """The line of the program."""
+
+
+@dataclass(slots=True)
+class Finding:
+    """Something that could be better, with its cost and the remedy."""
+
+    kind: str
+    """"round-trip", "float32-island", "weight-cast-again", "float32-op", "float32-spread"; of numbers "overflow",
+    "nan", "underflow"."""
+    title: str
+    """What was found, in a sentence."""
+    cost: Cost
+    """What it costs."""
+    suggestion: str
+    """What to do."""
+    policy: str | None
+    """A whole policy file that does it, to be saved and named as the policy; null where no policy does."""
+    where: Where
+    """Where it was found."""
+
+
+@dataclass(slots=True)
+class TraceData:
+    """What ran in which dtype while a trace was open."""
+
+    rows: list[Row] = field(default_factory=list)
+    """One for each operation, place and kind of inputs; what took the most time first."""
+    totals: Totals = field(default_factory=Totals)
+    """The sums."""
+    flow: list[Flow] = field(default_factory=list)
+    """Casts from each dtype to each other."""
+    saved: dict[str, int] = field(default_factory=dict)
+    """Dtype to bytes that forward had made and that were there when backward began: of the pass with the most, as
+    memory does not add up over steps."""
+    modules: list[Module] = field(default_factory=list)
+    """The modules in which something ran, and those around them."""
+    dropped: int = 0
+    """Calls that have no row, as there were too many kinds; the totals have them."""
+    findings: list[Finding] = field(default_factory=list)
+    """What could be better; the dearest first."""
+    counts: list[Count] = may_be_missing(factory=list)
+    """How often each rule was carried out."""
+    notes: list[str] = may_be_missing(factory=list)
+    """What could not be seen, one sentence each."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        plain: dict[str, Any] = as_json(self)
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> TraceData:
+        """What `as_dict` gave.
+
+        Raises:
+            PrecastError: something is missing, or of another type; the message says where.
+        """
+        try:
+            return from_json(cls, dict(plain), "trace")
+        except MismatchError as error:
+            raise PrecastError(f"this is no trace of precast, at {error}") from error
+
+
+# --- numbers ---
+
+
+@dataclass(slots=True)
+class Range:
+    """The numbers of one tensor that went into the first module to fail."""
+
+    dtype: str
+    """Its dtype."""
+    maximum: float | None
+    """The largest; null where some were not finite."""
+    minimum: float | None
+    """The smallest; null where some were not finite."""
+    rms: float | None
+    """The root of the mean square; null where it was not computed."""
+    nonfinite: int
+    """0, or 1 where some were not finite: they are not counted."""
+    of: str | None = may_be_missing(is_left_out=True)
+    """Where the tensor came from."""
+
+
+@dataclass(slots=True)
+class NonfiniteOrigin:
+    """The first tensor that was not finite in a step."""
+
+    step: int
+    """The number of the step."""
+    kind: Literal["output", "input", "gradient", "parameter"]
+    """A module's output, an input of one that no module made, the gradient of an output, or of a parameter."""
+    name: str
+    """The module's or the parameter's, as the model names it."""
+    what: Literal["inf", "nan"]
+    """Whether it was infinite or NaN."""
+    inputs: list[Range]
+    """What it was made from."""
+    message: str
+    """All this in a sentence."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of binary exponents."""
+
+    low: int
+    """The lowest exponent that is counted."""
+    counts: list[list[int]]
+    """`counts[step][k]` numbers had the exponent `low + k`."""
+
+
+@dataclass(slots=True)
+class Shares:
+    """Which shares of the numbers a format would lose."""
+
+    underflow: float
+    """Those that would become zero."""
+    overflow: float
+    """Those that would become infinite."""
+
+
+@dataclass(slots=True)
+class WhatIf:
+    """What another format would make of a tensor in all its steps, as it is and with the best power of two as scale."""
+
+    underflow: float
+    """The share of numbers that would become zero."""
+    overflow: float
+    """The share that would become infinite."""
+    subnormal: float
+    """The share that would be kept with fewer digits."""
+    best_scale: float | None
+    """The power of two that loses least."""
+    with_best: Shares | None
+    """What would be lost with it."""
+
+
+@dataclass(slots=True)
+class HealthModule:
+    """One tensor that was watched; every list has an entry for each step of `steps`."""
+
+    name: str
+    """The module's or the parameter's, as the model names it."""
+    kind: Literal["output", "gradient", "parameter"]
+    """A module's output, the gradient of one, or a parameter's gradient."""
+    steps: list[int]
+    """The steps that were counted."""
+    histogram: Histogram
+    """The exponents."""
+    zeros: list[int]
+    """How many numbers were zero."""
+    underflow_zeros: list[int | None]
+    """How many of these underflow made; where that is not known it is null, or `underflow_known` is false."""
+    subnormal: list[int]
+    """How many were below the format's smallest normal number."""
+    overflow: list[int]
+    """How many were infinite."""
+    saturated: list[int]
+    """How many were the format's largest number."""
+    nan: list[int]
+    """How many were NaN."""
+    maximum: list[float | None]
+    """The largest magnitude of the finite numbers, null where there is none."""
+    rms: list[float | None]
+    """The root of their mean square, null where there is none."""
+    elements: list[int]
+    """How many numbers there were."""
+    what_if: dict[str, WhatIf]
+    """What other formats would make of them."""
+    underflow_known: list[bool] | None = may_be_missing(is_left_out=True)
+    """Whether it is known how many zeros underflow made."""
+
+
+@dataclass(slots=True)
+class Health:
+    """Numeric health: what a monitor saw of the model's numbers."""
+
+    format: str
+    """The dtype that the run computed in."""
+    modules: list[HealthModule]
+    """What was counted."""
+    first: NonfiniteOrigin | None
+    """The first tensor of the run that was not finite."""
+    ring: list[dict[str, Any]]
+    """The latest steps: as `Step`, with the tensors that came nearest to the end of their type as "worst"."""
+    every: int | None = may_be_missing(is_left_out=True)
+    """Every so many steps the numbers were counted."""
+    steps: int | None = may_be_missing(is_left_out=True)
+    """How many steps were watched."""
+
+
+# --- a run ---
+
+
+@dataclass(slots=True)
+class PolicyName:
+    """Which policy a run was under."""
+
+    name: str
+    """Its name."""
+    fingerprint: str | None = may_be_missing(is_left_out=True)
+    """Of its rules."""
+    file: str | None = may_be_missing(is_left_out=True)
+    """A whole policy file that says the same."""
+
+
+@dataclass(slots=True)
+class ModuleRules:
+    """What became of a policy's rules for modules."""
+
+    models: dict[str, int]
+    """On how many modules they act, by the class of the model."""
+    problems: list[str]
+    """The rules without effect, a sentence each."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One process: what was run, where, and how it ended."""
+
+    command: list[str]
+    """What was run, as `python` would be told."""
+    ended: Literal["ended", "exit", "exception", "interrupted"]
+    """How it ended."""
+    code: int | None
+    """The exit code."""
+    message: str | None
+    """What an exception said."""
+    seconds: float
+    """How long it ran."""
+    rank: int | None
+    """Of the process, null for one that is alone."""
+    world_size: int
+    """How many processes there were."""
+    torch: str
+    """The version of PyTorch."""
+    python: str
+    """The version of Python."""
+    machine: str
+    """The system, the kind of processor and how many there are."""
+    devices: list[str]
+    """The device types that were computed on."""
+    policy: PolicyName
+    """The policy."""
+    steps: int
+    """How many steps ended."""
+    traced: list[int] | None
+    """The first step that was traced, and the one after the last."""
+    skipped: int | None = may_be_missing(is_left_out=True)
+    """All skipped steps of the run, also those that `steps` of the document has no room for."""
+    nonfinite_losses: int = may_be_missing(0)
+    """The other steps whose loss was infinite or NaN."""
+    first_nonfinite_loss: int | None = may_be_missing()
+    """The first of these."""
+    elsewhere: int = may_be_missing(0)
+    """Steps that ended in other threads than the one that loaded PyTorch: `counts` and `trace` have nothing of them."""
+    module_rules: ModuleRules | None = may_be_missing(is_left_out=True)
+    """What became of the policy's rules for modules, where it has some."""
+    compiled: bool = may_be_missing(default=False)
+    """Whether there are functions of `torch.compile`, in which nothing is counted."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One training step."""
+
+    step: int
+    """Its number, from 0."""
+    loss: float | None = None
+    """The sum of the losses of its backward passes."""
+    scale: float | None = None
+    """The gradient scaler's."""
+    skipped: bool = False
+    """Whether a scaler skipped it."""
+    names: list[str] = field(default_factory=list)
+    """The parameters whose gradients were not finite."""
+    seconds: float | None = None
+    """How long it took."""
+    first: NonfiniteOrigin | None = None
+    """Where numbers first became infinite or NaN, if a monitor watched."""
+
+
+@dataclass(slots=True)
+class ScalerDiagnosis:
+    """At this step neither a lower scale nor the next batch had helped.
+
+    A run goes on all the same: `precast run` observes.
+    """
+
+    step: int
+    """The number of the step."""
+    reason: Literal["weights", "loss", "floor", "skips"]
+    """Parameters were not finite; the loss itself was not; the scale did not fall any more; a limit on skipped steps
+    was passed: as a `GradScaler` says it."""
+    scale: float
+    """The scale."""
+    names: list[str]
+    """The parameters whose gradients were not finite."""
+
+
+@dataclass(slots=True)
+class Advice:
+    """What to do first."""
+
+    text: str
+    """What to do."""
+    gain: str
+    """What it is expected to gain."""
+    policy: str | None
+    """A whole policy file that does it."""
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """The run in sentences; text between backticks is a name."""
+
+    level: Level
+    """"neutral" where nothing is wrong and no mixed precision was seen, so that there is nothing to praise."""
+    headline: str
+    """The most important of it."""
+    precision: list[str]
+    """What precision does for the run."""
+    problems: list[str]
+    """What is wrong."""
+    first: Advice | None
+    """What to do first."""
+    notes: list[str]
+    """What was not seen."""
+
+
+@dataclass(slots=True)
+class Document:
+    """What one process leaves behind."""
+
+    schema: int
+    """The version of this schema."""
+    precast: str
+    """The version of precast."""
+    made: str
+    """When it was written, in UTC."""
+    run: Run
+    """The process."""
+    steps: list[Step]
+    """Its steps; of a long run, some of them."""
+    counts: list[Count]
+    """Calls of each operation with a rule in the whole run, traced or not."""
+    trace: TraceData | None
+    """What was traced."""
+    health: Health | None
+    """What was watched of the numbers."""
+    findings: list[Finding]
+    """What the numbers say is wrong."""
+    verdicts: list[ScalerDiagnosis] = may_be_missing(factory=list)
+    """The steps that no lower scale would have helped."""
+    verdict: RunSummary | None = may_be_missing(is_left_out=True)
+    """The run in sentences, made anew whenever the document is saved."""
+
+
+@dataclass(slots=True)
+class Merged:
+    """The documents of all processes of one run."""
+
+    schema: int
+    """The version of this schema."""
+    precast: str
+    """The version of precast."""
+    made: str
+    """When it was merged, in UTC."""
+    ranks: list[Document]
+    """The documents, by rank."""
+    verdict: RunSummary | None = may_be_missing(is_left_out=True)
+    """All of them in sentences."""

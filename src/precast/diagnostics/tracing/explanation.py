@@ -1,0 +1,59 @@
+"""Why a tensor has its dtype: the operations on its way there, as plain values.
+
+Invariants: nothing here needs PyTorch; dtypes are text ("bfloat16").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from precast._internal.display import Card, Displayed, size
+
+__all__ = ["Explanation", "LineageStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class LineageStep:
+    """One operation on a tensor's way to its dtype."""
+
+    op: str
+    module: str | None
+    source: str | None
+    inputs: list[str]
+    output: str
+    rule: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        rule = "no rule" if self.rule is None else f"rule {self.rule}"
+        where = "".join(
+            f" {word} {text}" for word, text in (("in", self.module), ("at", self.source)) if text
+        )
+        return (
+            f"{self.op} ({', '.join(self.inputs)} -> {self.output}){where}: {rule}, {self.reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Displayed):
+    """How a tensor came to have its dtype; as text, a line for each step."""
+
+    dtype: str
+    steps: list[LineageStep]
+    """The latest first; the last one is the rule, the cast or the first operation seen that decided."""
+
+    def _card(self) -> Card:
+        facts = [self.dtype, size(len(self.steps), "step") if self.steps else "not followed"]
+        rows = [
+            (s.op, s.module, s.source, ", ".join(s.inputs), s.output, s.rule, s.reason)
+            for s in self.steps
+        ]
+        columns = ("operation", "module", "source", "inputs", "output", "rule", "reason")
+        return Card("Explanation", facts, columns, rows)
+
+    def __str__(self) -> str:
+        if not self.steps:
+            is_followed = "float" in self.dtype
+            why = "it was not made while the trace saw everything"
+            return f"{self.dtype}: {why if is_followed else 'only floating-point tensors are followed'}"
+        return "\n".join([f"{self.dtype}, because of", *(f"  {step}" for step in self.steps)])

@@ -1,0 +1,85 @@
+"""What the report computes from a document, for documents as they stand in a file: plain dictionaries in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from precast.cli.run import terminal_summary
+from precast.cli.run.document import document_of as _document_of
+from precast.diagnostics import schema
+from precast.diagnostics.records import as_json, from_json
+from precast.diagnostics.report import between as _between
+from precast.diagnostics.report import numbers, ranks, run_summary
+from precast.diagnostics.report import tree as _tree
+
+__all__ = [
+    "between",
+    "document_of",
+    "module_before",
+    "numeric_findings",
+    "offender",
+    "ran_in",
+    "seconds_by_dtype",
+    "summary",
+    "summary_of",
+    "summary_of_ranks",
+    "tree",
+    "worst",
+]
+
+
+_ROW: Any = as_json(schema.Row(None, "", "forward", None, [], [], None, None, None, None))
+
+
+def _read(plain: Any) -> schema.Document:
+    return from_json(schema.Document, plain)
+
+
+def summary_of(plain: Any) -> Any:
+    return as_json(run_summary.summary_of(_read(plain)))
+
+
+def summary_of_ranks(parts: Iterable[Any]) -> Any:
+    return as_json(ranks.summary_of_ranks(list(map(_read, parts))))
+
+
+def worst(parts: Iterable[Any]) -> int:
+    return ranks.worst(list(map(_read, parts)))
+
+
+def summary(plain: Any, where: list[str]) -> str:
+    return terminal_summary.summary(_read(plain), where)
+
+
+def document_of(*args: Any, **named: Any) -> Any:
+    return as_json(_document_of(*args, **named))
+
+
+def between(plain: Any, first: Any, dtype: str) -> _between.Between | None:
+    return _between.between(_read(plain), from_json(schema.NonfiniteOrigin, first), dtype)
+
+
+def module_before(first: Any) -> str | None:
+    return _between.module_before(from_json(schema.NonfiniteOrigin, first))
+
+
+def numeric_findings(plain: Any) -> Any:
+    return as_json(numbers.numeric_findings(_read(plain)))
+
+
+def offender(plain: Any) -> Any:
+    return as_json(numbers.offender(_read(plain)))
+
+
+def tree(trace: Any) -> list[_tree.Node]:
+    return _tree.tree(from_json(schema.TraceData, trace))
+
+
+def ran_in(row: Any) -> str:
+    plain = _ROW | row
+    return _tree.ran_in(from_json(schema.Row, plain))
+
+
+def seconds_by_dtype(rows: Iterable[Any]) -> dict[str, float]:
+    return _tree.seconds_by_dtype(from_json(schema.Row, row) for row in rows)
