@@ -7,12 +7,10 @@ import gc
 import io
 import json
 import math
-import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +22,6 @@ from rich.console import Console
 from torch import nn
 from torch.autograd.profiler_util import FunctionEventAvg
 
-from precast._internal import atomic_write
 from precast.demo import findings, page, picture, settings, table
 from precast.demo.checkerboard import Checkerboard, checkerboard, coordinates
 from precast.demo.compare import Comparison, compare, seeded_model, trainers
@@ -432,24 +429,6 @@ def test_the_page_needs_nothing_else_and_shows_the_table(drawn: Comparison) -> N
         assert row.mixed in text
     for reason in findings.reasons(drawn):
         assert reason in text
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "page.html"
-    atomic_write.replace(path, b"first")
-    atomic_write.replace(path, b"second")
-    assert path.read_bytes() == b"second"
-
-    def full(*_: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        atomic_write.replace(path, b"third")
-    assert path.read_bytes() == b"second"
-    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])

@@ -55,21 +55,30 @@ def replace_own(path: Path, content: bytes) -> None:
 NOT_OURS = "there is a file that precast did not write, and it writes over none"
 
 
-def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Puts `content` at `path` in one step; a link is followed, and missing folders are made. A device gets it written.
+def replace(path: Path, content: bytes, mode: int = 0o644, *, make_folders: bool = True) -> None:
+    """Puts `content` at `path` in one step. A link is followed; a device or a pipe is written to.
+
+    Args:
+        path: of the file.
+        content: what it shall hold.
+        mode: its permissions.
+        make_folders: whether folders of the path that are missing are made.
 
     Raises:
-        OutputError: it could not be written: a full disk, a folder that is read-only or a file.
+        OutputError: it could not be written: a full disk, a folder that is read-only or a file, an impossible path.
     """
-    target = Path(os.path.realpath(path))
     try:
+        target = Path(os.path.realpath(path))
         if is_no_file(path):
             path.write_bytes(content)
             return
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if make_folders:
+            target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, content, mode)
     except OSError as error:
         raise OutputError(error.errno, error.strerror or str(error), str(path)) from error
+    except ValueError as error:  # a path with a zero byte
+        raise OutputError(errno.EINVAL, str(error), str(path)) from error
 
 
 def is_no_file(path: Path) -> bool:

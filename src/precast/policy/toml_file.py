@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
@@ -21,6 +20,7 @@ from typing import Literal, cast
 import tomli_w
 
 from precast import _torch
+from precast._internal import atomic_write
 from precast._internal.torch_versions import Version
 from precast.errors import OutputError, PolicyError
 from precast.policy.module_rules import ModuleRule, parse_module_rule
@@ -112,34 +112,20 @@ def render(contents: Contents) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Put a text in a file, whole or not at all.
+    """Puts a text into a file, whole or not at all.
 
     Raises:
         PolicyError: `path` is no path, or the file cannot be written; this one is an `OSError` too.
     """
     target = _as_path(path, "dump takes the path of a file")
-    # Beside the target, since a file can be replaced in one step only within its file system.
-    draft = target.with_name(f".{target.name}.{os.getpid()}") if target.name else target
     try:
-        try:
-            draft.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(draft, target)
-        except BaseException:
-            _remove(draft, target)
-            raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise _NotWrittenError(getattr(error, "errno", None), reason, clipped(str(path))) from error
+        atomic_write.replace(target, text.encode(), make_folders=False)
+    except OutputError as error:
+        raise _NotWrittenError(error.errno, error.strerror, clipped(str(path))) from error
 
 
 class _NotWrittenError(OutputError, PolicyError):
     """A policy that could not be written to a file; `OutputError` first, as an `OSError` is made in its own way."""
-
-
-def _remove(draft: Path, target: Path) -> None:
-    with suppress(OSError, ValueError):  # the first error is the one to be told
-        if draft != target:
-            draft.unlink(missing_ok=True)
 
 
 def _as_path(given: object, takes: str) -> Path:
