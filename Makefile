@@ -6,6 +6,11 @@ STAMP := $(VENV)/.installed
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 CLIENTS := .venvs/clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
+# Tests of what is not part of the package: the site, benchmarks, tools, examples, layout, and what other tests rest on.
+# Three files beside them are about the package, and `make test` runs them: public names, the wheel, and faults.
+PROJECT_TESTS := tests/browser tests/attack/test_runner.py tests/conformance/test_compare.py \
+	$(filter-out %/test_faults.py %/test_package.py %/test_public.py,$(wildcard tests/project/test_*.py))
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start some hundred programs; without bytecode on disk each compiles precast, which takes as long as the rest.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,8 +18,8 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples demo-digits demo-distributed doctor test lint format types docs docs-draft docs-serve docs-examples \
-	ci bench attack test-clients test-package test-versions conformance conformance-nightly bench-clients gpu clean
+.PHONY: help demo examples demo-digits demo-distributed doctor test test-project lint format types docs docs-draft docs-serve \
+	docs-examples ci bench attack test-clients test-package test-versions conformance conformance-nightly bench-clients gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,8 +52,11 @@ examples: $(STAMP)  ## run the programs of examples/, one chapter after the othe
 doctor: $(STAMP)  ## what this machine can do in each dtype, measured
 	$(BIN)/precast doctor
 
-test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+test: $(STAMP)  ## the tests of the package, which protect its users; the others are `test-project`
+	$(PYTEST) $(addprefix --ignore=,$(PROJECT_TESTS))
+
+test-project: $(STAMP)  ## the tests of the site, the examples of the documentation, benchmarks, tools, layout
+	$(PYTEST) $(PROJECT_TESTS)
 
 test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightning ... with and without precast.install(); the integrations
 	$(CLIENTS)/bin/python -m pytest tests/clients --numprocesses auto --dist worksteal \
@@ -57,7 +65,7 @@ test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightni
 test-package: $(STAMP)  ## the wheel and the source distribution in empty environments, and under a user's type checker
 	$(BIN)/python -m pytest tests/package
 
-test-versions: $(STAMP)  ## all tests on the oldest and the newest PyTorch that is supported
+test-versions: $(STAMP)  ## both groups of tests on the oldest and the newest PyTorch that is supported
 	$(BIN)/python -m tools.versions
 
 attack: $(STAMP)  ## every scenario of tests/attack with three fresh seeds; writes what it found to docs/reliability.md
@@ -98,10 +106,10 @@ docs-examples: $(STAMP)  ## run every Python example of the README files and doc
 	$(BIN)/python -m pytest tests/project/test_docs.py
 
 # What keeps one core busy runs beside its like; tests take what cores there are. (Make 3.81 cannot keep outputs apart.)
-ci: $(STAMP)  ## everything CI runs (the layer test and the docs examples are part of `test`)
+ci: $(STAMP)  ## everything CI runs (the layer test and the docs examples are part of `test-project`)
 	$(MAKE) --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) \
 		lint types docs test-package $(CLIENTS_STAMP)
-	$(MAKE) test test-clients
+	$(MAKE) test test-project test-clients
 
 bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast, and the checker; writes docs/performance.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
