@@ -1,4 +1,4 @@
-"""The attack's own machinery: the runner tells what did not hold, the table has every scenario, and the page has the table."""
+"""The attack's own machinery: the runner tells what did not hold, and the table has every scenario, as has the page."""
 
 from __future__ import annotations
 
