@@ -26,7 +26,7 @@ def pages() -> dict[str, str]:
 def index_file() -> str:
     """The text of the index: a line for each rule."""
     rows = []
-    for module, rule in modules().items():
+    for module, rule in modules():
         fields = (rule.code, module, rule.name, rule.severity.value, rule.default, rule.words)
         rows.append(f"    {fields!r},\n".replace("'", '"'))
     says = "All rules in short, written by `python -m tools.rule_pages`: what is asked before a rule is loaded."

@@ -12,12 +12,28 @@ from dataclasses import dataclass
 from precast_lint.source import Source
 from precast_lint.syntax import Node, cst
 
-__all__ = ["CUSTOM_BWD", "CUSTOM_FWD", "Method", "called_method", "functions", "methods_of"]
+__all__ = [
+    "CUSTOM_BWD",
+    "CUSTOM_FWD",
+    "NEW_CUSTOM",
+    "Method",
+    "called_method",
+    "functions",
+    "methods_of",
+]
 
 _BASES = ("torch.autograd.Function", "torch.autograd.function.Function")
 _PLAIN = ("staticmethod", "classmethod")
-CUSTOM_FWD = frozenset({"torch.amp.custom_fwd", "torch.cuda.amp.custom_fwd", "precast.custom_fwd"})
-CUSTOM_BWD = frozenset({"torch.amp.custom_bwd", "torch.cuda.amp.custom_bwd", "precast.custom_bwd"})
+NEW_CUSTOM = (
+    "torch.amp.custom_fwd",
+    "torch.amp.custom_bwd",
+    "precast.custom_fwd",
+    "precast.custom_bwd",
+)
+"""The decorators that are told their device type, by keyword alone."""
+
+CUSTOM_FWD = frozenset({*NEW_CUSTOM[::2], "torch.cuda.amp.custom_fwd"})
+CUSTOM_BWD = frozenset({*NEW_CUSTOM[1::2], "torch.cuda.amp.custom_bwd"})
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,19 +13,13 @@ from precast_lint.arguments import Arguments
 from precast_lint.imports import name_for
 from precast_lint.kinds import is_text
 from precast_lint.model import Edit
+from precast_lint.regions import AUTOCASTS, DEFAULT_DTYPE
 from precast_lint.source import Source
 from precast_lint.syntax import Node, cst
 
 __all__ = ["call_edits", "device_edits", "has_new_arguments"]
 
 _OLD_PARAMETERS = ("enabled", "dtype", "cache_enabled")
-_REGIONS = (
-    "torch.amp.autocast",
-    "torch.cuda.amp.autocast",
-    "torch.cpu.amp.autocast",
-    "precast.autocast",
-)
-_DEFAULT_DTYPE = {"cuda": "float16", "cpu": "bfloat16"}
 
 
 def call_edits(
@@ -106,7 +100,7 @@ def _pinned_dtype(source: Source, call: cst.Call, device: str) -> tuple[Edit, ..
     if named is None:
         return None
     torch, added = named
-    text = f", dtype={torch}.{_DEFAULT_DTYPE[device]}"
+    text = f", dtype={torch}.{DEFAULT_DTYPE[device].removeprefix('torch.')}"
     if not call.args:
         end = source.span(call).end - 1
         return (Edit(end, end, text), *added)
@@ -126,7 +120,7 @@ def _outer_regions(source: Source, call: cst.Call) -> list[cst.Call]:
                 found += [decorator.decorator for decorator in outer.decorators]
             break
         inner = outer
-    return [n for n in found if isinstance(n, cst.Call) and source.origin(n.func) in _REGIONS]
+    return [n for n in found if isinstance(n, cst.Call) and source.origin(n.func) in AUTOCASTS]
 
 
 def _position(statement: cst.With, item: Node) -> int:

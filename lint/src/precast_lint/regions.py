@@ -15,6 +15,9 @@ from precast_lint.syntax import Node, cst, strings
 
 __all__ = [
     "AUTOCASTS",
+    "DEFAULT_DTYPE",
+    "NEW_AUTOCASTS",
+    "PYTORCHS_AUTOCASTS",
     "Region",
     "region_in_force",
     "region_of_call",
@@ -22,13 +25,17 @@ __all__ = [
     "regions_around",
 ]
 
-AUTOCASTS = (
-    "torch.amp.autocast",
-    "torch.cuda.amp.autocast",
-    "torch.cpu.amp.autocast",
-    "precast.autocast",
-)
-_DEFAULT_DTYPE = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
+NEW_AUTOCASTS = ("torch.amp.autocast", "precast.autocast")
+"""What is told its device type, as its first argument."""
+
+AUTOCASTS = (*NEW_AUTOCASTS, "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
+"""All classes that open a region; the last two have their device in their name, and are deprecated."""
+
+PYTORCHS_AUTOCASTS = frozenset(name for name in AUTOCASTS if name.startswith("torch."))
+
+DEFAULT_DTYPE = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
+"""The dtype of a region that is not told one, by device type."""
+
 _SAME_DTYPE = {"torch.half": "torch.float16"}
 
 
@@ -149,6 +156,6 @@ def _flag(node: Node | None) -> bool | None:
 
 def _dtype(source: Source, node: Node | None, device: str | None) -> str | None:
     if node is None:
-        return _DEFAULT_DTYPE.get(device or "")
+        return DEFAULT_DTYPE.get(device or "")
     found = source.origin(node)
     return _SAME_DTYPE.get(found, found) if found else None

@@ -1,4 +1,4 @@
-"""All rules: each module `rules/ampNNN_name.py` holds one, as `RULE`; and which of them are selected.
+"""All rules: each module `rules/ampNNN_name.py` holds one as `RULE`, or a table of them as `RULES`.
 
 Invariant: a rule's module is loaded when a file has to be parsed for it. What is asked before that is in
 `index.py`, which `python -m tools.rule_pages` writes; `all_rules` looks at the modules themselves.
@@ -55,27 +55,31 @@ def load(name: str) -> Rule | None:
     """A rule by its code or its name; None if there is none."""
     known = index().get(name.upper())
     known = known or next((r for r in index().values() if r.name == name.lower()), None)
-    return None if known is None else _rule(known.module)
+    if known is None:
+        return None
+    return next(rule for rule in _rules(known.module) if rule.code == known.code)
 
 
 @functools.cache
-def modules() -> dict[str, Rule]:
-    """Every rule by the name of its module, in the order of the codes; loads them all."""
+def modules() -> list[tuple[str, Rule]]:
+    """Every rule with the name of its module, in the order of the codes; loads them all."""
     import pkgutil
 
     package = import_module(_PACKAGE)
-    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name[:3] == "amp")
-    return {name: _rule(name) for name in names}
+    names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name.startswith("amp")]
+    found = [(name, rule) for name in names for rule in _rules(name)]
+    return sorted(found, key=lambda row: row[1].code)
 
 
 def all_rules() -> dict[str, Rule]:
     """Every rule by its code, in the order of the codes; loads them all."""
-    return {rule.code: rule for rule in modules().values()}
+    return {rule.code: rule for _, rule in modules()}
 
 
-def _rule(module: str) -> Rule:
-    rule: Rule = import_module(f"{_PACKAGE}.{module}").RULE
-    return rule
+def _rules(module: str) -> tuple[Rule, ...]:
+    found = import_module(f"{_PACKAGE}.{module}")
+    several: tuple[Rule, ...] | None = getattr(found, "RULES", None)
+    return several or (found.RULE,)
 
 
 def expand(selectors: Iterable[str]) -> frozenset[str]:

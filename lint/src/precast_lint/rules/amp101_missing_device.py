@@ -9,19 +9,18 @@ from precast_lint.guards import is_tried
 from precast_lint.kinds import is_dtype, is_flag, the_device
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
 from precast_lint.names import canonical
-from precast_lint.regions import AUTOCASTS
+from precast_lint.regions import AUTOCASTS, NEW_AUTOCASTS
 from precast_lint.source import Source
 from precast_lint.syntax import Node, cst
 
 __all__ = ["RULE"]
 
-_REGIONS = ("torch.amp.autocast", "precast.autocast")
 _QUERIES = ("torch.get_autocast_dtype", "torch.amp.is_autocast_available")
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each call without a device type."""
-    for call, arguments in [*source.calls(*_REGIONS, *_QUERIES), *_one_of_several(source)]:
+    for call, arguments in [*source.calls(*NEW_AUTOCASTS, *_QUERIES), *_one_of_several(source)]:
         if arguments.starred or "device_type" in arguments.keywords or is_tried(source, call):
             continue
         first = arguments.get("device_type", 0)
@@ -37,7 +36,7 @@ def _one_of_several(source: Source) -> Iterator[tuple[cst.Call, Arguments]]:
         if len(bindings) < 2 or any(b.kind not in ("import", "from") for b in bindings):
             continue
         origins = {canonical(binding.path or "") for binding in bindings}
-        if len(origins) > 1 and origins <= set(AUTOCASTS) and origins & set(_REGIONS):
+        if len(origins) > 1 and origins <= set(AUTOCASTS) and origins & set(NEW_AUTOCASTS):
             yield call, Arguments.of(call)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.functions import NEW_CUSTOM
 from precast_lint.guards import is_tried
 from precast_lint.imports import name_for
 from precast_lint.kinds import is_device, texts
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.regions import NEW_AUTOCASTS
 from precast_lint.source import Source
 from precast_lint.syntax import Node, cst, strings
 
@@ -15,13 +17,6 @@ __all__ = ["RULE"]
 
 _INDEXED = "a device type has no index: older PyTorch raises, newer takes it without asking whether there is CUDA"
 _NEVER_CAST = "a device type has no index: no tensor is on this one, so no input is cast"
-_REGIONS = ("torch.amp.autocast", "precast.autocast")
-_FUNCTIONS = (
-    "torch.amp.custom_fwd",
-    "torch.amp.custom_bwd",
-    "precast.custom_fwd",
-    "precast.custom_bwd",
-)
 _QUERIES = (
     "torch.is_autocast_enabled",
     "torch.set_autocast_enabled",
@@ -33,9 +28,9 @@ _QUERIES = (
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each device that is given as a device type."""
-    for call, arguments in source.calls(*_REGIONS, *_FUNCTIONS, *_QUERIES):
+    for call, arguments in source.calls(*NEW_AUTOCASTS, *NEW_CUSTOM, *_QUERIES):
         origin = source.origin(call.func) or ""
-        value = arguments.get("device_type", None if origin in _FUNCTIONS else 0)
+        value = arguments.get("device_type", None if origin in NEW_CUSTOM else 0)
         if value is None or arguments.starred or is_tried(source, call):
             continue
         if is_device(source, value):
@@ -44,7 +39,7 @@ def check(source: Source) -> Iterator[Finding]:
             mild = origin == "torch.amp.autocast"
             if mild and _is_one_of_several(source, value):
                 continue
-            message = _NEVER_CAST if origin in _FUNCTIONS else _INDEXED
+            message = _NEVER_CAST if origin in NEW_CUSTOM else _INDEXED
             severity = Severity.WARNING if mild else Severity.ERROR
             yield source.find(RULE, value, message, _without_index(source, call, value), severity)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.arguments import Arguments
+from precast_lint.functions import NEW_CUSTOM
 from precast_lint.guards import is_tried
 from precast_lint.kinds import is_text, the_device
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
@@ -13,22 +14,15 @@ from precast_lint.syntax import Node, cst
 
 __all__ = ["RULE"]
 
-_NAMES = (
-    "torch.amp.custom_fwd",
-    "torch.amp.custom_bwd",
-    "precast.custom_fwd",
-    "precast.custom_bwd",
-)
-
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each bare decorator and each call without `device_type`."""
     for decorator in source.all(cst.Decorator):
         node = decorator.decorator
-        if source.origin(node) in _NAMES and not is_tried(source, decorator):
+        if source.origin(node) in NEW_CUSTOM and not is_tried(source, decorator):
             text = _device(source)
             yield source.find(RULE, node, fix=_fix(source, source.after(node, f"({text})")))
-    for call, arguments in source.calls(*_NAMES):
+    for call, arguments in source.calls(*NEW_CUSTOM):
         if arguments.starred or "device_type" in arguments.keywords or is_tried(source, call):
             continue
         yield source.find(RULE, call, fix=_fix(source, _argument(source, call, arguments)))

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from precast_lint.guards import is_tried
 from precast_lint.kinds import is_dtype
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import region_of_call
+from precast_lint.regions import PYTORCHS_AUTOCASTS, region_of_call
 from precast_lint.source import Source
 
 __all__ = ["RULE"]
 
-_REGIONS = ("torch.amp.autocast", "torch.cpu.amp.autocast")
 _WIDE = {"torch.float32", "torch.float", "torch.float64", "torch.double"}
 _DEVICES = {"cpu", "xpu", "mps"}
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each region that PyTorch switches off because of its dtype."""
-    for call, arguments in source.calls(*_REGIONS):
+    for call, arguments in source.calls(*PYTORCHS_AUTOCASTS):
         region = region_of_call(source, call, call)
         value = arguments.get("dtype", 1)
         if region is None or region.enabled is False or is_tried(source, call):

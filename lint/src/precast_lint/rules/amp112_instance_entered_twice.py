@@ -8,13 +8,12 @@ from precast_lint.flow_events import key
 from precast_lint.functions import called_method
 from precast_lint.guards import is_tried
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import AUTOCASTS, regions
+from precast_lint.regions import PYTORCHS_AUTOCASTS, regions
 from precast_lint.source import Source
 from precast_lint.syntax import Node, cst, walk
 
 __all__ = ["RULE"]
 
-_PYTORCHS = frozenset(name for name in AUTOCASTS if name.startswith("torch."))
 _RECURSIVE = "this calls the function again inside its own region, whose one object is active: autocast stays on"
 
 _THROUGH = "this enters the region's one object again, which is active here: autocast stays on"
@@ -23,7 +22,7 @@ _THROUGH = "this enters the region's one object again, which is active here: aut
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each second entry and each recursive call."""
     for region in regions(source):
-        if source.origin(region.call.func) not in _PYTORCHS:
+        if source.origin(region.call.func) not in PYTORCHS_AUTOCASTS:
             continue
         if isinstance(region.node, cst.FunctionDef):
             for call in _own_calls(source, region.node):
@@ -118,7 +117,7 @@ def _is_active(source: Source, statement: cst.With, item: cst.WithItem) -> bool:
 
 def _is_region(source: Source, node: Node) -> bool:
     made = source.values.constructed(node)
-    return isinstance(made, cst.Call) and source.origin(made.func) in _PYTORCHS
+    return isinstance(made, cst.Call) and source.origin(made.func) in PYTORCHS_AUTOCASTS
 
 
 VALID = (

@@ -1,0 +1,110 @@
+"""AMP001 to AMP004 and AMP006: uses of the deprecated names of PyTorch's AMP, one row of a table for each kind of use.
+
+`precast_lint.old_names` finds the uses, each with the code of its rule, and makes the fixes; what a rule says of them
+stands here, and its cases in `old_name_cases.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint import old_names
+from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.rules.old_name_cases import INVALID, VALID
+from precast_lint.source import Source
+
+__all__ = ["RULES"]
+
+
+def _rule(
+    *,
+    code: str,
+    name: str,
+    message: str,
+    what: str,
+    why: str,
+    fine: str,
+    words: tuple[str, ...],
+) -> Rule:
+    """A rule that reports the uses with its code."""
+
+    def check(source: Source) -> Iterator[Finding]:
+        yield from old_names.findings(source, rule)
+
+    rule = Rule(
+        code=code,
+        name=name,
+        severity=Severity.WARNING,
+        fix=Applicability.SAFE,
+        message=message,
+        what=what,
+        why=why,
+        fine=fine,
+        words=words,
+        check=check,
+        valid=VALID[code],
+        invalid=INVALID[code],
+    )
+    return rule
+
+
+RULES = (
+    _rule(
+        code="AMP001",
+        name="cuda-autocast",
+        message="`{old}` is deprecated; use `{new}` with the device type",
+        what="Calls of `torch.cuda.amp.autocast`, and decorators made by one.",
+        why=(
+            "It is deprecated since PyTorch 2.4 and warns whenever it is called. The new name takes the device type "
+            "first and has its other parameters in another order: PyTorch's own advice, to write the device type "
+            "before the old arguments, raises for positional ones."
+        ),
+        fine="The code has to run on PyTorch before 1.12: set `min-torch`.",
+        words=("cuda autocast",),
+    ),
+    _rule(
+        code="AMP002",
+        name="cpu-autocast",
+        message="`{old}` is deprecated; use `{new}` with the device type",
+        what="Calls of `torch.cpu.amp.autocast`, and decorators made by one.",
+        why="It is deprecated since PyTorch 2.4 and warns whenever it is called.",
+        fine="The code has to run on PyTorch before 1.12: set `min-torch`.",
+        words=("cpu autocast",),
+    ),
+    _rule(
+        code="AMP003",
+        name="grad-scaler",
+        message="`{old}` is deprecated; use `{new}` with the device",
+        what="Calls of `torch.cuda.amp.GradScaler` and `torch.cpu.amp.GradScaler`.",
+        why="They are deprecated since PyTorch 2.4 and warn whenever they are called.",
+        fine="The code has to run on PyTorch before 2.3: set `min-torch`.",
+        words=("cuda GradScaler", "cpu GradScaler"),
+    ),
+    _rule(
+        code="AMP004",
+        name="custom-fwd-bwd",
+        message="`{old}` is deprecated; use `{new}` with the device type",
+        what="Uses of `torch.cuda.amp.custom_fwd` and `torch.cuda.amp.custom_bwd`.",
+        why=(
+            "They are deprecated since PyTorch 2.4 and warn whenever they are called. The new ones need the device "
+            "type, and take it by keyword alone, so a decorator without parentheses becomes a call."
+        ),
+        fine="The code has to run on PyTorch before 2.4: set `min-torch`.",
+        words=("custom_fwd", "custom_bwd"),
+    ),
+    _rule(
+        code="AMP006",
+        name="class-reference",
+        message="`{old}` is deprecated; use `{new}`",
+        what=(
+            "Deprecated names not called: annotations, `isinstance`, `functools.partial`, aliases, tables, "
+            "subclasses."
+        ),
+        why=(
+            "They keep the deprecated name alive, and hand it to code that calls it. The class `torch.amp.GradScaler` "
+            "is the base of the deprecated ones, so annotations and `isinstance` fit both."
+        ),
+        fine="A subclass that has to run on PyTorch before 2.3.",
+        words=("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd"),
+    ),
+)
