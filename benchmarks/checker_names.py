@@ -19,9 +19,9 @@ import click
 import libcst as cst
 from libcst.metadata import MetadataWrapper, QualifiedNameProvider, ScopeProvider
 
-from precast_lint.names import Names
-from precast_lint.scopes import Scopes
-from precast_lint.syntax import walk
+from precast_lint.parsing.names import Names
+from precast_lint.parsing.scopes import Scopes
+from precast_lint.parsing.syntax import walk
 
 __all__ = ["measure", "table"]
 

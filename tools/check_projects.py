@@ -23,11 +23,11 @@ from typing import Any
 
 import click
 
-from precast_lint.cache import Cache
-from precast_lint.files import find
-from precast_lint.report import FileReport, Reported
-from precast_lint.runner import Mode, run, run_text
-from precast_lint.settings import Settings
+from precast_lint.running.cache import Cache
+from precast_lint.running.files import find
+from precast_lint.running.report import FileReport, Reported
+from precast_lint.running.runner import Mode, run, run_text
+from precast_lint.selecting.settings import Settings
 from tools.check_projects_page import write
 
 __all__ = ["PROJECTS", "Project", "examine", "main"]

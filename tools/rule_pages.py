@@ -1,20 +1,20 @@
 """What is written from the rules of precast-lint: `python -m tools.rule_pages` writes docs/rules/ and the index.
 
-The index is what `precast-lint check` asks before it loads a rule: see `lint/src/precast_lint/registry.py`.
+The index is what `precast-lint check` asks before it loads a rule: see `lint/src/precast_lint/selecting/registry.py`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from precast_lint.pages import overview, page
-from precast_lint.registry import all_rules, modules
+from precast_lint.output.pages import overview, page
+from precast_lint.selecting.registry import all_rules, modules
 
 __all__ = ["index_file", "main", "pages"]
 
 _ROOT = Path(__file__).parent.parent
 FOLDER = _ROOT / "docs" / "rules"
-INDEX = _ROOT / "lint" / "src" / "precast_lint" / "index.py"
+INDEX = _ROOT / "lint" / "src" / "precast_lint" / "selecting" / "index.py"
 
 
 def pages() -> dict[str, str]:

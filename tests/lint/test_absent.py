@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 
-from precast_lint.absent import ABSENT
+from precast_lint.renaming.absent import ABSENT
 
 
 def test_torch_has_none_of_the_absent_names() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from precast_lint import runner
 from precast_lint.cli import main
+from precast_lint.running import runner
 
 OLD = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"
 NEW = 'import torch\n\nwith torch.amp.autocast("cuda"):\n    pass\n'
@@ -352,18 +352,21 @@ _START = (
 _HEAVY = {"asyncio", "difflib", "hashlib", "json", "libcst", "multiprocessing", "rich", "torch"}
 _LIGHT = {
     "precast_lint",
-    "precast_lint.cache",
     "precast_lint.cli",
     "precast_lint.errors",
-    "precast_lint.files",
-    "precast_lint.formats",
-    "precast_lint.index",
-    "precast_lint.look",
-    "precast_lint.pins",
-    "precast_lint.registry",
-    "precast_lint.report",
-    "precast_lint.runner",
-    "precast_lint.settings",
+    "precast_lint.output",
+    "precast_lint.output.formats",
+    "precast_lint.running",
+    "precast_lint.running.cache",
+    "precast_lint.running.files",
+    "precast_lint.running.report",
+    "precast_lint.running.runner",
+    "precast_lint.selecting",
+    "precast_lint.selecting.index",
+    "precast_lint.selecting.look",
+    "precast_lint.selecting.pins",
+    "precast_lint.selecting.registry",
+    "precast_lint.selecting.settings",
     "precast_lint.version",
 }
 

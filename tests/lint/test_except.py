@@ -6,9 +6,9 @@ import textwrap
 
 import pytest
 
-from precast_lint.engine import check
-from precast_lint.settings import Settings
-from precast_lint.text import decode
+from precast_lint.checking.engine import check
+from precast_lint.parsing.text import decode
+from precast_lint.selecting.settings import Settings
 
 START = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from precast_lint.registry import all_rules
+from precast_lint.selecting.registry import all_rules
 
 Step = Callable[[torch.nn.Parameter, torch.optim.Optimizer, torch.amp.GradScaler], object]
 

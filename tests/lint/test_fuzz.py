@@ -9,10 +9,10 @@ import libcst
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precast_lint.engine import check, fix
-from precast_lint.registry import all_rules
-from precast_lint.settings import Settings
-from precast_lint.text import decode
+from precast_lint.checking.engine import check, fix
+from precast_lint.parsing.text import decode
+from precast_lint.selecting.registry import all_rules
+from precast_lint.selecting.settings import Settings
 
 CASES = [
     textwrap.dedent(case.code).strip("\n") + "\n"

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precast_lint import look
-from precast_lint.look import interesting, looks_at
-from precast_lint.registry import Short, index
+from precast_lint.selecting import look
+from precast_lint.selecting.look import interesting, looks_at
+from precast_lint.selecting.registry import Short, index
 
 ENTRIES = {code: [entry.split() for entry in rule.words] for code, rule in index().items()}
 WORDS = sorted({word for entries in ENTRIES.values() for entry in entries for word in entry})

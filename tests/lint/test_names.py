@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from precast_lint.names import canonical
+from precast_lint.parsing.names import canonical
 
 DOCUMENTED = tuple(
     f"{module}.{name}"

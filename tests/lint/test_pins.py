@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precast_lint.pins import oldest_torch
-from precast_lint.settings import load
+from precast_lint.selecting.pins import oldest_torch
+from precast_lint.selecting.settings import load
 
 FILES = {
     "a release": ("requirements.txt", "torch==1.6.0\n", "1.6.0"),

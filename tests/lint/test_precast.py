@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import precast
 from precast_lint.cli import main
-from precast_lint.registry import expand
+from precast_lint.selecting.registry import expand
 
 NETWORK = """
 torch.manual_seed(0)

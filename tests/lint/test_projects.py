@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from precast_lint.registry import index
+from precast_lint.selecting.registry import index
 from tools import check_projects, check_projects_page
 from tools.check_projects import Project, examine
 

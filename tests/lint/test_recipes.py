@@ -6,10 +6,10 @@ import textwrap
 
 import pytest
 
-from precast_lint.engine import check
-from precast_lint.registry import expand
-from precast_lint.settings import Settings
-from precast_lint.text import decode
+from precast_lint.checking.engine import check
+from precast_lint.parsing.text import decode
+from precast_lint.selecting.registry import expand
+from precast_lint.selecting.settings import Settings
 
 START = """
 import torch

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from precast_lint import engine, runner
+from precast_lint.checking import engine
 from precast_lint.cli import main
-from precast_lint.registry import load
-from precast_lint.runner import Mode, run_text
-from precast_lint.settings import Settings
+from precast_lint.running import runner
+from precast_lint.running.runner import Mode, run_text
+from precast_lint.selecting.registry import load
+from precast_lint.selecting.settings import Settings
 
 OLD = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"
 

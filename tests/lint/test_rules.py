@@ -6,12 +6,12 @@ import textwrap
 
 import pytest
 
-from precast_lint.engine import Checked, check, fix
-from precast_lint.look import interesting
+from precast_lint.checking.engine import Checked, check, fix
 from precast_lint.model import Applicability, Case, Rule
-from precast_lint.registry import all_rules
-from precast_lint.settings import Settings
-from precast_lint.text import decode
+from precast_lint.parsing.text import decode
+from precast_lint.selecting.look import interesting
+from precast_lint.selecting.registry import all_rules
+from precast_lint.selecting.settings import Settings
 from tools.rule_pages import FOLDER, INDEX, index_file, pages
 
 RULES = list(all_rules().values())

@@ -20,8 +20,8 @@ import click
 from precast_lint.version import __version__
 
 if TYPE_CHECKING:
-    from precast_lint.report import FileReport
-    from precast_lint.settings import Settings
+    from precast_lint.running.report import FileReport
+    from precast_lint.selecting.settings import Settings
 
 __all__ = ["check", "fix", "main", "rule"]
 
@@ -126,7 +126,7 @@ def fix(**asked: Any) -> None:
 @click.argument("code", required=False)
 def rule(code: str | None) -> None:
     """Explain what a rule finds, why it matters and how to fix it; without CODE, list all rules."""
-    from precast_lint.registry import index, load
+    from precast_lint.selecting.registry import index, load
 
     if code is None:
         for known in index().values():
@@ -136,7 +136,7 @@ def rule(code: str | None) -> None:
     found = load(code)
     if found is None:
         raise click.UsageError(f"There is no rule {code!r}. `precast-lint rule` lists all.")
-    from precast_lint import pages
+    from precast_lint.output import pages
 
     click.echo(pages.page(found), nl=False)
 
@@ -161,7 +161,7 @@ def _main(
     **asked: Any,
 ) -> None:
     """Runs, prints, and ends the process with the exit code."""
-    from precast_lint.runner import Mode
+    from precast_lint.running.runner import Mode
 
     paths = paths or (Path(),)
     is_stdin = str(paths[0]) == "-"
@@ -197,7 +197,7 @@ def _main(
 
 
 def _settings(start: Path | None, asked: dict[str, Any]) -> Settings:
-    from precast_lint.settings import load
+    from precast_lint.selecting.settings import load
 
     for name in ("select", "extend_select", "ignore"):
         asked[name] = [code for given in asked[name] for code in given.split(",") if code.strip()]
@@ -215,9 +215,9 @@ def _cache_folder(settings: Settings) -> Path:
 def _from_files(
     paths: Sequence[Path], settings: Settings, mode: Any, folder: Path | None, jobs: int | None
 ) -> list[FileReport]:
-    from precast_lint.cache import Cache
-    from precast_lint.files import find
-    from precast_lint.runner import run
+    from precast_lint.running.cache import Cache
+    from precast_lint.running.files import find
+    from precast_lint.running.runner import run
 
     missing = [path for path in paths if not path.exists() and not path.is_symlink()]
     if missing:
@@ -234,7 +234,7 @@ def _from_files(
 
 
 def _from_stdin(filename: str, settings: Settings, mode: Any, echo: bool) -> list[FileReport]:
-    from precast_lint.runner import run_text
+    from precast_lint.running.runner import run_text
 
     data = sys.stdin.buffer.read()
     report = run_text(filename, data, settings, mode)
@@ -252,7 +252,7 @@ def _note(reports: Sequence[FileReport]) -> None:
 
 
 def _print_diff(reports: Sequence[FileReport]) -> None:
-    from precast_lint.formats import diff
+    from precast_lint.output.formats import diff
 
     for report in reports:
         if report.after is not None:
@@ -268,7 +268,7 @@ def _print(
     path: Path | None,
     err: bool,
 ) -> None:
-    from precast_lint import formats
+    from precast_lint.output import formats
 
     findings = [finding for report in reports for finding in report.findings]
     text = formats.statistics(reports) if statistics else formats.FORMATS[output_format](findings)
@@ -281,7 +281,7 @@ def _print(
 
 
 def _write(path: Path, content: bytes) -> None:
-    from precast_lint import whole_file
+    from precast_lint.running import whole_file
 
     try:
         whole_file.write(path, content)

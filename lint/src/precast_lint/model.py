@@ -122,7 +122,7 @@ class Rule:
         fine: when not to worry.
         words: a file is only looked at if it contains one of them. An entry of several words, "a b",
             asks for all of them.
-        check: yields findings for a file, a `precast_lint.source.Source`.
+        check: yields findings for a file, a `precast_lint.parsing.source.Source`.
         valid: texts that it must be silent about.
         invalid: texts that it must find something in.
         default: selected if nothing is asked for.

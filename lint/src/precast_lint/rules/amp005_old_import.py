@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint import old_names
-from precast_lint.guards import is_guarded
+from precast_lint.meaning.guards import is_guarded
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.source import Source
-from precast_lint.syntax import cst, dotted
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import cst, dotted
+from precast_lint.renaming import old_names
 
 __all__ = ["RULE"]
 

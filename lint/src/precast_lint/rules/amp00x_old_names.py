@@ -1,6 +1,6 @@
 """AMP001 to AMP004 and AMP006: uses of the deprecated names of PyTorch's AMP, one row of a table for each kind of use.
 
-`precast_lint.old_names` finds the uses, each with the code of its rule, and makes the fixes; what a rule says of them
+`renaming/old_names.py` finds the uses, each with the code of its rule, and makes the fixes; what a rule says of them
 stands here, and its cases in `old_name_cases.py`.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint import old_names
 from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.parsing.source import Source
+from precast_lint.renaming import old_names
 from precast_lint.rules.old_name_cases import INVALID, VALID
-from precast_lint.source import Source
 
 __all__ = ["RULES"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.arguments import Arguments
-from precast_lint.guards import is_tried
-from precast_lint.imports import name_for
-from precast_lint.kinds import DTYPES, is_dtype, is_flag, is_number, is_text
+from precast_lint.editing.imports import name_for
+from precast_lint.meaning.guards import is_tried
+from precast_lint.meaning.kinds import DTYPES, is_dtype, is_flag, is_number, is_text
+from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast_lint.regions import AUTOCASTS
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, strings
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, strings
 
 __all__ = ["RULE"]
 

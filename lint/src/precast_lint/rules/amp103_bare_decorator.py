@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint import old_names
-from precast_lint.guards import is_tried
-from precast_lint.kinds import the_device
+from precast_lint.meaning.guards import is_tried
+from precast_lint.meaning.kinds import the_device
+from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast_lint.regions import AUTOCASTS
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.renaming import old_names
 
 __all__ = ["RULE"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from precast_lint.guards import is_tried
+from precast_lint.meaning.guards import is_tried
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, dotted
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted
 
 __all__ = ["RULE"]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from precast_lint.guards import is_version_test
+from precast_lint.meaning.guards import is_version_test
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity, version
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, dotted, strings, walk
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 
 __all__ = ["RULE"]
 

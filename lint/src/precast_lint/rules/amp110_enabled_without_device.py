@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.guards import is_guarded
+from precast_lint.meaning.guards import is_guarded
+from precast_lint.meaning.regions import regions_around
 from precast_lint.model import Applicability, Case, Edit, Finding, Rule, Severity
-from precast_lint.regions import regions_around
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, strings
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, strings
 
 __all__ = ["RULE"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.guards import is_tried
-from precast_lint.kinds import is_dtype
+from precast_lint.meaning.guards import is_tried
+from precast_lint.meaning.kinds import is_dtype
+from precast_lint.meaning.regions import PYTORCHS_AUTOCASTS, region_of_call
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import PYTORCHS_AUTOCASTS, region_of_call
-from precast_lint.source import Source
+from precast_lint.parsing.source import Source
 
 __all__ = ["RULE"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.guards import is_guarded, is_tried
+from precast_lint.meaning.guards import is_guarded, is_tried
+from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.model import Applicability, Case, Edit, Finding, Rule, Severity
-from precast_lint.regions import AUTOCASTS
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["RULE"]
 

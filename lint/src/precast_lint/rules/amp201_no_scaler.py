@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.flow import Say, flows
-from precast_lint.flow_events import Event, key
+from precast_lint.meaning.regions import regions, regions_around
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import regions, regions_around
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, walk
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.training_step.flow import Say, flows
+from precast_lint.training_step.flow_events import Event, key
 
 __all__ = ["RULE"]
 

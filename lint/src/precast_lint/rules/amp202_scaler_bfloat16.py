@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.arguments import Arguments
+from precast_lint.meaning.regions import regions
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import regions
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, strings, walk
-from precast_lint.values import SCALERS
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.values import SCALERS
 
 __all__ = ["RULE"]
 

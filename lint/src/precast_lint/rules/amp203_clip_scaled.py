@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from precast_lint.flow import Flow, Say
-from precast_lint.flow_events import Event
-from precast_lint.lines import block_of, insert_before, line_of
+from precast_lint.editing.lines import block_of, insert_before, line_of
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast_lint.protocol import (
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.training_step.flow import Flow, Say
+from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.protocol import (
     hides,
     is_plain,
     judged,
@@ -16,8 +18,6 @@ from precast_lint.protocol import (
     only_here,
     scales_by_hand,
 )
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
 
 __all__ = ["RULE"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.flow import Flow, Say
-from precast_lint.flow_events import Event
-from precast_lint.lines import block_of, exchange, insert_after, line_of
+from precast_lint.editing.lines import block_of, exchange, insert_after, line_of
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast_lint.protocol import hides, is_plain, judged, loop_around, only_here
-from precast_lint.source import Source
-from precast_lint.syntax import Node
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node
+from precast_lint.training_step.flow import Flow, Say
+from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.protocol import hides, is_plain, judged, loop_around, only_here
 
 __all__ = ["RULE"]
 

@@ -6,13 +6,20 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.flow import Flow, Say
-from precast_lint.flow_events import Event, key
-from precast_lint.lines import block_of, line_of, remove
+from precast_lint.editing.lines import block_of, line_of, remove
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
-from precast_lint.protocol import followed, hides, is_plain, judged, only_here, scales_by_hand
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.training_step.flow import Flow, Say
+from precast_lint.training_step.flow_events import Event, key
+from precast_lint.training_step.protocol import (
+    followed,
+    hides,
+    is_plain,
+    judged,
+    only_here,
+    scales_by_hand,
+)
 
 __all__ = ["RULE"]
 

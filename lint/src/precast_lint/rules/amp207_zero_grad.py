@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.arguments import Arguments
-from precast_lint.flow import Flow, Say, flows
-from precast_lint.flow_events import Event, is_optimizer, key
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.protocol import followed, loops_around, may_backward
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.training_step.flow import Flow, Say, flows
+from precast_lint.training_step.flow_events import Event, is_optimizer, key
+from precast_lint.training_step.protocol import followed, loops_around, may_backward
 
 __all__ = ["RULE"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.flow import Flow, Say
-from precast_lint.flow_events import Event, key
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.protocol import assigned_in, followed, hides, loop_around, only_here
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, walk
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.training_step.flow import Flow, Say
+from precast_lint.training_step.flow_events import Event, key
+from precast_lint.training_step.protocol import assigned_in, followed, hides, loop_around, only_here
 
 __all__ = ["RULE"]
 

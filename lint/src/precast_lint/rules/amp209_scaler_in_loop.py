@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.flow import Flow
-from precast_lint.flow_events import key
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.protocol import assigned_in, followed, loop_around
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
-from precast_lint.values import SCALERS
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.values import SCALERS
+from precast_lint.training_step.flow import Flow
+from precast_lint.training_step.flow_events import key
+from precast_lint.training_step.protocol import assigned_in, followed, loop_around
 
 __all__ = ["RULE"]
 

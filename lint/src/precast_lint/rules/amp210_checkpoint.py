@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.flow import Flow, flows
-from precast_lint.flow_events import is_optimizer, key
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
-from precast_lint.protocol import is_plain
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, strings, walk
-from precast_lint.values import SCALERS
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.values import SCALERS
+from precast_lint.training_step.flow import Flow, flows
+from precast_lint.training_step.flow_events import is_optimizer, key
+from precast_lint.training_step.protocol import is_plain
 
 __all__ = ["RULE"]
 

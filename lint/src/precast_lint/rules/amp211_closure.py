@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.source import Source
-from precast_lint.syntax import cst
-from precast_lint.values import SCALERS
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import cst
+from precast_lint.parsing.values import SCALERS
 
 __all__ = ["RULE"]
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from precast_lint.flow import Flow, Say
-from precast_lint.flow_events import Event
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.protocol import followed, hides, loop_around, may_backward, only_here
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, walk
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.training_step.flow import Flow, Say
+from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.protocol import (
+    followed,
+    hides,
+    loop_around,
+    may_backward,
+    only_here,
+)
 
 __all__ = ["RULE"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.flow import Flow
-from precast_lint.flow_events import Event, key
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.protocol import followed, hides, scales_by_hand
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, walk
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.training_step.flow import Flow
+from precast_lint.training_step.flow_events import Event, key
+from precast_lint.training_step.protocol import followed, hides, scales_by_hand
 
 __all__ = ["RULE"]
 

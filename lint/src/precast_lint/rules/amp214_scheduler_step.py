@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.flow import Flow, Say, flows
-from precast_lint.flow_events import Event
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.protocol import asks_scale, followed, hides, loop_around
-from precast_lint.source import Source
-from precast_lint.syntax import Node
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node
+from precast_lint.training_step.flow import Flow, Say, flows
+from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.protocol import asks_scale, followed, hides, loop_around
 
 __all__ = ["RULE"]
 

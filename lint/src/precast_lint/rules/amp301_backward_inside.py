@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.arguments import Arguments
-from precast_lint.dedent import move_out
-from precast_lint.flow_events import key
+from precast_lint.editing.dedent import move_out
+from precast_lint.meaning.regions import region_in_force
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import region_in_force
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.training_step.flow_events import key
 
 __all__ = ["RULE"]
 

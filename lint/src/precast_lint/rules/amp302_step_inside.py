@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.dedent import move_out
-from precast_lint.flow_events import is_optimizer, key
+from precast_lint.editing.dedent import move_out
+from precast_lint.meaning.regions import region_in_force
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import region_in_force
-from precast_lint.source import Source
-from precast_lint.syntax import Node
-from precast_lint.values import SCALERS
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node
+from precast_lint.parsing.values import SCALERS
+from precast_lint.training_step.flow_events import is_optimizer, key
 
 __all__ = ["RULE"]
 

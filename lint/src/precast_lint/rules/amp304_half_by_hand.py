@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.arguments import Arguments
-from precast_lint.flow_events import is_optimizer, key
-from precast_lint.lines import line_of, remove
+from precast_lint.editing.lines import line_of, remove
+from precast_lint.meaning.regions import region_in_force, regions
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity, Span
-from precast_lint.regions import region_in_force, regions
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
-from precast_lint.values import SCALERS
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.values import SCALERS
+from precast_lint.training_step.flow_events import is_optimizer, key
 
 __all__ = ["RULE"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.arguments import Arguments
-from precast_lint.guards import is_tried
+from precast_lint.meaning.guards import is_tried
+from precast_lint.meaning.regions import Region, region_in_force
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast_lint.regions import Region, region_in_force
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["RULE"]
 

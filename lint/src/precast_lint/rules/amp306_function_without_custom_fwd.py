@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.functions import CUSTOM_FWD, Method, functions
+from precast_lint.meaning.functions import CUSTOM_FWD, Method, functions
+from precast_lint.meaning.regions import regions
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import regions
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, walk
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
 
 __all__ = ["RULE"]
 

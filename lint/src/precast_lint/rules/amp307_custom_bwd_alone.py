@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.functions import CUSTOM_BWD, CUSTOM_FWD, functions
+from precast_lint.meaning.functions import CUSTOM_BWD, CUSTOM_FWD, functions
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, walk
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
 
 __all__ = ["RULE"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.functions import CUSTOM_FWD, functions, methods_of
+from precast_lint.meaning.functions import CUSTOM_FWD, functions, methods_of
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.source import Source
-from precast_lint.syntax import cst
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import cst
 
 __all__ = ["RULE"]
 

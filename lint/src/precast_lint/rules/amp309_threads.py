@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from precast_lint.meaning.regions import AUTOCASTS, region_in_force
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import AUTOCASTS, region_in_force
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, dotted, walk
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
 __all__ = ["RULE"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.arguments import Arguments
-from precast_lint.lowered import consumer, lowered_reads
+from precast_lint.meaning.lowered import consumer, lowered_reads
+from precast_lint.meaning.regions import Region, regions_around
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.regions import Region, regions_around
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["RULE"]
 

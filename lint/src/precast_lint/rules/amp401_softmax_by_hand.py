@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.imports import name_for
+from precast_lint.editing.imports import name_for
+from precast_lint.meaning.tensors import Operation, constant, operation, value_of, written
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, walk
-from precast_lint.tensors import Operation, constant, operation, value_of, written
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
 
 __all__ = ["RULE"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.imports import name_for
+from precast_lint.editing.imports import name_for
+from precast_lint.meaning.tensors import Operation, operation, value_of, written
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
-from precast_lint.tensors import Operation, operation, value_of, written
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["RULE"]
 

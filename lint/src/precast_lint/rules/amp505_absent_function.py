@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.absent import ABSENT
-from precast_lint.guards import is_guarded
+from precast_lint.meaning.guards import is_guarded
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst, dotted
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted
+from precast_lint.renaming.absent import ABSENT
 
 __all__ = ["RULE"]
 

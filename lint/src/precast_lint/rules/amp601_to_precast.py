@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.guards import is_guarded
-from precast_lint.imports import without_import
+from precast_lint.editing.imports import without_import
+from precast_lint.meaning.guards import is_guarded
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
-from precast_lint.move_fixes import exported, group_key, groups_of, share
-from precast_lint.moves import Move, Use, expressions, in_string, reference_kind, root
-from precast_lint.old_names import is_listed
-from precast_lint.source import Source
-from precast_lint.syntax import Node, cst
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.renaming.move_fixes import exported, group_key, groups_of, share
+from precast_lint.renaming.moves import Move, Use, expressions, in_string, reference_kind, root
+from precast_lint.renaming.old_names import is_listed
 
 __all__ = ["RULE"]
 

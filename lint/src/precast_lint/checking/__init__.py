@@ -1,0 +1,1 @@
+"""One text, checked and fixed until nothing changes; comments that silence findings."""

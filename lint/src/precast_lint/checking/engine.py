@@ -1,0 +1,158 @@
+"""Checks and fixes one text: a cheap look, then rules over the tree, then fixes, until nothing changes.
+
+Invariants:
+    - A text that mentions nothing of what the selected rules look for is never parsed.
+    - `fix` is idempotent: it stops when a pass finds nothing more to apply, and its result parses.
+    - A rule that fails is a defect of ours: its error is raised with the rule and the file in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from precast_lint.checking.suppress import Comment, Suppressions
+from precast_lint.editing.edits import apply_parsing, compatible
+from precast_lint.errors import CheckError
+from precast_lint.model import Applicability, Edit, Finding, Fix, Severity, Span
+from precast_lint.parsing.depth import deeper
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import cst
+from precast_lint.parsing.text import Text
+from precast_lint.selecting.look import interesting, looks_at
+from precast_lint.selecting.registry import ENGINE, index, load
+from precast_lint.selecting.settings import Settings
+
+__all__ = ["Checked", "check", "fix"]
+
+_PASSES = 20  # far more than nested fixes need; a rule that undoes another's fix would never end
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found in a text, in the order of the text, and how often something was fixed."""
+
+    text: Text
+    findings: tuple[Finding, ...]
+    fixed: tuple[str, ...] = ()
+
+
+def check(text: Text, filename: str, settings: Settings) -> Checked:
+    """Finds what the selected rules have to say about a text."""
+    codes = settings.codes_for(filename)
+    if not interesting(text.data, codes):
+        return Checked(text, ())
+    try:
+        with deeper():
+            return _checked(text, Source(text, filename, settings.min_torch, codes), codes)
+    except (cst.ParserSyntaxError, RecursionError) as error:
+        return Checked(text, tuple(_syntax_error(text, error) if "AMP900" in codes else ()))
+
+
+def _checked(text: Text, source: Source, codes: frozenset[str]) -> Checked:
+    suppressions = Suppressions(text)
+
+    def is_told(finding: Finding) -> bool:
+        return not suppressions.silences(finding.code, text.position(finding.span.start)[0])
+
+    raw = list(_run(source, codes))
+    kept = list(filter(is_told, raw))
+    shared = _withheld(raw, kept)
+    found = [_limited(finding, shared) for finding in kept]
+    if "AMP901" in codes:
+        found += filter(is_told, _unused(text, suppressions, codes))
+    return Checked(text, tuple(sorted(found, key=lambda f: (f.span, f.code))))
+
+
+def fix(text: Text, filename: str, settings: Settings) -> Checked:
+    """Applies all fixes that the settings allow, again and again, and reports what is left."""
+    fixed: list[str] = []
+    checked = check(text, filename, settings)
+    for _ in range(_PASSES):
+        fixes = compatible(f.fix for f in checked.findings if f.fix and _allowed(f.fix, settings))
+        data, applied = apply_parsing(checked.text.data, fixes)
+        if data == checked.text.data:
+            break
+        fixed += [f.code for f in checked.findings if f.fix in applied]
+        checked = check(checked.text.replaced(data), filename, settings)
+    return Checked(checked.text, checked.findings, tuple(fixed))
+
+
+def _allowed(fix: Fix, settings: Settings) -> bool:
+    if fix.applicability is Applicability.UNSAFE:
+        return settings.unsafe_fixes
+    return fix.applicability is Applicability.SAFE
+
+
+def _run(source: Source, codes: frozenset[str]) -> Iterator[Finding]:
+    for code in looks_at(source.text.data, codes):
+        rule = load(code)
+        assert rule is not None
+        try:
+            found = list(rule.check(source))
+        except (KeyboardInterrupt, SystemExit, RecursionError):
+            raise
+        except BaseException as error:  # what fails inside LibCST's parser is no `Exception`
+            raise CheckError(f"{code} failed on {source.filename}: {error!r}") from error
+        yield from found
+
+
+def _withheld(raw: list[Finding], kept: list[Finding]) -> frozenset[Fix]:
+    """Fixes that a suppressed finding carries: to apply them elsewhere would change that place too."""
+    return frozenset(f.fix for f in raw if f.fix) & frozenset(
+        f.fix for f in raw if f.fix and f not in kept
+    )
+
+
+def _limited(finding: Finding, withheld: frozenset[Fix]) -> Finding:
+    """A finding without its fix, if that fix would change what is not to be reported."""
+    if finding.fix not in withheld:
+        return finding
+    return Finding(finding.code, finding.name, finding.severity, finding.message, finding.span)
+
+
+def _syntax_error(text: Text, error: Exception) -> Iterator[Finding]:
+    row = getattr(error, "raw_line", 1)
+    start = text.starts[min(max(row, 1), len(text.starts)) - 1]
+    reason = str(getattr(error, "message", error)).partition("\n")[0]
+    if isinstance(error, RecursionError):
+        reason = "it is nested too deeply"
+    message = f"this file is not Python that can be read: {reason}"
+    severity = Severity.ERROR
+    if _is_python(text.string):
+        message = f"this file was not checked: Python reads it, but LibCST, which precast-lint uses, does not: {reason}"
+        severity = Severity.INFORMATION
+    yield Finding("AMP900", ENGINE["AMP900"], severity, message, Span(start, start))
+
+
+def _is_python(text: str) -> bool:
+    import ast
+
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[Finding]:
+    """Suppressions that silence nothing. One of a rule that is not selected may be needed."""
+    for comment, unused in suppressions.unused():
+        left = [code for code in unused if code in codes or code not in index()]
+        if left:
+            rest = sorted((comment.codes or frozenset()) - set(left))
+            fix = Fix((_without(text, comment, rest),), "Remove it")
+            message = f"unused suppression: {', '.join(left)}"
+            yield Finding("AMP901", ENGINE["AMP901"], Severity.WARNING, message, comment.span, fix)
+
+
+def _without(text: Text, comment: Comment, rest: list[str]) -> Edit:
+    start, end = comment.span.start, comment.span.end
+    if rest:
+        kind = "# precast: noqa" if comment.whole_file else "# noqa"
+        return Edit(start, end, f"{kind}: {', '.join(rest)}")
+    before = text.data[text.line_start(start) : start]
+    after = text.data[end : end + 2]
+    if after[:1] in (b"\r", b"\n", b""):
+        start -= len(before) - len(before.rstrip(b" \t")) if before.strip() else 0
+    return Edit(start, end, "")

@@ -1,0 +1,1 @@
+"""Edits of a text that keep its formatting: arguments, lines, imports."""

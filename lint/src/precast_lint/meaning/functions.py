@@ -1,0 +1,105 @@
+"""The classes of a file that are autograd Functions, with their methods and decorators.
+
+Invariants: a class is listed only if one of its bases is `torch.autograd.Function`; what a
+decorator that is not PyTorch's does is not known, and rules then say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+
+__all__ = [
+    "CUSTOM_BWD",
+    "CUSTOM_FWD",
+    "NEW_CUSTOM",
+    "Method",
+    "called_method",
+    "functions",
+    "methods_of",
+]
+
+_BASES = ("torch.autograd.Function", "torch.autograd.function.Function")
+_PLAIN = ("staticmethod", "classmethod")
+NEW_CUSTOM = (
+    "torch.amp.custom_fwd",
+    "torch.amp.custom_bwd",
+    "precast.custom_fwd",
+    "precast.custom_bwd",
+)
+"""The decorators that are told their device type, by keyword alone."""
+
+CUSTOM_FWD = frozenset({*NEW_CUSTOM[::2], "torch.cuda.amp.custom_fwd"})
+CUSTOM_BWD = frozenset({*NEW_CUSTOM[1::2], "torch.cuda.amp.custom_bwd"})
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A method, and what decorates it, `staticmethod` left out; the origin of each, or None."""
+
+    node: cst.FunctionDef
+    decorators: tuple[tuple[cst.Decorator, str | None], ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all decorators are PyTorch's."""
+        return all((origin or "").startswith("torch.") for _, origin in self.decorators)
+
+    def decorator(self, origins: frozenset[str]) -> tuple[cst.Decorator, str] | None:
+        """The decorator that is one of some, with its origin."""
+        found = (pair for pair in self.decorators if pair[1] in origins)
+        decorator, origin = next(found, (None, None))
+        return None if decorator is None or origin is None else (decorator, origin)
+
+
+def functions(source: Source) -> Iterator[tuple[cst.ClassDef, dict[str, Method]]]:
+    """The autograd Functions of a file with their methods."""
+    for node in source.all(cst.ClassDef):
+        if any(source.origin(base.value) in _BASES for base in node.bases):
+            yield node, methods_of(source, node)
+
+
+def methods_of(source: Source, node: cst.ClassDef) -> dict[str, Method]:
+    """The methods that a class defines once."""
+    found: dict[str, Method] = {}
+    twice = set()
+    for function in node.body.body:
+        if isinstance(function, cst.FunctionDef):
+            name = function.name.value
+            if name in found:
+                twice.add(name)
+            found[name] = Method(function, tuple(_decorators(source, function)))
+    return {name: method for name, method in found.items() if name not in twice}
+
+
+def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
+    """The method of the same class that `self.name(...)` runs, if the class defines it once and nothing wraps it."""
+    func = call.func if isinstance(call, cst.Call) else None
+    if not isinstance(func, cst.Attribute) or not isinstance(func.value, cst.Name):
+        return None
+    home = source.values.enclosing_class(call) if func.value.value == "self" else None
+    if not isinstance(home, cst.ClassDef) or func.attr.value in source.values.attributes(home):
+        return None
+    known = source.cache.setdefault("methods of classes", {})
+    assert isinstance(known, dict)
+    if home not in known:
+        known[home] = methods_of(source, home)
+    method = known[home].get(func.attr.value)
+    if method is None or method.decorators or method.node.asynchronous is not None:
+        return None
+    first = method.node.params.params[:1]
+    is_plain = bool(first) and first[0].name.value == "self"
+    return method.node if is_plain else None
+
+
+def _decorators(
+    source: Source, function: cst.FunctionDef
+) -> Iterator[tuple[cst.Decorator, str | None]]:
+    for decorator in function.decorators:
+        inner: Node = decorator.decorator
+        func = inner.func if isinstance(inner, cst.Call) else inner
+        if source.names.builtin(func) not in _PLAIN:
+            yield decorator, source.origin(func)

@@ -1,0 +1,160 @@
+"""Code that is there on purpose: for some versions, for failed imports, or to see something fail."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection
+
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
+
+__all__ = ["is_guarded", "is_tried", "is_version_test"]
+
+_CAUGHT = {"ImportError", "ModuleNotFoundError", "AttributeError"}
+_FAILURES = {
+    "TypeError",
+    "ValueError",
+    "RuntimeError",
+    "AssertionError",
+    "Exception",
+    "BaseException",
+}
+_AMP = re.compile(r"autocast|GradScaler|custom_[fb]wd")
+_VERSION = re.compile(
+    r"__version__|torch_?version|pt_?version|torch_\d|torch_g[et]|_at_least|_greater|greater_equal|is_torch|"
+    r"(has|have|supports?|new)_(native_|torch_|cuda_|new_)*(amp|autocast|grad_?scaler)|"
+    r"(amp|autocast|grad_?scaler)_(available|exists)",
+    re.IGNORECASE,
+)
+
+
+def is_guarded(source: Source, node: Node) -> bool:
+    """Whether a node is in a fallback of an import, or under a test of what PyTorch has.
+
+    Both sides of such a test, both blocks of such a `try`, and what follows a test that leaves are guarded.
+    """
+    return any(
+        _is_guard(source, outer) or _follows_guard(source, outer)
+        for outer in [node, *source.around(node)]
+    )
+
+
+def is_tried(source: Source, node: Node) -> bool:
+    """Whether a node is expected to fail: in a `try` that catches it, or under `pytest.raises`.
+
+    As far as its own function shows.
+    """
+    inner = node
+    for outer in source.around(node):
+        if isinstance(outer, cst.Try) and inner is outer.body:
+            if any(
+                handler.type is None or _names(handler) & _FAILURES for handler in outer.handlers
+            ):
+                return True
+        elif isinstance(outer, cst.With):
+            if any(_asks_for_failure(item.item) for item in outer.items):
+                return True
+        elif isinstance(outer, cst.FunctionDef) and inner is outer.body:
+            return False
+        inner = outer
+    return False
+
+
+def _asks_for_failure(item: Node) -> bool:
+    """`pytest.raises(...)`, `self.assertRaisesRegex(...)`, `self.assertWarns(...)`, `suppress(...)`."""
+    name = (dotted(item.func) or "") if isinstance(item, cst.Call) else ""
+    last = name.rpartition(".")[2].lower()
+    return "raises" in last or "warns" in last or last == "suppress"
+
+
+def _is_guard(source: Source, node: Node) -> bool:
+    if isinstance(node, cst.Try):
+        if _only_imports(node):
+            return bool(node.handlers)
+        caught = _CAUGHT | {"TypeError"} if _tries_amp(node) else _CAUGHT
+        return any(_catches(handler, caught) for handler in node.handlers)
+    if isinstance(node, (cst.If, cst.IfExp, cst.While)):
+        return is_version_test(source, node.test)
+    if isinstance(node, cst.BooleanOperation):
+        return is_version_test(source, node.left)
+    return False
+
+
+def _follows_guard(source: Source, node: Node) -> bool:
+    """Whether an `if` before a statement, in the same block, tests the version and leaves the block."""
+    block = source.parents.get(node)
+    if not isinstance(block, cst.IndentedBlock):
+        return False
+    before = itertools.takewhile(lambda statement: statement is not node, block.body)
+    return any(
+        isinstance(statement, cst.If)
+        and isinstance(statement.body, cst.IndentedBlock)
+        and isinstance(last := statement.body.body[-1], cst.SimpleStatementLine)
+        and isinstance(last.body[-1], (cst.Return, cst.Continue, cst.Break))
+        and is_version_test(source, statement.test)
+        for statement in before
+    )
+
+
+def _only_imports(node: cst.Try) -> bool:
+    """Whether nothing but imports is tried."""
+    return all(
+        isinstance(line, cst.SimpleStatementLine)
+        and all(isinstance(part, (cst.Import, cst.ImportFrom)) for part in line.body)
+        for line in node.body.body
+    )
+
+
+def _tries_amp(node: cst.Try) -> bool:
+    """Whether all that is tried is a call or two of AMP, which older versions refuse with a TypeError."""
+    names = (inner.value for inner in walk(node.body) if isinstance(inner, cst.Name))
+    return len(node.body.body) <= 2 and any(_AMP.search(name) for name in names)
+
+
+def _catches(handler: cst.ExceptHandler, caught: Collection[str]) -> bool:
+    """Whether a handler is for names that are missing, or for other arguments."""
+    return bool(_names(handler) & set(caught))
+
+
+def _names(handler: cst.ExceptHandler) -> set[str]:
+    """The last names of the exceptions that a handler is for; empty for a bare `except`."""
+    kinds = [handler.type] if handler.type is not None else []
+    if isinstance(handler.type, cst.Tuple):
+        kinds = [element.value for element in handler.type.elements]
+    return {(dotted(kind) or "").rpartition(".")[2] for kind in kinds}
+
+
+def is_version_test(source: Source, test: Node) -> bool:
+    """Whether an expression asks for PyTorch's version, or whether something exists in it."""
+    return any(
+        (
+            isinstance(node, cst.Name)
+            and (_VERSION.search(node.value) or _asks_by_name(source, node))
+        )
+        or (isinstance(node, cst.Call) and _asks_for_attribute(source, node))
+        for node in walk(test)
+    )
+
+
+def _asks_for_attribute(source: Source, call: cst.Call) -> bool:
+    """`hasattr(torch, "amp")`, and `getattr`; not `hasattr(self, "scaler")`."""
+    if source.names.builtin(call.func) not in ("hasattr", "getattr") or not call.args:
+        return False
+    owner = call.args[0].value
+    return (source.origin(owner) or dotted(owner) or "").startswith("torch")
+
+
+def _asks_by_name(source: Source, node: cst.Name) -> bool:
+    """`if NEW:` after `NEW = hasattr(torch, "amp")`, or one that a fallback of an import sets."""
+    for binding in source.names.bindings(node):
+        if binding.kind != "assign" or binding.value is None or binding.value is node:
+            continue
+        inner = list(walk(binding.value))
+        if any(isinstance(n, cst.Name) and _VERSION.search(n.value) for n in inner):
+            return True
+        if any(isinstance(n, cst.Call) and _asks_for_attribute(source, n) for n in inner):
+            return True
+        if any(_is_guard(source, o) for o in source.around(binding.node) if isinstance(o, cst.Try)):
+            return True
+    return False

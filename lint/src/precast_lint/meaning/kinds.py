@@ -1,0 +1,194 @@
+"""What an expression certainly is: a flag, a number, a text, a device, a dtype.
+
+Invariants: True only with evidence: a literal, an operation that gives nothing else, an annotation, a
+default value, or a name all of whose values have such evidence. A variable's name is no evidence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from precast_lint.parsing.names import is_none
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, strings
+
+__all__ = [
+    "DTYPES",
+    "is_device",
+    "is_dtype",
+    "is_flag",
+    "is_number",
+    "is_text",
+    "texts",
+    "the_device",
+]
+
+DTYPES = frozenset(
+    f"torch.{name}"
+    for name in ("float16", "half", "bfloat16", "float32", "float", "float64", "double")
+)
+_FLAG_BUILTINS = {"bool", "isinstance", "issubclass", "hasattr", "callable", "any", "all"}
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|mtia|npu)(:\d+)?")
+_TENSOR = {"torch.Tensor", "torch.nn.Parameter", "torch.nn.parameter.Parameter"}
+_MAKERS = {"torch.zeros", "torch.ones", "torch.tensor", "torch.randn", "torch.rand", "torch.empty"}
+_DEPTH = 6
+
+
+def is_flag(source: Source, node: Node | None) -> bool:
+    """Whether an expression is True or False."""
+    return node is not None and _flag(source, node, _DEPTH)
+
+
+def is_number(source: Source, node: Node | None) -> bool:
+    """Whether an expression is an int or a float."""
+    return node is not None and _number(source, node, _DEPTH)
+
+
+def is_text(source: Source, node: Node | None) -> bool:
+    """Whether an expression is a string."""
+    return node is not None and _text(source, node, _DEPTH)
+
+
+def is_device(source: Source, node: Node | None) -> bool:
+    """Whether an expression is a `torch.device`."""
+    return node is not None and _device(source, node, _DEPTH)
+
+
+def is_dtype(source: Source, node: Node | None) -> bool:
+    """Whether an expression is a dtype of floating-point numbers."""
+    return node is not None and _dtype(source, node, _DEPTH)
+
+
+def texts(source: Source, node: Node | None) -> frozenset[str]:
+    """The strings that an expression may be, if it is certainly one of some; else empty."""
+    return _texts(source, node, _DEPTH)
+
+
+def the_device(source: Source) -> str | None:
+    """The device type that a file is for: the only one that it names, as a text or by `.cuda()`."""
+    known = source.cache.get("the device")
+    if known is None:
+        named = {
+            match[1]
+            for node in source.all(cst.SimpleString)
+            if (match := _DEVICE.fullmatch(strings(node) or ""))
+        }
+        if any(source.methods("cuda")) or any(
+            _is_cuda(source, n) for n in source.all(cst.Attribute)
+        ):
+            named.add("cuda")
+        known = source.cache["the device"] = named.pop() if len(named) == 1 else ""
+    assert isinstance(known, str)
+    return known or None
+
+
+def _is_cuda(source: Source, node: cst.Attribute) -> bool:
+    """`torch.cuda.amp`: no other part of `torch.cuda` says that the file is for nothing else."""
+    return source.names.path(node) == "torch.cuda.amp"
+
+
+def _flag(source: Source, node: Node, depth: int) -> bool:
+    if isinstance(node, (cst.Comparison, cst.UnaryOperation)):
+        return isinstance(node, cst.Comparison) or isinstance(node.operator, cst.Not)
+    if isinstance(node, cst.BooleanOperation):
+        return _flag(source, node.left, depth) and _flag(source, node.right, depth)
+    if isinstance(node, cst.Call):
+        origin = source.origin(node.func) or ""
+        asks = origin.startswith("torch.") and origin.rpartition(".")[2].startswith("is_")
+        return asks or source.names.builtin(node.func) in _FLAG_BUILTINS
+    if isinstance(node, cst.Name) and source.names.builtin(node) in ("True", "False"):
+        return True
+    return _everywhere(source, node, _flag, ("bool",), depth)
+
+
+def _number(source: Source, node: Node, depth: int) -> bool:
+    if isinstance(node, (cst.Integer, cst.Float)):
+        return True
+    if isinstance(node, cst.UnaryOperation):
+        return not isinstance(node.operator, cst.Not) and _number(source, node.expression, depth)
+    if isinstance(node, cst.BinaryOperation):
+        return _number(source, node.left, depth) and _number(source, node.right, depth)
+    if isinstance(node, cst.Call):
+        return source.names.builtin(node.func) in ("int", "float")
+    return _everywhere(source, node, _number, ("int", "float"), depth)
+
+
+def _text(source: Source, node: Node, depth: int) -> bool:
+    if isinstance(node, (cst.SimpleString, cst.ConcatenatedString, cst.FormattedString)):
+        return not isinstance(node, cst.SimpleString) or "b" not in node.prefix.lower()
+    if isinstance(node, cst.Call):
+        return source.names.builtin(node.func) == "str"
+    if isinstance(node, cst.Attribute) and node.attr.value == "type":
+        return _device(source, node.value, depth) or (
+            isinstance(node.value, cst.Attribute) and node.value.attr.value == "device"
+        )
+    return _everywhere(source, node, _text, ("str",), depth)
+
+
+def _dtype(source: Source, node: Node, depth: int) -> bool:
+    if source.origin(node) in DTYPES:
+        return True
+    return _everywhere(source, node, _dtype, (), depth) or _annotated(source, node, "torch.dtype")
+
+
+def _device(source: Source, node: Node, depth: int) -> bool:
+    if source.instance(node) == "torch.device":
+        return True
+    if isinstance(node, cst.Attribute) and node.attr.value == "device":
+        return _is_tensor(source, node.value)
+    return _everywhere(source, node, _device, (), depth)
+
+
+def _is_tensor(source: Source, node: Node) -> bool:
+    if isinstance(node, cst.Call):
+        if source.names.builtin(node.func) == "next" and node.args:
+            inner = node.args[0].value
+            func = inner.func if isinstance(inner, cst.Call) else None
+            return isinstance(func, cst.Attribute) and func.attr.value in ("parameters", "buffers")
+        return source.origin(node.func) in _MAKERS
+    return source.instance(node) in _TENSOR | _MAKERS
+
+
+def _annotated(source: Source, node: Node, wanted: str) -> bool:
+    return source.instance(node) == wanted
+
+
+def _everywhere(
+    source: Source,
+    node: Node,
+    test: Callable[[Source, Node, int], bool],
+    annotations: tuple[str, ...],
+    depth: int,
+) -> bool:
+    """Whether all values of a name, or of both sides of `a if b else c`, pass a test."""
+    if isinstance(node, cst.IfExp):
+        return test(source, node.body, depth) and test(source, node.orelse, depth)
+    if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute)):
+        return False
+    found = source.values.sources(node)
+    return bool(found) and all(
+        source.names.builtin(note) in annotations
+        if note is not None
+        else value is not None and not is_none(value) and test(source, value, depth - 1)
+        for value, note in found
+    )
+
+
+def _texts(source: Source, node: Node | None, depth: int) -> frozenset[str]:
+    if node is None or depth == 0:
+        return frozenset()
+    text = strings(node)
+    if text is not None:
+        return frozenset({text})
+    if isinstance(node, cst.IfExp):
+        parts = (_texts(source, side, depth) for side in (node.body, node.orelse))
+    else:
+        values = source.values.sources(node)
+        parts = (_texts(source, value, depth - 1) for value, _ in values)
+    found: frozenset[str] = frozenset()
+    for part in parts:
+        if not part:  # one that is not known: the others need not be
+            return part
+        found |= part
+    return found

@@ -1,0 +1,161 @@
+"""The autocast regions that a file writes down: `with` statements and decorators.
+
+Invariants: a region is listed only if what makes it resolves to an autocast class; device, dtype and
+enabled are None where the text does not say (a variable), never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, strings
+
+__all__ = [
+    "AUTOCASTS",
+    "DEFAULT_DTYPE",
+    "NEW_AUTOCASTS",
+    "PYTORCHS_AUTOCASTS",
+    "Region",
+    "region_in_force",
+    "region_of_call",
+    "regions",
+    "regions_around",
+]
+
+NEW_AUTOCASTS = ("torch.amp.autocast", "precast.autocast")
+"""What is told its device type, as its first argument."""
+
+AUTOCASTS = (*NEW_AUTOCASTS, "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
+"""All classes that open a region; the last two have their device in their name, and are deprecated."""
+
+PYTORCHS_AUTOCASTS = frozenset(name for name in AUTOCASTS if name.startswith("torch."))
+
+DEFAULT_DTYPE = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
+"""The dtype of a region that is not told one, by device type."""
+
+_SAME_DTYPE = {"torch.half": "torch.float16"}
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A region in the text.
+
+    Attributes:
+        node: the `with` statement or the decorated function.
+        call: the call that makes the region.
+        device: "cuda", "cpu", ...; None: not known.
+        dtype: "torch.float16", ...; the device's default one if none is given; None: not known.
+        enabled: whether it is on; None: not known.
+    """
+
+    node: Node
+    call: cst.Call
+    device: str | None
+    dtype: str | None
+    enabled: bool | None
+
+    @property
+    def body(self) -> Node:
+        """What runs inside."""
+        assert isinstance(self.node, (cst.With, cst.FunctionDef))
+        return self.node.body
+
+
+def regions(source: Source) -> list[Region]:
+    """All regions of a file; computed once."""
+    known = source.cache.get("regions")
+    if known is None:
+        known = source.cache["regions"] = list(_regions(source))
+    assert isinstance(known, list)
+    return known
+
+
+def regions_around(source: Source, node: Node) -> Iterator[Region]:
+    """The regions that a node runs in, the innermost first, as far as its own function shows them."""
+    by_body: dict[Node, list[Region]] = {}
+    for region in regions(source):
+        by_body.setdefault(region.body, []).append(region)
+    for outer in source.around(node):
+        yield from reversed(by_body.get(outer, []))
+        parent = source.parents.get(outer)
+        if isinstance(parent, (cst.FunctionDef, cst.Lambda)) and outer is parent.body:
+            return
+
+
+def region_in_force(source: Source, node: Node) -> Region | None:
+    """The innermost region around a node, unless the text says that it is disabled."""
+    region = next(regions_around(source, node), None)
+    return region if region is not None and region.enabled is not False else None
+
+
+def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
+    """The region that a call makes; None if it makes none."""
+    origin = source.origin(call.func)
+    if origin not in AUTOCASTS:
+        return None
+    arguments = Arguments.of(call)
+    if arguments.starred:
+        return Region(node, call, None, None, None)
+    old = origin.startswith(("torch.cuda.", "torch.cpu."))
+    if old:
+        device: str | None = origin.split(".")[1]
+    else:
+        device = _device(arguments.get("device_type", 0))
+    enabled = _flag(arguments.get("enabled", 0 if old else 2))
+    return Region(node, call, device, _dtype(source, arguments.get("dtype", 1), device), enabled)
+
+
+def _regions(source: Source) -> Iterator[Region]:
+    for statement in source.all(cst.With):
+        for item in statement.items:
+            found = _entered(source, statement, item.item)
+            if found is not None:
+                yield found
+    for function in source.all(cst.FunctionDef):
+        for decorator in function.decorators:
+            inner = decorator.decorator
+            if isinstance(inner, cst.Call) and (found := region_of_call(source, function, inner)):
+                yield found
+
+
+def _entered(source: Source, statement: Node, item: Node) -> Region | None:
+    """The region that a `with` item enters: a call, a name for one, or one side of `autocast() if amp else other`."""
+    if isinstance(item, cst.Name):
+        binding = source.names.only_binding(item)
+        if (
+            binding is not None
+            and isinstance(binding.value, cst.IfExp)
+            and binding.kind == "assign"
+        ):
+            item = binding.value
+    if isinstance(item, cst.IfExp):
+        sides = [_entered(source, statement, side) for side in (item.body, item.orelse)]
+        one = sides[0] or sides[1]
+        if one is None or all(sides):
+            return None
+        return replace(one, enabled=None if one.enabled else one.enabled)
+    call = source.values.constructed(item)
+    return region_of_call(source, statement, call) if isinstance(call, cst.Call) else None
+
+
+def _device(node: Node | None) -> str | None:
+    text = strings(node) if node is not None else None
+    return text.partition(":")[0] if text else None
+
+
+def _flag(node: Node | None) -> bool | None:
+    if node is None:
+        return True
+    if isinstance(node, cst.Name) and node.value in ("True", "False"):
+        return node.value == "True"
+    return None
+
+
+def _dtype(source: Source, node: Node | None, device: str | None) -> str | None:
+    if node is None:
+        return DEFAULT_DTYPE.get(device or "")
+    found = source.origin(node)
+    return _SAME_DTYPE.get(found, found) if found else None

@@ -1,0 +1,271 @@
+"""Operations on tensors as rules about numerics want them: one shape for `torch.exp(x)` and `x.exp()`.
+
+Invariants: a method's receiver is never a module, `self`, or anything else that is imported; what is called
+float16 or a product of matrices is that in every place where its name is bound.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from precast_lint.meaning.regions import regions_around
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
+
+__all__ = [
+    "LAYERS",
+    "Operation",
+    "constant",
+    "is_half",
+    "is_lowered",
+    "operation",
+    "value_of",
+    "written",
+]
+
+_MODULES = ("torch", "torch.nn.functional", "torch.special", "torch.linalg")
+_HALF = ("torch.float16", "torch.half")
+_PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "conv1d", "conv2d")
+LAYERS = re.compile(r"torch\.nn\.(modules\.\w+\.)?(Linear|Bilinear|Conv(Transpose)?[123]d)$")
+_UNARY = ("exp", "log", "sigmoid")
+_SAME_DTYPE = (
+    "abs",
+    "clone",
+    "contiguous",
+    "detach",
+    "expand",
+    "flatten",
+    "masked_fill",
+    "permute",
+    "relu",
+    "reshape",
+    "squeeze",
+    "transpose",
+    "unsqueeze",
+    "view",
+)
+
+
+_SUMS = ("sum", "mean", "norm")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of an operation.
+
+    Attributes:
+        name: "softmax".
+        operand: its first tensor.
+        positional: the arguments after it.
+        keywords: those by keyword.
+        call: the call.
+        is_method: whether it is written `x.softmax(...)`.
+    """
+
+    name: str
+    operand: Node
+    positional: tuple[Node, ...]
+    keywords: dict[str, Node]
+    call: cst.Call
+    is_method: bool
+
+    def get(self, name: str, position: int) -> Node | None:
+        """An argument, its position counted after the operand."""
+        if name in self.keywords:
+            return self.keywords[name]
+        return self.positional[position] if position < len(self.positional) else None
+
+
+def operation(source: Source, node: Node | None, *names: str) -> Operation | None:
+    """The operation that a call is, if it is one of some names."""
+    if not isinstance(node, cst.Call):
+        return None
+    arguments = Arguments.of(node)
+    if arguments.starred:
+        return None
+    path = source.origin(node.func)
+    if path is not None:
+        module, _, name = path.rpartition(".")
+        if module not in _MODULES or name not in names:
+            return None
+        keywords = dict(arguments.keywords)
+        operand = arguments.positional[0] if arguments.positional else keywords.pop("input", None)
+        rest = arguments.positional[1:]
+        if operand is None:
+            return None
+        return Operation(name, operand, rest, keywords, node, is_method=False)
+    func = node.func
+    if not isinstance(func, cst.Attribute) or func.attr.value not in names:
+        return None
+    owner = func.value
+    is_object = isinstance(owner, cst.Name) and owner.value in ("self", "cls")
+    if source.origin(owner) is not None or is_object:
+        return None
+    if func.attr.value in _UNARY and arguments.positional:
+        return None  # `xp.exp(x)`: of a module that nobody knows
+    return Operation(
+        func.attr.value,
+        func.value,
+        arguments.positional,
+        arguments.keywords,
+        node,
+        is_method=True,
+    )
+
+
+def value_of(source: Source, node: Node) -> Node:
+    """The expression itself, or the one that its name is given, if nothing else changes that name's value."""
+    binding = source.names.only_binding(node)
+    if binding is None or binding.kind != "assign" or binding.value is None:
+        return node
+    assert isinstance(node, cst.Name)
+    scope = source.scopes.scope_of[node].home(node.value)
+    for other in source.scopes.references(scope, node.value) if scope is not None else ():
+        parent = source.parents.get(other)
+        if isinstance(parent, cst.Attribute) and parent.attr.value.endswith("_"):
+            return node
+        if isinstance(parent, cst.Subscript) and isinstance(
+            source.parents.get(parent), (cst.AssignTarget, cst.AugAssign)
+        ):
+            return node
+    return binding.value
+
+
+def written(source: Source, node: Node) -> str:
+    """The text of an expression with the parentheses around it, as an argument wants it."""
+    text = source.code(node)
+    return f"({text})" if getattr(node, "lpar", ()) else text
+
+
+def constant(source: Source, node: Node | None) -> float | None:
+    """The value of a number that is written down, or of a name that is bound to one."""
+    if isinstance(node, (cst.Integer, cst.Float)):
+        return float(node.evaluated_value)
+    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, (cst.Minus, cst.Plus)):
+        inner = constant(source, node.expression)
+        sign = -1 if isinstance(node.operator, cst.Minus) else 1
+        return None if inner is None else sign * inner
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Power):
+        base, exponent = constant(source, node.left), constant(source, node.right)
+        if base is None or exponent is None or not (base > 0 and abs(exponent) < 300):
+            return None
+        return float(base**exponent)
+    if isinstance(node, cst.Name):
+        binding = source.names.only_binding(node)
+        if binding is not None and binding.kind == "assign" and binding.value is not node:
+            return None if isinstance(binding.value, cst.Name) else constant(source, binding.value)
+    return None
+
+
+def is_half(source: Source, node: Node, depth: int = 4) -> bool:
+    """Whether a tensor is float16 for certain."""
+    if depth == 0:
+        return False
+    if isinstance(node, cst.Call):
+        return _makes_half(source, node, depth)
+    if isinstance(node, cst.BinaryOperation):
+        if isinstance(node.operator, cst.MatrixMultiply):
+            return _in_float16(source, node)
+        sides = (node.left, node.right)
+        halves = [is_half(source, side, depth - 1) for side in sides]
+        numbers = [constant(source, side) is not None for side in sides]
+        return any(halves) and all(h or n for h, n in zip(halves, numbers, strict=True))
+    if isinstance(node, cst.Name):
+        found = source.names.bindings(node)
+        return bool(found) and all(
+            b.kind == "assign" and b.value is not None and is_half(source, b.value, depth - 1)
+            for b in found
+        )
+    return False
+
+
+def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
+    arguments = Arguments.of(call)
+    path = source.origin(call.func) or ""
+    if path.startswith("torch."):
+        if source.origin(arguments.get("dtype")) in _HALF:
+            return path.count(".") == 1
+        return path.rpartition(".")[2] in _PRODUCTS and _in_float16(source, call)
+    if LAYERS.match(source.instance(call.func) or ""):
+        return _in_float16(source, call)
+    if not isinstance(call.func, cst.Attribute) or path:
+        return False
+    name, owner = call.func.attr.value, call.func.value
+    if name == "half":
+        return not call.args and _is_tensor(source, owner)
+    if name in ("to", "type"):
+        given = [*arguments.positional, *arguments.keywords.values()]
+        halves = any(
+            source.origin(v) in _HALF or _is_dtype_of_half(source, v, depth) for v in given
+        )
+        return halves and _is_tensor(source, owner)
+    if name in ("matmul", "mm", "bmm"):
+        return _in_float16(source, call)
+    if name in _SUMS and any(regions_around(source, call)):
+        return False  # float32 in a region
+    return name in (*_SAME_DTYPE, *_SUMS) and is_half(source, owner, depth - 1)
+
+
+def _is_dtype_of_half(source: Source, node: Node, depth: int) -> bool:
+    """`h.dtype` of a float16 tensor."""
+    if not isinstance(node, cst.Attribute) or node.attr.value != "dtype":
+        return False
+    return is_half(source, node.value, depth - 1)
+
+
+def _is_tensor(source: Source, node: Node) -> bool:
+    """Not a model: `model.half()` has no arithmetic, but its name may be bound to its output, too."""
+    return not (source.instance(node) or "").startswith("torch.nn.")
+
+
+def _in_float16(source: Source, node: Node) -> bool:
+    region = next(regions_around(source, node), None)
+    return region is not None and region.dtype == "torch.float16" and region.enabled is True
+
+
+def is_lowered(source: Source, node: Node, depth: int = 6) -> bool:
+    """Whether an expression is a product of matrices, or arithmetic on one: float16 in a float16 region."""
+    if depth == 0:
+        return False
+    if isinstance(node, cst.BinaryOperation):
+        if isinstance(node.operator, cst.MatrixMultiply):
+            return not _casts(node)
+        if not isinstance(node.operator, (cst.Multiply, cst.Divide)):
+            return False
+        other = not isinstance(node.right, cst.Call) or _is_number(source, node.right)
+        return other and is_lowered(source, node.left, depth - 1)
+    if isinstance(node, cst.Name):
+        found = source.names.bindings(node)
+        values = [b.value for b in found if b.kind == "assign" and b.value is not None]
+        if len(values) != len(found) or any(_casts(value) for value in values):
+            return False
+        return any(is_lowered(source, value, depth - 1) for value in values)
+    if not isinstance(node, cst.Call) or _casts(node):
+        return False
+    if operation(source, node, *_PRODUCTS) is not None:
+        return True
+    if LAYERS.match(source.instance(node.func) or ""):
+        return True
+    func = node.func
+    if isinstance(func, cst.Attribute) and func.attr.value in _SAME_DTYPE:
+        return is_lowered(source, func.value, depth - 1)
+    return False
+
+
+def _is_number(source: Source, call: cst.Call) -> bool:
+    """`math.sqrt(d)`, `x.size(-1)`: a number of Python's, which changes no dtype."""
+    origin = source.origin(call.func) or ""
+    if origin.startswith("math.") or source.names.builtin(call.func) in ("int", "float", "len"):
+        return True
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value in ("size", "item")
+
+
+def _casts(node: Node) -> bool:
+    """Whether something in an expression makes it float32, or another dtype."""
+    return any(
+        isinstance(inner, cst.Attribute)
+        and inner.attr.value in ("float", "double", "to", "type", "type_as")
+        for inner in walk(node)
+    )

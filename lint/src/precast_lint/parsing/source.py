@@ -1,0 +1,243 @@
+"""One parsed file, and all that a rule may ask about it.
+
+Invariants: the tree is parsed once; the walk, the scopes and the positions are computed when first
+asked for, and positions only for files in which something is found (they cost as much as parsing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import TypeVar
+
+from precast_lint.model import (
+    Applicability,
+    Edit,
+    Finding,
+    Fix,
+    Rule,
+    Severity,
+    Span,
+    version,
+)
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.depth import guard
+from precast_lint.parsing.names import Names
+from precast_lint.parsing.scopes import Scope, Scopes
+from precast_lint.parsing.syntax import Node, children, cst, walk
+from precast_lint.parsing.text import Text
+from precast_lint.parsing.values import Values
+
+__all__ = ["Source"]
+
+_Kind = TypeVar("_Kind", bound="Node")
+
+
+class Source:
+    """A file's tree with everything that can be asked about it.
+
+    Args:
+        text: the file's text.
+        filename: as it is reported.
+        min_torch: the oldest PyTorch that the file is for; None: any that exists today.
+        codes: the selected rules; None: all. For fixes that are shared by several rules.
+
+    Raises:
+        libcst.ParserSyntaxError: it is not Python.
+        RecursionError: it is nested too deeply.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        filename: str = "example.py",
+        min_torch: str | None = None,
+        codes: frozenset[str] | None = None,
+    ) -> None:
+        self.text = text
+        self.filename = filename
+        self.min_torch = min_torch
+        self.codes = codes
+        guard(text.string)
+        self.module = cst.parse_module(text.string)
+        self.cache: dict[
+            str, object
+        ] = {}  # what several rules compute together, by a name of theirs
+
+    # --- the tree ---
+
+    @cached_property
+    def _index(self) -> tuple[dict[Node, Node], dict[type, list[Node]]]:
+        parents: dict[Node, Node] = {}
+        kinds: dict[type, list[Node]] = {}
+        stack: list[Node] = [self.module]
+        while stack:
+            node = stack.pop()
+            kinds.setdefault(type(node), []).append(node)
+            inner = list(children(node))
+            for child in inner:
+                parents[child] = node
+            stack.extend(reversed(inner))
+        return parents, kinds
+
+    @property
+    def parents(self) -> dict[Node, Node]:
+        """The node around each node."""
+        return self._index[0]
+
+    def all(self, *kinds: type[_Kind]) -> Iterator[_Kind]:
+        """All nodes of some classes, each class in the order of the text."""
+        for kind in kinds:
+            yield from self._index[1].get(kind, ())  # type: ignore[misc]
+
+    def around(self, node: Node) -> Iterator[Node]:
+        """The nodes around a node, the innermost first."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def function(self, node: Node) -> cst.FunctionDef | None:
+        """The innermost function whose body (not decorators or defaults) a node is in."""
+        for outer in self.around(node):
+            if isinstance(outer, (cst.FunctionDef, cst.ClassDef)) and node is outer.body:
+                return outer if isinstance(outer, cst.FunctionDef) else None
+            node = outer
+        return None
+
+    def statement(self, node: Node) -> Node:
+        """The statement that a node is in: a simple line, or a compound statement."""
+        if isinstance(node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
+            return node
+        return next(
+            outer
+            for outer in self.around(node)
+            if isinstance(outer, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
+        )
+
+    # --- text ---
+
+    @cached_property
+    def quote(self) -> str:
+        """The quotation mark that the file prefers."""
+        data = self.text.data
+        return "'" if data.count(b"'") > data.count(b'"') else '"'
+
+    def quoted(self, text: str, at: Node) -> str:
+        """A text as a literal, in marks that end no f-string around the place where it is put."""
+        around = {f.end for f in self.around(at) if isinstance(f, cst.FormattedString)}
+        marks = (self.quote, '"' if self.quote == "'" else "'")
+        mark = next((mark for mark in marks if mark not in around), self.quote)
+        return f"{mark}{text}{mark}"
+
+    @cached_property
+    def _spans(self) -> dict[Node, Span]:
+        from precast_lint.parsing.spans import spans
+
+        return spans(self.module)
+
+    @cached_property
+    def words(self) -> str:
+        """The names and texts of the code, one a line; ".name" for attributes. Comments and docstrings say nothing."""
+        found = [f".{n.attr.value}" for n in self.all(cst.Attribute)]
+        found += [n.value for n in self.all(cst.Name)]
+        found += [
+            n.value for n in self.all(cst.SimpleString) if not isinstance(self.parents[n], cst.Expr)
+        ]
+        return "\n".join(found)
+
+    def span(self, node: Node) -> Span:
+        """Where a node stands, without the parentheses, whitespace and comments around it."""
+        return self._spans[node]
+
+    def code(self, node: Node) -> str:
+        """The text of a node."""
+        span = self.span(node)
+        return self.text.data[span.start : span.end].decode("utf-8")
+
+    # --- names ---
+
+    @cached_property
+    def scopes(self) -> Scopes:
+        """All bindings."""
+        return Scopes(self.module)
+
+    @cached_property
+    def names(self) -> Names:
+        """What names stand for."""
+        return Names(self.scopes)
+
+    @cached_property
+    def values(self) -> Values:
+        """What expressions are instances of."""
+        return Values(self.names, self.parents)
+
+    def origin(self, node: Node | None) -> str | None:
+        """The documented dotted name of what an expression stands for, or None."""
+        return self.names.origin(node)
+
+    def instance(self, node: Node | None) -> str | None:
+        """The documented dotted name of the class that an expression is an instance of, or None."""
+        return self.values.instance(node)
+
+    def scope(self, node: Node) -> Scope:
+        """The scope in which an expression's names are read."""
+        known = self.scopes.scope_of
+        return next((known[name] for name in walk(node) if name in known), self.scopes.module)
+
+    def calls(self, *origins: str) -> Iterator[tuple[cst.Call, Arguments]]:
+        """The calls of functions and classes, by their documented dotted names."""
+        wanted = frozenset(origins)
+        for call in self.all(cst.Call):
+            if self.origin(call.func) in wanted:
+                yield call, Arguments.of(call)
+
+    def methods(self, *names: str) -> Iterator[tuple[cst.Call, Node, Arguments]]:
+        """The calls `receiver.name(...)`: the call, its receiver, its arguments."""
+        for call in self.all(cst.Call):
+            if isinstance(call.func, cst.Attribute) and call.func.attr.value in names:
+                yield call, call.func.value, Arguments.of(call)
+
+    # --- versions, findings, fixes ---
+
+    def allows(self, since: str) -> bool:
+        """Whether a name that PyTorch has since a version may be used in this file."""
+        return self.min_torch is None or version(self.min_torch) >= version(since)
+
+    def find(
+        self,
+        rule: Rule,
+        node: Node | Span,
+        message: str | None = None,
+        fix: Fix | None = None,
+        severity: Severity | None = None,
+    ) -> Finding:
+        """A finding of a rule at a node."""
+        span = node if isinstance(node, Span) else self.span(node)
+        said = message or rule.message
+        return Finding(rule.code, rule.name, severity or rule.severity, said, span, fix)
+
+    def fix(
+        self,
+        message: str,
+        *edits: Edit | Iterable[Edit],
+        unsafe: bool = False,
+    ) -> Fix:
+        """A fix of some edits."""
+        flat = [e for part in edits for e in ([part] if isinstance(part, Edit) else part)]
+        kind = Applicability.UNSAFE if unsafe else Applicability.SAFE
+        return Fix(tuple(sorted(set(flat))), message, kind)
+
+    def replace(self, node: Node, text: str) -> Edit:
+        """Puts text in the place of a node; its parentheses stay."""
+        span = self.span(node)
+        return Edit(span.start, span.end, text)
+
+    def before(self, node: Node, text: str) -> Edit:
+        """Puts text before a node."""
+        start = self.span(node).start
+        return Edit(start, start, text)
+
+    def after(self, node: Node, text: str) -> Edit:
+        """Puts text after a node."""
+        end = self.span(node).end
+        return Edit(end, end, text)

@@ -1,0 +1,229 @@
+"""Which class an expression is an instance of, from constructors and annotations.
+
+Invariants: None where it is not known, and where two places disagree; a value that may also be None
+counts as the class (`scaler: GradScaler | None`, `scaler = GradScaler() if fp16 else None`). What comes from
+elsewhere without an annotation is a scaler if it is used as one: `x.scale(loss).backward()`, `x.unscale_(...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+from precast_lint.parsing.names import Names, canonical, is_none
+from precast_lint.parsing.scopes import Binding, elements
+from precast_lint.parsing.syntax import Node, cst, strings, walk
+
+__all__ = ["SCALERS", "Values"]
+
+SCALERS = frozenset(
+    {
+        "torch.amp.GradScaler",
+        "torch.cuda.amp.GradScaler",
+        "torch.cpu.amp.GradScaler",
+        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+        "fairscale.optim.grad_scaler.ShardedGradScaler",
+        "precast.GradScaler",
+    }
+)
+_NOTHING = ""  # the value None: compatible with every class
+
+
+class Values:
+    """Infers the classes of one file's expressions."""
+
+    def __init__(self, names: Names, parents: dict[Node, Node]) -> None:
+        self.names = names
+        self.parents = parents
+        self._open: set[Node] = set()
+        self._attributes: dict[Node, dict[str, list[tuple[Node | None, Node | None]]]] = {}
+
+    def instance(self, node: Node | None) -> str | None:
+        """The documented dotted name of the class that an expression is an instance of."""
+        found = self._instance(node)
+        return canonical(found) if found else None
+
+    def constructed(self, node: Node | None) -> Node | None:
+        """The one call that made an expression's value, if there is just one."""
+        if isinstance(node, cst.Call):
+            return node
+        sources = [value for value, _ in self.sources(node) if not is_none(value)]
+        if len(sources) != 1 or sources[0] is None:
+            return None
+        value = sources[0]
+        return value if isinstance(value, cst.Call) else None
+
+    def enclosing_class(self, node: Node) -> Node | None:
+        """The class whose method a node is in."""
+        inner: Node | None = node
+        while inner is not None and not isinstance(inner, cst.ClassDef):
+            inner = self.parents.get(inner)
+        return inner
+
+    def _instance(self, node: Node | None) -> str | None:
+        if node is None or node in self._open:
+            return None
+        self._open.add(node)
+        try:
+            return self._infer(node)
+        finally:
+            self._open.discard(node)
+
+    def _infer(self, node: Node) -> str | None:
+        if is_none(node):
+            return _NOTHING
+        if isinstance(node, cst.Call):
+            return self.names.path(node.func)
+        if isinstance(node, cst.IfExp):
+            return _agreed(map(self._instance, (node.body, node.orelse)))
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            sources = self.sources(node)
+            known = _agreed(self._source(*source) for source in sources)
+            return known or (self._by_use(node) if self._is_foreign(node, sources) else known)
+        return None
+
+    def _by_use(self, node: Node) -> str | None:
+        """A scaler, if it is used as one."""
+        return "torch.amp.GradScaler" if self._variable(node) in self._used_as_scalers else None
+
+    def _is_foreign(self, node: Node, sources: list[tuple[Node | None, Node | None]]) -> bool:
+        """Whether a value comes from elsewhere: as a parameter, or from a parameter."""
+        if isinstance(node, cst.Name):
+            bindings = self.names.bindings(node)
+            return bool(bindings) and all(
+                b.kind == "param" and b.annotation is None and (b.value is None or is_none(b.value))
+                for b in bindings
+            )
+        values = [value for value, note in sources if note is None and not is_none(value)]
+        return bool(values) and all(
+            isinstance(value, cst.Name) and self._is_foreign(value, []) for value in values
+        )
+
+    def _variable(self, node: Node) -> tuple[object, str] | None:
+        """What is the same for all places that mean one variable, or one attribute of self."""
+        if isinstance(node, cst.Name):
+            scope = self.names.scopes.scope_of.get(node)
+            home = scope.home(node.value) if scope else None
+            return (home, node.value) if home else None
+        if isinstance(node, cst.Attribute) and _is_self(node.value):
+            home_class = self.enclosing_class(node)
+            return (home_class, node.attr.value) if home_class else None
+        return None
+
+    @cached_property
+    def _used_as_scalers(self) -> set[tuple[object, str] | None]:
+        """The variables and attributes on which `unscale_` or `scale(...).backward` is called."""
+        owners = (_scaler_in(node) for node in self.parents if isinstance(node, cst.Attribute))
+        return {self._variable(owner) for owner in owners if owner is not None} - {None}
+
+    def _source(self, value: Node | None, annotation: Node | None) -> str | None:
+        if annotation is not None:
+            return self._annotated(annotation)
+        return self._instance(value)
+
+    def sources(self, node: Node | None) -> list[tuple[Node | None, Node | None]]:
+        """The values and annotations that a name or an attribute of self gets, wherever.
+
+        A value is None where it is not known, and so is an annotation that is not there.
+        """
+        if isinstance(node, cst.Name):
+            return [_of_binding(binding) for binding in self.names.bindings(node)]
+        if isinstance(node, cst.Attribute) and _is_self(node.value):
+            home = self.enclosing_class(node)
+            return self.attributes(home).get(node.attr.value, []) if home else []
+        return []
+
+    def attributes(self, home: Node) -> dict[str, list[tuple[Node | None, Node | None]]]:
+        """The attributes that a class gives itself, each with the values and annotations they get."""
+        if home not in self._attributes:
+            table: dict[str, list[tuple[Node | None, Node | None]]] = {}
+            for name, source in _stores(home):
+                table.setdefault(name, []).append(source)
+            self._attributes[home] = table
+        return self._attributes[home]
+
+    def _annotated(self, node: Node) -> str | None:
+        text = strings(node)
+        if text is not None:
+            return self._quoted(node)
+        if is_none(node):
+            return _NOTHING
+        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.BitOr):
+            return _agreed(map(self._annotated, (node.left, node.right)))
+        if isinstance(node, cst.Subscript):
+            path = self.names.path(node.value) or ""
+            inner = node.slice[0].slice
+            if path in ("typing.Optional", "typing.Final") and isinstance(inner, cst.Index):
+                return self._annotated(inner.value)
+            return None
+        return self.names.path(node)
+
+    def _quoted(self, node: Node) -> str | None:
+        """A quoted annotation that is one name, with or without `| None`."""
+        roots = [name for name, string in self.names.scopes.quoted.items() if string is node]
+        text = strings(node) or ""
+        for name in roots:
+            expression = cst.parse_expression(text)
+            binding = self.names.scopes.scope_of[name]
+            for inner in walk(expression):
+                if isinstance(inner, cst.Name):
+                    self.names.scopes.scope_of.setdefault(inner, binding)
+            return self._annotated(expression)
+        return None
+
+
+def _scaler_in(method: cst.Attribute) -> Node | None:
+    """The x of `x.unscale_`, and of `x.scale(...).backward`."""
+    name, owner = method.attr.value, method.value
+    if name == "unscale_":
+        return owner
+    if name == "backward" and isinstance(owner, cst.Call) and isinstance(owner.func, cst.Attribute):
+        return owner.func.value if owner.func.attr.value == "scale" else None
+    return None
+
+
+def _of_binding(binding: Binding) -> tuple[Node | None, Node | None]:
+    if binding.kind in ("assign", "annotated", "param"):
+        return binding.value, binding.annotation
+    return None, None
+
+
+def _agreed(found: Iterable[str | None]) -> str | None:
+    """The class that all name; the empty text for None alone. Nobody is asked after one who does not know."""
+    kinds = set()
+    for kind in found:
+        if kind is None:
+            return None
+        kinds.add(kind)
+    if kinds != {_NOTHING}:
+        kinds.discard(_NOTHING)
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _is_self(node: Node) -> bool:
+    return isinstance(node, cst.Name) and node.value in ("self", "cls")
+
+
+def _stores(home: Node) -> Iterator[tuple[str, tuple[Node | None, Node | None]]]:
+    """The attributes of self that a class's methods assign, and its class attributes."""
+    for node in walk(home):
+        if isinstance(node, cst.Assign):
+            for target in node.targets:
+                yield from _stored(target.target, node.value, None)
+        elif isinstance(node, cst.AnnAssign):
+            yield from _stored(node.target, node.value, node.annotation.annotation)
+        elif isinstance(node, (cst.AugAssign, cst.For)):
+            yield from _stored(node.target, None, None)
+        elif isinstance(node, cst.AsName):
+            yield from _stored(node.name, None, None)
+
+
+def _stored(
+    target: Node, value: Node | None, note: Node | None
+) -> Iterator[tuple[str, tuple[Node | None, Node | None]]]:
+    if isinstance(target, cst.Attribute) and _is_self(target.value):
+        yield target.attr.value, (value, note)
+    elif isinstance(target, (cst.Tuple, cst.List)):
+        values = elements(value, len(target.elements))
+        for element, inner in zip(target.elements, values, strict=True):
+            yield from _stored(element.value, inner, None)

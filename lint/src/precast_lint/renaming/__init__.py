@@ -1,0 +1,1 @@
+"""Names that move: every use of one in a file, and the fix that changes them together."""

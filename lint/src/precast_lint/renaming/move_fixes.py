@@ -1,0 +1,215 @@
+"""One fix for each set of uses that have to change together; `moves.py` says what moves.
+
+Invariants:
+    - A use through a module that stays (`torch.`) has a fix of its own. A use through a name that an import
+      or an assignment binds shares one fix with that and with all other uses of the name; if one of
+      them can't be changed, none is.
+    - A name that other files may see is changed by unsafe fixes at most: an alias. An import that
+      `__all__` or an `__init__.py` offers is not changed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from precast_lint.editing.imports import move_names, name_for
+from precast_lint.model import Edit, Fix
+from precast_lint.parsing.scopes import Binding, Scope
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.renaming.moves import Move, Use, is_bound_here, root
+
+__all__ = ["Group", "exported", "group_key", "groups_of", "share"]
+
+
+@dataclass(eq=False)
+class Group:
+    """A name that is bound by imports or assignments, with all its uses."""
+
+    bindings: list[Binding]
+    uses: list[Use] = field(default_factory=list)
+    foreign: bool = False  # it is used in a way that is not listed
+
+
+_Groups = dict[tuple[Scope, str], Group]
+
+
+def group_key(source: Source, node: Node, move: Move) -> tuple[Scope, str] | None:
+    """The name through which something that moves was bound; None for `torch.` itself."""
+    name = root(node)
+    if not isinstance(name, cst.Name) or not move.covers(source.names.path(name)):
+        return None
+    home = source.scopes.scope_of[name].home(name.value)
+    assert home is not None
+    return home, name.value
+
+
+def groups_of(source: Source, move: Move, uses: list[Use]) -> _Groups:
+    """The groups of a file, imports and aliases without uses among them."""
+    groups: dict[tuple[Scope, str], Group] = {}
+    for use in uses:
+        key = group_key(source, use.node, move)
+        if key is not None:
+            scope, name = key
+            groups.setdefault(key, Group(scope.bindings[name])).uses.append(use)
+    for scope in {source.scopes.module: 0, **dict.fromkeys(source.scopes.owned.values())}:
+        for name, bindings in scope.bindings.items():
+            if bindings and all(move.knows(_path(source, b)) for b in bindings):
+                groups.setdefault((scope, name), Group(bindings))
+    for (scope, name), group in groups.items():
+        group.foreign = not all(move.knows(_path(source, b)) for b in group.bindings)
+        known = {root(use.node) for use in group.uses}
+        group.foreign |= any(
+            node not in known and not is_bound_here(source, node)
+            for node in source.scopes.references(scope, name)
+        )
+        group.foreign |= name in exported(source) or source.filename.endswith("__init__.py")
+        group.foreign |= scope.is_class or len(group.bindings) > 1
+    return groups
+
+
+def _path(source: Source, binding: Binding) -> str | None:
+    if binding.kind == "assign":
+        return source.names.path(binding.value)
+    return binding.path
+
+
+def exported(source: Source) -> set[str]:
+    """The names in `__all__`."""
+    names = set()
+    for binding in source.scopes.module.bindings.get("__all__", ()):
+        if isinstance(binding.value, (cst.List, cst.Tuple)):
+            names |= {getattr(e.value, "evaluated_value", "") for e in binding.value.elements}
+    return names
+
+
+# --- fixes ---
+
+
+def share(source: Source, move: Move, uses: list[Use], groups: _Groups) -> None:
+    """Gives each use its fix: its own, or that of its group together with groups of the same import."""
+    for (scope, name), group in groups.items():
+        if [b.kind for b in group.bindings] == ["assign"]:
+            _follow(group, [u for u in uses if _binds(source, u, scope, name)])
+    for use in uses:
+        if group_key(source, use.node, move) is None:
+            _give([use], _own_fix(source, move, use))
+    by_statement: dict[Node, list[Group]] = {}
+    for group in groups.values():
+        binding = group.bindings[0]
+        if len(group.bindings) == 1 and binding.kind in ("import", "from"):
+            by_statement.setdefault(source.parents[binding.node], []).append(group)
+    for statement, together in by_statement.items():
+        ready = [group for group in together if _is_fixable(source, group)]
+        safe = [group for group in ready if not any(use.unsafe for use in group.uses)]
+        _share(source, move, statement, safe, safe)
+        if len(safe) < len(ready):
+            _share(source, move, statement, ready, [group for group in ready if group not in safe])
+
+
+def _binds(source: Source, use: Use, scope: Scope, name: str) -> bool:
+    parent = source.parents.get(use.node)
+    if use.kind != "alias" or not isinstance(parent, cst.Assign):
+        return False
+    target = parent.targets[0].target
+    return isinstance(target, cst.Name) and any(b.node is target for b in scope.bindings[name])
+
+
+def _follow(group: Group, aliases: list[Use]) -> None:
+    """Hands what the uses of an alias need to the place that binds it."""
+    for alias in aliases:
+        alias.followers = group.uses
+        if group.foreign or any(use.edits is None for use in group.uses):
+            alias.edits = None
+
+
+def _all(use: Use) -> Iterator[Use]:
+    yield use
+    for follower in use.followers:
+        yield from _all(follower)
+
+
+def _edits(uses: list[Use]) -> tuple[Edit, ...] | None:
+    """The edits of uses and of all that follow them; None if one of them can't be changed."""
+    found: list[Edit] = []
+    for use in (inner for outer in uses for inner in _all(outer)):
+        if use.edits is None:
+            return None
+        found += use.edits
+    return tuple(found)
+
+
+def _is_selected(source: Source, uses: list[Use]) -> bool:
+    codes = source.codes
+    return codes is None or all(
+        use.code in codes or not use.code or use.kind == "import"
+        for outer in uses
+        for use in _all(outer)
+    )
+
+
+def _give(uses: list[Use], fix: Fix | None) -> None:
+    for use in (inner for outer in uses for inner in _all(outer)):
+        use.fix = fix
+
+
+def _own_fix(source: Source, move: Move, use: Use) -> Fix | None:
+    """The fix of `torch.cuda.amp.autocast()`, which no other use has a part in but those of an alias."""
+    edits = _edits([use])
+    if edits is None or not _is_selected(source, [use]):
+        return None
+    renamed = use.renamed if use.renamed is not None else _renamed(source, move, use.node)
+    if renamed is None:
+        return None
+    unsafe = any(inner.unsafe for inner in _all(use))
+    return source.fix(f"Use {move.new(use.origin)}", renamed, edits, unsafe=unsafe)
+
+
+def _renamed(source: Source, move: Move, node: Node) -> tuple[Edit, ...] | None:
+    inner = node
+    while source.names.path(inner) not in move.modules:
+        if not isinstance(inner, cst.Attribute):
+            return None
+        inner = inner.value
+    new = move.modules[source.names.path(inner) or ""]
+    top, dot, rest = new.partition(".")
+    named = name_for(source, top, root(node))
+    if named is None:
+        return None
+    name, added = named
+    return (source.replace(inner, name + dot + rest), *added)
+
+
+def _is_fixable(source: Source, group: Group) -> bool:
+    return not group.foreign and _is_selected(source, group.uses) and _edits(group.uses) is not None
+
+
+def _share(
+    source: Source, move: Move, statement: Node, moved: list[Group], receivers: list[Group]
+) -> None:
+    definition = _definition_edits(source, move, statement, moved)
+    if definition is None or not moved:
+        return
+    uses = [use for group in moved for use in group.uses]
+    unsafe = any(use.unsafe for outer in uses for use in _all(outer))
+    fix = source.fix(move.message, definition, _edits(uses) or (), unsafe=unsafe)
+    for group in receivers:
+        _give(group.uses, fix)
+
+
+def _definition_edits(
+    source: Source, move: Move, statement: Node, moved: list[Group]
+) -> tuple[Edit, ...] | None:
+    bindings = [group.bindings[0] for group in moved]
+    if isinstance(statement, cst.Import):
+        return tuple(
+            source.replace(b.node.name, move.new(source.code(b.node.name)))
+            for b in bindings
+            if isinstance(b.node, cst.ImportAlias)
+        )
+    if isinstance(statement, cst.ImportFrom):
+        new = {b.node: move.new(b.path or "") for b in bindings}
+        kept = [b.node for b in bindings if isinstance(b.node, cst.ImportAlias)]
+        return move_names(source, statement, kept, new)
+    return None

@@ -1,0 +1,187 @@
+"""Names that move to another module, and every use of them in a file.
+
+`old_names.py` moves deprecated names to `torch.amp`; AMP601 moves those of `torch.amp` to precast.
+What has to change at a use besides its name, they say; `move_fixes.py` makes the fixes.
+
+Invariant: a use is an expression that certainly stands for the name; what else may, nobody lists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from precast_lint.editing.imports import name_for
+from precast_lint.model import Edit, Fix
+from precast_lint.parsing.names import canonical
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, strings, walk
+
+__all__ = ["Move", "Use", "expressions", "in_string", "is_bound_here", "reference_kind", "root"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """What moves: dotted names, or modules with all that is in them, and where to.
+
+    Attributes:
+        modules: old -> new.
+        names: the documented dotted names whose uses count.
+        message: of fixes that change an import.
+    """
+
+    modules: Mapping[str, str]
+    names: frozenset[str]
+    message: str
+
+    def covers(self, path: str | None) -> bool:
+        """Whether a dotted name, as it is spelled, moves."""
+        return path is not None and self._old(path) is not None
+
+    def new(self, path: str) -> str:
+        """Where a dotted name that moves is then."""
+        old = self._old(path)
+        assert old is not None
+        return self.modules[old] + path[len(old) :]
+
+    def knows(self, path: str | None) -> bool:
+        """Whether a dotted name is one of the names, or a module that they are in."""
+        return path is not None and (
+            canonical(path) in self.names or canonical(path) in self.modules
+        )
+
+    def _old(self, path: str) -> str | None:
+        fits = [m for m in self.modules if path == m or path.startswith(m + ".")]
+        return max(fits, key=len) if fits else None
+
+
+@dataclass(eq=False)
+class Use:
+    """One place where a name that moves is used.
+
+    Attributes:
+        node: the expression that stands for the name.
+        place: the node that is reported.
+        origin: the name.
+        kind: call, decorator, import, or how else the name is used.
+        code: the rule that reports it; empty: none does.
+        edits: what has to change here besides the name; None: it can't be changed.
+        unsafe: whether that may change what the program does.
+        followers: the uses of the alias that is bound here.
+        renamed: the edits that change the name here, if that is no replacement of the node.
+    """
+
+    node: Node
+    place: Node
+    origin: str
+    kind: str
+    code: str
+    edits: tuple[Edit, ...] | None
+    unsafe: bool = False
+    fix: Fix | None = None
+    followers: list[Use] = field(default_factory=list)
+    renamed: tuple[Edit, ...] | None = None
+
+
+def root(node: Node) -> Node:
+    """The first name of a dotted name."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node
+
+
+def expressions(source: Source, move: Move) -> Iterator[tuple[Node, Node, str]]:
+    """What stands for a name that moves: the expression, where it is reported, the name.
+
+    In a quoted annotation the expression is that of the text, and it is reported at the string.
+    """
+    node: Node
+    for node in [*source.all(cst.Attribute), *source.all(cst.Name)]:
+        if isinstance(node, cst.Name) and node not in source.scopes.scope_of:
+            continue
+        origin = source.origin(node)
+        counts = origin in move.names or _is_module_alias(source, node, move)
+        # `autocast.__init__` is no use that we know: groups see it as a foreign one.
+        inside = isinstance(source.parents.get(node), cst.Attribute)
+        if origin and counts and not inside and not is_bound_here(source, node):
+            yield node, node, origin
+    for string, tree in source.scopes.quoted_trees.items():
+        inner = {n.value for n in walk(tree) if isinstance(n, cst.Attribute)}
+        for node in walk(tree):
+            origin = source.origin(node)
+            if origin in move.names and node not in inner:
+                yield node, string, origin
+
+
+def is_bound_here(source: Source, node: Node) -> bool:
+    """Whether a name is being assigned, not read."""
+    return isinstance(node, cst.Name) and any(b.node is node for b in source.names.bindings(node))
+
+
+def in_string(source: Source, string: Node, node: Node, move: Move) -> tuple[Edit, ...] | None:
+    """Edits that rename a dotted name in a quoted annotation; None where the text is not that plain."""
+    text, value = source.code(string), strings(string)
+    base = source.names.path(root(node))
+    if value is None or text[1:-1] != value or base is None:
+        return None
+    if move.covers(base):
+        return ()  # its import is changed
+    tree: Node = node
+    while not (path := source.names.path(tree) or "") or path not in move.modules:
+        if not isinstance(tree, cst.Attribute):
+            return None
+        tree = tree.value
+    top, dot, rest = move.modules[path].partition(".")
+    first = root(node)
+    available = name_for(source, top, first)
+    if available is None or not isinstance(first, cst.Name):
+        return None
+    spelled = first.value + path[len(base) :]
+    wanted = available[0] + dot + rest
+    start = source.span(string).start + 1
+    found = re.finditer(rf"(?<![\w.]){re.escape(spelled)}(?!\w)", value)
+    edits = (
+        Edit(start + _bytes(value[: m.start()]), start + _bytes(value[: m.end()]), wanted)
+        for m in found
+    )
+    return (*edits, *available[1])
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode("utf-8"))
+
+
+def _is_module_alias(source: Source, node: Node, move: Move) -> bool:
+    """`amp = torch.cuda.amp`."""
+    parent = source.parents.get(node)
+    is_value = isinstance(parent, cst.Assign) and parent.value is node
+    return is_value and source.names.path(node) in move.modules
+
+
+def reference_kind(source: Source, node: Node) -> str:
+    """How a name is used that is not called: annotation, partial, isinstance, alias, value (of a table) ..."""
+    parent = source.parents[node]
+    notes = (cst.Annotation, cst.TypeAlias, cst.TypeParam)
+    if any(isinstance(outer, notes) for outer in source.around(node)):
+        return "annotation"
+    if isinstance(parent, cst.Element):  # isinstance(x, (A, B))
+        parent = source.parents[source.parents[parent]]
+    if isinstance(parent, cst.Arg):
+        return _argument_kind(source, node, parent)
+    if isinstance(parent, cst.DictElement) and parent.value is node:
+        return "value"
+    if isinstance(parent, cst.Assign) and len(parent.targets) == 1:
+        return "alias" if isinstance(parent.targets[0].target, cst.Name) else "reference"
+    return "reference"
+
+
+def _argument_kind(source: Source, node: Node, arg: cst.Arg) -> str:
+    call = source.parents[arg]
+    if not isinstance(call, cst.Call):
+        return "subclass"
+    if source.names.builtin(call.func) in ("isinstance", "issubclass"):
+        return "isinstance"
+    first = call.args[0] is arg and arg.value is node and not arg.star
+    is_partial = first and source.origin(call.func) == "functools.partial"
+    return "partial" if is_partial else "argument"

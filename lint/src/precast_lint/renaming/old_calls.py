@@ -1,0 +1,137 @@
+"""How the arguments of a call of a deprecated name become those of the new one.
+
+`autocast(enabled, dtype, cache_enabled)` became `autocast(device_type, dtype, enabled, cache_enabled)`:
+what was positional is written as keywords. `GradScaler` got the device in front of its parameters.
+`custom_fwd` and `custom_bwd` got a keyword.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from precast_lint.editing.imports import name_for
+from precast_lint.meaning.kinds import is_text
+from precast_lint.meaning.regions import AUTOCASTS, DEFAULT_DTYPE
+from precast_lint.model import Edit
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+
+__all__ = ["call_edits", "device_edits", "has_new_arguments"]
+
+_OLD_PARAMETERS = ("enabled", "dtype", "cache_enabled")
+
+
+def call_edits(
+    source: Source, call: cst.Call, args: Sequence[cst.Arg], kind: str, device: str
+) -> tuple[Edit, ...] | None:
+    """The edits between the parentheses of a call; None where they can't be made."""
+    pinned = _pinned_dtype(source, call, device) if kind == "autocast" else ()
+    if pinned is None:
+        return None
+    quoted = source.quoted(device, call)
+    if kind == "same":
+        return ()
+    if kind == "cast":  # the device came between the value and the dtype
+        plain = len(args) == 2 and not args[0].star and not args[0].keyword and not args[1].star
+        return (source.after(args[0], f", {quoted}"),) if plain else None
+    if not args:
+        end = source.span(call).end - 1
+        text = f"device_type={quoted}" if kind == "custom" else quoted
+        more = "".join(edit.text for edit in pinned if edit.start == end)
+        return (Edit(end, end, text + more), *(edit for edit in pinned if edit.start != end))
+    edits = device_edits(source, None, args, kind, device)
+    return None if edits is None else (*edits, *pinned)
+
+
+def has_new_arguments(source: Source, call: cst.Call, kind: str) -> bool:
+    """Whether a call of an old name gives the device, which only the new name takes."""
+    arguments = Arguments.of(call)
+    if kind == "custom" or arguments.starred:
+        return "device_type" in arguments.keywords
+    keyword = "device_type" if kind == "autocast" else "device"
+    return keyword in arguments.keywords or is_text(source, arguments.get(keyword, 0))
+
+
+def device_edits(
+    source: Source, after: cst.Arg | None, args: Sequence[cst.Arg], kind: str, device: str
+) -> tuple[Edit, ...] | None:
+    """The edits of a list of arguments, which may begin after another one (that of a partial)."""
+    if kind in ("cast", "same"):
+        return () if kind == "same" else None
+    last = args[-1] if args else after
+    assert last is not None
+    quoted = source.quoted(device, last)
+    if kind == "custom":
+        if any(arg.star for arg in args):
+            return None
+        return (source.after(last, f", device_type={quoted}"),)
+    keywords = _as_keywords(source, args) if kind == "autocast" else []
+    if keywords is None:
+        return None
+    if after is not None:
+        return (source.after(after, f", {quoted}"), *keywords)
+    if keywords and keywords[0].start == source.span(args[0]).start:
+        first = keywords.pop(0)
+        return (Edit(first.start, first.start, f"{quoted}, {first.text}"), *keywords)
+    return (source.before(args[0], f"{quoted}, "), *keywords)
+
+
+def _as_keywords(source: Source, args: Sequence[cst.Arg]) -> list[Edit] | None:
+    """Edits that write the old positional arguments as keywords; None where there is a `*args`."""
+    edits = []
+    for position, arg in enumerate(args):
+        if arg.star == "*" or position >= len(_OLD_PARAMETERS):
+            return None
+        if arg.keyword is None and not arg.star:
+            edits.append(source.before(arg, f"{_OLD_PARAMETERS[position]}="))
+    return edits
+
+
+def _pinned_dtype(source: Source, call: cst.Call, device: str) -> tuple[Edit, ...] | None:
+    """Inside another region the new name would inherit its dtype, where the old one had its own."""
+    if len([arg for arg in call.args if arg.keyword is None]) > 1:
+        return ()
+    if any(arg.star or (arg.keyword and arg.keyword.value == "dtype") for arg in call.args):
+        return ()
+    if not any(_has_other_dtype(source, outer) for outer in _outer_regions(source, call)):
+        return ()
+    named = name_for(source, "torch", call)
+    if named is None:
+        return None
+    torch, added = named
+    text = f", dtype={torch}.{DEFAULT_DTYPE[device].removeprefix('torch.')}"
+    if not call.args:
+        end = source.span(call).end - 1
+        return (Edit(end, end, text), *added)
+    return (source.after(call.args[-1], text), *added)
+
+
+def _outer_regions(source: Source, call: cst.Call) -> list[cst.Call]:
+    """The regions of `with` statements and decorators around a call, in its function."""
+    found: list[Node] = []
+    inner: Node = call
+    for outer in source.around(call):
+        if isinstance(outer, cst.With):
+            items = [item.item for item in outer.items]
+            found += items if inner is outer.body else items[: _position(outer, inner)]
+        if isinstance(outer, cst.FunctionDef):
+            if inner is outer.body:
+                found += [decorator.decorator for decorator in outer.decorators]
+            break
+        inner = outer
+    return [n for n in found if isinstance(n, cst.Call) and source.origin(n.func) in AUTOCASTS]
+
+
+def _position(statement: cst.With, item: Node) -> int:
+    return next((i for i, other in enumerate(statement.items) if other is item), 0)
+
+
+def _has_other_dtype(source: Source, region: cst.Call) -> bool:
+    """Whether a region may have another dtype than the device's default one."""
+    origin = source.origin(region.func) or ""
+    if origin.startswith("torch.") and origin.split(".")[1] in ("cuda", "cpu"):
+        return any(arg.star or arg.keyword is None for arg in region.args) or any(
+            arg.keyword is not None and arg.keyword.value == "dtype" for arg in region.args
+        )
+    return True

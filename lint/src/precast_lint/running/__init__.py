@@ -1,0 +1,1 @@
+"""A run over files: which, on all cores, from the cache, and what is reported of each."""

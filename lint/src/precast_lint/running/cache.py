@@ -1,0 +1,98 @@
+"""Remembers what was found in a file, by its contents, its name, the settings and this version of the rules.
+
+Invariants: a cache that can't be read or written is no error, only slower; the file is replaced whole;
+entries that a run did not ask for are dropped once there are too many.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from precast_lint.running.report import Reported
+from precast_lint.selecting.settings import Settings
+from precast_lint.version import __version__
+
+__all__ = ["Cache"]
+
+_MOST = 20_000
+
+
+class Cache:
+    """The findings of earlier runs in a folder; None: nowhere, so nothing is remembered."""
+
+    def __init__(self, folder: Path | None, settings: Settings) -> None:
+        self.path = folder / "check.json" if folder else None
+        self._settings = settings
+        self._new: dict[str, list[dict[str, Any]]] = {}
+
+    @cached_property
+    def _salt(self) -> bytes:
+        return f"{_fingerprint()}\0{_described(self._settings)}\0".encode()
+
+    @cached_property
+    def _old(self) -> dict[str, list[dict[str, Any]]]:
+        import json
+
+        if self.path is not None:
+            with suppress(OSError, ValueError):
+                return dict(json.loads(self.path.read_text(encoding="utf-8")))
+        return {}
+
+    def key(self, filename: str, data: bytes) -> str:
+        """What stands for a file's contents in this run."""
+        import hashlib
+
+        return hashlib.sha256(
+            self._salt + filename.encode("utf-8", "replace") + b"\0" + data
+        ).hexdigest()
+
+    def get(self, key: str) -> list[Reported] | None:
+        """What was found then; None if that is not known."""
+        rows = self._old.get(key)
+        if rows is None:
+            return None
+        try:
+            found = [Reported(**row) for row in rows]
+        except TypeError:
+            return None
+        self._new[key] = rows
+        return found
+
+    def put(self, key: str, found: list[Reported]) -> None:
+        """Remembers what was found."""
+        self._new[key] = [finding.as_dict() for finding in found]
+
+    def save(self) -> None:
+        """Writes it down, if anything is new."""
+        if self.path is None or not self._new or self._new.keys() <= self._old.keys():
+            return
+        rows = self._old | self._new if len(self._old) < _MOST else self._new
+        with suppress(OSError):
+            self.path.parent.mkdir(exist_ok=True)
+            ignore = self.path.parent / ".gitignore"
+            if not ignore.exists():
+                ignore.write_text("*\n", encoding="utf-8")
+            import json
+
+            from precast_lint.running import whole_file
+
+            whole_file.write(self.path, json.dumps(rows).encode())
+
+
+def _described(settings: Settings) -> str:
+    parts: list[Any] = [sorted(settings.codes), settings.min_torch]
+    parts += [(pattern, sorted(codes)) for pattern, codes in settings.per_file_ignores]
+    return repr(parts)
+
+
+@cache
+def _fingerprint() -> str:
+    """This version and the state of the rules' files, which change while someone works on them."""
+    import hashlib
+
+    folder = Path(__file__).parents[1]
+    stats = [(p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(folder.rglob("*.py"))]
+    return f"{__version__} {hashlib.sha256(repr(stats).encode()).hexdigest()}"

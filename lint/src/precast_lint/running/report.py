@@ -1,0 +1,122 @@
+"""What is known about a file after a run: findings with rows and columns, ready to print, cache and send.
+
+Invariants: rows and columns count from 1, columns in characters, and an end is the first column after;
+in a notebook rows count from the start of the cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from precast_lint.model import Edit, Finding
+    from precast_lint.parsing.text import Text
+
+__all__ = ["FileReport", "Reported", "reported"]
+
+
+@dataclass(frozen=True)
+class Reported:
+    """One finding as users see it."""
+
+    code: str
+    name: str
+    message: str
+    severity: str
+    filename: str
+    row: int
+    column: int
+    end_row: int
+    end_column: int
+    line: str
+    fix: dict[str, Any] | None = None
+    noqa_row: int = 0
+    cell: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the cache."""
+        return asdict(self)
+
+
+@dataclass
+class FileReport:
+    """What happened to one file.
+
+    Attributes:
+        filename: the file.
+        findings: those that are left.
+        fixed: the code of each finding that was fixed.
+        before: its bytes, if they changed.
+        after: what was, or would be, written.
+        note: why it was skipped.
+        failed: whether that was a defect of ours.
+    """
+
+    filename: str
+    findings: list[Reported] = field(default_factory=list)
+    fixed: list[str] = field(default_factory=list)
+    before: bytes | None = None
+    after: bytes | None = None
+    note: str | None = None
+    failed: bool = False
+
+
+def reported(
+    finding: Finding,
+    text: Text,
+    filename: str,
+    place: Callable[[int], tuple[int, int]] | None = None,
+) -> Reported:
+    """A finding with rows and columns; `place` turns a row of a notebook's code into cell and row."""
+    row, column = text.position(finding.span.start)
+    end_row, end_column = text.position(finding.span.end)
+    cell = None
+    line = text.line(row)
+    fix = _fix(finding, text, place)
+    if place is not None:
+        first = row
+        cell, row = place(row)
+        end_row = row + end_row - first
+    return Reported(
+        code=finding.code,
+        name=finding.name,
+        message=finding.message,
+        severity=finding.severity.value,
+        filename=filename,
+        row=row,
+        column=column,
+        end_row=end_row,
+        end_column=end_column,
+        line=line,
+        fix=fix,
+        noqa_row=row,
+        cell=cell,
+    )
+
+
+def _fix(
+    finding: Finding, text: Text, place: Callable[[int], tuple[int, int]] | None
+) -> dict[str, Any] | None:
+    fix = finding.fix
+    if fix is None:
+        return None
+    edits = [_edit(edit, text, place) for edit in fix.edits]
+    return {"applicability": fix.applicability.value, "message": fix.message, "edits": edits}
+
+
+def _edit(edit: Edit, text: Text, place: Callable[[int], tuple[int, int]] | None) -> dict[str, Any]:
+    """One edit; in a notebook it says in which cell, which need not be that of the finding."""
+    row, column = text.position(edit.start)
+    end_row, end_column = text.position(edit.end)
+    cell: dict[str, int] = {}
+    if place is not None:
+        number, inside = place(row)
+        cell, row, end_row = {"cell": number}, inside, inside + end_row - row
+    return {
+        "content": edit.text,
+        "location": {"row": row, "column": column},
+        "end_location": {"row": end_row, "column": end_column},
+        **cell,
+    }

@@ -1,0 +1,230 @@
+"""Runs the engine over many files: on all cores, from the cache, and writes what was fixed.
+
+Invariants:
+    - This process reads each file and takes the cheap look; only files that mention something of interest,
+      and are not in the cache, are parsed, in other processes where there are several.
+    - A file is replaced in one step, through links, with its mode; a crash leaves it old or new.
+    - What goes wrong with one file is a note on it, and the others go on.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precast_lint.errors import CheckError
+from precast_lint.running.cache import Cache
+from precast_lint.running.files import read
+from precast_lint.running.report import FileReport, Reported, reported
+from precast_lint.selecting.look import interesting
+from precast_lint.selecting.registry import ENGINE
+from precast_lint.selecting.settings import Settings
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
+    from precast_lint.checking.engine import Checked
+    from precast_lint.parsing.notebook import Broken, Notebook
+
+__all__ = ["Mode", "run", "run_text"]
+
+_FEW = 8  # files below which starting processes costs more than it saves
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What to do with fixes: apply them, and write the files.
+
+    `fix` without `write` only tells what would be written.
+    """
+
+    fix: bool = False
+    write: bool = False
+
+
+def run(
+    paths: Iterable[Path],
+    settings: Settings,
+    mode: Mode,
+    cache: Cache,
+    *,
+    advance: Callable[[int, int], object] = max,
+    jobs: int | None = None,
+) -> list[FileReport]:
+    """Checks or fixes files, and reports on all that were found or noted, in the order of the paths.
+
+    Args:
+        paths: the files.
+        settings: what to look for.
+        mode: what to do with fixes.
+        cache: what is known already.
+        advance: is told how many of how many files are done.
+        jobs: processes; None: one a core.
+    """
+    reports: dict[Path, FileReport] = {}
+    waiting: list[tuple[Path, bytes]] = []
+    for path in paths:
+        looked = _look(path, settings, mode, cache)
+        if isinstance(looked, bytes):
+            waiting.append((path, looked))
+        elif looked is not None:
+            reports[path] = looked
+        if looked is not None:
+            reports.setdefault(path, FileReport(str(path)))  # keeps the order
+    work = [(str(path), data, settings, mode) for path, data in waiting]
+    for done, (task, report) in enumerate(zip(work, _all(work, jobs), strict=True), 1):
+        reports[Path(task[0])] = report
+        if report.before is None and report.note is None:
+            cache.put(cache.key(task[0], task[1]), report.findings)
+        advance(done, len(work))
+    cache.save()
+    return list(reports.values())
+
+
+def _look(path: Path, settings: Settings, mode: Mode, cache: Cache) -> FileReport | bytes | None:
+    """A report where it is known without parsing, None where there is nothing, else the file's bytes."""
+    try:
+        data = read(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return FileReport(str(path), note=reason)
+    if not interesting(data, settings.codes_for(str(path))):
+        return None
+    known = cache.get(cache.key(str(path), data))
+    if known is None or (mode.fix and any(_may_apply(f, settings) for f in known)):
+        return data
+    return FileReport(str(path), known)
+
+
+def _may_apply(finding: Reported, settings: Settings) -> bool:
+    allowed = ("safe", "unsafe") if settings.unsafe_fixes else ("safe",)
+    return finding.fix is not None and finding.fix["applicability"] in allowed
+
+
+def _all(work: list[tuple[str, bytes, Settings, Mode]], jobs: int | None) -> Iterator[FileReport]:
+    jobs = min(jobs or os.cpu_count() or 1, len(work))
+    if jobs < 2 or len(work) < _FEW:
+        yield from map(_one, work)
+        return
+    from concurrent.futures.process import BrokenProcessPool
+
+    import libcst  # noqa: F401  # once, before the processes are made from this one
+
+    done = 0
+    try:
+        with _pool(jobs) as pool:
+            size = max(1, min(16, len(work) // (4 * jobs)))
+            for done, report in enumerate(pool.map(_one, work, chunksize=size), 1):  # noqa: B007
+                yield report
+    except BrokenProcessPool:  # a process died, of one file: the others get what it did not bring
+        yield from map(_alone, work[done:])
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    kind = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context(kind))
+
+
+def _alone(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
+    """One file in a process of its own, which may die of it."""
+    from concurrent.futures.process import BrokenProcessPool
+
+    try:
+        with _pool(1) as pool:
+            return pool.submit(_one, task).result()
+    except BrokenProcessPool:
+        return FileReport(task[0], note="the process that checked it died", failed=True)
+
+
+def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
+    filename, data, settings, mode = task
+    report = run_text(filename, data, settings, mode)
+    if mode.write and report.after is not None:
+        from precast_lint.running import whole_file
+
+        try:
+            path = Path(filename).resolve()
+            whole_file.write(path, report.after, stat.S_IMODE(path.stat().st_mode))
+        except OSError as error:
+            return FileReport(filename, note=f"it can't be written: {error.strerror}")
+    return report
+
+
+def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> FileReport:
+    """Checks or fixes the bytes of one file; writes nothing. A defect of ours is a note on the file."""
+    try:
+        return _run_text(filename, data, settings, mode)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # what fails inside LibCST's parser is no `Exception`
+        said = (
+            str(error) if isinstance(error, CheckError) else f"precast-lint failed on it: {error!r}"
+        )
+        return FileReport(filename, note=said, failed=True)
+
+
+def _run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> FileReport:
+    from precast_lint.checking import engine
+    from precast_lint.parsing.notebook import Notebook, is_notebook
+    from precast_lint.parsing.text import Text, decode
+
+    try:
+        notebook = Notebook(data) if is_notebook(filename) else None
+        text = Text(notebook.code.encode("utf-8")) if notebook else decode(data)
+    except (ValueError, RecursionError) as error:
+        return FileReport(filename, note=f"it can't be read: {error}")
+    do = engine.fix if mode.fix else engine.check
+    checked = do(text, filename, settings)
+    return _report(filename, data, notebook, checked, settings.codes_for(filename))
+
+
+def _report(
+    filename: str,
+    data: bytes,
+    notebook: Notebook | None,
+    checked: Checked,
+    codes: frozenset[str],
+) -> FileReport:
+    after = checked.text.encode()
+    place: Any = None
+    if notebook is not None:
+        after = notebook.with_code(checked.text.string)
+        place = type(notebook)(after).place
+    findings = [reported(finding, checked.text, filename, place) for finding in checked.findings]
+    if notebook is not None and notebook.broken and "AMP900" in codes:
+        findings.insert(0, _broken(filename, notebook.broken))
+    changed = after != data and bool(checked.fixed)
+    return FileReport(
+        filename,
+        findings,
+        list(checked.fixed),
+        before=data if changed else None,
+        after=after if changed else None,
+    )
+
+
+def _broken(filename: str, cells: list[Broken]) -> Reported:
+    """One finding for all cells of a notebook that are not Python, at the first."""
+    first = cells[0]
+    more = f" (and {len(cells) - 1} more)" if len(cells) > 1 else ""
+    return Reported(
+        code="AMP900",
+        name=ENGINE["AMP900"],
+        message=f"this cell{more} is not Python that can be read: {first.reason}",
+        severity="error",
+        filename=filename,
+        row=first.row,
+        column=1,
+        end_row=first.row,
+        end_column=1,
+        line=first.line,
+        noqa_row=first.row,
+        cell=first.cell,
+    )

@@ -1,0 +1,107 @@
+"""All rules: each module `rules/ampNNN_name.py` holds one as `RULE`, or a table of them as `RULES`.
+
+Invariant: a rule's module is loaded when a file has to be parsed for it. What is asked before that is in
+`index.py`, which `python -m tools.rule_pages` writes; `all_rules` looks at the modules themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from precast_lint.model import Rule
+
+__all__ = [
+    "ENGINE",
+    "TO_PRECAST",
+    "Short",
+    "all_rules",
+    "expand",
+    "index",
+    "load",
+    "modules",
+]
+
+# What the engine itself reports: code -> name.
+ENGINE = {"AMP900": "syntax-error", "AMP901": "unused-suppression"}
+# What `fix --to precast` selects. The first is a choice, not a fault: only its own code or name selects it.
+TO_PRECAST = ("AMP601", "AMP001", "AMP002", "AMP003", "AMP004", "AMP005", "AMP006", "AMP007")
+_PACKAGE = "precast_lint.rules"
+
+
+class Short(NamedTuple):
+    """What is to be known of a rule without loading it."""
+
+    code: str
+    module: str
+    name: str
+    severity: str
+    default: bool
+    words: tuple[str, ...]
+
+
+@functools.cache
+def index() -> dict[str, Short]:
+    """Every rule in short by its code, in the order of the codes."""
+    from precast_lint.selecting.index import RULES
+
+    return {row[0]: Short(*row) for row in RULES}
+
+
+def load(name: str) -> Rule | None:
+    """A rule by its code or its name; None if there is none."""
+    known = index().get(name.upper())
+    known = known or next((r for r in index().values() if r.name == name.lower()), None)
+    if known is None:
+        return None
+    return next(rule for rule in _rules(known.module) if rule.code == known.code)
+
+
+@functools.cache
+def modules() -> list[tuple[str, Rule]]:
+    """Every rule with the name of its module, in the order of the codes; loads them all."""
+    import pkgutil
+
+    package = import_module(_PACKAGE)
+    names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name.startswith("amp")]
+    found = [(name, rule) for name in names for rule in _rules(name)]
+    return sorted(found, key=lambda row: row[1].code)
+
+
+def all_rules() -> dict[str, Rule]:
+    """Every rule by its code, in the order of the codes; loads them all."""
+    return {rule.code: rule for _, rule in modules()}
+
+
+def _rules(module: str) -> tuple[Rule, ...]:
+    found = import_module(f"{_PACKAGE}.{module}")
+    several: tuple[Rule, ...] | None = getattr(found, "RULES", None)
+    return several or (found.RULE,)
+
+
+def expand(selectors: Iterable[str]) -> frozenset[str]:
+    """Codes, names and prefixes ("AMP2", "ALL") as codes.
+
+    Raises:
+        ValueError: one of them fits no rule.
+    """
+    codes: set[str] = set()
+    for selector in selectors:
+        wanted = selector.strip().upper()
+        known = {rule.code: rule.name for rule in index().values()} | ENGINE
+        fits = {
+            code
+            for code, name in known.items()
+            if (wanted == "ALL" and code != TO_PRECAST[0])
+            or (code.startswith(wanted) and wanted)
+            or name.upper() == wanted
+        }
+        if not fits:
+            raise ValueError(
+                f"{selector!r} is no rule: give a code (AMP001), the beginning of codes (AMP0), a name or ALL"
+            )
+        codes |= fits
+    return frozenset(codes)

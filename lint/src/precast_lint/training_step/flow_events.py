@@ -1,0 +1,162 @@
+"""What a training step does, as events: backward, scale, step, update, unscale_, clip, zero_grad ...
+
+Invariants: an expression is named by its text ("scaler", "self.scaler", "optims[0]"), which is its *key*;
+a call is an event of a protocol only if its receiver's class is known, except `backward` without
+positional arguments and `zero_grad`, whose names are enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from precast_lint.meaning.regions import Region, region_of_call
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.values import SCALERS
+
+__all__ = ["Event", "call_event", "is_optimizer", "key", "scaler_of"]
+
+_CLIPS = {
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.nn.utils.clip_grad_norm",
+    "torch.nn.utils.clip_grad_value_",
+    "torch.nn.utils.clip_grad.clip_grad_norm_",
+    "torch.nn.utils.clip_grad.clip_grad_value_",
+}
+_SCALER_METHODS = {
+    "scale": "scale",
+    "unscale_": "unscale",
+    "step": "scaler_step",
+    "update": "update",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """One thing that happens when a function runs.
+
+    Attributes:
+        kind: one of
+            scale, unscale, scaler_step, update: methods of a scaler;
+            backward: of a loss, or torch.autograd.backward (`scaler` says by what the loss was scaled);
+            autograd_grad: torch.autograd.grad; optimizer_step, scheduler_step, zero_grad, clip;
+            grad_read: `.grad` is read; call: any other call;
+            assign: a name, attribute or item gets a value; enter, leave: a `with` item;
+            loop: an iteration begins; next: an iteration ends; return: the function is left.
+        node: the call, attribute, target, `with` item's expression or statement.
+        receiver: the key of what the method is called on, or what is assigned.
+        scaler: the key of the scaler that has a part in it.
+        optimizer: the key of the optimizer that has a part in it.
+        arguments: those of a call.
+        region: of enter and leave, if the item is a region.
+        value: what is assigned.
+        instance: the class of the receiver, as far as known.
+    """
+
+    kind: str
+    node: Node
+    receiver: str | None = None
+    scaler: str | None = None
+    optimizer: str | None = None
+    arguments: Arguments | None = None
+    region: Region | None = None
+    value: Node | None = None
+    instance: str | None = None
+
+
+def key(source: Source, node: Node | None) -> str | None:
+    """The text that stands for an expression; None for nothing."""
+    if node is None:
+        return None
+    known = source.cache.setdefault("keys", {})
+    assert isinstance(known, dict)
+    if node not in known:
+        module = source.module
+        assert isinstance(module, cst.Module)
+        known[node] = module.code_for_node(node).strip()
+    text = known[node]
+    assert isinstance(text, str)
+    return text
+
+
+def is_optimizer(source: Source, node: Node) -> bool:
+    """Whether an expression is known to be an optimizer."""
+    found = source.instance(node) or ""
+    return found.startswith(("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")) and (
+        "lr_scheduler" not in found and "swa_utils" not in found
+    )
+
+
+def scaler_of(source: Source, node: Node | None, scaled: dict[str, str]) -> str | None:
+    """The scaler by which a loss was scaled: `scaler.scale(loss) / 2`, or a name that holds such a value."""
+    if node is None:
+        return None
+    for inner in walk(node):
+        if isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
+            owner = inner.func.value
+            if inner.func.attr.value == "scale" and source.instance(owner) in SCALERS:
+                return key(source, owner)
+        if isinstance(inner, (cst.Name, cst.Attribute)) and (text := key(source, inner)) in scaled:
+            return scaled[text or ""]
+    return None
+
+
+def call_event(
+    source: Source, call: cst.Call, scaled: dict[str, str], optimizers: frozenset[str]
+) -> Event:
+    """What a call does.
+
+    Args:
+        source: the file.
+        call: the call.
+        scaled: the names that hold scaled losses here, with their scalers.
+        optimizers: the keys that are known to be optimizers because scalers step them.
+    """
+    arguments = Arguments.of(call)
+    origin = source.origin(call.func) or ""
+    if origin in _CLIPS:
+        return Event("clip", call, arguments=arguments)
+    if origin in ("torch.autograd.backward", "torch.autograd.grad"):
+        kind = "backward" if origin.endswith("backward") else "autograd_grad"
+        loss = arguments.get("tensors" if kind == "backward" else "outputs", 0)
+        return Event(kind, call, scaler=scaler_of(source, loss, scaled), arguments=arguments)
+    if isinstance(call.func, cst.Attribute):
+        return _method(source, call, arguments, scaled, optimizers)
+    return Event("call", call, arguments=arguments)
+
+
+def _method(
+    source: Source,
+    call: cst.Call,
+    arguments: Arguments,
+    scaled: dict[str, str],
+    optimizers: frozenset[str],
+) -> Event:
+    assert isinstance(call.func, cst.Attribute)
+    name, owner = call.func.attr.value, call.func.value
+    receiver = key(source, owner)
+    instance = source.instance(owner)
+    kind = "call"
+    scaler = optimizer = None
+    if instance in SCALERS and name in _SCALER_METHODS:
+        kind, scaler = _SCALER_METHODS[name], receiver
+        if name in ("unscale_", "step"):
+            optimizer = key(source, arguments.get("optimizer", 0))
+    elif name == "backward" and not arguments.positional:
+        kind, scaler = "backward", scaler_of(source, owner, scaled)
+    elif name == "zero_grad":
+        kind = "zero_grad"
+        optimizer = receiver if is_optimizer(source, owner) or receiver in optimizers else None
+    elif name == "step" and (is_optimizer(source, owner) or receiver in optimizers):
+        kind, optimizer = "optimizer_step", receiver
+    elif name == "step" and "lr_scheduler" in (instance or ""):
+        kind = "scheduler_step"
+    return Event(kind, call, receiver, scaler, optimizer, arguments, instance=instance)
+
+
+def with_event(source: Source, kind: str, item: cst.WithItem, statement: Node) -> Event:
+    """Entering or leaving a `with` item."""
+    call = source.values.constructed(item.item)
+    region = region_of_call(source, statement, call) if isinstance(call, cst.Call) else None
+    return Event(kind, item.item, region=region)

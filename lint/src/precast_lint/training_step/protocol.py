@@ -1,0 +1,243 @@
+"""What the rules about the scaler's protocol (AMP2xx) ask of a function: which scalers can be followed.
+
+Invariants: a scaler that is handed to code that is not seen here is never followed, nor is one that is
+made with `enabled=False`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator
+from typing import TypeVar
+
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.training_step.flow import Flow, Say, flows
+from precast_lint.training_step.flow_events import Event, key
+
+__all__ = [
+    "asks_scale",
+    "followed",
+    "hides",
+    "is_plain",
+    "judged",
+    "loop_around",
+    "loops_around",
+    "mentions",
+    "only_here",
+    "scales_by_hand",
+]
+
+_State = TypeVar("_State", bound=Hashable)
+_QUIET = {
+    "add_scalar",
+    "append",
+    "cpu",
+    "debug",
+    "detach",
+    "get_last_lr",
+    "get_scale",
+    "info",
+    "item",
+    "items",
+    "log",
+    "named_parameters",
+    "parameters",
+    "set_description",
+    "set_postfix",
+    "size",
+    "values",
+    "write",
+}
+_WRITES = {
+    "print",
+    "str",
+    "format",
+    "round",
+    "float",
+    "warning",
+    "error",
+    "exception",
+    "add_scalars",
+    "update",
+}
+_PLAIN = re.compile(r"[\w.]+(\[[\w'\"]+\])?$")
+
+
+def followed(source: Source) -> Iterator[tuple[Flow, str]]:
+    """Each function with each scaler in it that can be followed there."""
+    for flow in flows(source):
+        for scaler in flow.scalers:
+            if not flow.leaks(scaler) and not _is_off(source, flow, scaler):
+                yield flow, scaler
+
+
+def only_here(flow: Flow, scaler: str, *methods: str) -> bool:
+    """Whether no other function of the file calls these methods of a scaler."""
+    return flow.is_local(scaler) or not flow.called_elsewhere(scaler, *methods)
+
+
+def judged(
+    source: Source,
+    follow: Callable[[Flow, str], tuple[_State, Callable[[_State, Event, Say], _State]] | None],
+) -> Iterator[tuple[Flow, str, Node, str | None]]:
+    """The nodes that are wrong wherever functions come by: each with its function, its scaler and its message.
+
+    Args:
+        source: the file.
+        follow: for a function and a scaler the state at the beginning and what is called for each event; None: the
+            function is left out.
+    """
+    says: dict[str, Say] = {}
+    for flow, scaler in followed(source):
+        following = follow(flow, scaler)
+        if following is not None:
+            flow.judge(*following, says.setdefault(scaler, Say()))
+    home = {node: flow for flow in flows(source) for node in flow.nodes}
+    for scaler, say in says.items():
+        for node, message in say.reported():
+            yield home[node], scaler, node, message
+
+
+def hides(source: Source, event: Event, scaler: str) -> bool:
+    """Whether a call may use a scaler out of sight: it hands on the object that holds it."""
+    call = event.node
+    if event.kind != "call" or not isinstance(call, cst.Call) or not scaler.startswith("self."):
+        return False
+    if any(isinstance(arg.value, cst.Name) and arg.value.value == "self" for arg in call.args):
+        return True
+    func = call.func
+    if not isinstance(func, cst.Attribute):
+        return False
+    owner = func.value
+    if isinstance(owner, cst.Call):
+        return source.names.builtin(owner.func) == "super"
+    if not isinstance(owner, cst.Name) or owner.value not in ("self", "cls"):
+        return False
+    home = source.values.enclosing_class(call)
+    return home is None or func.attr.value not in source.values.attributes(home)
+
+
+def asks_scale(flow: Flow, scaler: str) -> bool:
+    """Whether a function does something with a scaler's scale: more than to print it or write it down."""
+    return any(not _is_written_down(flow.source, read) for read in _reads_of_scale(flow, scaler))
+
+
+def scales_by_hand(flow: Flow, scaler: str) -> bool:
+    """Whether a function multiplies or divides by a scaler's scale: it may then scale or unscale by hand."""
+    reads = list(_reads_of_scale(flow, scaler))
+    names = {name for read in reads if (name := _assigned_name(flow.source, read)) is not None}
+    reads += [n for n in flow.nodes if isinstance(n, cst.Name) and n.value in names]
+    return any(_is_factor(flow.source, read) for read in reads)
+
+
+def _reads_of_scale(flow: Flow, scaler: str) -> Iterator[Node]:
+    for node in flow.nodes:
+        if (
+            isinstance(node, cst.Attribute)
+            and node.attr.value in ("get_scale", "_scale", "_get_scale_async", "scale_value")
+            and key(flow.source, node.value) == scaler
+        ):
+            call = flow.source.parents[node]
+            yield call if isinstance(call, cst.Call) and call.func is node else node
+
+
+def _is_written_down(source: Source, node: Node) -> bool:
+    """Whether a value goes into a text, or into a call of something that prints or logs."""
+    for outer in source.around(node):
+        if isinstance(outer, cst.FormattedStringExpression):
+            return True
+        if isinstance(outer, cst.Call):
+            name = outer.func.attr if isinstance(outer.func, cst.Attribute) else outer.func
+            if isinstance(name, cst.Name) and (name.value in _WRITES or name.value in _QUIET):
+                return True
+        if isinstance(outer, (cst.BinaryOperation, cst.Comparison, cst.BaseSmallStatement)):
+            return isinstance(outer, cst.Expr) and outer.value is node
+    return False
+
+
+def _assigned_name(source: Source, value: Node) -> str | None:
+    statement = source.parents[value]
+    if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+        return None
+    target = statement.targets[0].target
+    return target.value if isinstance(target, cst.Name) else None
+
+
+def _is_factor(source: Source, node: Node) -> bool:
+    """Whether a value is multiplied or divided by, or handed to code that may do so."""
+    parent = source.parents[node]
+    if isinstance(parent, cst.BinaryOperation):
+        return isinstance(parent.operator, (cst.Multiply, cst.Divide))
+    if isinstance(parent, cst.AugAssign):
+        return parent.value is node
+    if isinstance(parent, cst.Arg):
+        return not _is_written_down(source, node)
+    return isinstance(parent, (cst.Return, cst.Element))
+
+
+def may_backward(source: Source, event: Event) -> bool:
+    """Whether a call may run a backward that is not seen: anything but PyTorch's own and what only logs."""
+    call = event.node
+    if event.kind != "call" or not isinstance(call, cst.Call):
+        return False
+    origin = source.origin(call.func) or ""
+    if origin.startswith("torch.") or source.names.builtin(call.func) is not None:
+        return False
+    return not (isinstance(call.func, cst.Attribute) and call.func.attr.value in _QUIET)
+
+
+def loops_around(source: Source, node: Node) -> list[Node]:
+    """The loops of its function that a node runs in, the innermost first."""
+    found: list[Node] = []
+    inner = node
+    for outer in source.around(node):
+        if isinstance(outer, (cst.FunctionDef, cst.Lambda)):
+            break
+        if isinstance(outer, (cst.For, cst.While)) and inner is outer.body:
+            found.append(outer)
+        inner = outer
+    return found
+
+
+def loop_around(source: Source, node: Node) -> Node | None:
+    """The innermost loop that a node runs in."""
+    return next(iter(loops_around(source, node)), None)
+
+
+def assigned_in(source: Source, loop: Node) -> set[str | None]:
+    """The keys that get new values somewhere in a loop, those of its target among them."""
+    found: set[str | None] = set()
+    for node in walk(loop):
+        if isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.For, cst.CompFor, cst.NamedExpr)):
+            found |= {
+                key(source, n)
+                for n in walk(node.target)
+                if isinstance(n, (cst.Name, cst.Attribute))
+            }
+    return found
+
+
+def mentions(source: Source, node: Node, *names: str) -> bool:
+    """Whether one of some names or attributes occurs in an expression, by its text."""
+    return any(
+        isinstance(inner, (cst.Name, cst.Attribute)) and key(source, inner) in names
+        for inner in walk(node)
+    )
+
+
+def is_plain(text: str | None) -> bool:
+    """Whether a key can be written into a fix: a dotted name, or an item of one."""
+    return bool(text and _PLAIN.match(text))
+
+
+def _is_off(source: Source, flow: Flow, scaler: str) -> bool:
+    """Whether a scaler is made with `enabled=False`."""
+    for node in flow.nodes:
+        if isinstance(node, (cst.Name, cst.Attribute)) and key(source, node) == scaler:
+            call = source.values.constructed(node)
+            if isinstance(call, cst.Call):
+                enabled = Arguments.of(call).get("enabled")
+                return isinstance(enabled, cst.Name) and enabled.value == "False"
+    return False
