@@ -1,6 +1,8 @@
 """A replacement for torch.amp whose precision table you can edit.
 
-The public names, loaded when first used, so that the command line starts without torch.
+Each public name is loaded when it is first used, so that importing precast takes about 2 ms and does not load torch.
+Names that programs rarely write are not here: `precast.errors` has all errors, and the classes that `attach`, `monitor`
+and `Policy.resolve` return stand beside these functions.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from precast._internal.version import __version__
 
 if TYPE_CHECKING:
+    from precast import errors
     from precast._internal.events import (
         HealthEvent,
         NonfiniteOrigin,
@@ -19,61 +22,33 @@ if TYPE_CHECKING:
         StepEvent,
         observe,
     )
-    from precast.attachment.attachment import Attachment, attach
+    from precast.attachment.attachment import attach
     from precast.autocast_mode.custom_function import custom_bwd, custom_fwd
     from precast.autocast_mode.region import autocast, current, disable
-    from precast.diagnostics.numerics.monitoring import Monitor, monitor
+    from precast.diagnostics.numerics.monitoring import monitor
     from precast.diagnostics.tracing.tracer import Trace, trace
-    from precast.errors import (
-        AttachError,
-        BannedOperationError,
-        BrokenModelError,
-        MissingExtraError,
-        MonitorError,
-        PolicyError,
-        PrecastError,
-        PrecastWarning,
-        RegionError,
-        RegionTypeError,
-        ScalerError,
-        StaleWeightError,
-        TorchVersionError,
-    )
+    from precast.errors import BrokenModelError, PolicyError, PrecastError
     from precast.grad_scaler.losses import LossScalers
     from precast.grad_scaler.scaler import GradScaler
     from precast.integrations.torch_amp.installation import install, uninstall
-    from precast.policy.policy import Policy, Rule
+    from precast.policy.policy import Policy
 
 _HOME = {
-    "precast.attachment.attachment": ("Attachment", "attach"),
+    "precast.attachment.attachment": ("attach",),
     "precast.autocast_mode.custom_function": ("custom_bwd", "custom_fwd"),
-    "precast.errors": (
-        "AttachError",
-        "BannedOperationError",
-        "BrokenModelError",
-        "MissingExtraError",
-        "MonitorError",
-        "PolicyError",
-        "PrecastError",
-        "PrecastWarning",
-        "RegionError",
-        "RegionTypeError",
-        "ScalerError",
-        "StaleWeightError",
-        "TorchVersionError",
-    ),
+    "precast.errors": ("BrokenModelError", "PolicyError", "PrecastError"),
     "precast._internal.events": (
-        "NonfiniteOrigin",
         "HealthEvent",
+        "NonfiniteOrigin",
         "OperationNote",
-        "StepEvent",
         "ScalerDiagnosis",
+        "StepEvent",
         "observe",
     ),
-    "precast.diagnostics.numerics.monitoring": ("Monitor", "monitor"),
+    "precast.diagnostics.numerics.monitoring": ("monitor",),
     "precast.integrations.torch_amp.installation": ("install", "uninstall"),
     "precast.grad_scaler.losses": ("LossScalers",),
-    "precast.policy.policy": ("Policy", "Rule"),
+    "precast.policy.policy": ("Policy",),
     "precast.autocast_mode.region": ("autocast", "current", "disable"),
     "precast.grad_scaler.scaler": ("GradScaler",),
     "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
@@ -82,30 +57,17 @@ _WITHOUT_TORCH = ("precast.errors", "precast._internal.events")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "AttachError",
-    "Attachment",
-    "BannedOperationError",
     "BrokenModelError",
     "GradScaler",
     "HealthEvent",
     "LossScalers",
-    "MissingExtraError",
-    "Monitor",
-    "MonitorError",
     "NonfiniteOrigin",
     "OperationNote",
     "Policy",
     "PolicyError",
     "PrecastError",
-    "PrecastWarning",
-    "RegionError",
-    "RegionTypeError",
-    "Rule",
     "ScalerDiagnosis",
-    "ScalerError",
-    "StaleWeightError",
     "StepEvent",
-    "TorchVersionError",
     "Trace",
     "__version__",
     "attach",
@@ -114,6 +76,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "disable",
+    "errors",
     "install",
     "monitor",
     "observe",
@@ -125,11 +88,13 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would take any name for granted
 
     def __getattr__(name: str) -> Any:
+        if name == "errors":
+            return import_module("precast.errors")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'precast' has no attribute {name!r}")
         module = _MODULE_OF[name]
         if module not in _WITHOUT_TORCH:
-            # First: it refuses a PyTorch that the others cannot be loaded with.
+            # This is first, as it refuses a PyTorch that the others cannot be loaded with.
             import_module("precast._torch")
         value = getattr(import_module(module), name)
         globals()[name] = value

@@ -23,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import precast
 from precast.attachment import attachment as attachments
+from precast.attachment.attachment import Attachment
 from precast.engine import registration
 from precast.weights import held, unversioned_writes, weight_cache
 from precast.weights.held_gradients import GradientMemory, with_gradient
@@ -391,7 +392,7 @@ class TestEnd:
     """An attachment that has ended holds nothing again."""
 
     @staticmethod
-    def model() -> tuple[nn.Sequential, precast.Attachment]:
+    def model() -> tuple[nn.Sequential, Attachment]:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
         return model, precast.attach(model)
 
@@ -571,7 +572,7 @@ class TestGuard:
         monkeypatch.setattr(unversioned_writes, "LONGEST_WRITE", 0.0)
 
     @staticmethod
-    def used(*shape: int) -> tuple[nn.Sequential, precast.Attachment]:
+    def used(*shape: int) -> tuple[nn.Sequential, Attachment]:
         model = nn.Sequential(*(nn.Linear(*shape, bias=False) for _ in range(4)))
         attachment = precast.attach(model)
         with torch.no_grad(), region():
@@ -602,9 +603,9 @@ class TestGuard:
         model, attachment = self.used(256, 256)
         self.round(3)
         model[number].weight.data.mul_(1.5)
-        with pytest.raises(precast.StaleWeightError, match=rf"'{number}.weight'.*writing"):
+        with pytest.raises(precast.errors.StaleWeightError, match=rf"'{number}.weight'.*writing"):
             self.round(4)
-        with pytest.raises(precast.StaleWeightError):
+        with pytest.raises(precast.errors.StaleWeightError):
             self.round(1)
         assert not torch.is_autocast_enabled("cpu")
         attachment.refresh()
@@ -624,9 +625,9 @@ class TestGuard:
         model, attachment = self.used(64, 64)
         self.round(8)
         model[1].weight.data.mul_(1.5)
-        with pytest.raises(precast.StaleWeightError, match=r"1\.weight"):
+        with pytest.raises(precast.errors.StaleWeightError, match=r"1\.weight"):
             self.round(5)
-        with pytest.raises(precast.StaleWeightError):
+        with pytest.raises(precast.errors.StaleWeightError):
             self.round(1)
         attachment.refresh()
         self.round(9)
@@ -635,7 +636,7 @@ class TestGuard:
     def test_a_write_to_a_few_numbers_is_found_in_as_many_rounds_as_there_are_parts(self) -> None:
         model, attachment = self.used(256, 256)
         model[2].weight.data[3, 5] += 1
-        with pytest.raises(precast.StaleWeightError, match=r"2\.weight"):
+        with pytest.raises(precast.errors.StaleWeightError, match=r"2\.weight"):
             self.round(4 * 4)
         attachment.detach()
 
@@ -653,7 +654,7 @@ class TestGuard:
     def test_a_nan_that_is_written_unseen_is_found(self) -> None:
         model, attachment = self.used(64, 64)
         model[1].weight.data.fill_(float("nan"))
-        with pytest.raises(precast.StaleWeightError, match=r"1\.weight"):
+        with pytest.raises(precast.errors.StaleWeightError, match=r"1\.weight"):
             self.round(4)
         attachment.detach()
 
@@ -703,7 +704,7 @@ class TestGuard:
         with registration.use_engine(kind), mode(), region():
             self.use(model, x, 100)
             model[2].weight.data.mul_(2)
-            with pytest.raises(precast.StaleWeightError, match=r"2\.weight"):
+            with pytest.raises(precast.errors.StaleWeightError, match=r"2\.weight"):
                 self.use(model, x, 5 * unversioned_writes.USES_BETWEEN_LOOKS)
             attachment.refresh()
             self.use(model, x, 100)
@@ -716,7 +717,7 @@ class TestGuard:
             with torch.autocast("cpu"):
                 model(x)
             model[2].weight.data.mul_(2)
-            with pytest.raises(precast.StaleWeightError, match=r"2\.weight"):
+            with pytest.raises(precast.errors.StaleWeightError, match=r"2\.weight"):
                 self.round_of_pytorchs(model, x)
             attachment.refresh()
             self.round_of_pytorchs(model, x)
@@ -996,7 +997,7 @@ def test_what_cannot_be_held_is_named_with_the_reason() -> None:
 def test_what_cannot_be_attached_is_one_clear_error(
     model: Any, optimizer: Any, message: str
 ) -> None:
-    with pytest.raises(precast.AttachError, match=message):
+    with pytest.raises(precast.errors.AttachError, match=message):
         precast.attach(model, optimizer=optimizer)
 
 
@@ -1061,7 +1062,7 @@ class TestPolicy:
     def test_a_pattern_that_matches_nothing_is_said(self) -> None:
         model, _ = self.network()
         policy = precast.Policy.load("default").replace(modules={"head": "fp32"})
-        with pytest.warns(precast.PrecastWarning, match="'head' matches no module"):
+        with pytest.warns(precast.errors.PrecastWarning, match="'head' matches no module"):
             precast.attach(model, policy).detach()
 
     def test_what_cannot_be_carried_out_leaves_no_trace(self) -> None:
@@ -1111,7 +1112,7 @@ def test_a_stale_weight_opens_no_region_of_those_entered_as_one(before: int) -> 
                 pass
         model.bias.data.mul_(2)
         for _ in range(3):
-            with pytest.raises(precast.StaleWeightError), here, here:
+            with pytest.raises(precast.errors.StaleWeightError), here, here:
                 pytest.fail("entered")
             assert not precast.engine.thread_state.regions.records
             assert not torch.is_autocast_enabled("cpu")

@@ -142,7 +142,7 @@ class TestStreams:
                 with torch.no_grad(), region():
                     pass
             streams.one.events[0].done = True
-            with pytest.raises(precast.StaleWeightError), torch.no_grad(), region():
+            with pytest.raises(precast.errors.StaleWeightError), torch.no_grad(), region():
                 pytest.fail("entered")
 
 

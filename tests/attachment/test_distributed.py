@@ -151,7 +151,7 @@ try:
             model.weight.data.mul_(2)
         for _ in range(20):
             dist.all_reduce(run().float())
-except precast.StaleWeightError:
+except precast.errors.StaleWeightError:
     assert rank == 1
     try:
         dist.barrier()

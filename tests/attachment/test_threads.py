@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import precast
+from precast.attachment.attachment import Attachment
 from precast.engine.thread_state import regions
 from precast.weights import held, unversioned_writes, weight_cache
 from precast.weights.held_gradients import GradientMemory
@@ -40,7 +41,7 @@ def region() -> precast.autocast:
 
 
 @contextmanager
-def used_by_this_thread() -> Iterator[tuple[nn.Linear, Tensor, precast.Attachment]]:
+def used_by_this_thread() -> Iterator[tuple[nn.Linear, Tensor, Attachment]]:
     model, x = nn.Linear(64, 64, bias=False), torch.randn(2, 64)
     with precast.attach(model) as attachment, torch.no_grad():
         with region():
@@ -85,7 +86,7 @@ def test_another_thread_gets_no_error_for_a_model_that_it_does_not_use(
         others.submit(enter, 3).result()
         time.sleep(0.03)
         others.submit(enter, 3).result()
-        with pytest.raises(precast.StaleWeightError, match="'weight'"), region():
+        with pytest.raises(precast.errors.StaleWeightError, match="'weight'"), region():
             model(x)
         attachment.refresh()
         with region():
@@ -113,7 +114,7 @@ def test_what_only_ended_threads_used_is_found_by_its_next_use(
         enter(2)
         time.sleep(0.03)
         enter(2)
-        with pytest.raises(precast.StaleWeightError, match="'weight'"):
+        with pytest.raises(precast.errors.StaleWeightError, match="'weight'"):
             in_a_thread_of_its_own()
 
 

@@ -150,7 +150,7 @@ def an_untold_write_is_found() -> None:
         try:
             with torch.no_grad(), precast.autocast("cpu"):
                 found = float(layer(x)[0, 0])
-        except precast.StaleWeightError:
+        except precast.errors.StaleWeightError:
             return
         if found == 24.0:
             return

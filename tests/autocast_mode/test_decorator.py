@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import precast
-from precast import RegionTypeError
+from precast.errors import RegionTypeError
 
 
 def product_dtype() -> torch.dtype:

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import precast
-from precast import Policy, PrecastWarning, RegionError, RegionTypeError, _torch
+from precast import Policy, _torch
 from precast.engine.thread_state import regions
+from precast.errors import PrecastWarning, RegionError, RegionTypeError
 
 State = tuple[bool, torch.dtype, bool]
 

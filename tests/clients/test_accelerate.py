@@ -213,11 +213,11 @@ def test_events_name_parameters_a_monitor_watches_and_tensorboard_is_told() -> N
 
 def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     made = accelerator("bf16")
-    with pytest.raises(precast.ScalerError, match=r"no scaler here .* 'bf16' on 'cpu'"):
+    with pytest.raises(precast.errors.ScalerError, match=r"no scaler here .* 'bf16' on 'cpu'"):
         use(made, scaler=precast.GradScaler("cpu"))
     with pytest.raises(precast.PolicyError):
         use(made, policy="nothing")
-    with pytest.raises(precast.AttachError):
+    with pytest.raises(precast.errors.AttachError):
         use(accelerator("fp16"), "no model")  # type: ignore[arg-type]
     with torch.autocast("cpu"), pytest.raises(RuntimeError):
         torch.cat([torch.ones(2).half(), torch.ones(2).bfloat16()])
@@ -231,5 +231,5 @@ def test_a_scaler_of_fsdp_is_left_alone() -> None:
     with use(made) as used:
         assert used.scaler is None
         assert type(made.scaler) is ShardedGradScaler
-    with pytest.raises(precast.ScalerError, match="ShardedGradScaler"):
+    with pytest.raises(precast.errors.ScalerError, match="ShardedGradScaler"):
         use(made, scaler=precast.GradScaler("cpu"))

@@ -216,7 +216,7 @@ def test_what_cannot_be_is_refused() -> None:
         supervised_training_step(
             model, adam(model), F.mse_loss, region, gradient_accumulation_steps=0
         )
-    with pytest.raises(precast.ScalerError, match=r"precast\.GradScaler"):
+    with pytest.raises(precast.errors.ScalerError, match=r"precast\.GradScaler"):
         supervised_training_step(model, adam(model), F.mse_loss, region, scaler=True)  # type: ignore[arg-type]
-    with pytest.raises(precast.ScalerError, match=r"precast\.GradScaler"):
+    with pytest.raises(precast.errors.ScalerError, match=r"precast\.GradScaler"):
         ScalerMetrics(torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import precast
+from precast.policy.rows import Rule
 from tests.clients.outcome import Outcome, differences, outcome
 from tests.integrations.test_tensorboard import Writer
 
@@ -412,13 +413,13 @@ def _in_float32() -> precast.Policy:
     """A policy that lowers nothing, so that a scale alone is what differs."""
     policy = precast.Policy.load("torch")
     rows = policy.expand("cpu")[0].items()
-    return policy.replace(ops={n: "fp32" for n, row in rows if row.rule is precast.Rule.LOWER})
+    return policy.replace(ops={n: "fp32" for n, row in rows if row.rule is Rule.LOWER})
 
 
 def test_lbfgs_in_the_trainer() -> None:
     made = {"optimizer": torch.optim.LBFGS, "max_iter": 2}
     assert fit(Precast("bf16-mixed"), made=made).losses[-1].isfinite()
-    with pytest.raises(precast.ScalerError, match="bf16-mixed"):
+    with pytest.raises(precast.errors.ScalerError, match="bf16-mixed"):
         fit(Precast("16-mixed"), made=made)
 
 
@@ -523,11 +524,11 @@ def test_a_plugin_can_be_sent_to_another_process() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(precast.RegionError, match="'16-mixed'"):
+    with pytest.raises(precast.errors.RegionError, match="'16-mixed'"):
         Precast("16-true")
-    with pytest.raises(precast.ScalerError, match="'16-mixed'"):
+    with pytest.raises(precast.errors.ScalerError, match="'16-mixed'"):
         Precast("bf16-mixed", scaler=precast.GradScaler("cpu"))
-    with pytest.raises(precast.ScalerError, match=r"precast\.GradScaler"):
+    with pytest.raises(precast.errors.ScalerError, match=r"precast\.GradScaler"):
         Precast("16-mixed", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(precast.PolicyError, match="nothing"):
         Precast(policy="nothing")

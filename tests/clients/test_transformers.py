@@ -198,5 +198,5 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(precast.PolicyError):
         PrecastCallback("nothing")
     callback = PrecastCallback(scaler=precast.GradScaler("cpu"))
-    with pytest.raises(precast.ScalerError, match="fp16=False, bf16=True on 'cpu'"):
+    with pytest.raises(precast.errors.ScalerError, match="fp16=False, bf16=True on 'cpu'"):
         run(tmp_path, callback)

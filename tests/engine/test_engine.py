@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import precast
-from precast import Policy, PrecastWarning
+from precast import Policy
 from precast._internal import events
 from precast.engine import generated, registration
 from precast.engine.thread_state import thread_state
-from precast.errors import BannedOperationError
+from precast.errors import BannedOperationError, PrecastWarning
 
 TORCH = Policy.load("torch")
 

@@ -328,6 +328,6 @@ def test_every_warning_of_a_scaler_is_at_the_programs_line() -> None:
         divides,
         skips,
     ):
-        with pytest.warns(precast.PrecastWarning) as caught:
+        with pytest.warns(precast.errors.PrecastWarning) as caught:
             call()
         assert {each.filename for each in caught} == {__file__}

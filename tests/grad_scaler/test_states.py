@@ -265,7 +265,7 @@ states = st.one_of(
 
 @settings(max_examples=400)
 @given(state=states)
-@pytest.mark.filterwarnings("ignore::precast.PrecastWarning")
+@pytest.mark.filterwarnings("ignore::precast.errors.PrecastWarning")
 def test_a_state_of_anything_loads_and_works_or_is_one_error_that_changes_nothing(
     state: Any,
 ) -> None:
@@ -295,7 +295,7 @@ SETTINGS = list(inspect.signature(GradScaler).parameters)
 
 @settings(max_examples=400)
 @given(name=st.sampled_from(SETTINGS), value=odd)
-@pytest.mark.filterwarnings("ignore::precast.PrecastWarning")
+@pytest.mark.filterwarnings("ignore::precast.errors.PrecastWarning")
 def test_a_setting_of_anything_works_or_is_one_error(name: str, value: Any) -> None:
     try:
         scaler = GradScaler(**{"device": "cpu", name: value})

@@ -355,7 +355,7 @@ def test_custom_functions_defined_afterwards_are_precasts() -> None:
 
 def test_a_rule_for_an_operation_defined_later_holds_when_it_is() -> None:
     policy = Policy.load("torch").replace(name="mine", ops={"precast_later::half": "fp32"})
-    with pytest.warns(precast.PrecastWarning, match="precast_later::half"):
+    with pytest.warns(precast.errors.PrecastWarning, match="precast_later::half"):
         precast.install(policy)
 
     @torch.library.custom_op("precast_later::half", mutates_args=())

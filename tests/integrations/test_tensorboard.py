@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import precast
+from precast.diagnostics.numerics.monitoring import Monitor
 from precast.errors import MissingExtraError
 from precast.integrations.tensorboard import TensorBoard
 from tests.support.scaling import make_parameter, sgd
@@ -78,7 +79,7 @@ def test_a_folder_gets_a_file_that_tensorboard_reads(tmp_path: Path) -> None:
     assert "scaler/verdict/text_summary" in read.Tags()["tensors"]
 
 
-def watch(observer: Any) -> precast.Monitor:
+def watch(observer: Any) -> Monitor:
     """Two steps of a network whose output is powers of two, and zeros."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
     model[0].weight.data = torch.diag(torch.tensor([0.75, 3.0, 0.0, 3.5]))

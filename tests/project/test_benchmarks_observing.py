@@ -8,6 +8,7 @@ import pytest
 
 import precast
 from benchmarks import observing
+from precast.diagnostics.numerics.monitoring import Monitor
 
 
 @pytest.fixture
@@ -30,10 +31,10 @@ def test_the_default_interval_lies_between_its_two_steps(rows: dict[str, dict[st
 
 
 def test_steps_are_counted_as_the_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[precast.Monitor] = []
+    made: list[Monitor] = []
     plain = precast.monitor
 
-    def monitor(*args: Any, **kwargs: Any) -> precast.Monitor:
+    def monitor(*args: Any, **kwargs: Any) -> Monitor:
         made.append(plain(*args, **kwargs))
         return made[-1]
 

@@ -14,7 +14,7 @@ from showing import mixed, plain, short, table
 from torch import nn
 
 import precast
-from precast import Rule
+from precast.policy.rows import Rule
 
 BFLOAT16 = 2.0**-8  # half of a bfloat16's relative step, with room for float32's sums
 PLAIN_AND_MIXED = pytest.mark.parametrize("region", [plain, mixed], ids=["float32", "region"])

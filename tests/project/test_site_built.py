@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "docs/index.md": "# Home\n\nA gradient scaler.\n\n[one](guide/one.md#the-second) [p](../examples/01_a.py)\n",
     "docs/index.zh.md": "# 首页\n\n混合精度训练。[一](guide/one.zh.md#第二)\n",
-    "docs/guide/one.md": "# One\n\n## The second\n\n<!-- output: 01_a.py -->\n\n::: precast.Rule\n",
+    "docs/guide/one.md": "# One\n\n## The second\n\n<!-- output: 01_a.py -->\n\n::: precast.policy.rows.Rule\n",
     "docs/guide/one.zh.md": "# 一\n\n## 第二\n\n<!-- output: 01_a.py -->\n",
     "examples/README.md": "# Programs\n\n[a](01_a.py)\n",
     "examples/01_a.py": '"""Prints."""\n\nprint("unmistakable", "output")\n',
@@ -101,7 +101,7 @@ def test_start_here_is_found_before_what_has_the_word_in_its_name(tmp_path: Path
 
 def test_a_docstring_is_on_its_page(site: Path) -> None:
     page = (site / "guide" / "one" / "index.html").read_text("utf-8")
-    assert 'id="precast.Rule"' in page
+    assert 'id="precast.policy.rows.Rule"' in page
     assert "floating-point arguments" in page
 
 

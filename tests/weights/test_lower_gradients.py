@@ -318,7 +318,7 @@ def test_what_cannot_be_is_one_clear_error(arguments: dict[str, Any], message: s
     model = net()
     if "optimizer" in arguments:
         arguments = {**arguments, "optimizer": arguments["optimizer"](model.parameters())}
-    with pytest.raises(precast.AttachError, match=message):
+    with pytest.raises(precast.errors.AttachError, match=message):
         precast.attach(model, **arguments)
     assert not any(id(p) in held.holdings for p in model.parameters())
     assert all(p.grad_dtype is torch.float32 for p in model.parameters())
@@ -329,7 +329,7 @@ def test_a_closure_of_anothers_optimizer_is_refused_where_it_would_see_16_bits()
     optimizer = Negated(model.parameters(), lr=0.1)
     with (
         precast.attach(model, optimizer=optimizer, grad_dtype=BF16),
-        pytest.raises(precast.AttachError, match="without a closure"),
+        pytest.raises(precast.errors.AttachError, match="without a closure"),
     ):
         optimizer.step(lambda: 0.0)
 
@@ -419,6 +419,6 @@ def test_the_warning_on_float16_gradients_says_what_there_is_to_do() -> None:
         parameter.grad = torch.ones(3, dtype=torch.float16)
         scaler = precast.GradScaler("cpu")
         scaler.scale(torch.ones(()))
-        with pytest.warns(precast.PrecastWarning, match=advice) as warned:
+        with pytest.warns(precast.errors.PrecastWarning, match=advice) as warned:
             scaler.unscale_(SGD([parameter]))
         assert (dtype is torch.float16) == ("model.float()" in str(warned[0].message))

@@ -15,11 +15,12 @@ from rich.console import Console
 from torch import nn
 
 import precast
-from precast import Policy, Rule
+from precast import Policy
 from precast.cli.main import main
 from precast.diagnostics.explain.model import explain_model, load_model
 from precast.diagnostics.explain.operation import explain_operation
 from precast.errors import PrecastError
+from precast.policy.rows import Rule
 
 MODEL = """
 import torch

@@ -24,6 +24,7 @@ from precast import _torch
 from precast._internal.events import HealthEvent, witnesses
 from precast.diagnostics.numerics import history as history_of
 from precast.diagnostics.numerics import tally as tally_of
+from precast.diagnostics.numerics.monitoring import Monitor
 from precast.errors import MonitorError, PrecastWarning
 from tests.grad_scaler.test_observers import Calls
 
@@ -58,7 +59,7 @@ def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, **kwargs)
 
 
-def entries(monitor: precast.Monitor) -> dict[tuple[str, str], dict[str, Any]]:
+def entries(monitor: Monitor) -> dict[tuple[str, str], dict[str, Any]]:
     return {(e["kind"], e["name"]): e for e in monitor.as_dict()["modules"]}
 
 
