@@ -32,10 +32,12 @@ def sgd(parameter: Tensor, **kwargs: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter], lr=0.25, **kwargs)
 
 
-def started(**kwargs: Any) -> tuple[GradScaler, torch.nn.Parameter, torch.optim.Optimizer]:
-    """A scaler after one backward, with the parameter and the optimizer that it is for."""
+def started(
+    kind: type[Any] = GradScaler, **kwargs: Any
+) -> tuple[Any, torch.nn.Parameter, torch.optim.Optimizer]:
+    """A scaler of a class after one backward, with the parameter and the optimizer that it is for."""
     parameter = make_parameter()
-    scaler = GradScaler("cpu", **kwargs)
+    scaler = kind("cpu", **kwargs)
     scaler.scale((parameter * 2).sum()).backward()
     return scaler, parameter, sgd(parameter)
 
