@@ -103,7 +103,7 @@ def test_finding_names_costs_nothing_where_nothing_was_skipped(
 ) -> None:
     looked: list[int] = []
     monkeypatch.setattr(
-        "precast.grad_scaler.findings.bad_gradients", lambda optimizer: looked.append(1) or []
+        "precast.grad_scaler.nonfinite.bad_gradients", lambda optimizer: looked.append(1) or []
     )
     model = network()
     optimizer = sgd(model[0].weight)
@@ -138,14 +138,14 @@ def test_history_is_bounded_and_holds_no_graph() -> None:
     for _ in range(5):
         take(scaler, model, optimizer)
     assert [event.step for event in scaler.history] == [2, 3, 4]
-    losses = [loss for event in scaler.history for loss in event.findings._losses]
+    losses = [loss for event in scaler.history for loss in event.details._losses]
     assert len(losses) == 3
     assert all(loss.grad_fn is None for loss in losses)
     assert not GradScaler("cpu", history=0).history
     outputs = model(torch.ones(200, 3))  # one number of which is a loss
     scaler.scale(outputs[0, 0]).backward()
     scaler.step(optimizer)
-    (loss,) = scaler.history[-1].findings._losses
+    (loss,) = scaler.history[-1].details._losses
     assert loss.untyped_storage().nbytes() == 4
 
 
@@ -187,7 +187,7 @@ def test_growths_are_counted_as_the_tracker_counts_them() -> None:
         scaler.update(1024.0 if turn == 7 else None)
         if turn == 8:
             scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 1})
-        assert scaler._ledger.good == scaler._get_growth_tracker()
+        assert scaler._step_history.good_iterations == scaler._get_growth_tracker()
         scaler.scale(torch.ones(()))
     assert scaler.counters.growths == 3
 

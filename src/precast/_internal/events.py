@@ -100,9 +100,9 @@ class StepEvent:
     ``bool(event.skipped)`` reads either.
     """
     seconds: float
-    """How long `step` took on the host, with the wait for the verdict and the optimizer's own step."""
-    findings: Any = field(repr=False)
-    """Where `names` and `loss_finite` are looked up."""
+    """How long `step` took on the host, with the wait for the device and the optimizer's own step."""
+    details: Any = field(repr=False)
+    """Where `names`, `first` and `loss_finite` are looked up."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class StepEvent:
         By the name in an attached model, or the optimizer's own; else by group and place. With a
         fused optimizer they are looked for when they are read: ask before `zero_grad`.
         """
-        found: tuple[str, ...] = self.findings.names if self.skipped else ()
+        found: tuple[str, ...] = self.details.gradients if self.skipped else ()
         return found
 
     @property
@@ -125,13 +125,13 @@ class StepEvent:
 
         With a fused optimizer it is looked for when it is read: ask before the next forward, or ask the monitor.
         """
-        found: NonfiniteOrigin | None = self.findings.first if self.skipped else None
+        found: NonfiniteOrigin | None = self.details.first if self.skipped else None
         return found and found.numbered(self.step)
 
     @property
     def loss_finite(self) -> bool:
         """Whether the losses of the iteration were finite before they were scaled."""
-        finite: bool = self.findings.loss_finite
+        finite: bool = self.details.loss_finite
         return finite
 
 

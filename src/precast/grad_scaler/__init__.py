@@ -1,4 +1,4 @@
-"""What loss scaling is made of; `precast.grad_scaler.scaler` puts it together, so start reading there.
+"""Dynamic loss scaling: `scaler.GradScaler`, and beside it the parts it is made of.
 
-Data flows one way: gradients -> verdict -> step or no step -> event -> ledger -> judgement -> scale.
+Data flows one way: gradients, found_inf, a step or none, an event, the step history, a diagnosis, the next scale.
 """

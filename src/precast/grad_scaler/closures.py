@@ -1,12 +1,12 @@
 """Steps with a closure: an optimizer (LBFGS, a line search) computes gradients several times in one step.
 
 Each time the closure has run backward, the gradients are unscaled and checked. If some are not finite although the
-loss is, or at the first call, the scale may be too high: the step ends there. Where a later call gives a loss that is
-not finite, the optimizer has tried a point too far away, and sees that as it would without a scaler.
+loss is, or at the first call, the scale may be too high, and the step is aborted. If the loss of a later call is not
+finite either, the optimizer has tried a point too far away, and sees that as it would without a scaler.
 
 Invariants:
-- the closure returns its loss unscaled, and gradients are divided once, however often a closure leaves them alone;
-- a step that was ended, or that leaves infinity or NaN in a parameter or in the optimizer's state, changes nothing.
+- the closure returns its loss unscaled, and each gradient is divided once, however often a closure leaves it alone;
+- a step that was aborted, or that leaves infinity or NaN in a parameter or in the optimizer's state, changes nothing.
 """
 
 from __future__ import annotations
@@ -25,47 +25,59 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.pytree import tensors_in
 from precast.errors import ScalerError
-from precast.grad_scaler.gradients import is_finite
+from precast.grad_scaler.memory import is_finite
 
-__all__ = ["closure_in", "step_with"]
+__all__ = ["closure_in", "step_with_closure"]
 
 
-class _EndError(Exception):
-    """Ends a step from inside a closure; never leaves this file."""
+class _AbortError(Exception):
+    """Aborts a step from inside a closure; it never leaves this file."""
 
 
 def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among a step's arguments, by position or by name; None where there is none."""
+    """The closure among a step's arguments, by position or by name; None if there is none."""
     found = [value for value in (*args[:1], kwargs.get("closure")) if callable(value)]
     return found[0] if found else None
 
 
-def step_with(
+def step_with_closure(
     optimizer: Optimizer,
     closure: Callable[[], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    gradients_are_good: Callable[[], bool],
+    unscale_and_check: Callable[[], bool],
     in_any_process: Callable[[bool], bool],
 ) -> tuple[Any, bool]:
-    """Runs a step with a closure: what it returned, and whether it was ended and undone."""
-    keep = _Keep(optimizer)
+    """Runs a step with a closure.
+
+    Args:
+        optimizer: Which optimizer.
+        closure: The user's closure, which `args` or `kwargs` hold, too.
+        args: Of the optimizer's `step`.
+        kwargs: Of the optimizer's `step`.
+        unscale_and_check: Unscales the gradients, and says whether all are finite.
+        in_any_process: Whether a flag is true in any process; all call it together.
+
+    Returns:
+        What the step returned, and whether it was skipped, that is, undone.
+    """
+    before = _Snapshot(optimizer)
     called = tried_too_far = False
 
     def checked() -> Any:
         nonlocal called, tried_too_far
-        with _Fresh(optimizer, all_are=not called) as fresh:
+        with _NewGradients(optimizer, all_are=not called) as new:
             loss = closure()
         if loss is None:
             raise ScalerError(
                 "the closure returned None. Let it zero the gradients, compute the loss, call "
                 "scaler.scale(loss).backward(), and return the loss, unscaled."
             )
-        with fresh.alone() as there_are_some:
-            if there_are_some and not gradients_are_good():
+        with new.alone() as there_are_some:
+            if there_are_some and not unscale_and_check():
                 if not called or not in_any_process(not _is_finite(loss)):
-                    raise _EndError
+                    raise _AbortError
                 tried_too_far = True
         called = True
         return loss
@@ -75,26 +87,26 @@ def step_with(
             result = optimizer.step(checked, *args[1:], **kwargs)
         else:
             result = optimizer.step(**{**kwargs, "closure": checked})
-    except _EndError:
-        keep.put_back()
+    except _AbortError:
+        before.restore()
         return None, True
     except BaseException:
-        keep.put_back()
+        before.restore()
         raise
-    if tried_too_far and in_any_process(not keep.is_finite_now()):
-        keep.put_back()
+    if tried_too_far and in_any_process(not before.is_finite_now()):
+        before.restore()
         return None, True
     return result, False
 
 
-class _Fresh:
-    """Which gradients a closure has made: those that were written, or are other tensors, when it has run.
+class _NewGradients:
+    """The gradients that a closure has made: those that it has written, or that are other tensors afterwards.
 
-    The others are unscaled already: a line search may ask for a loss alone.
+    The others are unscaled already: a line search may ask for a loss alone, without a backward pass.
 
     Args:
         optimizer: Whose gradients.
-        all_are: Whether gradients from before count, too: before the first call nothing is unscaled.
+        all_are: Whether older gradients count as new: before the first call nothing is unscaled.
     """
 
     def __init__(self, optimizer: Optimizer, all_are: bool) -> None:
@@ -103,7 +115,7 @@ class _Fresh:
         self._added: Counter[int] = Counter()
         self._before: list[tuple[Tensor, Tensor, int]] = []
 
-    def __enter__(self) -> _Fresh:
+    def __enter__(self) -> _NewGradients:
         added = self._added
 
         def note(parameter: Tensor) -> None:
@@ -126,7 +138,7 @@ class _Fresh:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Takes the gradients that the closure left alone off their parameters; whether there are others.
+        """Takes old gradients off their parameters until the `with` ends; yields whether there are new ones.
 
         Raises:
             ScalerError: The closure added to gradients that were unscaled already.
@@ -155,8 +167,8 @@ _NOT_ZEROED = (
 )
 
 
-class _Keep:
-    """Parameters, state and settings of an optimizer as they are now."""
+class _Snapshot:
+    """A copy of an optimizer's parameters, state and settings, to go back to."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -167,16 +179,17 @@ class _Keep:
         self._settings = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
             for group in optimizer.param_groups
-        ]  # some optimizers count there
+        ]  # some optimizers count their steps there
 
     def is_finite_now(self) -> bool:
-        """Whether parameters and state hold neither infinity nor NaN; waits for the device."""
+        """Whether the optimizer's parameters and state have neither infinity nor NaN; waits for the device."""
         tensors = [parameter.detach() for parameter, _ in self._parameters]
         tensors += tensors_in(list(self._optimizer.state.values()))
         return all(map(is_finite, tensors))
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
+        """Puts everything back as it was."""
         for parameter, value in self._parameters:
             parameter.copy_(value)
         self._optimizer.state.clear()

@@ -1,7 +1,7 @@
-"""What a scaler shows of itself: its scale, how many steps it skipped, and its latest steps.
+"""How a scaler looks where it is displayed: its scale, how many steps it skipped, and its latest steps.
 
-Invariants: nothing is judged, and no names are looked for; a number on a device is waited for, unless a CUDA graph is
-being captured, which must not wait.
+Invariants: displaying a scaler diagnoses nothing and looks up no names; a number on a device is waited for, unless a
+CUDA graph is being captured, which must not wait.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from torch import Tensor
 from precast import _torch
 from precast._internal.display import Card, size
 from precast._internal.events import StepEvent
-from precast.grad_scaler.ledger import Ledger
+from precast.grad_scaler.step_history import StepHistory
 
 __all__ = ["card", "scale_text"]
 
 _COLUMNS = ("step", "scale", "outcome", "parameters whose gradients were not finite")
 
 
-def card(what: str, scale: float | Tensor, ledger: Ledger, *, searching: bool) -> Card:
-    """Of a scaler that is on."""
-    counters = ledger.counters
+def card(title: str, scale: float | Tensor, history: StepHistory, *, searching: bool) -> Card:
+    """The card of a scaler that is on; `searching` for its first scale, or not any more."""
+    counters = history.counters
     facts = [
         f"scale {scale_text(scale)}",
         size(counters.steps, "step"),
@@ -28,12 +28,12 @@ def card(what: str, scale: float | Tensor, ledger: Ledger, *, searching: bool) -
     ]
     if searching:
         facts.append("the first scale is not found yet")
-    rows = [_row(event) for event in reversed(ledger.history)]
-    return Card(what, facts, _COLUMNS, rows, "earlier steps")
+    rows = [_row(event) for event in reversed(history.events)]
+    return Card(title, facts, _COLUMNS, rows, "earlier steps")
 
 
 def scale_text(scale: float | Tensor) -> str:
-    """All digits of a whole number, some of another."""
+    """All digits of a whole number, six of another."""
     if isinstance(scale, Tensor):
         if _torch.is_captured(scale):
             return "on the device"

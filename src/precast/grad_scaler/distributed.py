@@ -1,32 +1,33 @@
-"""One decision in all processes: verdicts reduced, offenders named with their rank, settings compared.
+"""One decision in all processes: found_inf is reduced, bad gradients are named with their rank, settings compared.
 
-A gradient scaler takes a `Reduction` as `reduce_found_inf`, or chooses one from what the parameters
-are: those that are `DTensor` (FSDP2's `fully_shard`, tensor parallelism) say over which processes they
-are spread. Plain parameters say nothing: under `DistributedDataParallel` all processes see the same
-gradients and decide alike; pipeline stages, and tensor parallelism by hand, give theirs.
+A gradient scaler takes a `Reduction` as `reduce_found_inf`, or chooses one by the parameters: those that are `DTensor`
+(FSDP2's `fully_shard`, tensor parallelism) say over which processes they are spread. Plain parameters say nothing:
+under `DistributedDataParallel` all processes see the same gradients and decide alike; for pipeline stages, and tensor
+parallelism by hand, the user passes a `Reduction`.
 
 Invariants:
-- what is reduced is decided by parameters, which all processes have, and not by gradients;
-- a collective runs only where all processes of the group run it: verdicts are reduced where an
-  optimizer's gradients are checked, findings only in iterations that all of them skip;
-- on `torch.distributed` alone; one process without a process group needs none of it.
+- whether to reduce is decided by parameters, which all processes have, and not by gradients;
+- a collective runs only where all processes of the group run it: found_inf is reduced where an optimizer's gradients
+  are checked, names are gathered only in iterations that all of them skip;
+- this needs `torch.distributed` alone; one process without a process group needs none of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from precast._torch import is_dtensor
 from precast.errors import ScalerError
 from precast.policy.policy import Policy
 
-__all__ = ["Reduction", "check_same", "chosen_for"]
+__all__ = ["Reduction", "Reductions", "check_same", "chosen_for"]
 
 
 class Reduction:
@@ -48,24 +49,29 @@ class Reduction:
         _require_process_group("Reduction")
         self._groups = [group for place in places or (None,) for group in _groups_of(place)]
 
-    def __call__(self, verdicts: list[Tensor]) -> None:
+    def __call__(self, found_inf: list[Tensor]) -> None:
         """Replaces each number by the largest in any process; at least one number is given."""
-        total = verdicts[0].clone()
-        for verdict in verdicts[1:]:
-            torch.maximum(total, verdict.to(total.device), out=total)
+        total = found_inf[0].clone()
+        for number in found_inf[1:]:
+            torch.maximum(total, number.to(total.device), out=total)
         for group in self._groups:
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
-        for verdict in verdicts:
-            verdict.copy_(total)
+        for number in found_inf:
+            number.copy_(total)
 
     def __deepcopy__(self, memo: Any) -> Reduction:
         """Itself: process groups cannot be copied."""
         return self
 
     def gather(self, names: Iterable[str], loss_finite: bool) -> tuple[list[str], bool]:
-        """What all processes found about one step: names with their rank, and whether no loss was bad.
+        """What all processes found about one step; every process of the groups has to call it.
 
-        Every process of the groups has to call it.
+        Args:
+            names: What this process found.
+            loss_finite: Whether this process's loss was finite.
+
+        Returns:
+            The names of all processes with their ranks, and whether the losses of all processes were finite.
         """
         found = {(dist.get_rank(), name) for name in names}
         finite = loss_finite
@@ -77,8 +83,50 @@ class Reduction:
         return [f"rank {rank}: {name}" for rank, name in sorted(found)], finite
 
 
+class Reductions:
+    """The reduction that a scaler uses for each optimizer: the user's, or the one that its parameters ask for.
+
+    Args:
+        given: What the user passed as `reduce_found_inf`, or None.
+    """
+
+    def __init__(self, given: Callable[[list[Tensor]], None] | None) -> None:
+        self._given = given
+        self._chosen = WeakIdKeyDictionary()
+        """For each optimizer how many parameter groups it had, and the reduction chosen then."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, and a pickle, chooses again."""
+        return Reductions, (self._given,)
+
+    def of(self, optimizer: Optimizer) -> Callable[[list[Tensor]], None] | None:
+        """The reduction for an optimizer; None if each process decides for itself."""
+        if self._given is not None:
+            return self._given
+        groups = len(optimizer.param_groups)
+        known, reduction = self._chosen.get(optimizer, (None, None))
+        if known != groups:
+            reduction = chosen_for(optimizer)
+            self._chosen[optimizer] = groups, reduction
+        chosen: Reduction | None = reduction
+        return chosen
+
+    def is_true_anywhere(self, optimizer: Optimizer, flag: bool, like: Tensor) -> bool:
+        """Whether `flag` is true in any process, each of which has to call this; `like` says on which device to ask."""
+        reduce = self.of(optimizer)
+        if reduce is None:
+            return flag
+        number = torch.full_like(like, float(flag))
+        reduce([number])
+        return bool(number)
+
+    def gather_of(self, optimizer: Optimizer) -> Any:
+        """The `gather` of the optimizer's reduction; None if it has none."""
+        return getattr(self.of(optimizer), "gather", None)
+
+
 def chosen_for(optimizer: Optimizer) -> Reduction | None:
-    """The reduction that an optimizer's parameters ask for; None where they are in one process."""
+    """The reduction that an optimizer's parameters ask for; None if they are in one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -90,20 +138,20 @@ def chosen_for(optimizer: Optimizer) -> Reduction | None:
 
 
 def check_same(scaler: Any = None, *, group: Any = None, **others: Any) -> None:
-    """Compares settings over all processes of `group`: one that differs would skip alone, or never end.
+    """Compares settings over all processes of `group`: one that differs would skip steps alone, or wait for ever.
 
     Args:
         scaler: A `precast.GradScaler`: its state is compared, limits and scale too.
         group: The processes; None is all of them.
-        others: What else has to be the same: a `precast.Policy`, a dtype, a number. Compared by its
-            contents where it is a policy, else by its ``repr``.
+        others: What else has to be the same: a `precast.Policy`, a dtype, a number. Policies are compared by
+            their contents, everything else by its ``repr``.
 
     Raises:
         ScalerError: A process differs from the first; every process gets it, with rank and values.
             Or there is no process group yet.
     """
     _require_process_group("check_same")
-    settings = {name: _said(value) for name, value in others.items()}
+    settings = {name: _described(value) for name, value in others.items()}
     if scaler is not None:
         settings |= {f"scaler {key}": repr(value) for key, value in scaler.state_dict().items()}
     parts: list[Any] = [None] * dist.get_world_size(group)
@@ -142,7 +190,7 @@ def _groups_of(place: Any) -> list[Any]:
     )
 
 
-def _said(value: Any) -> str:
+def _described(value: Any) -> str:
     if isinstance(value, Policy):
         modules = f", modules {dict(value.modules)}" if value.modules else ""
         return f"Policy {value.name} ({value.fingerprint}{modules})"

@@ -1,11 +1,10 @@
-"""Gradients of every kind: grouped, checked and unscaled in place, and looked at where one is bad.
+"""Gradients of every kind: checked and unscaled in place, clipped, and searched for those that are not finite.
 
-What is unscaled is the *memory* of a gradient: its values if it is sparse, its real and imaginary
-parts if it is complex, this process's part if it is a `DTensor`. The product with the inverse scale
-is computed in float32 (float64 for float64) and rounded once to the gradient's dtype. So a float16
-gradient keeps what float16 can say of the unscaled number: below 6e-8 that is zero.
+What is unscaled is the *memory* of a gradient (`memory_of`). The product with the inverse scale is computed in float32
+(float64 for float64) and rounded once to the gradient's dtype. So a float16 gradient keeps what float16 can say of the
+unscaled number: below 6e-8 that is zero.
 
-Invariants: nothing waits for a device but for copies to the CPU, `bad_gradients` and `largest`.
+Invariants: nothing waits for a device but copies to the CPU, `bad_gradients`, `bad_parameters` and `largest`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,24 +21,19 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.callers import callers_level
 from precast.errors import PrecastWarning
+from precast.grad_scaler.found_inf import FoundInf
+from precast.grad_scaler.memory import are_finite, is_finite, local, memory_of, moved
 from precast.weights.low_precision_gradients import factors_of
 
 __all__ = [
     "Place",
-    "Verdicts",
     "bad_gradients",
-    "bad_weights",
+    "bad_parameters",
     "clipped",
-    "is_finite",
     "largest",
-    "local",
-    "moved",
     "reciprocal",
     "unscaled",
 ]
-
-Verdicts = dict[torch.device, Tensor]
-"""For each device with gradients a float32 tensor of shape (): nonzero if one was not finite."""
 
 Place = tuple[int, int, Tensor]
 """A parameter of an optimizer: the number of its group, its place there, itself."""
@@ -53,7 +47,8 @@ _OF_OTHERS = (
     "Their parameters are {dtype}: let them have gradients of that dtype (`parameter.grad_dtype`, or "
     "what assigns `.grad`)."
 )
-_PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16})
+_PLAIN: Final = frozenset({torch.float32, torch.float64, torch.bfloat16})
+"""Dtypes whose dense gradients are their own memory and need no warning."""
 
 
 def reciprocal(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,68 +59,55 @@ def reciprocal(scale: Tensor) -> tuple[Tensor, Tensor]:
     return copy.reciprocal().float(), copy
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; waits only for a copy to the CPU, which could be read too early."""
-    if tensor.device == device:
-        return tensor
-    return tensor.to(device, non_blocking=device.type != "cpu")
-
-
 @torch.no_grad()
 def unscaled(
     optimizer: Optimizer, inverse: Tensor, found_inf: Tensor, allow_fp16: bool
-) -> Verdicts:
-    """Multiplies all gradients by `inverse` in place; verdicts begin as copies of `found_inf`."""
-    verdicts: Verdicts = {}
-    for (device, dtype, later), group in _gradients(optimizer).items():
+) -> FoundInf:
+    """Multiplies all gradients of an optimizer by `inverse` in place, and checks them.
+
+    Args:
+        optimizer: Whose gradients.
+        inverse: Float32, shape ().
+        found_inf: What was found before, float32, shape (); it is not changed.
+        allow_fp16: Whether float16 gradients are unscaled without a warning.
+
+    Returns:
+        On each device with gradients a copy of `found_inf`, which is 1.0 if a gradient there was not finite.
+    """
+    found: FoundInf = {}
+    for (device, dtype, later), memories in _by_kind(optimizer).items():
         if dtype is torch.float16 and not allow_fp16 and later is None:
             warnings.warn(_why_float16(optimizer), PrecastWarning, stacklevel=callers_level())
-        if device not in verdicts:
-            verdicts[device] = moved(found_inf, device).clone()
+        if device not in found:
+            found[device] = moved(found_inf, device).clone()
         by = inverse if later is None else torch.ones_like(inverse)
-        _torch.check_and_unscale_(group, verdicts[device], moved(by, device))
-    return verdicts
+        _torch.check_and_unscale_(memories, found[device], moved(by, device))
+    return found
 
 
 @torch.no_grad()
 def bad_gradients(optimizer: Optimizer) -> Iterator[Place]:
-    """Where gradients are not finite; waits for the device."""
+    """The parameters whose gradients are not finite; waits for the device."""
     for number, place, parameter in _places(optimizer):
-        if parameter.grad is not None and not _all_finite(_memory(parameter)):
+        if parameter.grad is not None and not are_finite(_gradient_memory(parameter)):
             yield number, place, parameter
 
 
 @torch.no_grad()
-def bad_weights(optimizer: Optimizer) -> Iterator[Place]:
-    """Where parameters are not finite themselves; waits for the device."""
+def bad_parameters(optimizer: Optimizer) -> Iterator[Place]:
+    """The parameters that are not finite themselves; waits for the device."""
     for number, place, parameter in _places(optimizer):
         if not is_finite(parameter):
             yield number, place, parameter
 
 
-def _places(optimizer: Optimizer) -> Iterator[Place]:
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            yield number, place, parameter
-
-
-def _all_finite(numbers: Tensor) -> bool:
-    """Whether they are: their sum may overflow, then, and only then, each is looked at."""
-    return bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all())
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor of any kind holds neither infinity nor NaN, in this process's part; waits for the device."""
-    return _all_finite(_numbers(local(tensor.detach())))
-
-
 @torch.no_grad()
 def largest(optimizer: Optimizer, like: Tensor) -> Tensor:
-    """The largest absolute value in all gradients, shape (), float32 beside `like`; 0 where there are none."""
+    """The largest absolute value in all gradients, float32, shape (), beside `like`; 0 if there are no gradients."""
     peaks = [
         moved(peak.float(), like.device) * (1.0 if later is None else moved(later, like.device))
-        for (_, _, later), group in _gradients(optimizer).items()
-        for memory in group
+        for (_, _, later), memories in _by_kind(optimizer).items()
+        for memory in memories
         if memory.numel()
         for peak in torch.aminmax(memory)
     ]
@@ -140,19 +122,25 @@ def clipped(
     error_if_nonfinite: bool,
     foreach: bool | None,
     *,
-    verdicts: Verdicts,
+    found_inf: FoundInf,
 ) -> Tensor:
-    """The norm of all gradients, which are clipped to `max_norm` where they are finite; waits for nothing."""
+    """The norm of all gradients; they are clipped to `max_norm` if they are finite. Waits for nothing."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     bad = norm.isnan()
-    for verdict in verdicts.values():
-        bad = bad | (moved(verdict, norm.device) != 0)
+    for found in found_inf.values():
+        bad = bad | (moved(found, norm.device) != 0)
     used = torch.where(bad, 0.0, norm)  # of finite gradients it may be infinite: then they become 0
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, used, foreach)
     total: Tensor = norm
     return total
+
+
+def _places(optimizer: Optimizer) -> Iterator[Place]:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield number, place, parameter
 
 
 def _why_float16(optimizer: Optimizer) -> str:
@@ -162,20 +150,12 @@ def _why_float16(optimizer: Optimizer) -> str:
     return _FLOAT16 + (_OF_OTHERS.format(dtype=others[0]) if others else _OF_FLOAT16)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a `DTensor`; any other tensor itself."""
-    if not _torch.is_dtensor(tensor):
-        return tensor
-    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
-
-
 _Kind = tuple[torch.device, torch.dtype, Tensor | None]
 
 
-def _gradients(optimizer: Optimizer) -> dict[_Kind, list[Tensor]]:
-    """The memory of all gradients of an optimizer, by device, dtype, and what they are multiplied by later."""
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
+def _by_kind(optimizer: Optimizer) -> dict[_Kind, list[Tensor]]:
+    """The memory of all gradients of an optimizer: by device, dtype, and the factor that its step applies later."""
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
     factors = factors_of(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -187,15 +167,16 @@ def _gradients(optimizer: Optimizer) -> dict[_Kind, list[Tensor]]:
                 or gradient.dtype not in _PLAIN
                 or gradient.layout is not torch.strided
             ):
-                gradient = _memory(parameter)
-            groups[gradient.device, gradient.dtype, factors.get(id(parameter))].append(gradient)
-    return groups
+                gradient = _gradient_memory(parameter)
+            kinds[gradient.device, gradient.dtype, factors.get(id(parameter))].append(gradient)
+    return kinds
 
 
-def _memory(parameter: Tensor) -> Tensor:
-    """A gradient's numbers, as a real and dense tensor that shares its memory.
+def _gradient_memory(parameter: Tensor) -> Tensor:
+    """The memory of a parameter's gradient, which is replaced first if it could not be checked or written as it is.
 
-    Sparse float16 gradients are summed first (and replaced): the sum is what can overflow.
+    Duplicate indices of a sparse float16 gradient are summed: the sum is what can overflow. A pending conjugation is
+    carried out: only then the memory has the numbers.
     """
     assert parameter.grad is not None
     gradient = local(parameter.grad)
@@ -203,13 +184,4 @@ def _memory(parameter: Tensor) -> Tensor:
         gradient = parameter.grad = gradient.coalesce()
     if gradient.is_complex() and gradient.is_conj():
         gradient = parameter.grad = gradient.resolve_conj()
-    return _numbers(gradient)
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor of any layout and dtype, as a real and dense one."""
-    if tensor.is_sparse:
-        tensor = _torch.sparse_values(tensor)
-    elif tensor.layout is not torch.strided:
-        tensor = tensor.values()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return memory_of(gradient)

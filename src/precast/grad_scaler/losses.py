@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.display import Card, Displayed, size
 from precast.errors import BrokenModelError, ScalerError
-from precast.grad_scaler.base import off
+from precast.grad_scaler.disabled import when_disabled
+from precast.grad_scaler.found_inf import total_found_inf
+from precast.grad_scaler.fused import temporary_attributes
 from precast.grad_scaler.scaler import GradScaler
-from precast.grad_scaler.states import State, by_loss, read
-from precast.grad_scaler.turns import lent, verdict_on
+from precast.grad_scaler.state_dict import ScalerState, by_loss, read
 
 __all__ = ["LossScalers"]
 
@@ -55,7 +56,7 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
 
     def __init__(self, device: str, names: Iterable[str], **settings: Any) -> None:
         given = _names(names)
-        self._scalers = {name: _Scaler(device, **settings) for name in given}
+        self._scalers = {name: _LossScaler(device, **settings) for name in given}
 
     def __getitem__(self, name: str) -> GradScaler:
         return self._of(name)
@@ -120,7 +121,7 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
         decided: list[bool | Tensor]
         if _torch.handles_scaling(optimizer):
             decided = list(found.unbind())
-            with lent(optimizer, grad_scale=None, found_inf=found.amax()):
+            with temporary_attributes(optimizer, grad_scale=None, found_inf=found.amax()):
                 result = optimizer.step()
         else:
             decided = [value != 0 for value in found.tolist()]
@@ -173,7 +174,7 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
         facts = [size(len(self._scalers), "loss", "losses")]
         return Card("LossScalers", facts, columns, [_filled(row, 5) for row in cards])
 
-    def _of(self, name: str) -> _Scaler:
+    def _of(self, name: str) -> _LossScaler:
         if name not in self._scalers:
             raise ScalerError(f"no loss is called {name!r}; there are {', '.join(self._scalers)}.")
         return self._scalers[name]
@@ -190,17 +191,17 @@ def _filled(row: tuple[str, ...], columns: int) -> tuple[str | None, ...]:
     return (*row, *[None] * (columns - len(row)))
 
 
-class _Scaler(GradScaler):
+class _LossScaler(GradScaler):
     """The scaler of one loss."""
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:  # noqa: ARG002 -- of any, by `backward`
         return True
 
-    @off(lambda *_: None)
+    @when_disabled(lambda *_: None)
     def unscale_(self, optimizer: Optimizer) -> None:  # noqa: ARG002
         raise ScalerError(_WHOLE.format("unscale_"))
 
-    @off(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
+    @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:  # noqa: ARG002
         raise ScalerError(_WHOLE.format("step"))
 
@@ -213,8 +214,8 @@ class _Scaler(GradScaler):
                 "backward() got optimizers that share a parameter, whose gradient would be unscaled "
                 "twice. Give each parameter to one optimizer."
             )
-        known = [self._record_of(optimizer) for optimizer in optimizers if self.knows(optimizer)]
-        if any(record.stage is OptState.STEPPED for record in known):
+        known = [self._state_of(optimizer) for optimizer in optimizers if self.knows(optimizer)]
+        if any(state.stage is OptState.STEPPED for state in known):
             raise ScalerError(
                 "backward() was called after step() for the same optimizer: call update() first, "
                 "which ends the iteration."
@@ -223,36 +224,36 @@ class _Scaler(GradScaler):
     def take(self, loss: Tensor, optimizers: tuple[Optimizer, ...], retain_graph: bool) -> None:
         torch.autograd.backward(self.scale(loss), retain_graph=retain_graph)
         for optimizer in optimizers if self.is_enabled() else ():
-            record = self._record_of(optimizer)
-            self._unscale(record)
-            record.stage = OptState.READY  # the same loss may come again, in accumulation
-            if not record.found_inf:  # the loss does not reach its parameters
-                del self._records[id(optimizer)]
+            state = self._state_of(optimizer)
+            self._unscale(state)
+            state.stage = OptState.READY  # the same loss may come again, in accumulation
+            if not state.found_inf:  # the loss does not reach its parameters
+                del self._optimizer_states[id(optimizer)]
 
-    def read(self, state: Any) -> State | None:
+    def read(self, state: Any) -> ScalerState | None:
         """A state, checked; None where it changes nothing."""
         return read(state, self._limits) if self.is_enabled() else None
 
-    def take_over(self, state: State | None) -> None:
-        self._take(state)
+    def take_over(self, state: ScalerState | None) -> None:
+        self._take_over(state)
 
     def knows(self, optimizer: Optimizer) -> bool:
-        return id(optimizer) in self._records
+        return id(optimizer) in self._optimizer_states
 
     def is_used(self) -> bool:
-        return bool(self._records)
+        return bool(self._optimizer_states)
 
     def found(self, optimizer: Optimizer) -> Tensor:
-        scale, _ = self._started("step")
-        return verdict_on(scale.device, [self._record_of(optimizer)])
+        scale, _ = self._check_scale_growth_tracker("step")
+        return total_found_inf(scale.device, [self._state_of(optimizer).found_inf])
 
     def note(self, optimizer: Optimizer, skipped: bool | Tensor, seconds: float) -> None:
-        record = self._record_of(optimizer)
-        record.allow("step")
-        record.stage, record.skipped = OptState.STEPPED, skipped
+        state = self._state_of(optimizer)
+        state.allow("step")
+        state.stage, state.skipped = OptState.STEPPED, skipped
         if skipped is True:
-            self._look(record)
-        self._tell(record, seconds)
+            self._look_up_details(state)
+        self._report_step(state, seconds)
 
 
 def _names(names: object) -> list[str]:

@@ -1,15 +1,19 @@
-"""Dynamic loss scaling: keeps small float16 gradients from vanishing, and bad ones off the weights.
+"""Dynamic loss scaling: keeps small float16 gradients from underflowing, and infinite ones out of the weights.
 
-A loss is multiplied by the scale, so that gradients stay inside float16's range; before the
-optimizer's step the gradients are divided by it again, and checked. If one is infinite or NaN the
-step is skipped and the scale shrinks; after `growth_interval` good iterations in a row it grows.
+A loss is multiplied by the scale, so that gradients stay inside float16's range; before the optimizer's step the
+gradients are divided by it again, and checked. If one is infinite or NaN the step is skipped and the scale shrinks;
+after `growth_interval` good iterations in a row it grows.
 
 Invariants:
-- nothing waits for a device but `step` (once, not at all with a fused optimizer), steps that are
-  skipped, the search for a first scale, `get_scale`, `state_dict`, pickling and loading: while nothing
+- the scaler waits for a device only in `step` (once, with a fused optimizer not at all), in steps that are skipped, in
+  the search for a first scale, in `get_scale` and `state_dict`, and when it is pickled or loaded: while nothing
   overflows, exactly where `torch.amp.GradScaler` waits;
-- no optimizer steps on gradients that are not finite, or that are scaled;
-- the scale is finite and between its limits after every `update`.
+- no optimizer steps on gradients that are not finite, or that are scaled; gradients are checked before each step, and
+  once more after `unscale_`, which lets the user change them;
+- a step that was skipped has changed no parameter, and nothing of the optimizer's state;
+- the scale is finite and between its limits after every `update`;
+- scale and growth tracker live on the device of the first scaled loss, and stay the same tensors: a captured CUDA graph
+  reads them.
 """
 
 from __future__ import annotations
@@ -26,26 +30,54 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast._internal.display import Card
 from precast._internal.events import StepEvent, emit, witnesses
 from precast._internal.pytree import map_tensors
 from precast.errors import BrokenModelError, ScalerError
-from precast.grad_scaler.base import off
-from precast.grad_scaler.closures import closure_in
-from precast.grad_scaler.findings import Findings, noted
-from precast.grad_scaler.gradients import clipped, moved
-from precast.grad_scaler.ledger import Counters
-from precast.grad_scaler.settings import LARGEST_SCALE, OnVerdict, new_scale_from
-from precast.grad_scaler.steps import Steps
-from precast.grad_scaler.turns import Record, verdict_on
-from precast.grad_scaler.verdicts import judge
+from precast.grad_scaler import state_dict as state_dicts
+from precast.grad_scaler.closures import closure_in, step_with_closure
+from precast.grad_scaler.diagnosis import announce, diagnose
+from precast.grad_scaler.disabled import when_disabled
+from precast.grad_scaler.display import card
+from precast.grad_scaler.distributed import Reductions
+from precast.grad_scaler.found_inf import FoundInf, found_inf_so_far, total_found_inf
+from precast.grad_scaler.fused import step_given_scaler, takes_scaler, temporary_attributes
+from precast.grad_scaler.gradients import clipped, largest, reciprocal, unscaled
+from precast.grad_scaler.memory import moved
+from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
+from precast.grad_scaler.optimizer_state import OptimizerState
+from precast.grad_scaler.per_optimizer_states import PerOptimizerStates
+from precast.grad_scaler.search import ScaleSearch, first_scale
+from precast.grad_scaler.settings import (
+    AUTO,
+    DEFAULT_LIMITS,
+    LARGEST_SCALE,
+    MOST_TRACKED,
+    OnVerdict,
+    checked_limits,
+    checked_settings,
+    device_type_of,
+    is_usable,
+    new_scale_from,
+    require_count,
+    require_flag,
+    require_function,
+    require_number,
+)
+from precast.grad_scaler.step_history import Counters, StepHistory
+from precast.weights import low_precision_gradients
 
 __all__ = ["GradScaler"]
 
 T = TypeVar("T")
 _MOST_LOSSES = 1024  # of one iteration that are remembered
+_HISTORY = 100  # steps, unless the user says how many
+
+StepResult = tuple[float | None, bool | Tensor]
+"""What the optimizer's step returned, and whether it was skipped: a tensor if only the device knows."""
 
 
-class GradScaler(Steps):
+class GradScaler(torch.amp.GradScaler):
     """Scales losses, unscales and checks gradients, and adapts the scale, like `torch.amp.GradScaler`.
 
     In addition, it reports what each step did (`last_step`, `history`, `counters`), keeps the scale
@@ -61,23 +93,23 @@ class GradScaler(Steps):
         backoff_factor: What the scale is multiplied by after a skipped step, between 0 and 1.
         growth_interval: Good iterations in a row until the scale grows, at least 1.
         enabled: If False, `scale` returns what it gets and `step` is the optimizer's.
-        reduce_found_inf: Called whenever gradients of an optimizer are checked (in `unscale_`, and in
-            `step`) with its verdicts, one float32 tensor of shape () a device, nonzero where one was
-            not finite; while a first scale is searched for, also with the largest gradient. Replaces
-            each in place by the largest over processes, so that all skip the same steps: a
-            `precast.grad_scaler.distributed.Reduction` or a function. None: chosen from what the optimizer's
-            parameters are.
+        reduce_found_inf: A function, or a `precast.grad_scaler.distributed.Reduction`, that has all processes
+            skip the same steps. It is called whenever gradients of an optimizer are checked (in `unscale_`, and
+            in `step`), with a list of float32 tensors of shape (), one for each device, nonzero if a gradient
+            there was not finite; while a first scale is searched for, also with the largest gradient. It
+            replaces each number in place by the largest of all processes. None: chosen by the optimizer's
+            parameters.
         min_scale: The scale never falls below it; at least ``2**-126``. None is ``2**-48``, or
             `init_scale` where that is lower.
         max_scale: The scale never grows above it. None is float32's largest number.
-        max_consecutive_skips: This many skipped iterations in a row are a verdict. None: any
-            number may be skipped while the scale falls.
-        max_nonfinite_losses: Skipped iterations in a row whose loss itself was not finite that are
-            let pass; 0 lets none. None: as many as it takes to know that no lower scale helps.
-        on_verdict: What happens where neither a lower scale nor the next batch helps: the parameters
+        max_consecutive_skips: So many skipped iterations in a row lead to a verdict. None: any number
+            may be skipped while the scale falls.
+        max_nonfinite_losses: So many skipped iterations in a row whose loss itself was not finite are
+            allowed; 0 allows none. None: as many as it takes to know that no lower scale helps.
+        on_verdict: What happens if neither a lower scale nor the next batch can help: the parameters
             hold NaN, 40 steps in a row were skipped while the scale could not fall, or one of the two
-            limits above was passed (docs/scaler.md has the exact rules). ``"raise"`` a
-            `BrokenModelError` from `update`, ``"warn"``, or ``"ignore"``.
+            limits above was passed (docs/scaler.md has the exact rules). ``"raise"`` raises a
+            `BrokenModelError` from `update`, ``"warn"`` warns, ``"ignore"`` goes on.
         history: How many steps `history` keeps.
 
     Raises:
@@ -114,9 +146,25 @@ class GradScaler(Steps):
         history: int = 100,
     ) -> None:
         settings = {k: v for k, v in locals().items() if k not in {"self", "__class__"}}
-        super().__init__(device, enabled, settings)
+        self._device = device_type_of(device)
+        self._enabled = require_flag("enabled", enabled) and is_usable(self._device)
+        self._init_scale: Any = init_scale
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._init_growth_tracker = 0
+        self._limits = DEFAULT_LIMITS
+        self._search: ScaleSearch | None = None
+        self._scale: Tensor | None = None
+        self._growth_tracker: Tensor | None = None
+        self._optimizer_states: dict[int, OptimizerState] = {}
+        self._losses: tuple[Tensor, ...] = ()
+        self._iterations = 0
+        self._check_settings(settings)
+        self._step_history = StepHistory(int(history) if self._enabled else 0)
+        self._reductions = Reductions(require_function("reduce_found_inf", reduce_found_inf))
 
-    @off(lambda outputs: outputs)
+    @when_disabled(lambda outputs: outputs)
     def scale(self, outputs: T) -> T:
         """Multiplies the floating-point tensors in `outputs`, in any nesting, by the scale.
 
@@ -136,7 +184,7 @@ class GradScaler(Steps):
         def scaled(tensor: Tensor) -> Tensor:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 return tensor
-            self._note(tensor)
+            self._keep_loss(tensor)
             return tensor * scale_on(tensor.device)
 
         def other(leaf: Any) -> Any:
@@ -151,7 +199,7 @@ class GradScaler(Steps):
             )
         return result
 
-    @off(lambda *_, **__: None)
+    @when_disabled(lambda *_, **__: None)
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of `optimizer` by the scale in place, to clip them before `step`.
 
@@ -162,17 +210,17 @@ class GradScaler(Steps):
         Raises:
             ScalerError: Called twice, or after `step`, in this iteration; nothing was scaled yet.
         """
-        self._started("unscale_")
-        record = self._record_of(optimizer)
-        record.allow("unscale_")
-        self._unscale(record)
-        record.watch()
+        self._check_scale_growth_tracker("unscale_")
+        state = self._state_of(optimizer)
+        state.allow("unscale_")
+        self._unscale(state)
+        state.watch_for_backward()
 
-    @off(lambda *_, **__: True)
+    @when_disabled(lambda *_, **__: True)
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of `optimizer` were unscaled in this iteration; True for a scaler that is off."""
-        record = self._records.get(id(optimizer))
-        return record is not None and record.stage is OptState.UNSCALED
+        state = self._optimizer_states.get(id(optimizer))
+        return state is not None and state.stage is OptState.UNSCALED
 
     @_torch.never_compiled
     def clip_grad_norm_(
@@ -203,9 +251,9 @@ class GradScaler(Steps):
             self.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         how = max_norm, norm_type, error_if_nonfinite, foreach
-        return clipped(parameters, *how, verdicts=self._found_inf_per_device(optimizer))
+        return clipped(parameters, *how, found_inf=self._found_inf_per_device(optimizer))
 
-    @off(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
+    @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Runs ``optimizer.step(*args, **kwargs)`` on unscaled gradients if all are finite.
 
@@ -222,22 +270,22 @@ class GradScaler(Steps):
                 `optimizer` has a gradient; backward ran between `unscale_` and `step`.
         """
         begun = time.perf_counter()
-        with_closure = closure_in(args, kwargs) is not None
-        if not with_closure:
-            self._started("step")
-        record = self._record_of(optimizer)
-        record.allow("step")
-        if with_closure:
-            result, record.skipped = self._step_with_closure(record, args, kwargs)
+        closure = closure_in(args, kwargs)
+        if closure is None:
+            self._check_scale_growth_tracker("step")
+        state = self._state_of(optimizer)
+        state.allow("step")
+        if closure is not None:
+            result, state.skipped = self._step_with_closure(state, closure, args, kwargs)
         elif _torch.handles_scaling(optimizer):
-            result, record.skipped = self._step_on_device(record, args, kwargs)
+            result, state.skipped = self._step_on_device(state, args, kwargs)
         else:
-            result, record.skipped = self._step_if_finite(record, args, kwargs)
-        record.stage = OptState.STEPPED
-        self._tell(record, time.perf_counter() - begun)
+            result, state.skipped = self._step_if_finite(state, args, kwargs)
+        state.stage = OptState.STEPPED
+        self._report_step(state, time.perf_counter() - begun)
         return result
 
-    @off(lambda *_, **__: None)
+    @when_disabled(lambda *_, **__: None)
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Ends the iteration: adapts the scale to what its steps found, or sets it to `new_scale`.
 
@@ -246,44 +294,47 @@ class GradScaler(Steps):
                 device type, which is moved between them.
 
         Raises:
-            BrokenModelError: Neither a lower scale nor the next batch mends what was found; the scale
-                is left as it is.
+            BrokenModelError: Neither a lower scale nor the next batch can help; the scale is left as it is.
             ScalerError: No gradients were checked in this iteration, or `new_scale` is neither.
         """
-        scale, _ = self._started("update")
-        records = list(self._records.values())
+        scale, _ = self._check_scale_growth_tracker("update")
+        states = list(self._optimizer_states.values())
+        found_inf = None
         if new_scale is not None:
             new_scale = new_scale_from(new_scale, self._device, self._limits)
-        found = None
-        if new_scale is None:
-            found = verdict_on(scale.device, records, "prior to update.")
-        searching, measured = self._searching, self._measures()
-        known = self._end_iteration(records, found, wait=measured)
+        else:
+            found = (state.found_inf for state in states)
+            found_inf = total_found_inf(scale.device, found, "prior to update.")
+        searching, measured = self._is_searching, self._measures()
+        known = self._end_iteration(states, found_inf, wait=measured)
         if new_scale is not None:
-            self._set(new_scale)
+            self._set_scale(new_scale)
             return
         if not searching:
-            self._adapt(found, known)
+            self._adapt_scale(found_inf, known)
         if measured:
-            self._set(self._found(records))
+            self._set_scale(self._scale_found(states))
 
     @_torch.never_compiled
     def last_step(self, optimizer: Optimizer) -> StepEvent | None:
         """What the latest `step` of `optimizer` did; None before the first, and if the scaler is off."""
-        return self._ledger.latest(optimizer)
+        return self._step_history.latest(optimizer)
 
     @property
     @_torch.never_compiled
     def history(self) -> Sequence[StepEvent]:
         """The latest steps of all optimizers, the oldest first; as many as the argument `history` says."""
-        return tuple(self._ledger.history)
+        return tuple(self._step_history.events)
 
     @property
     @_torch.never_compiled
     def counters(self) -> Counters:
-        """Steps, skipped steps, skipped iterations in a row, growths and backoffs; waits for open verdicts."""
-        self._judge(wait=True)
-        return self._ledger.counters
+        """Steps, skipped steps, skipped iterations in a row, growths and backoffs.
+
+        Waits for the devices of fused optimizers.
+        """
+        self._diagnose(wait=True)
+        return self._step_history.counters
 
     @_torch.never_compiled
     def advance(self, scheduler: Any) -> bool:
@@ -293,7 +344,7 @@ class GradScaler(Steps):
             scheduler: One from `torch.optim.lr_scheduler`; its attribute ``optimizer`` says whose.
 
         Returns:
-            Whether the scheduler was advanced; waits for the verdict of a fused optimizer.
+            Whether the scheduler was advanced; waits for the device of a fused optimizer.
         """
         event = self.last_step(scheduler.optimizer)
         if event is not None and event.skipped:
@@ -301,88 +352,443 @@ class GradScaler(Steps):
         scheduler.step()
         return True
 
-    # From here on the names are ours alone.
+    @when_disabled(lambda: 1.0)
+    def get_scale(self) -> float:
+        """The scale now (waits for the device); 1.0 if the scaler is off."""
+        return self._init_scale if self._scale is None else float(self._scale.item())
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the factor of growth, above 0; 1.0 keeps the scale from growing."""
+        self._growth_factor = require_number("growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by after a skipped step."""
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the factor of shrinking, above 0; 1.0 keeps the scale from shrinking."""
+        self._backoff_factor = require_number("backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Good iterations in a row until the scale grows."""
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the number of iterations until the scale grows, at least 1."""
+        self._growth_interval = require_count("growth_interval", new_interval)
+        if self._enabled:
+            self._limit_tracker()
+
+    def is_enabled(self) -> bool:
+        """Whether this scaler scales."""
+        return self._enabled
+
+    @when_disabled(dict)
+    def state_dict(self) -> dict[str, Any]:
+        """Five numbers, which `torch.amp.GradScaler` loads too; empty if the scaler is off.
+
+        Limits that are not the defaults, and a search that goes on, stand under ``"precast"``.
+        """
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._get_growth_tracker(),
+            **state_dicts.precast_entry(self._limits, self._is_searching),
+        }
+
+    @when_disabled(lambda *_, **__: None)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state of this class, `torch.amp.GradScaler`, `ShardedGradScaler` or Apex.
+
+        The empty state of a scaler that was off changes nothing, and a scaler that is off loads
+        nothing. A scale outside the limits is moved to the nearest, with a warning.
+
+        Raises:
+            ScalerError: Entries are missing, or have impossible values; nothing has changed then.
+        """
+        self._take_over(state_dicts.read(state_dict, self._limits))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._optimizer_states:
+            raise ScalerError(
+                "a GradScaler was pickled or copied inside an iteration: do it after update()."
+            )
+        return {**self.__dict__, **self._numbers_of_tensors(), "_losses": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over a scaler that was pickled or copied: one of this class, or of PyTorch's."""
+        if "_optimizer_states" in state:
+            vars(self).update({**state, "_optimizer_states": {}})
+        else:
+            self._take_over_pytorchs(state)
+
+    def __repr__(self) -> str:
+        return self._card().text()
+
+    def _repr_html_(self) -> str:
+        return self._card().html()
+
+    # What follows has names of torch.amp.GradScaler that optimizers with a scaling of their own, libraries and
+    # programs call, read or replace: fine-tuning scripts put a function of their own in the place of `_unscale_grads_`.
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> FoundInf:
+        return unscaled(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> FoundInf:  # type: ignore[override]
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._state_of(optimizer)
+        state.scale = scale.clone()
+        found = self._check_gradients(state, torch.ones_like(scale), allow_fp16=True)
+        if state.largest_gradient is not None and state.stage is OptState.READY:
+            state.largest_gradient /= scale
+        return found
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> FoundInf:  # type: ignore[override]
+        state = self._optimizer_states.get(id(optimizer))
+        return state.found_inf if state else {}
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> float | None:
+        if any(bool(found) for found in optimizer_state["found_inf_per_device"].values()):
+            return None
+        return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return, unused-ignore]
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
+
+    @property  # type: ignore[override]
+    def _per_optimizer_states(self) -> PerOptimizerStates:
+        return PerOptimizerStates(self._optimizer_states)
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: Any) -> None:
+        kept = {key: dict(state) for key, state in states.items()}
+        self._per_optimizer_states.clear()
+        self._per_optimizer_states.update(kept)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None or self._growth_tracker is None:
+            raise ScalerError(
+                f"{funcname}() was called before any loss was scaled: there is nothing to divide by. "
+                "Write scaler.scale(loss).backward() instead of loss.backward()."
+            )
+        return self._scale, self._growth_tracker
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        tracker = self._init_growth_tracker
+        self._growth_tracker = torch.full((), tracker, dtype=torch.int32, device=dev)
+
+    @when_disabled(lambda: 0)
+    def _get_growth_tracker(self) -> int:
+        tracker = self._growth_tracker
+        return self._init_growth_tracker if tracker is None else int(tracker.item())
+
+    # From here on PyTorch's scaler has none of the names. First: settings, and states that are taken over.
+
+    @when_disabled(lambda *_: None)  # settings that are never used may have any value
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        init_scale, floor, ceiling = (settings[n] for n in ("init_scale", "min_scale", "max_scale"))
+        if isinstance(init_scale, str) and init_scale == AUTO:
+            self._search = ScaleSearch()
+            init_scale = first_scale(floor, ceiling)
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        vars(self).update(checked_settings(init_scale, *(settings[name] for name in names)))
+        self._limits = checked_limits(self._init_scale, floor, ceiling, settings)
+        require_count("history", settings["history"], least=0)
+
+    def _take_over(self, state: state_dicts.ScalerState | None) -> None:
+        """Takes over a state that was read and checked; None changes nothing."""
+        if state is None:
+            return
+        self._growth_factor = state.growth_factor or self._growth_factor
+        self._backoff_factor = state.backoff_factor or self._backoff_factor
+        self._growth_interval = state.growth_interval or self._growth_interval
+        self._limits = state.limits or self._limits
+        history = self._step_history
+        history.resume(state.growth_tracker)
+        self._search = ScaleSearch(history.counters.backoffs) if state.searching else None
+        self._init_scale = state.scale
+        self._init_growth_tracker = state.growth_tracker
+        if self._scale is not None and self._growth_tracker is not None:
+            self._scale.fill_(self._init_scale)
+            self._growth_tracker.fill_(self._init_growth_tracker)
+        self._limit_tracker()
+
+    def _take_over_pytorchs(self, state: dict[str, Any]) -> None:
+        """Becomes what a scaler of PyTorch's was, whose attributes these are; the limits are the defaults."""
+        make: Any = type(self).__init__
+        make(self, state["_device"], enabled=False)
+        if state["_enabled"]:
+            self._enabled, self._step_history = True, StepHistory(_HISTORY)
+            names = ("growth_factor", "backoff_factor", "growth_interval")
+            numbers = {name: state[f"_{name}"] for name in names}
+            scale, tracker = state["_init_scale"], state["_init_growth_tracker"]
+            self.load_state_dict({"scale": scale, "_growth_tracker": tracker, **numbers})
+
+    @when_disabled(dict)
+    def _numbers_of_tensors(self) -> dict[str, Any]:
+        """Attributes with numbers in place of the device's tensors: an unpickled scaler may start on another device."""
+        return {
+            "_init_scale": self.get_scale(),
+            "_init_growth_tracker": self._get_growth_tracker(),
+            "_scale": None,
+            "_growth_tracker": None,
+        }
+
+    def _limit_tracker(self) -> None:
+        """Lets the next good iteration grow the scale if there were enough: PyTorch compares the tracker by ``==``."""
+        most = self._growth_interval - 1
+        self._step_history.good_iterations = min(self._step_history.good_iterations, most)
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
+        if self._growth_tracker is not None:
+            self._growth_tracker.clamp_(max=min(most, MOST_TRACKED))
+
+    @_torch.never_compiled
+    def _card(self) -> Card:
+        title = f"GradScaler on {self._device}"
+        if not self._enabled:
+            return Card(title, ["off"])
+        scale = self._init_scale if self._scale is None else self._scale
+        return card(title, scale, self._step_history, searching=self._is_searching)
+
+    # A loss, and the gradients of one optimizer: scaled, unscaled, checked.
 
     def _scale_on(self, device: torch.device) -> Tensor:
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
-        return moved(self._started("scale")[0], device)
+        return moved(self._check_scale_growth_tracker("scale")[0], device)
 
-    def _note(self, loss: Tensor) -> None:
+    def _keep_loss(self, loss: Tensor) -> None:
         if len(self._losses) < _MOST_LOSSES and not _torch.is_functorch_active():
-            self._losses = (*self._losses, noted(loss))
+            self._losses = (*self._losses, loss_to_keep(loss))
 
-    def _tell(self, record: Record, seconds: float) -> None:
-        scale, skipped = record.scale, record.skipped
+    def _state_of(self, optimizer: Optimizer) -> OptimizerState:
+        state = self._optimizer_states.setdefault(id(optimizer), OptimizerState(optimizer))
+        state.optimizer = optimizer
+        return state
+
+    def _unscale(self, state: OptimizerState) -> None:
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        inverse, state.scale = reciprocal(scale)
+        for gradients in low_precision_gradients.of(state.optimizer):
+            if state.is_stepping:  # the optimizer's step makes float32 gradients of them itself
+                gradients.factor = inverse
+            else:
+                gradients.show_in_float16()
+        self._check_gradients(state, inverse, allow_fp16=False)
+        if (
+            state.found_inf
+        ):  # else there was nothing to unscale, and gradients that come later are still scaled
+            state.stage = OptState.UNSCALED
+
+    def _check_gradients(
+        self, state: OptimizerState, inverse: Tensor, allow_fp16: bool
+    ) -> FoundInf:
+        """Multiplies gradients by `inverse` and checks them; what was found before stays found."""
+        before = found_inf_so_far(inverse, state.found_inf)
+        found = self._unscale_grads_(state.optimizer, inverse, before, allow_fp16)
+        # A second check may see gradients that were clipped, so only the first one measures.
+        measured = state.largest_gradient is None and self._measures()
+        if measured:
+            state.largest_gradient = largest(state.optimizer, inverse)
+        reduce = self._reductions.of(state.optimizer)
+        if reduce is not None:
+            found.setdefault(inverse.device, before)  # a process without gradients takes part, too
+            reduce(sorted(found.values(), key=lambda number: number.device != inverse.device))
+            if measured and state.largest_gradient is not None:
+                reduce([state.largest_gradient])
+        state.found_inf = state.found_inf | found
+        return state.found_inf
+
+    def _check_again(self, state: OptimizerState) -> None:
+        """Checks unscaled gradients once more: whoever called `unscale_` may have written to them since."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        self._check_gradients(state, torch.ones_like(scale), allow_fp16=True)
+
+    def _is_bad(self, state: OptimizerState) -> bool:
+        """Whether the step has to be skipped; waits for the device. If so, the details are looked up."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        if not total_found_inf(scale.device, [state.found_inf]):
+            return False
+        self._look_up_details(state)
+        return True
+
+    def _look_up_details(self, state: OptimizerState) -> None:
+        """Looks up what was not finite in a step that is skipped, together with all processes that skip it."""
+        details = state.details = NonfiniteDetails(state.optimizer, self._losses)
+        details.look_up()
+        gather = self._reductions.gather_of(state.optimizer)
+        if gather is not None:
+            details.combine(gather)
+
+    # The three ways to step an optimizer.
+
+    def _step_if_finite(
+        self, state: OptimizerState, args: Any, kwargs: dict[str, Any]
+    ) -> StepResult:
+        if state.stage is OptState.READY:
+            state.is_stepping = True
+            self.unscale_(state.optimizer)
+        else:
+            self._check_again(state)
+        if self._is_bad(state):
+            return None, True
+        return state.optimizer.step(*args, **kwargs), False
+
+    def _step_on_device(
+        self, state: OptimizerState, args: Any, kwargs: dict[str, Any]
+    ) -> StepResult:
+        """A fused optimizer gets scale and found_inf as tensors, and decides itself: nothing waits for the device."""
+        optimizer = state.optimizer
+        scale, _ = self._check_scale_growth_tracker("step")
+        if takes_scaler(optimizer):
+            result = step_given_scaler(self, optimizer, args, kwargs)
+            return result, found_inf_so_far(scale, state.found_inf)
+        grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own divisor
+        if state.stage is OptState.READY:
+            self._check_inf_per_device(optimizer)
+            grad_scale = scale if grad_scale is None else scale * grad_scale
+        else:
+            self._check_again(state)
+        found_inf = found_inf_so_far(scale, state.found_inf)
+        with temporary_attributes(optimizer, grad_scale=grad_scale, found_inf=found_inf):
+            return optimizer.step(*args, **kwargs), found_inf
+
+    def _step_with_closure(
+        self, state: OptimizerState, closure: Any, args: Any, kwargs: dict[str, Any]
+    ) -> StepResult:
+        state.allow_closure()
+        optimizer = state.optimizer
+
+        def unscale_and_check() -> bool:
+            state.found_inf, state.stage = {}, OptState.READY
+            self._unscale(state)
+            return not self._is_bad(state)
+
+        def in_any_process(flag: bool) -> bool:
+            scale, _ = self._check_scale_growth_tracker("step")
+            return self._reductions.is_true_anywhere(optimizer, flag, like=scale)
+
+        try:
+            result, skipped = step_with_closure(
+                optimizer,
+                closure,
+                args,
+                kwargs,
+                unscale_and_check=unscale_and_check,
+                in_any_process=in_any_process,
+            )
+        except BaseException:  # all is as it was before: the step may be tried again
+            state.end()
+            self._optimizer_states.pop(id(optimizer), None)
+            raise
+        state.conclude(skipped)
+        return result, skipped
+
+    def _report_step(self, state: OptimizerState, seconds: float) -> None:
+        scale, skipped = state.scale, state.skipped
         assert skipped is not None
         if scale is None:
-            scale = self._started("step")[0].clone()
-        number = list(self._records).index(id(record.optimizer))
-        findings = record.findings or Findings(record.optimizer, self._losses)
-        event = StepEvent(number, self._iterations, scale, skipped, seconds, findings)
-        self._ledger.write(record.optimizer, event)
+            scale = self._check_scale_growth_tracker("step")[0].clone()
+        number = list(self._optimizer_states).index(id(state.optimizer))
+        details = state.details or NonfiniteDetails(state.optimizer, self._losses)
+        event = StepEvent(number, self._iterations, scale, skipped, seconds, details)
+        self._step_history.add(state.optimizer, event)
         for witness in tuple(witnesses):
-            witness.stepped(record.optimizer, event)
+            witness.stepped(state.optimizer, event)
         emit(event)
 
+    # The end of an iteration: it is written down, diagnosed, and the scale adapts.
+
     def _end_iteration(
-        self, records: list[Record], found: Tensor | None, wait: bool
+        self, states: list[OptimizerState], found_inf: Tensor | None, wait: bool
     ) -> bool | None:
-        """Writes the iteration down and judges it: whether it was skipped, None if that is not known."""
-        checked = [record for record in records if record.found_inf]
-        decided = [record.skipped for record in checked]
+        """Writes the iteration down and diagnoses it. Returns whether it was skipped, None if only the device knows."""
+        checked = [state for state in states if state.found_inf]
+        decided = [state.skipped for state in checked]
         known = any(decided) if all(isinstance(d, bool) for d in decided) else None
-        now = self._started("update")[0]
+        now, _ = self._check_scale_growth_tracker("update")
         if _torch.is_captured(now) or not checked:
-            self._ledger.drop_iteration()
+            self._step_history.discard_iteration()
         else:
             scale = checked[0].scale if checked[0].scale is not None else now.clone()
-            interval = 0 if found is None or self._searching else self._growth_interval
-            skipped = verdict_on(scale.device, checked) if known is None else known
-            self._ledger.end_iteration(self._iterations, scale, skipped, interval)
-        self._records.clear()
+            interval = 0 if found_inf is None or self._is_searching else self._growth_interval
+            skipped: bool | Tensor | None = known
+            if skipped is None:
+                skipped = total_found_inf(scale.device, [state.found_inf for state in checked])
+            self._step_history.end_iteration(self._iterations, scale, skipped, interval)
+        self._optimizer_states.clear()
         self._losses = ()
         self._iterations += 1
-        for record in records:
-            record.end()
+        for state in states:
+            state.end()
         if not _torch.is_captured(now):
-            self._judge(wait)
+            self._diagnose(wait)
         return known
 
-    def _judge(self, wait: bool) -> None:
-        for iteration in self._ledger.closed(wait):
+    def _diagnose(self, wait: bool) -> None:
+        """Diagnoses the iterations of which it is known by now whether they were skipped, or all."""
+        for iteration in self._step_history.close(wait):
+            diagnosis = diagnose(iteration, self._step_history, self._limits)
+            if diagnosis is None:
+                continue
             try:
-                judge(iteration, self._ledger, self._limits)
+                announce(diagnosis, self._limits.on_verdict)
             except BrokenModelError:
-                self._started("update")[1].zero_()  # the iteration was no good one
+                self._check_scale_growth_tracker("update")[
+                    1
+                ].zero_()  # as after any skipped iteration
                 raise
 
-    def _set(self, value: float | Tensor) -> None:
-        scale, _ = self._started("update")
+    def _set_scale(self, value: float | Tensor) -> None:
+        scale, _ = self._check_scale_growth_tracker("update")
         limits = self._limits
         scale.copy_(value)  # type: ignore[arg-type]
         if isinstance(value, Tensor):
             scale.nan_to_num_(nan=limits.min_scale).clamp_(limits.min_scale, limits.max_scale)
 
-    def _found(self, records: list[Record]) -> float:
-        """The scale after an iteration whose gradients were measured."""
-        scale, _ = self._started("update")
-        assert self._search is not None
-        peaks = [record.peak for record in records if record.peak is not None]
-        done = self._iterations - 1
-        return self._search.after(done, float(scale), peaks, self._ledger, self._limits)
-
-    def _adapt(self, found: Tensor | None, known: bool | None) -> None:
-        assert found is not None
-        scale, tracker = self._started("update")
+    def _adapt_scale(self, found_inf: Tensor | None, known: bool | None) -> None:
+        """Shrinks or grows the scale on its device; `known` is whether the iteration was skipped, if that is known."""
+        assert found_inf is not None
+        scale, tracker = self._check_scale_growth_tracker("update")
         growth, limits = self._growth_factor, self._limits
         _torch.update_scale_(
             scale,
             tracker,
-            found,
+            found_inf,
             growth=growth,
             backoff=self._backoff_factor,
             interval=self._growth_interval,
         )
         if known is not False or growth < 1.0 or limits.max_scale < LARGEST_SCALE:
             scale.clamp_(limits.min_scale, limits.max_scale)
+
+    @property
+    def _is_searching(self) -> bool:
+        """Whether the first scale is still to be found."""
+        return self._search is not None and self._search.found_at is None
+
+    def _measures(self) -> bool:
+        """Whether the gradients of this iteration are measured."""
+        search, scale = self._search, self._scale
+        if search is None or (scale is not None and _torch.is_captured(scale)):
+            return False
+        return search.measures(self._iterations, self._growth_interval)
+
+    def _scale_found(self, states: list[OptimizerState]) -> float:
+        """The scale after an iteration whose gradients were measured."""
+        scale, _ = self._check_scale_growth_tracker("update")
+        assert self._search is not None
+        peaks = [s.largest_gradient for s in states if s.largest_gradient is not None]
+        done = self._iterations - 1
+        return self._search.after(done, float(scale), peaks, self._step_history, self._limits)

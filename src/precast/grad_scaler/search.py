@@ -1,46 +1,51 @@
-"""``init_scale="auto"``: the scale from the size of the first gradients, in place of up to 16 skipped steps.
+"""``init_scale="auto"``: the scale is found from the size of the first gradients, not by skipping up to 16 steps.
 
-The first iteration runs at `FIRST`. Where its gradients are finite, the largest of them says what
-scale brings it near float16's largest number: the next iteration has half that scale, as the next
-batch's gradients may be larger. Where they are not, the scale falls by `FALL`, where all are zero it
-rises by as much, and the next iteration tries again. Gradients shrink in the first steps of training,
-so the 1st, 2nd, 4th, 8th ... iteration after that measures again, and may raise the scale, with less
-room left.
+The first iteration runs at `FIRST`. If its gradients are finite, the largest of them says which scale brings it near
+float16's largest number; the next iteration has half that scale, as the next batch's gradients may be larger. If they
+are not finite, the scale falls by `FALL`; if all are zero, it rises by as much; then the next iteration tries again.
+Gradients shrink in the first steps of training, so the 1st, 2nd, 4th, 8th ... iteration after that measures again, and
+may raise the scale, with less room left.
 
-Invariants: only the iterations that measure wait for the device; which ones these are depends on
-their number alone, so all processes that reduce their verdicts measure together and find one scale.
+Invariants: only the iterations that measure wait for the device; which ones these are depends on their number alone,
+so all processes that decide together also measure together, and find one scale.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from precast.grad_scaler.ledger import Ledger
 from precast.grad_scaler.settings import Limits
+from precast.grad_scaler.step_history import StepHistory
 
-__all__ = ["FALL", "FIRST", "Search", "fitting"]
+__all__ = ["FALL", "FIRST", "ScaleSearch", "first_scale", "fitting"]
 
 FIRST = 2.0**10
 """The scale of the first iteration: low enough for gradients up to 64, and losses of small ones keep their bits."""
 
 FALL = 2.0**-12
-"""What the scale is multiplied by where that was too high: two skips reach 2**-14; the next good iteration goes up."""
-
+"""What the scale is multiplied by if it was too high: two skips reach 2**-14, and the next good iteration goes up."""
 
 HIGHEST = 2.0**34
-"""Where gradients are all zero the scale rises by ``1 / FALL`` up to here: two rises find gradients of 1e-17."""
+"""If gradients are all zero, the scale rises by ``1 / FALL`` up to here: two rises find gradients of 1e-17."""
 
 ROOM = 2.0
-"""What is left between the largest gradient that was measured and what overflows, for the next batch's."""
+"""How much larger than the largest measured gradient those of the next batch may be without overflowing."""
 
 SMALLER_ROOM = 1.5
-"""The same from the second measurement on, as long as nothing has overflowed."""
+"""The same from the second measurement on, while nothing has overflowed."""
 
-_MOST_BACKOFFS = 100  # that leave more room: it stays a number
+_MOST_BACKOFFS = 100  # that count: beyond, the room would not stay a finite number
+
+
+def first_scale(floor: Any, ceiling: Any) -> float:
+    """`FIRST`, moved between those of the two limits that are numbers."""
+    first = max(FIRST, floor) if isinstance(floor, int | float) else FIRST
+    return min(first, ceiling) if isinstance(ceiling, int | float) else first
 
 
 def fitting(peak: float) -> float:
@@ -48,11 +53,14 @@ def fitting(peak: float) -> float:
     return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / peak))
 
 
-class Search:
-    """Where a search is: `found_at` is the iteration that found the scale, None before.
+class ScaleSearch:
+    """The state of a search.
 
     Args:
-        backoffs: How many there were before it.
+        backoffs: How often the scale was lowered before the search began.
+
+    Attributes:
+        found_at: The number of the iteration that found the scale; None before.
     """
 
     def __init__(self, backoffs: int = 0) -> None:
@@ -67,19 +75,31 @@ class Search:
         return 1 <= since < growth_interval and since & (since - 1) == 0
 
     def after(
-        self, iteration: int, scale: float, peaks: Iterable[Tensor], ledger: Ledger, limits: Limits
+        self,
+        iteration: int,
+        scale: float,
+        peaks: Iterable[Tensor],
+        history: StepHistory,
+        limits: Limits,
     ) -> float:
-        """The next iteration's scale, after one that was measured: `peaks` are the largest unscaled gradients.
+        """The scale of the next iteration, after one that was measured.
 
-        What overflows first need not be a gradient of a parameter. Each time that the scale had to
-        back off, the room that is left doubles.
+        What overflows first need not be a gradient of a parameter, so each time that the scale was lowered doubles
+        the room that is left.
+
+        Args:
+            iteration: The number of the iteration that was measured.
+            scale: Its scale.
+            peaks: The largest unscaled gradients, one for each optimizer, shape ().
+            history: Its steps are in it.
+            limits: Where the scale has to stay.
         """
-        searching, counters = self.found_at is None, ledger.counters
+        searching, counters = self.found_at is None, history.counters
         backoffs = min(counters.backoffs - self._before, _MOST_BACKOFFS)
         if counters.consecutive_skips:
             return max(scale * FALL, limits.min_scale) if searching else scale
         peak = max(map(float, peaks), default=0.0)
-        if searching and peak == 0.0:  # nothing there, or all of it vanished
+        if searching and peak == 0.0:  # no gradients, or all of them underflowed
             return min(max(scale, min(scale / FALL, HIGHEST)), limits.max_scale)
         if peak == 0.0 or not math.isfinite(peak):
             return scale

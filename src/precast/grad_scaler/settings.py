@@ -57,11 +57,11 @@ OnVerdict = Literal["raise", "warn", "ignore"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a scale has to stay, and how much may go wrong before there is a verdict.
+    """Where a scale has to stay, and how much may go wrong before the run is diagnosed as broken.
 
     The floor's default is 2**-48: a float16 gradient that overflows there is larger than 1.8e19, whose square no
     float32 number can hold, so neither a norm nor Adam could use it. The ceiling's is float32's largest number, as in
-    PyTorch. The two counts are None by default: then only what `precast.grad_scaler.verdicts` describes is a verdict.
+    PyTorch. The two counts are None by default: then only the rules in `precast.grad_scaler.diagnosis` apply.
     """
 
     min_scale: float = 2.0**-48

@@ -19,10 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.events import ScalerDiagnosis, StepEvent
-from precast.grad_scaler.findings import Findings, noted
-from precast.grad_scaler.ledger import Ledger
+from precast.grad_scaler.diagnosis import diagnose
+from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
 from precast.grad_scaler.settings import DEFAULT_LIMITS, Limits
-from precast.grad_scaler.verdicts import verdict_of
+from precast.grad_scaler.step_history import StepHistory
 
 __all__ = ["ScalerObserver"]
 
@@ -39,8 +39,8 @@ class _Seen:
     iterations: int = 0
     losses: tuple[Tensor, ...] = ()
     steps: list[tuple[StepEvent, Tensor]] = field(default_factory=list)
-    """Those of this iteration, and their verdicts."""
-    ledger: Ledger = field(kw_only=True)
+    """Those of this iteration, and what was found in their gradients: nonzero if one was not finite."""
+    history: StepHistory = field(kw_only=True)
 
 
 class ScalerObserver:
@@ -48,16 +48,16 @@ class ScalerObserver:
 
     Args:
         stepped: called with an optimizer and what a scaler's step on it did.
-        judged: called with each verdict that a `precast.GradScaler` in its place would have raised.
+        diagnosed: called with each diagnosis that a `precast.GradScaler` in its place would have raised as an error.
     """
 
     def __init__(
         self,
         stepped: Callable[[Optimizer, StepEvent], None],
-        judged: Callable[[ScalerDiagnosis], None],
+        diagnosed: Callable[[ScalerDiagnosis], None],
     ) -> None:
         self._stepped = stepped
-        self._judged = judged
+        self._diagnosed = diagnosed
         self._seen = WeakIdKeyDictionary()
         self._stop: list[Callable[[], None]] = []
 
@@ -70,17 +70,17 @@ class ScalerObserver:
         ]
 
     def stop(self) -> None:
-        """Looks no more; verdicts that are on their way are waited for."""
+        """Looks no more; what devices still have to say is waited for."""
         while self._stop:
             self._stop.pop()()
         for seen in self._seen.values():
-            self._judge(seen, wait=True)
+            self._diagnose(seen, wait=True)
 
     def _scale(self, scaler: Any, run: Callable[[], Any], outputs: Any, *_: Any) -> Any:
         seen = self._of(scaler)  # before it has begun, when its scale is a number of Python's
         if not _torch.is_functorch_active():
             with _torch.without_dispatch():
-                new = (noted(each) for each in _tensors(outputs) if each.is_floating_point())
+                new = (loss_to_keep(each) for each in _tensors(outputs) if each.is_floating_point())
                 seen.losses = (*seen.losses, *new)[:_MOST_LOSSES]
         return run()
 
@@ -103,16 +103,16 @@ class ScalerObserver:
         scale: Tensor,
         seconds: float,
     ) -> None:
-        verdict = sum((each.to(scale.device) for each in found), torch.zeros_like(scale))
+        found_inf = sum((each.to(scale.device) for each in found), torch.zeros_like(scale))
         # Where the optimizer decides, nobody has waited for the device yet; elsewhere the scaler has, just now.
-        skipped = verdict if _torch.handles_scaling(optimizer) else bool(verdict)
-        findings = Findings(optimizer, seen.losses)
+        skipped = found_inf if _torch.handles_scaling(optimizer) else bool(found_inf)
+        details = NonfiniteDetails(optimizer, seen.losses)
         if skipped is True:
-            findings.look()  # while the gradients are there
+            details.look_up()  # while the gradients are there
         number = len(seen.steps)
-        event = StepEvent(number, seen.iterations, scale, skipped, seconds, findings)
-        seen.steps.append((event, verdict))
-        seen.ledger.write(optimizer, event)
+        event = StepEvent(number, seen.iterations, scale, skipped, seconds, details)
+        seen.steps.append((event, found_inf))
+        seen.history.add(optimizer, event)
         self._stepped(optimizer, event)
 
     def _update(self, scaler: Any, run: Callable[[], Any], *_: Any) -> Any:
@@ -126,26 +126,29 @@ class ScalerObserver:
         return result
 
     def _end(self, seen: _Seen, interval: int) -> None:
-        """Writes the iteration down and judges it."""
+        """Writes the iteration down and diagnoses it."""
         decided = [event.skipped for event, _ in seen.steps]
-        verdicts = [verdict for _, verdict in seen.steps]
         known = all(isinstance(each, bool) for each in decided)
-        skipped = any(decided) if known else functools.reduce(torch.add, verdicts)
+        skipped = (
+            any(decided)
+            if known
+            else functools.reduce(torch.add, (found_inf for _, found_inf in seen.steps))
+        )
         scale = seen.steps[0][0].scale
-        seen.ledger.end_iteration(seen.iterations, scale, skipped, interval)
-        self._judge(seen, wait=False)
+        seen.history.end_iteration(seen.iterations, scale, skipped, interval)
+        self._diagnose(seen, wait=False)
 
-    def _judge(self, seen: _Seen, wait: bool) -> None:
-        for iteration in seen.ledger.closed(wait):
-            verdict = verdict_of(iteration, seen.ledger, seen.limits)
-            if verdict is not None:
-                self._judged(verdict)
+    def _diagnose(self, seen: _Seen, wait: bool) -> None:
+        for iteration in seen.history.close(wait):
+            diagnosis = diagnose(iteration, seen.history, seen.limits)
+            if diagnosis is not None:
+                self._diagnosed(diagnosis)
 
     def _of(self, scaler: Any) -> _Seen:
         if scaler not in self._seen:
             floor = min(DEFAULT_LIMITS.min_scale, float(scaler.get_scale()))
             limits = replace(DEFAULT_LIMITS, min_scale=floor)
-            self._seen[scaler] = _Seen(limits, ledger=Ledger(_KEPT, floor=floor))
+            self._seen[scaler] = _Seen(limits, history=StepHistory(_KEPT, floor=floor))
         seen: _Seen = self._seen[scaler]
         return seen
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.locks import ForkSafeLock
-from precast.grad_scaler.base import Scale
+from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import name_of_each
 
 __all__ = ["Installed", "Optimizers", "Watcher", "follow", "install", "may_write", "unseen"]
@@ -220,7 +220,7 @@ def may_write(module: nn.Module) -> bool:
 
 def follow(scaler: Any, watcher: Watcher) -> Callable[[], None]:
     """Hears of the updates of a scaler of PyTorch's, which tells nobody; what undoes that is returned."""
-    if scaler is None or isinstance(scaler, Scale):
+    if scaler is None or isinstance(scaler, GradScaler):
         return lambda: None
     plain_update, known = scaler.update, weakref.ref(watcher)
 

@@ -11,31 +11,31 @@ from typing import Any, Final
 
 from torch.amp.grad_scaler import OptState
 
-from precast.grad_scaler.turns import Record
+from precast.grad_scaler.optimizer_state import OptimizerState
 
-__all__ = ["States"]
+__all__ = ["PerOptimizerStates"]
 
 _NAMES: Final = {"stage": "stage", "found_inf_per_device": "found_inf"}
 """PyTorch's name -> ours."""
 
 
-class States(MutableMapping[Any, "_State"]):
+class PerOptimizerStates(MutableMapping[Any, "_PerOptimizerState"]):
     """``id(optimizer)`` -> what it has done in this iteration; any other key gives that of one which did nothing."""
 
-    def __init__(self, records: dict[Any, Record]) -> None:
-        self._records = records
+    def __init__(self, states: dict[Any, OptimizerState]) -> None:
+        self._states = states
 
-    def __getitem__(self, key: Any) -> _State:
-        return _State(self._records, key)
+    def __getitem__(self, key: Any) -> _PerOptimizerState:
+        return _PerOptimizerState(self._states, key)
 
     def __setitem__(self, key: Any, state: MutableMapping[str, Any]) -> None:
         self[key].update(state)
 
     def __delitem__(self, key: Any) -> None:
-        self._records.pop(key).end()
+        self._states.pop(key).end()
 
     def __contains__(self, key: Any) -> bool:
-        return key in self._records
+        return key in self._states
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As a dictionary's: `default` for an optimizer that the scaler has not met."""
@@ -54,31 +54,31 @@ class States(MutableMapping[Any, "_State"]):
         return state
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(tuple(self._records))
+        return iter(tuple(self._states))
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._states)
 
     def __repr__(self) -> str:
         return repr({key: dict(state) for key, state in self.items()})
 
 
-class _State(MutableMapping[str, Any]):
+class _PerOptimizerState(MutableMapping[str, Any]):
     """What one optimizer has done: "stage", and "found_inf_per_device", tensors, nonzero where a gradient was bad."""
 
-    def __init__(self, records: dict[Any, Record], key: Any) -> None:
-        self._records, self._key = records, key
-        self._record = records.get(key) or Record(None)
+    def __init__(self, states: dict[Any, OptimizerState], key: Any) -> None:
+        self._states, self._key = states, key
+        self._state = states.get(key) or OptimizerState(None)
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self._record, _NAMES[name])
+        return getattr(self._state, _NAMES[name])
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "stage":
-            self._record.go_to(OptState(value))
+            self._state.set_stage(OptState(value))
         else:
-            setattr(self._record, _NAMES[name], value)
-        self._records.setdefault(self._key, self._record)
+            setattr(self._state, _NAMES[name], value)
+        self._states.setdefault(self._key, self._state)
 
     def __delitem__(self, name: str) -> None:
         raise KeyError(name)

@@ -1,9 +1,9 @@
-"""States of scalers: ours, PyTorch's, FSDP's `ShardedGradScaler`'s, Apex's; and what is written into ours.
+"""State dicts of scalers: precast's, PyTorch's, FSDP's `ShardedGradScaler`'s and Apex's are read, precast's written.
 
-A state is PyTorch's five numbers. What PyTorch has no word for, limits that are not the defaults and
-a search that goes on, stands under ``"precast"`` with a version, and only if there is any of it.
+A state dict has PyTorch's five numbers. What PyTorch has no entry for (limits that are not the defaults, and a search
+that is not finished) stands under ``"precast"`` with a version, and only if there is any of it.
 
-Invariants: a state is read and checked whole before any of it is used.
+Invariants: a state dict is read and checked whole before any of it is used.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from precast.grad_scaler.settings import (
     require_number,
 )
 
-__all__ = ["State", "by_loss", "extras", "read"]
+__all__ = ["ScalerState", "by_loss", "precast_entry", "read"]
 
 _VERSION = 1
 _NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What a state says; None where it says nothing."""
+class ScalerState:
+    """What a state dict says; None for what it does not say."""
 
     scale: float
     growth_tracker: int
@@ -49,8 +49,8 @@ class State:
     searching: bool | None = None
 
 
-def extras(limits: Limits, searching: bool) -> dict[str, Any]:
-    """What a state has beside the five numbers."""
+def precast_entry(limits: Limits, searching: bool) -> dict[str, Any]:
+    """The entry beside PyTorch's five numbers, in a dictionary that is empty if there is nothing to say."""
     unusual = {
         name: value
         for name, value in dataclasses.asdict(limits).items()
@@ -61,11 +61,11 @@ def extras(limits: Limits, searching: bool) -> dict[str, Any]:
     return {"precast": {"version": _VERSION, "limits": unusual, "searching": searching}}
 
 
-def read(state: Mapping[str, Any], limits: Limits) -> State | None:
-    """A state of any of these scalers; None for the empty one of a scaler that was off.
+def read(state: Mapping[str, Any], limits: Limits) -> ScalerState | None:
+    """Reads a state dict of any of these scalers; None for the empty one of a scaler that was off.
 
     Raises:
-        ScalerError: entries are missing, or have impossible values.
+        ScalerError: Entries are missing, or have impossible values.
     """
     state = _mapping(state, "a state")
     if not state:
@@ -76,7 +76,7 @@ def read(state: Mapping[str, Any], limits: Limits) -> State | None:
 
 
 def by_loss(state: Mapping[str, Any], losses: Iterable[str]) -> Mapping[str, Any]:
-    """`state` by the names of losses: Apex numbers its scalers, in the order of the losses."""
+    """`state` with the names of losses as keys: Apex numbers its scalers, in the order of the losses."""
     state = _mapping(state, "a state")
     numbered = {name: f"loss_scaler{number}" for number, name in enumerate(losses)}
     if set(state) != set(numbered.values()):
@@ -84,7 +84,7 @@ def by_loss(state: Mapping[str, Any], losses: Iterable[str]) -> Mapping[str, Any
     return {name: state[key] for name, key in numbered.items()}
 
 
-def _of_torch(state: Mapping[str, Any]) -> State:
+def _of_torch(state: Mapping[str, Any]) -> ScalerState:
     missing = [key for key in _NUMBERS if key not in state]
     if missing:
         raise ScalerError(
@@ -92,8 +92,8 @@ def _of_torch(state: Mapping[str, Any]) -> State:
             f"{', '.join(map(str, state))}. Give what state_dict() of a GradScaler returned, "
             "PyTorch's, Apex's or precast's; the empty one of a scaler that was off loads too."
         )
-    ours = _mapping(state.get("precast", {}), "'precast' in its state")
-    version = require_count("version", ours.get("version", 0), least=0) if ours else 0
+    own = _mapping(state.get("precast", {}), "'precast' in its state")
+    version = require_count("version", own.get("version", 0), least=0) if own else 0
     if version > _VERSION:
         warnings.warn(
             f"this scaler's state was saved by a newer precast (version {version} of its "
@@ -101,20 +101,20 @@ def _of_torch(state: Mapping[str, Any]) -> State:
             PrecastWarning,
             stacklevel=callers_level(),
         )
-        ours = {}
-    return State(
+        own = {}
+    return ScalerState(
         _number(state, "scale"),
         require_count("_growth_tracker", state["_growth_tracker"], 0, MOST_TRACKED),
         require_number("growth_factor", state["growth_factor"]),
         require_number("backoff_factor", state["backoff_factor"]),
         require_count("growth_interval", state["growth_interval"]),
-        _limits(_mapping(ours.get("limits", {}), "its limits")) if ours else None,
-        require_flag("searching", ours.get("searching")) if ours else None,
+        _limits(_mapping(own.get("limits", {}), "its limits")) if own else None,
+        require_flag("searching", own.get("searching")) if own else None,
     )
 
 
 def _limits(state: Mapping[str, Any]) -> Limits:
-    """Limits that are not the defaults, and possible ones."""
+    """The defaults with the limits of `state` in place of some, checked."""
     known = {field.name for field in dataclasses.fields(Limits)}
     unknown = sorted(str(key) for key in state if key not in known)
     if unknown:
@@ -124,13 +124,13 @@ def _limits(state: Mapping[str, Any]) -> Limits:
     return checked_limits(floor, floor, given.pop("max_scale"), given)
 
 
-def _of_apex(state: Mapping[str, Any]) -> State:
-    """``amp.state_dict()``, or the part of one loss scaler in it; of several, the first."""
+def _of_apex(state: Mapping[str, Any]) -> ScalerState:
+    """Apex's ``amp.state_dict()``, or the part of one loss scaler in it; of several loss scalers, the first."""
     scaler = _mapping(state.get("loss_scaler0", state), "'loss_scaler0' in its state")
     missing = [key for key in ("loss_scale", "unskipped") if key not in scaler]
     if missing:
         raise ScalerError(f"load_state_dict() got a state of Apex without {', '.join(missing)}.")
-    return State(
+    return ScalerState(
         _number(scaler, "loss_scale"),
         require_count("unskipped", scaler["unskipped"], 0, MOST_TRACKED),
     )
@@ -153,7 +153,7 @@ def _mapping(value: Any, what: str) -> Mapping[str, Any]:
 
 
 def _within(scale: float, limits: Limits) -> float:
-    """`scale`, or one between the limits; below them it is moved to where gradients do not vanish at once."""
+    """`scale`, moved between the limits; from below, to where gradients do not underflow at once."""
     if limits.min_scale <= scale <= limits.max_scale:
         return scale
     moved = min(max(scale, limits.min_scale, LOW_SCALE), limits.max_scale)

@@ -1,0 +1,134 @@
+"""What one optimizer has done since the latest `update`: which calls came, what was found in its gradients.
+
+Invariants: a call that comes too late is refused with an error that says what to do; whether a step is taken is the
+scaler's to decide.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from precast.errors import ScalerError
+from precast.grad_scaler.found_inf import FoundInf
+from precast.grad_scaler.nonfinite import NonfiniteDetails
+from precast.weights import low_precision_gradients
+
+__all__ = ["OptimizerState"]
+
+
+@dataclass(eq=False, slots=True)
+class OptimizerState:
+    """What one optimizer has done in this iteration."""
+
+    optimizer: Any
+    """Held, so that no other optimizer gets its id before the iteration ends; None until the scaler meets it."""
+    stage: OptState = OptState.READY
+    found_inf: FoundInf = field(default_factory=dict)
+    scale: Tensor | None = None
+    """A copy of the scale of its gradients; None until one was needed."""
+    skipped: bool | Tensor | None = None
+    """None before `step`; a tensor if the device decides."""
+    details: NonfiniteDetails | None = None
+    """What was found out about a step that was skipped."""
+    largest_gradient: Tensor | None = None
+    """The largest unscaled gradient, while the first scale is searched for."""
+    is_stepping: bool = False
+    """Whether `step` is what calls `unscale_`: then nobody can change the gradients between the two."""
+    _watch: _BackwardWatch | None = None
+
+    def allow(self, call: str) -> None:
+        """Refuses a call of the scaler ("unscale_", "step") that comes too late."""
+        if (call, self.stage) in _TOO_LATE:
+            raise ScalerError(_TOO_LATE[call, self.stage])
+        if self._watch is not None and self._watch.seen:
+            raise ScalerError(_MIXED)
+
+    def allow_closure(self) -> None:
+        """Refuses a step with a closure after `unscale_`."""
+        if self.stage is not OptState.READY:
+            raise ScalerError(_CLOSURE_AFTER_UNSCALE)
+
+    def watch_for_backward(self) -> None:
+        """From now on a backward pass must not reach these gradients: they are unscaled already."""
+        if self.stage is OptState.UNSCALED and self._watch is None and not self.is_stepping:
+            self._watch = _BackwardWatch(self.optimizer)
+
+    def set_stage(self, stage: OptState) -> None:
+        """For programs that set the stage themselves: back at READY, nothing counts as unscaled any more."""
+        self.stage = stage
+        if stage is OptState.READY and self._watch is not None:
+            self._watch.end()
+            self._watch = None
+
+    def conclude(self, skipped: bool) -> None:
+        """A step with a closure is over: what one call of the closure found need not hold for the whole step."""
+        self.found_inf = {d: torch.full_like(v, skipped) for d, v in self.found_inf.items()}
+        self.details = self.details if skipped else None
+
+    def end(self) -> None:
+        """The iteration is over."""
+        for gradients in low_precision_gradients.of(self.optimizer):
+            gradients.factor = None  # still set if the step was skipped
+        if self._watch is not None:
+            self._watch.end()
+
+
+class _BackwardWatch:
+    """Sees whether a backward pass adds to the gradients of an optimizer's parameters, whoever starts it.
+
+    The parameters have hooks only from `unscale_` to the end of the iteration, when normally no backward pass comes.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.seen = False
+        reference = weakref.ref(self)
+
+        def saw(_: Tensor) -> None:
+            watch = reference()
+            if watch is not None:
+                watch.seen = True
+
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(saw)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.is_leaf
+        ]
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+_TOO_LATE = {
+    ("unscale_", OptState.UNSCALED): (
+        "unscale_() was called twice for an optimizer since the last update(): its gradients are "
+        "unscaled already. Call it once, after the last backward() and before step()."
+    ),
+    ("unscale_", OptState.STEPPED): (
+        "unscale_() was called after step() for the same optimizer: its gradients are used up. "
+        "Call unscale_() before step(), and update() at the end of the iteration."
+    ),
+    ("step", OptState.STEPPED): (
+        "step() was called twice for an optimizer since the last update(): call update() once, at "
+        "the end of each iteration, after the steps of all optimizers."
+    ),
+}
+_MIXED = (
+    "backward() added scaled gradients to those that unscale_() had unscaled: their sum means "
+    "nothing, and no parameter was changed. Call unscale_() after the last backward(). After an "
+    "iteration that was broken off (an exception, Ctrl-C) call optimizer.zero_grad() and "
+    "scaler.update(), then begin the next one."
+)
+_CLOSURE_AFTER_UNSCALE = (
+    "step() got a closure after unscale_(): the closure computes new gradients, which "
+    "step() unscales itself. Leave unscale_() out; clip inside the closure on scaled "
+    "gradients, with max_norm times scaler.get_scale()."
+)
