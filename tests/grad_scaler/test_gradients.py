@@ -346,7 +346,7 @@ def test_the_scale_is_found_from_the_first_gradients(kind: str, size: float) -> 
         skipped += bool(event and event.skipped)
     assert scaler.get_scale() == fitting(float(torch.tensor(size)) * SMALLER_ROOM)
     assert skipped == (size * FIRST > 65504)
-    assert not scaler._is_searching
+    assert not scaler._search.is_searching
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def test_every_setting_comes_back(setup: dict[str, Any], begun: bool) -> None:
     fresh.load_state_dict(scaler.state_dict())
     assert fresh.state_dict() == scaler.state_dict()
     assert fresh._limits == scaler._limits
-    assert fresh._is_searching == scaler._is_searching == (setup["init_scale"] == "auto")
+    assert (
+        fresh._search.is_searching == scaler._search.is_searching == (setup["init_scale"] == "auto")
+    )
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(scaler.state_dict())
     assert theirs.get_scale() == scaler.get_scale()
@@ -124,7 +126,7 @@ def test_an_old_state_leaves_the_limits_alone() -> None:
     scaler = GradScaler("cpu", init_scale="auto", max_scale=2.0**20, on_verdict="warn")
     scaler.load_state_dict(dict(FIVE))
     assert (scaler._limits.max_scale, scaler._limits.on_verdict) == (2.0**20, "warn")
-    assert not scaler._is_searching
+    assert not scaler._search.is_searching
     assert {k: v for k, v in scaler.state_dict().items() if k != "precast"} == FIVE
 
 

@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.pytree import tensors_in
 from precast.errors import ScalerError
+from precast.grad_scaler.checks import GradientChecks
 from precast.grad_scaler.memory import is_finite
+from precast.grad_scaler.optimizer_state import OptimizerState
 
 __all__ = ["closure_in", "step_with_closure"]
 
@@ -40,28 +43,40 @@ def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
     return found[0] if found else None
 
 
-def step_with_closure(
-    optimizer: Optimizer,
+def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scaler's
+    state: OptimizerState,
     closure: Callable[[], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    unscale_and_check: Callable[[], bool],
-    in_any_process: Callable[[bool], bool],
+    unscale: Callable[[OptimizerState], None],
+    checks: GradientChecks,
 ) -> tuple[Any, bool]:
-    """Runs a step with a closure.
+    """Steps an optimizer with a closure.
 
     Args:
-        optimizer: Which optimizer.
+        state: Of the optimizer.
         closure: The user's closure, which `args` or `kwargs` hold, too.
         args: Of the optimizer's `step`.
         kwargs: Of the optimizer's `step`.
-        unscale_and_check: Unscales the gradients, and says whether all are finite.
-        in_any_process: Whether a flag is true in any process; all call it together.
+        unscale: Unscales the optimizer's gradients and checks them.
+        checks: Says what was found, in all processes.
 
     Returns:
         What the step returned, and whether it was skipped, that is, undone.
+
+    Raises:
+        ScalerError: The closure returned None, or did not zero the gradients; the step is undone then, too.
     """
+    optimizer = state.optimizer
+
+    def unscale_and_check() -> bool:
+        state.found_inf, state.stage = {}, OptState.READY
+        unscale(state)
+        return not checks.is_bad(state)
+
+    def in_any_process(flag: bool) -> bool:
+        return checks.is_true_anywhere(state, flag)
+
     before = _Snapshot(optimizer)
     called = tried_too_far = False
 

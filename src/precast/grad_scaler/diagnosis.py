@@ -25,7 +25,7 @@ from precast.errors import BrokenModelError, PrecastWarning
 from precast.grad_scaler.settings import LOW_SCALE, Limits, OnVerdict
 from precast.grad_scaler.step_history import Iteration, StepHistory
 
-__all__ = ["announce", "diagnose"]
+__all__ = ["diagnose", "diagnose_closed"]
 
 Reason = Literal["weights", "loss", "floor", "skips"]
 
@@ -56,6 +56,23 @@ _CAUSES = {
 }
 
 
+def diagnose_closed(history: StepHistory, limits: Limits, wait: bool) -> None:
+    """Closes open iterations; of what is diagnosed, observers and witnesses are told, then `on_verdict` is carried out.
+
+    Args:
+        history: Whose open iterations.
+        limits: What the user allows, and what is to happen.
+        wait: Whether to wait for iterations of which only the device knows whether they were skipped.
+
+    Raises:
+        BrokenModelError: There is a diagnosis, and `on_verdict` is ``"raise"``.
+    """
+    for iteration in history.close(wait):
+        diagnosis = diagnose(iteration, history, limits)
+        if diagnosis is not None:
+            _act_on(diagnosis, limits.on_verdict)
+
+
 def diagnose(iteration: Iteration, history: StepHistory, limits: Limits) -> ScalerDiagnosis | None:
     """The diagnosis of an iteration that was closed just now; None if a lower scale or the next batch may help."""
     if not history.counters.consecutive_skips:
@@ -64,12 +81,7 @@ def diagnose(iteration: Iteration, history: StepHistory, limits: Limits) -> Scal
     return None if reason is None else _diagnosis(reason, iteration, history, limits)
 
 
-def announce(diagnosis: ScalerDiagnosis, on_verdict: OnVerdict) -> None:
-    """Tells observers and witnesses of a diagnosis, then acts as the user's `on_verdict` says.
-
-    Raises:
-        BrokenModelError: `on_verdict` is ``"raise"``.
-    """
+def _act_on(diagnosis: ScalerDiagnosis, on_verdict: OnVerdict) -> None:
     emit(diagnosis)
     for witness in tuple(witnesses):
         witness.judged(diagnosis)

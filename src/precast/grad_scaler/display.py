@@ -18,8 +18,13 @@ __all__ = ["card", "scale_text"]
 _COLUMNS = ("step", "scale", "outcome", "parameters whose gradients were not finite")
 
 
-def card(title: str, scale: float | Tensor, history: StepHistory, *, searching: bool) -> Card:
-    """The card of a scaler that is on; `searching` for its first scale, or not any more."""
+def card(
+    device: str, scale: float | Tensor, history: StepHistory | None, *, searching: bool
+) -> Card:
+    """The card of a scaler; one that is off has no history."""
+    title = f"GradScaler on {device}"
+    if history is None:
+        return Card(title, ["off"])
     counters = history.counters
     facts = [
         f"scale {scale_text(scale)}",

@@ -111,19 +111,6 @@ class Reductions:
         chosen: Reduction | None = reduction
         return chosen
 
-    def is_true_anywhere(self, optimizer: Optimizer, flag: bool, like: Tensor) -> bool:
-        """Whether `flag` is true in any process, each of which has to call this; `like` says on which device to ask."""
-        reduce = self.of(optimizer)
-        if reduce is None:
-            return flag
-        number = torch.full_like(like, float(flag))
-        reduce([number])
-        return bool(number)
-
-    def gather_of(self, optimizer: Optimizer) -> Any:
-        """The `gather` of the optimizer's reduction; None if it has none."""
-        return getattr(self.of(optimizer), "gather", None)
-
 
 def chosen_for(optimizer: Optimizer) -> Reduction | None:
     """The reduction that an optimizer's parameters ask for; None if they are in one process."""

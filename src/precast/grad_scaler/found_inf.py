@@ -21,21 +21,22 @@ FoundInf = dict[torch.device, Tensor]
 
 
 def total_found_inf(
-    device: torch.device, each: Iterable[FoundInf], where: str = "for this optimizer."
+    device: torch.device | None, each: Iterable[FoundInf], where: str = "for this optimizer."
 ) -> Tensor:
-    """The sum of what was found for several optimizers, on `device`, shape ().
+    """The sum of what was found for several optimizers, shape ().
 
     Args:
-        device: Where the sum is wanted.
+        device: Where the sum is wanted; None is the first device that something was found on.
         each: What was found for each optimizer.
         where: Ends the first sentence of the error.
 
     Raises:
         ScalerError: No gradients were checked.
     """
-    found = [moved(number, device) for one in each for number in one.values()]
+    found = [number for one in each for number in one.values()]
     if found:
-        return functools.reduce(torch.add, found)
+        to = device or found[0].device
+        return functools.reduce(torch.add, (moved(number, to) for number in found))
     raise ScalerError(
         f"No inf checks were recorded {where} "  # PyTorch's words, which programs look for
         "That is, no gradients were checked in this iteration: no parameter of the optimizer has one, or "

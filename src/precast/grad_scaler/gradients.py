@@ -116,7 +116,7 @@ def largest(optimizer: Optimizer, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clipped(
-    parameters: list[Tensor],
+    optimizer: Optimizer,
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
@@ -125,6 +125,7 @@ def clipped(
     found_inf: FoundInf,
 ) -> Tensor:
     """The norm of all gradients; they are clipped to `max_norm` if they are finite. Waits for nothing."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

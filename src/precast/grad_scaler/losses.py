@@ -252,7 +252,7 @@ class _LossScaler(GradScaler):
         state.allow("step")
         state.stage, state.skipped = OptState.STEPPED, skipped
         if skipped is True:
-            self._look_up_details(state)
+            self._checks.look_up_details(state)
         self._report_step(state, seconds)
 
 

@@ -7,6 +7,7 @@ scaler's to decide.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from precast.errors import ScalerError
-from precast.grad_scaler.found_inf import FoundInf
+from precast.grad_scaler.found_inf import FoundInf, total_found_inf
 from precast.grad_scaler.nonfinite import NonfiniteDetails
 from precast.weights import low_precision_gradients
 
-__all__ = ["OptimizerState"]
+__all__ = ["OptimizerState", "known_outcome", "outcome"]
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +44,11 @@ class OptimizerState:
     """Whether `step` is what calls `unscale_`: then nobody can change the gradients between the two."""
     _watch: _BackwardWatch | None = None
 
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the scale; None while no scale was needed."""
+        return None if self.scale is None else self.scale.device
+
     def allow(self, call: str) -> None:
         """Refuses a call of the scaler ("unscale_", "step") that comes too late."""
         if (call, self.stage) in _TOO_LATE:
@@ -54,6 +60,14 @@ class OptimizerState:
         """Refuses a step with a closure after `unscale_`."""
         if self.stage is not OptState.READY:
             raise ScalerError(_CLOSURE_AFTER_UNSCALE)
+
+    def divide_low_precision(self, inverse: Tensor) -> None:
+        """Prepares 16-bit gradients that are held beside the parameters: `inverse` is one by the scale."""
+        for gradients in low_precision_gradients.of(self.optimizer):
+            if self.is_stepping:  # the optimizer's step makes float32 gradients of them itself
+                gradients.factor = inverse
+            else:
+                gradients.show_in_float16()
 
     def watch_for_backward(self) -> None:
         """From now on a backward pass must not reach these gradients: they are unscaled already."""
@@ -78,6 +92,23 @@ class OptimizerState:
             gradients.factor = None  # still set if the step was skipped
         if self._watch is not None:
             self._watch.end()
+
+
+def known_outcome(states: Sequence[OptimizerState]) -> bool | None:
+    """Whether any step of these optimizers was skipped; None if only the device knows."""
+    decided = [state.skipped for state in states]
+    return any(decided) if all(isinstance(each, bool) for each in decided) else None
+
+
+def outcome(states: Sequence[OptimizerState], scale: Tensor) -> tuple[Tensor, bool | Tensor]:
+    """The scale of an iteration, and whether a step was skipped; a tensor if only the device knows.
+
+    `states` are those of optimizers whose gradients were checked; `scale` is the scale now.
+    """
+    known = known_outcome(states)
+    scale = states[0].scale if states[0].scale is not None else scale.clone()
+    found = (state.found_inf for state in states)
+    return scale, total_found_inf(scale.device, found) if known is None else known
 
 
 class _BackwardWatch:

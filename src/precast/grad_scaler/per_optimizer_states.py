@@ -6,7 +6,7 @@ iteration adds nothing to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
 from torch.amp.grad_scaler import OptState
@@ -36,6 +36,12 @@ class PerOptimizerStates(MutableMapping[Any, "_PerOptimizerState"]):
 
     def __contains__(self, key: Any) -> bool:
         return key in self._states
+
+    def replace(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Takes over what a program puts in the place of all of them."""
+        kept = {key: dict(state) for key, state in states.items()}
+        self.clear()
+        self.update(kept)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As a dictionary's: `default` for an optimizer that the scaler has not met."""

@@ -12,16 +12,14 @@ Invariants:
   once more after `unscale_`, which lets the user change them;
 - a step that was skipped has changed no parameter, and nothing of the optimizer's state;
 - the scale is finite and between its limits after every `update`;
-- scale and growth tracker live on the device of the first scaled loss, and stay the same tensors: a captured CUDA graph
-  reads them.
+- scale and growth tracker stay the same tensors, on the device of the first scaled loss: CUDA graphs read them.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,84 +30,64 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.display import Card
 from precast._internal.events import StepEvent, emit, witnesses
-from precast._internal.pytree import map_tensors
 from precast.errors import BrokenModelError, ScalerError
+from precast.grad_scaler import settings
 from precast.grad_scaler import state_dict as state_dicts
+from precast.grad_scaler.checks import GradientChecks
 from precast.grad_scaler.closures import closure_in, step_with_closure
-from precast.grad_scaler.diagnosis import announce, diagnose
+from precast.grad_scaler.diagnosis import diagnose_closed
 from precast.grad_scaler.disabled import when_disabled
 from precast.grad_scaler.display import card
 from precast.grad_scaler.distributed import Reductions
 from precast.grad_scaler.found_inf import FoundInf, found_inf_so_far, total_found_inf
 from precast.grad_scaler.fused import step_given_scaler, takes_scaler, temporary_attributes
-from precast.grad_scaler.gradients import clipped, largest, reciprocal, unscaled
+from precast.grad_scaler.gradients import clipped, reciprocal, unscaled
 from precast.grad_scaler.memory import moved
-from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
-from precast.grad_scaler.optimizer_state import OptimizerState
+from precast.grad_scaler.optimizer_state import OptimizerState, known_outcome, outcome
+from precast.grad_scaler.outputs import map_losses
 from precast.grad_scaler.per_optimizer_states import PerOptimizerStates
-from precast.grad_scaler.search import ScaleSearch, first_scale
-from precast.grad_scaler.settings import (
-    AUTO,
-    DEFAULT_LIMITS,
-    LARGEST_SCALE,
-    MOST_TRACKED,
-    OnVerdict,
-    checked_limits,
-    checked_settings,
-    device_type_of,
-    is_usable,
-    new_scale_from,
-    require_count,
-    require_flag,
-    require_function,
-    require_number,
-)
+from precast.grad_scaler.scale_update import adapt_scale, set_scale
+from precast.grad_scaler.search import NoSearch, ScaleSearch, search_for
+from precast.grad_scaler.settings import OnVerdict
 from precast.grad_scaler.step_history import Counters, StepHistory
-from precast.weights import low_precision_gradients
 
 __all__ = ["GradScaler"]
 
 T = TypeVar("T")
-_MOST_LOSSES = 1024  # of one iteration that are remembered
 _HISTORY = 100  # steps, unless the user says how many
 
-StepResult = tuple[float | None, bool | Tensor]
-"""What the optimizer's step returned, and whether it was skipped: a tensor if only the device knows."""
+Result = tuple[float | None, bool | Tensor]  # of the optimizer's step; and whether it was skipped
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before they call `unscale_`
     """Scales losses, unscales and checks gradients, and adapts the scale, like `torch.amp.GradScaler`.
 
-    In addition, it reports what each step did (`last_step`, `history`, `counters`), keeps the scale
-    within limits, and raises an error when neither a lower scale nor the next batch can help, where
-    PyTorch's scaler would skip steps for ever.
+    In addition, it reports what each step did (`last_step`, `history`, `counters`), keeps the scale within limits, and
+    raises an error when neither a lower scale nor the next batch can help, where PyTorch's scaler goes on skipping.
 
     Args:
         device: Device type of the gradients. With ``"cuda"`` and no CUDA, the scaler warns and is off.
-        init_scale: First scale, above 0. With ``2**16``, as in PyTorch, the first iterations skip
-            steps until the scale suits the model. ``"auto"`` finds it from the size of the first
-            gradients; those iterations wait for the device.
+        init_scale: First scale, above 0. With ``2**16``, as in PyTorch, the first iterations skip steps until the scale
+            suits the model. ``"auto"`` finds it from the size of the first gradients, and waits for the device then.
         growth_factor: What the scale grows by after `growth_interval` good iterations, above 1.
         backoff_factor: What the scale is multiplied by after a skipped step, between 0 and 1.
         growth_interval: Good iterations in a row until the scale grows, at least 1.
         enabled: If False, `scale` returns what it gets and `step` is the optimizer's.
-        reduce_found_inf: A function, or a `precast.grad_scaler.distributed.Reduction`, that has all processes
-            skip the same steps. It is called whenever gradients of an optimizer are checked (in `unscale_`, and
-            in `step`), with a list of float32 tensors of shape (), one for each device, nonzero if a gradient
-            there was not finite; while a first scale is searched for, also with the largest gradient. It
-            replaces each number in place by the largest of all processes. None: chosen by the optimizer's
-            parameters.
-        min_scale: The scale never falls below it; at least ``2**-126``. None is ``2**-48``, or
-            `init_scale` where that is lower.
+        reduce_found_inf: A `precast.grad_scaler.distributed.Reduction`, or a function, that has all processes skip the
+            same steps. It is called whenever gradients of an optimizer are checked (in `unscale_`, and in `step`) with
+            a list of float32 tensors of shape (), one a device, nonzero if a gradient there was not finite; while a
+            first scale is searched for, also with the largest gradient. It replaces each number in place by the
+            largest of all processes. None: chosen by the optimizer's parameters.
+        min_scale: The scale never falls below it; at least ``2**-126``. None: ``2**-48``, or `init_scale` if lower.
         max_scale: The scale never grows above it. None is float32's largest number.
-        max_consecutive_skips: So many skipped iterations in a row lead to a verdict. None: any number
-            may be skipped while the scale falls.
-        max_nonfinite_losses: So many skipped iterations in a row whose loss itself was not finite are
-            allowed; 0 allows none. None: as many as it takes to know that no lower scale helps.
-        on_verdict: What happens if neither a lower scale nor the next batch can help: the parameters
-            hold NaN, 40 steps in a row were skipped while the scale could not fall, or one of the two
-            limits above was passed (docs/scaler.md has the exact rules). ``"raise"`` raises a
-            `BrokenModelError` from `update`, ``"warn"`` warns, ``"ignore"`` goes on.
+        max_consecutive_skips: So many skipped iterations in a row lead to a verdict. None: any number may be skipped
+            while the scale falls.
+        max_nonfinite_losses: So many skipped iterations in a row whose loss itself was not finite are allowed; 0 allows
+            none. None: as many as it takes to know that no lower scale helps.
+        on_verdict: What happens if neither a lower scale nor the next batch can help: the parameters hold NaN, 40 steps
+            in a row were skipped while the scale could not fall, or one of the two limits above was passed
+            (docs/scaler.md has the exact rules). ``"raise"`` raises a `BrokenModelError` from `update`, ``"warn"``
+            warns, ``"ignore"`` goes on.
         history: How many steps `history` keeps.
 
     Raises:
@@ -145,32 +123,35 @@ class GradScaler(torch.amp.GradScaler):
         on_verdict: OnVerdict = "raise",
         history: int = 100,
     ) -> None:
-        settings = {k: v for k, v in locals().items() if k not in {"self", "__class__"}}
-        self._device = device_type_of(device)
-        self._enabled = require_flag("enabled", enabled) and is_usable(self._device)
+        given = {k: v for k, v in locals().items() if k not in {"self", "__class__"}}
+        self._device = settings.device_type_of(device)
+        self._enabled = settings.require_flag("enabled", enabled) and settings.is_usable(
+            self._device
+        )
         self._init_scale: Any = init_scale
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
-        self._limits = DEFAULT_LIMITS
-        self._search: ScaleSearch | None = None
+        self._limits = settings.DEFAULT_LIMITS
+        self._search: ScaleSearch = NoSearch()
         self._scale: Tensor | None = None
         self._growth_tracker: Tensor | None = None
         self._optimizer_states: dict[int, OptimizerState] = {}
-        self._losses: tuple[Tensor, ...] = ()
         self._iterations = 0
-        self._check_settings(settings)
+        if self._enabled:  # settings that are never used may have any value
+            self._search, first = search_for(init_scale, min_scale, max_scale)
+            vars(self).update(settings.checked_attributes(first, given))
         self._step_history = StepHistory(int(history) if self._enabled else 0)
-        self._reductions = Reductions(require_function("reduce_found_inf", reduce_found_inf))
+        reduce = settings.require_function("reduce_found_inf", reduce_found_inf)
+        self._checks = GradientChecks(Reductions(reduce))
 
     @when_disabled(lambda outputs: outputs)
     def scale(self, outputs: T) -> T:
         """Multiplies the floating-point tensors in `outputs`, in any nesting, by the scale.
 
         Args:
-            outputs: A loss of any shape, or containers of losses; other tensors and leaves stay as
-                they are. Iterators and sets become lazy ``map`` objects, as in PyTorch.
+            outputs: A loss of any shape, or containers of losses; other tensors and leaves stay as they are. Iterators
+                and sets become lazy ``map`` objects, as in PyTorch.
 
         Returns:
             The same structure; a product has the dtype of ``loss * float32_scalar``.
@@ -179,33 +160,20 @@ class GradScaler(torch.amp.GradScaler):
             ScalerError: `outputs` holds something, but no tensor.
         """
         scale_on = functools.cache(self._scale_on)
-        others = []
 
-        def scaled(tensor: Tensor) -> Tensor:
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                return tensor
-            self._keep_loss(tensor)
-            return tensor * scale_on(tensor.device)
+        def scaled(loss: Tensor) -> Tensor:
+            self._checks.keep_loss(loss)
+            return loss * scale_on(loss.device)
 
-        def other(leaf: Any) -> Any:
-            others.append(leaf)
-            return map(self.scale, leaf) if isinstance(leaf, Iterator | AbstractSet) else leaf
-
-        result = map_tensors(outputs, scaled, other)
-        if others and result is outputs:
-            raise ScalerError(
-                f"scale() found no tensor in a {type(outputs).__name__}: give it the loss itself, "
-                "not loss.item(), or losses in lists, tuples, dicts or dataclasses."
-            )
-        return result
+        return map_losses(outputs, scaled, scale_later=self.scale)
 
     @when_disabled(lambda *_, **__: None)
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of `optimizer` by the scale in place, to clip them before `step`.
 
-        Gradients of every dtype and layout: sparse, complex, `DTensor`. The quotient is computed in
-        float32 and rounded once to the gradient's dtype; in float16, which keeps nothing below
-        6e-8, that may lose what the scale preserved, so keep parameters in float32.
+        Gradients of every dtype and layout: sparse, complex, `DTensor`. The quotient is computed in float32 and rounded
+        once to the gradient's dtype; in float16, which keeps nothing below 6e-8, that may lose what the scale
+        preserved, so keep parameters in float32.
 
         Raises:
             ScalerError: Called twice, or after `step`, in this iteration; nothing was scaled yet.
@@ -237,37 +205,34 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: Whose gradients; call it after the last backward, and before `step`.
             max_norm: The largest norm that is left as it is, in units of unscaled gradients.
             norm_type: Which norm: 2.0, 1.0, ``math.inf`` ...
-            error_if_nonfinite: Whether a norm that is not finite is an error; the step is skipped
-                in any case.
+            error_if_nonfinite: Whether a norm that is not finite is an error; the step is skipped in any case.
             foreach: As for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
-            The norm of the unscaled gradients before clipping, shape (); over all processes where
-            the parameters are `DTensor`. Gradients that are not finite are left as they are, so that
-            `last_step` names the ones that were bad; PyTorch's clipping makes all of them NaN.
-            Finite ones whose norm overflows become 0, as in PyTorch.
+            The norm of the unscaled gradients before clipping, shape (); over all processes if the parameters are
+            `DTensor`. Gradients that are not finite are left as they are, so that `last_step` names the ones that were
+            bad; PyTorch's clipping makes all of them NaN. Finite ones whose norm overflows become 0, as in PyTorch.
         """
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         how = max_norm, norm_type, error_if_nonfinite, foreach
-        return clipped(parameters, *how, found_inf=self._found_inf_per_device(optimizer))
+        return clipped(optimizer, *how, found_inf=self._found_inf_per_device(optimizer))
 
     @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Runs ``optimizer.step(*args, **kwargs)`` on unscaled gradients if all are finite.
 
-        A closure zeroes the gradients, computes a loss, calls ``scaler.scale(loss).backward()`` and
-        returns the loss unscaled. Each time it has run its gradients are unscaled and checked; if
-        some are not finite, parameters and the optimizer's state are put back as they were. Where a
-        later call's loss is not finite either, the optimizer sees it, as a line search has to.
+        A closure zeroes the gradients, computes a loss, calls ``scaler.scale(loss).backward()`` and returns the loss
+        unscaled. Each time it has run its gradients are unscaled and checked; if some are not finite, parameters and
+        the optimizer's state are put back as they were. If a later call's loss is not finite either, the optimizer
+        sees it, as a line search has to.
 
         Returns:
             What the optimizer's step returns; None if it was skipped.
 
         Raises:
-            ScalerError: A second step in this iteration; nothing was scaled yet; no parameter of
-                `optimizer` has a gradient; backward ran between `unscale_` and `step`.
+            ScalerError: A second step in this iteration; nothing was scaled yet; no parameter of `optimizer` has a
+                gradient; backward ran between `unscale_` and `step`.
         """
         begun = time.perf_counter()
         closure = closure_in(args, kwargs)
@@ -276,7 +241,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         state.allow("step")
         if closure is not None:
-            result, state.skipped = self._step_with_closure(state, closure, args, kwargs)
+            result, state.skipped = self._step_closure(state, closure, args, kwargs)
         elif _torch.handles_scaling(optimizer):
             result, state.skipped = self._step_on_device(state, args, kwargs)
         else:
@@ -290,30 +255,33 @@ class GradScaler(torch.amp.GradScaler):
         """Ends the iteration: adapts the scale to what its steps found, or sets it to `new_scale`.
 
         Args:
-            new_scale: A number between the limits, or a tensor of one element on the scaler's
-                device type, which is moved between them.
+            new_scale: A number between the limits, or a tensor of one element on the scaler's device type, clamped.
 
         Raises:
             BrokenModelError: Neither a lower scale nor the next batch can help; the scale is left as it is.
-            ScalerError: No gradients were checked in this iteration, or `new_scale` is neither.
+            ScalerError: No gradients were checked in this iteration, or `new_scale` is not allowed.
         """
-        scale, _ = self._check_scale_growth_tracker("update")
+        scale, tracker = self._check_scale_growth_tracker("update")
         states = list(self._optimizer_states.values())
+        searching, measured = self._search.is_searching, self._measures()
         found_inf = None
-        if new_scale is not None:
-            new_scale = new_scale_from(new_scale, self._device, self._limits)
+        if new_scale is None:
+            each = (state.found_inf for state in states)
+            found_inf = total_found_inf(scale.device, each, "prior to update.")
         else:
-            found = (state.found_inf for state in states)
-            found_inf = total_found_inf(scale.device, found, "prior to update.")
-        searching, measured = self._is_searching, self._measures()
-        known = self._end_iteration(states, found_inf, wait=measured)
+            new_scale = settings.new_scale_from(new_scale, self._device, self._limits)
+        interval = 0 if found_inf is None or searching else self._growth_interval
+        known = self._finish(states, interval, wait=measured)
         if new_scale is not None:
-            self._set_scale(new_scale)
+            set_scale(scale, new_scale, self._limits)
             return
-        if not searching:
-            self._adapt_scale(found_inf, known)
+        if found_inf is not None and not searching:
+            factors = self._growth_factor, self._backoff_factor, self._growth_interval
+            adapt_scale(scale, tracker, found_inf, factors, self._limits, skipped=known)
         if measured:
-            self._set_scale(self._scale_found(states))
+            done, peaks = self._iterations - 1, [state.largest_gradient for state in states]
+            found = self._search.after(done, float(scale), peaks, self._step_history, self._limits)
+            set_scale(scale, found, self._limits)
 
     @_torch.never_compiled
     def last_step(self, optimizer: Optimizer) -> StepEvent | None:
@@ -329,10 +297,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     @_torch.never_compiled
     def counters(self) -> Counters:
-        """Steps, skipped steps, skipped iterations in a row, growths and backoffs.
-
-        Waits for the devices of fused optimizers.
-        """
+        """Steps, skipped steps, skipped iterations in a row, growths, backoffs; waits for fused optimizers."""
         self._diagnose(wait=True)
         return self._step_history.counters
 
@@ -363,7 +328,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the factor of growth, above 0; 1.0 keeps the scale from growing."""
-        self._growth_factor = require_number("growth_factor", new_factor)
+        self._growth_factor = settings.require_number("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
         """What the scale is multiplied by after a skipped step."""
@@ -371,7 +336,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Sets the factor of shrinking, above 0; 1.0 keeps the scale from shrinking."""
-        self._backoff_factor = require_number("backoff_factor", new_factor)
+        self._backoff_factor = settings.require_number("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
         """Good iterations in a row until the scale grows."""
@@ -379,9 +344,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the number of iterations until the scale grows, at least 1."""
-        self._growth_interval = require_count("growth_interval", new_interval)
-        if self._enabled:
-            self._limit_tracker()
+        self._growth_interval = settings.require_count("growth_interval", new_interval)
+        self._limit_tracker()
 
     def is_enabled(self) -> bool:
         """Whether this scaler scales."""
@@ -399,15 +363,15 @@ class GradScaler(torch.amp.GradScaler):
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
             "_growth_tracker": self._get_growth_tracker(),
-            **state_dicts.precast_entry(self._limits, self._is_searching),
+            **state_dicts.precast_entry(self._limits, self._search.is_searching),
         }
 
     @when_disabled(lambda *_, **__: None)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state of this class, `torch.amp.GradScaler`, `ShardedGradScaler` or Apex.
 
-        The empty state of a scaler that was off changes nothing, and a scaler that is off loads
-        nothing. A scale outside the limits is moved to the nearest, with a warning.
+        The empty state of a scaler that was off changes nothing, and a scaler that is off loads nothing. A scale
+        outside the limits is moved to the nearest, with a warning.
 
         Raises:
             ScalerError: Entries are missing, or have impossible values; nothing has changed then.
@@ -419,14 +383,24 @@ class GradScaler(torch.amp.GradScaler):
             raise ScalerError(
                 "a GradScaler was pickled or copied inside an iteration: do it after update()."
             )
-        return {**self.__dict__, **self._numbers_of_tensors(), "_losses": ()}
+        numbers = {  # in place of the device's tensors: an unpickled scaler may start on another device
+            "_init_scale": self.get_scale(),
+            "_init_growth_tracker": self._get_growth_tracker(),
+            "_scale": None,
+            "_growth_tracker": None,
+        }
+        return {**self.__dict__, **(numbers if self._enabled else {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over a scaler that was pickled or copied: one of this class, or of PyTorch's."""
         if "_optimizer_states" in state:
             vars(self).update({**state, "_optimizer_states": {}})
         else:
-            self._take_over_pytorchs(state)
+            make: Any = type(self).__init__
+            make(self, state["_device"], enabled=False)
+            if state["_enabled"]:
+                self._enabled, self._step_history = True, StepHistory(_HISTORY)
+                self.load_state_dict(state_dicts.of_pytorchs(state))
 
     def __repr__(self) -> str:
         return self._card().text()
@@ -434,8 +408,8 @@ class GradScaler(torch.amp.GradScaler):
     def _repr_html_(self) -> str:
         return self._card().html()
 
-    # What follows has names of torch.amp.GradScaler that optimizers with a scaling of their own, libraries and
-    # programs call, read or replace: fine-tuning scripts put a function of their own in the place of `_unscale_grads_`.
+    # Up to the next comment the names are those of torch.amp.GradScaler: optimizers with a scaling of their own call
+    # them, libraries read them, and fine-tuning scripts put a function of their own in the place of `_unscale_grads_`.
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -446,7 +420,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         state.scale = scale.clone()
-        found = self._check_gradients(state, torch.ones_like(scale), allow_fp16=True)
+        found = self._check(state, torch.ones_like(scale))
         if state.largest_gradient is not None and state.stage is OptState.READY:
             state.largest_gradient /= scale
         return found
@@ -471,9 +445,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Any) -> None:
-        kept = {key: dict(state) for key, state in states.items()}
-        self._per_optimizer_states.clear()
-        self._per_optimizer_states.update(kept)
+        self._per_optimizer_states.replace(states)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:
@@ -493,57 +465,20 @@ class GradScaler(torch.amp.GradScaler):
         tracker = self._growth_tracker
         return self._init_growth_tracker if tracker is None else int(tracker.item())
 
-    # From here on PyTorch's scaler has none of the names. First: settings, and states that are taken over.
-
-    @when_disabled(lambda *_: None)  # settings that are never used may have any value
-    def _check_settings(self, settings: dict[str, Any]) -> None:
-        init_scale, floor, ceiling = (settings[n] for n in ("init_scale", "min_scale", "max_scale"))
-        if isinstance(init_scale, str) and init_scale == AUTO:
-            self._search = ScaleSearch()
-            init_scale = first_scale(floor, ceiling)
-        names = ("growth_factor", "backoff_factor", "growth_interval")
-        vars(self).update(checked_settings(init_scale, *(settings[name] for name in names)))
-        self._limits = checked_limits(self._init_scale, floor, ceiling, settings)
-        require_count("history", settings["history"], least=0)
+    # From here on the names are precast's.
 
     def _take_over(self, state: state_dicts.ScalerState | None) -> None:
         """Takes over a state that was read and checked; None changes nothing."""
         if state is None:
             return
-        self._growth_factor = state.growth_factor or self._growth_factor
-        self._backoff_factor = state.backoff_factor or self._backoff_factor
-        self._growth_interval = state.growth_interval or self._growth_interval
-        self._limits = state.limits or self._limits
+        vars(self).update(state.settings())
         history = self._step_history
         history.resume(state.growth_tracker)
-        self._search = ScaleSearch(history.counters.backoffs) if state.searching else None
-        self._init_scale = state.scale
-        self._init_growth_tracker = state.growth_tracker
+        self._search = ScaleSearch(history.counters.backoffs) if state.searching else NoSearch()
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(self._init_scale)
             self._growth_tracker.fill_(self._init_growth_tracker)
         self._limit_tracker()
-
-    def _take_over_pytorchs(self, state: dict[str, Any]) -> None:
-        """Becomes what a scaler of PyTorch's was, whose attributes these are; the limits are the defaults."""
-        make: Any = type(self).__init__
-        make(self, state["_device"], enabled=False)
-        if state["_enabled"]:
-            self._enabled, self._step_history = True, StepHistory(_HISTORY)
-            names = ("growth_factor", "backoff_factor", "growth_interval")
-            numbers = {name: state[f"_{name}"] for name in names}
-            scale, tracker = state["_init_scale"], state["_init_growth_tracker"]
-            self.load_state_dict({"scale": scale, "_growth_tracker": tracker, **numbers})
-
-    @when_disabled(dict)
-    def _numbers_of_tensors(self) -> dict[str, Any]:
-        """Attributes with numbers in place of the device's tensors: an unpickled scaler may start on another device."""
-        return {
-            "_init_scale": self.get_scale(),
-            "_init_growth_tracker": self._get_growth_tracker(),
-            "_scale": None,
-            "_growth_tracker": None,
-        }
 
     def _limit_tracker(self) -> None:
         """Lets the next good iteration grow the scale if there were enough: PyTorch compares the tracker by ``==``."""
@@ -551,26 +486,18 @@ class GradScaler(torch.amp.GradScaler):
         self._step_history.good_iterations = min(self._step_history.good_iterations, most)
         self._init_growth_tracker = min(self._init_growth_tracker, most)
         if self._growth_tracker is not None:
-            self._growth_tracker.clamp_(max=min(most, MOST_TRACKED))
+            self._growth_tracker.clamp_(max=min(most, settings.MOST_TRACKED))
 
     @_torch.never_compiled
     def _card(self) -> Card:
-        title = f"GradScaler on {self._device}"
-        if not self._enabled:
-            return Card(title, ["off"])
         scale = self._init_scale if self._scale is None else self._scale
-        return card(title, scale, self._step_history, searching=self._is_searching)
-
-    # A loss, and the gradients of one optimizer: scaled, unscaled, checked.
+        history = self._step_history if self._enabled else None
+        return card(self._device, scale, history, searching=self._search.is_searching)
 
     def _scale_on(self, device: torch.device) -> Tensor:
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         return moved(self._check_scale_growth_tracker("scale")[0], device)
-
-    def _keep_loss(self, loss: Tensor) -> None:
-        if len(self._losses) < _MOST_LOSSES and not _torch.is_functorch_active():
-            self._losses = (*self._losses, loss_to_keep(loss))
 
     def _state_of(self, optimizer: Optimizer) -> OptimizerState:
         state = self._optimizer_states.setdefault(id(optimizer), OptimizerState(optimizer))
@@ -580,74 +507,27 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale(self, state: OptimizerState) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
         inverse, state.scale = reciprocal(scale)
-        for gradients in low_precision_gradients.of(state.optimizer):
-            if state.is_stepping:  # the optimizer's step makes float32 gradients of them itself
-                gradients.factor = inverse
-            else:
-                gradients.show_in_float16()
-        self._check_gradients(state, inverse, allow_fp16=False)
-        if (
-            state.found_inf
-        ):  # else there was nothing to unscale, and gradients that come later are still scaled
+        state.divide_low_precision(inverse)
+        self._check(state, inverse, allow_fp16=False)
+        if state.found_inf:  # else there was nothing to unscale; later gradients are still scaled
             state.stage = OptState.UNSCALED
 
-    def _check_gradients(
-        self, state: OptimizerState, inverse: Tensor, allow_fp16: bool
-    ) -> FoundInf:
-        """Multiplies gradients by `inverse` and checks them; what was found before stays found."""
-        before = found_inf_so_far(inverse, state.found_inf)
-        found = self._unscale_grads_(state.optimizer, inverse, before, allow_fp16)
-        # A second check may see gradients that were clipped, so only the first one measures.
-        measured = state.largest_gradient is None and self._measures()
-        if measured:
-            state.largest_gradient = largest(state.optimizer, inverse)
-        reduce = self._reductions.of(state.optimizer)
-        if reduce is not None:
-            found.setdefault(inverse.device, before)  # a process without gradients takes part, too
-            reduce(sorted(found.values(), key=lambda number: number.device != inverse.device))
-            if measured and state.largest_gradient is not None:
-                reduce([state.largest_gradient])
-        state.found_inf = state.found_inf | found
-        return state.found_inf
+    def _check(self, state: OptimizerState, inverse: Tensor, allow_fp16: bool = True) -> FoundInf:
+        how, measure = self._unscale_grads_, self._measures()
+        return self._checks.check(state, inverse, how, allow_fp16=allow_fp16, measure=measure)
 
-    def _check_again(self, state: OptimizerState) -> None:
-        """Checks unscaled gradients once more: whoever called `unscale_` may have written to them since."""
+    def _step_if_finite(self, state: OptimizerState, args: Any, kwargs: Any) -> Result:
         scale, _ = self._check_scale_growth_tracker("step")
-        self._check_gradients(state, torch.ones_like(scale), allow_fp16=True)
-
-    def _is_bad(self, state: OptimizerState) -> bool:
-        """Whether the step has to be skipped; waits for the device. If so, the details are looked up."""
-        scale, _ = self._check_scale_growth_tracker("step")
-        if not total_found_inf(scale.device, [state.found_inf]):
-            return False
-        self._look_up_details(state)
-        return True
-
-    def _look_up_details(self, state: OptimizerState) -> None:
-        """Looks up what was not finite in a step that is skipped, together with all processes that skip it."""
-        details = state.details = NonfiniteDetails(state.optimizer, self._losses)
-        details.look_up()
-        gather = self._reductions.gather_of(state.optimizer)
-        if gather is not None:
-            details.combine(gather)
-
-    # The three ways to step an optimizer.
-
-    def _step_if_finite(
-        self, state: OptimizerState, args: Any, kwargs: dict[str, Any]
-    ) -> StepResult:
         if state.stage is OptState.READY:
             state.is_stepping = True
             self.unscale_(state.optimizer)
-        else:
-            self._check_again(state)
-        if self._is_bad(state):
+        else:  # whoever called unscale_ may have written to the gradients since
+            self._check(state, torch.ones_like(scale))
+        if self._checks.is_bad(state):
             return None, True
         return state.optimizer.step(*args, **kwargs), False
 
-    def _step_on_device(
-        self, state: OptimizerState, args: Any, kwargs: dict[str, Any]
-    ) -> StepResult:
+    def _step_on_device(self, state: OptimizerState, args: Any, kwargs: Any) -> Result:
         """A fused optimizer gets scale and found_inf as tensors, and decides itself: nothing waits for the device."""
         optimizer = state.optimizer
         scale, _ = self._check_scale_growth_tracker("step")
@@ -658,77 +538,47 @@ class GradScaler(torch.amp.GradScaler):
         if state.stage is OptState.READY:
             self._check_inf_per_device(optimizer)
             grad_scale = scale if grad_scale is None else scale * grad_scale
-        else:
-            self._check_again(state)
+        else:  # whoever called unscale_ may have written to the gradients since
+            self._check(state, torch.ones_like(scale))
         found_inf = found_inf_so_far(scale, state.found_inf)
         with temporary_attributes(optimizer, grad_scale=grad_scale, found_inf=found_inf):
             return optimizer.step(*args, **kwargs), found_inf
 
-    def _step_with_closure(
-        self, state: OptimizerState, closure: Any, args: Any, kwargs: dict[str, Any]
-    ) -> StepResult:
+    def _step_closure(self, state: OptimizerState, closure: Any, args: Any, kwargs: Any) -> Result:
         state.allow_closure()
-        optimizer = state.optimizer
-
-        def unscale_and_check() -> bool:
-            state.found_inf, state.stage = {}, OptState.READY
-            self._unscale(state)
-            return not self._is_bad(state)
-
-        def in_any_process(flag: bool) -> bool:
-            scale, _ = self._check_scale_growth_tracker("step")
-            return self._reductions.is_true_anywhere(optimizer, flag, like=scale)
-
         try:
-            result, skipped = step_with_closure(
-                optimizer,
-                closure,
-                args,
-                kwargs,
-                unscale_and_check=unscale_and_check,
-                in_any_process=in_any_process,
-            )
+            how = self._unscale, self._checks
+            result, skipped = step_with_closure(state, closure, args, kwargs, *how)
         except BaseException:  # all is as it was before: the step may be tried again
             state.end()
-            self._optimizer_states.pop(id(optimizer), None)
+            self._optimizer_states.pop(id(state.optimizer), None)
             raise
         state.conclude(skipped)
         return result, skipped
 
     def _report_step(self, state: OptimizerState, seconds: float) -> None:
-        scale, skipped = state.scale, state.skipped
-        assert skipped is not None
-        if scale is None:
-            scale = self._check_scale_growth_tracker("step")[0].clone()
+        assert state.skipped is not None
+        now, _ = self._check_scale_growth_tracker("step")
+        scale = now.clone() if state.scale is None else state.scale
         number = list(self._optimizer_states).index(id(state.optimizer))
-        details = state.details or NonfiniteDetails(state.optimizer, self._losses)
-        event = StepEvent(number, self._iterations, scale, skipped, seconds, details)
+        details = self._checks.details_of(state)
+        event = StepEvent(number, self._iterations, scale, state.skipped, seconds, details)
         self._step_history.add(state.optimizer, event)
         for witness in tuple(witnesses):
             witness.stepped(state.optimizer, event)
         emit(event)
 
-    # The end of an iteration: it is written down, diagnosed, and the scale adapts.
-
-    def _end_iteration(
-        self, states: list[OptimizerState], found_inf: Tensor | None, wait: bool
-    ) -> bool | None:
+    def _finish(self, states: list[OptimizerState], interval: int, wait: bool) -> bool | None:
         """Writes the iteration down and diagnoses it. Returns whether it was skipped, None if only the device knows."""
         checked = [state for state in states if state.found_inf]
-        decided = [state.skipped for state in checked]
-        known = any(decided) if all(isinstance(d, bool) for d in decided) else None
+        known = known_outcome(checked)
         now, _ = self._check_scale_growth_tracker("update")
         if _torch.is_captured(now) or not checked:
             self._step_history.discard_iteration()
         else:
-            scale = checked[0].scale if checked[0].scale is not None else now.clone()
-            interval = 0 if found_inf is None or self._is_searching else self._growth_interval
-            skipped: bool | Tensor | None = known
-            if skipped is None:
-                skipped = total_found_inf(scale.device, [state.found_inf for state in checked])
-            self._step_history.end_iteration(self._iterations, scale, skipped, interval)
+            self._step_history.end_iteration(self._iterations, *outcome(checked, now), interval)
         self._optimizer_states.clear()
-        self._losses = ()
+        self._checks.forget_losses()
         self._iterations += 1
         for state in states:
             state.end()
@@ -738,57 +588,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def _diagnose(self, wait: bool) -> None:
         """Diagnoses the iterations of which it is known by now whether they were skipped, or all."""
-        for iteration in self._step_history.close(wait):
-            diagnosis = diagnose(iteration, self._step_history, self._limits)
-            if diagnosis is None:
-                continue
-            try:
-                announce(diagnosis, self._limits.on_verdict)
-            except BrokenModelError:
-                self._check_scale_growth_tracker("update")[
-                    1
-                ].zero_()  # as after any skipped iteration
-                raise
-
-    def _set_scale(self, value: float | Tensor) -> None:
-        scale, _ = self._check_scale_growth_tracker("update")
-        limits = self._limits
-        scale.copy_(value)  # type: ignore[arg-type]
-        if isinstance(value, Tensor):
-            scale.nan_to_num_(nan=limits.min_scale).clamp_(limits.min_scale, limits.max_scale)
-
-    def _adapt_scale(self, found_inf: Tensor | None, known: bool | None) -> None:
-        """Shrinks or grows the scale on its device; `known` is whether the iteration was skipped, if that is known."""
-        assert found_inf is not None
-        scale, tracker = self._check_scale_growth_tracker("update")
-        growth, limits = self._growth_factor, self._limits
-        _torch.update_scale_(
-            scale,
-            tracker,
-            found_inf,
-            growth=growth,
-            backoff=self._backoff_factor,
-            interval=self._growth_interval,
-        )
-        if known is not False or growth < 1.0 or limits.max_scale < LARGEST_SCALE:
-            scale.clamp_(limits.min_scale, limits.max_scale)
-
-    @property
-    def _is_searching(self) -> bool:
-        """Whether the first scale is still to be found."""
-        return self._search is not None and self._search.found_at is None
+        try:
+            diagnose_closed(self._step_history, self._limits, wait)
+        except BrokenModelError:
+            self._check_scale_growth_tracker("update")[1].zero_()  # as after any skipped iteration
+            raise
 
     def _measures(self) -> bool:
         """Whether the gradients of this iteration are measured."""
-        search, scale = self._search, self._scale
-        if search is None or (scale is not None and _torch.is_captured(scale)):
-            return False
-        return search.measures(self._iterations, self._growth_interval)
-
-    def _scale_found(self, states: list[OptimizerState]) -> float:
-        """The scale after an iteration whose gradients were measured."""
-        scale, _ = self._check_scale_growth_tracker("update")
-        assert self._search is not None
-        peaks = [s.largest_gradient for s in states if s.largest_gradient is not None]
-        done = self._iterations - 1
-        return self._search.after(done, float(scale), peaks, self._step_history, self._limits)
+        measures = self._search.measures(self._iterations, self._growth_interval)
+        return measures and not (self._scale is not None and _torch.is_captured(self._scale))

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precast.grad_scaler.settings import Limits
+from precast.grad_scaler.settings import AUTO, Limits
 from precast.grad_scaler.step_history import StepHistory
 
-__all__ = ["FALL", "FIRST", "ScaleSearch", "first_scale", "fitting"]
+__all__ = ["FALL", "FIRST", "NoSearch", "ScaleSearch", "fitting", "search_for"]
 
 FIRST = 2.0**10
 """The scale of the first iteration: low enough for gradients up to 64, and losses of small ones keep their bits."""
@@ -42,10 +42,12 @@ SMALLER_ROOM = 1.5
 _MOST_BACKOFFS = 100  # that count: beyond, the room would not stay a finite number
 
 
-def first_scale(floor: Any, ceiling: Any) -> float:
-    """`FIRST`, moved between those of the two limits that are numbers."""
+def search_for(init_scale: Any, floor: Any, ceiling: Any) -> tuple[ScaleSearch, Any]:
+    """The search that ``init_scale="auto"`` asks for, and the scale to begin with, not checked yet."""
+    if not (isinstance(init_scale, str) and init_scale == AUTO):
+        return NoSearch(), init_scale
     first = max(FIRST, floor) if isinstance(floor, int | float) else FIRST
-    return min(first, ceiling) if isinstance(ceiling, int | float) else first
+    return ScaleSearch(), min(first, ceiling) if isinstance(ceiling, int | float) else first
 
 
 def fitting(peak: float) -> float:
@@ -67,6 +69,11 @@ class ScaleSearch:
         self.found_at: int | None = None
         self._before = backoffs
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether the first scale is still to be found."""
+        return self.found_at is None
+
     def measures(self, iteration: int, growth_interval: int) -> bool:
         """Whether this iteration's gradients are measured."""
         if self.found_at is None:
@@ -78,7 +85,7 @@ class ScaleSearch:
         self,
         iteration: int,
         scale: float,
-        peaks: Iterable[Tensor],
+        peaks: Iterable[Tensor | None],
         history: StepHistory,
         limits: Limits,
     ) -> float:
@@ -90,7 +97,7 @@ class ScaleSearch:
         Args:
             iteration: The number of the iteration that was measured.
             scale: Its scale.
-            peaks: The largest unscaled gradients, one for each optimizer, shape ().
+            peaks: The largest unscaled gradient of each optimizer, shape (); None of one that was not measured.
             history: Its steps are in it.
             limits: Where the scale has to stay.
         """
@@ -98,7 +105,7 @@ class ScaleSearch:
         backoffs = min(counters.backoffs - self._before, _MOST_BACKOFFS)
         if counters.consecutive_skips:
             return max(scale * FALL, limits.min_scale) if searching else scale
-        peak = max(map(float, peaks), default=0.0)
+        peak = max((float(peak) for peak in peaks if peak is not None), default=0.0)
         if searching and peak == 0.0:  # no gradients, or all of them underflowed
             return min(max(scale, min(scale / FALL, HIGHEST)), limits.max_scale)
         if peak == 0.0 or not math.isfinite(peak):
@@ -107,3 +114,16 @@ class ScaleSearch:
         room = ROOM * 2.0**backoffs if backoffs or searching else SMALLER_ROOM
         found = min(max(fitting(peak * room), limits.min_scale), limits.max_scale)
         return found if searching else max(found, scale)
+
+
+class NoSearch(ScaleSearch):
+    """In the place of a search: the scale was given."""
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether the first scale is still to be found."""
+        return False
+
+    def measures(self, iteration: int, growth_interval: int) -> bool:  # noqa: ARG002
+        """Whether this iteration's gradients are measured."""
+        return False

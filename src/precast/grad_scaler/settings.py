@@ -28,8 +28,8 @@ __all__ = [
     "MOST_TRACKED",
     "Limits",
     "OnVerdict",
+    "checked_attributes",
     "checked_limits",
-    "checked_settings",
     "device_type_of",
     "is_usable",
     "new_scale_from",
@@ -136,14 +136,26 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def checked_settings(init_scale: Any, growth: Any, backoff: Any, interval: Any) -> dict[str, Any]:
-    """The settings that PyTorch's scaler has too, as attributes, each in its range."""
-    return {
+def checked_attributes(init_scale: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a scaler as its attributes, each in its range.
+
+    Args:
+        init_scale: The scale to begin with.
+        given: All arguments of the scaler.
+
+    Raises:
+        ScalerError: One is out of its range.
+    """
+    attributes: dict[str, Any] = {
         "_init_scale": require_number("init_scale", init_scale, below=LARGEST_SCALE),
-        "_growth_factor": require_number("growth_factor", growth, above=1.0),
-        "_backoff_factor": require_number("backoff_factor", backoff, below=1.0),
-        "_growth_interval": require_count("growth_interval", interval),
+        "_growth_factor": require_number("growth_factor", given["growth_factor"], above=1.0),
+        "_backoff_factor": require_number("backoff_factor", given["backoff_factor"], below=1.0),
+        "_growth_interval": require_count("growth_interval", given["growth_interval"]),
     }
+    first, floor, ceiling = attributes["_init_scale"], given["min_scale"], given["max_scale"]
+    attributes["_limits"] = checked_limits(first, floor, ceiling, given)
+    require_count("history", given["history"], least=0)
+    return attributes
 
 
 def checked_limits(init_scale: float, floor: Any, ceiling: Any, rest: dict[str, Any]) -> Limits:

@@ -30,7 +30,7 @@ from precast.grad_scaler.settings import (
     require_number,
 )
 
-__all__ = ["ScalerState", "by_loss", "precast_entry", "read"]
+__all__ = ["ScalerState", "by_loss", "of_pytorchs", "precast_entry", "read"]
 
 _VERSION = 1
 _NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -47,6 +47,18 @@ class ScalerState:
     growth_interval: int | None = None
     limits: Limits | None = None
     searching: bool | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What it says of a scaler's settings, as the scaler's attributes."""
+        attributes = {
+            "_growth_factor": self.growth_factor,
+            "_backoff_factor": self.backoff_factor,
+            "_growth_interval": self.growth_interval,
+            "_limits": self.limits,
+            "_init_scale": self.scale,
+            "_init_growth_tracker": self.growth_tracker,
+        }
+        return {name: value for name, value in attributes.items() if value is not None}
 
 
 def precast_entry(limits: Limits, searching: bool) -> dict[str, Any]:
@@ -73,6 +85,16 @@ def read(state: Mapping[str, Any], limits: Limits) -> ScalerState | None:
     is_apex = "loss_scaler0" in state or "loss_scale" in state
     found = _of_apex(state) if is_apex else _of_torch(state)
     return dataclasses.replace(found, scale=_within(found.scale, found.limits or limits))
+
+
+def of_pytorchs(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of a scaler of PyTorch's that has these attributes: a pickle has nothing else."""
+    names = ("growth_factor", "backoff_factor", "growth_interval")
+    return {
+        "scale": attributes["_init_scale"],
+        "_growth_tracker": attributes["_init_growth_tracker"],
+        **{name: attributes[f"_{name}"] for name in names},
+    }
 
 
 def by_loss(state: Mapping[str, Any], losses: Iterable[str]) -> Mapping[str, Any]:

@@ -1,0 +1,50 @@
+"""What a program hands to `scale`: a loss, or losses in containers of any nesting.
+
+Invariants: containers keep their types; nothing but floating-point and complex tensors is scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from precast._internal.pytree import map_tensors
+from precast.errors import ScalerError
+
+__all__ = ["map_losses"]
+
+T = TypeVar("T")
+
+
+def map_losses(
+    outputs: T, scaled: Callable[[Tensor], Tensor], scale_later: Callable[[Any], Any]
+) -> T:
+    """`outputs` with `scaled` of each loss in place of it.
+
+    Args:
+        outputs: A loss, or containers of losses; other tensors and leaves stay as they are.
+        scaled: Of one loss.
+        scale_later: Maps the elements of iterators and sets, which become lazy ``map`` objects, as in PyTorch.
+
+    Raises:
+        ScalerError: `outputs` holds something, but no tensor.
+    """
+    others = []
+
+    def of_tensor(tensor: Tensor) -> Tensor:
+        return scaled(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+    def of_other(leaf: Any) -> Any:
+        others.append(leaf)
+        return map(scale_later, leaf) if isinstance(leaf, Iterator | AbstractSet) else leaf
+
+    result = map_tensors(outputs, of_tensor, of_other)
+    if others and result is outputs:
+        raise ScalerError(
+            f"scale() found no tensor in a {type(outputs).__name__}: give it the loss itself, "
+            "not loss.item(), or losses in lists, tuples, dicts or dataclasses."
+        )
+    return result
