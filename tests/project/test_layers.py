@@ -19,6 +19,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,26 @@ def _stem(entry: str) -> str:
 
 def test_the_packages_can_be_seen_at_a_glance() -> None:
     assert len([name for name in _entries() if name not in ("__main__.py", "py.typed")]) <= 15
+
+
+def test_a_drawing_of_the_packages_has_at_most_ten_floors() -> None:
+    """A floor is a package that imports from the one below it; single files, such as errors.py, are none."""
+    graph = grimp.build_graph("precast", cache_dir=None)
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    below: dict[str, set[str]] = {package: set() for package in packages}
+    for module in graph.modules:
+        package, *_ = [*module.split(".")[1:], ""]
+        for imported in graph.find_modules_directly_imported_by(module):
+            other, *_ = [*imported.split(".")[1:], ""]
+            if {package, other} <= packages and package != other:
+                below[package].add(other)
+
+    @functools.cache
+    def chain(package: str) -> tuple[str, ...]:
+        return (package, *max(map(chain, below[package]), key=len, default=()))
+
+    longest = max(map(chain, packages), key=len)
+    assert len(longest) <= 10, " -> ".join(longest)
 
 
 def test_no_module_is_named_as_a_public_callable() -> None:
