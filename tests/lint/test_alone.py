@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from precast_lint.selecting.pins import NEWEST
+from precast_lint.torch_versions import NEWEST
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "lint" / "pyproject.toml").read_text(encoding="utf-8"))["project"]

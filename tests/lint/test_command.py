@@ -367,6 +367,7 @@ _LIGHT = {
     "precast_lint.selecting.pins",
     "precast_lint.selecting.registry",
     "precast_lint.selecting.settings",
+    "precast_lint.torch_versions",
     "precast_lint.version",
 }
 

@@ -12,10 +12,11 @@ from precast_lint.meaning.guards import is_version_test
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity, version
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
+from precast_lint.torch_versions import MINORS
 
 __all__ = ["RULE"]
 
-_RELEASES = tuple([f"1.{n}.0" for n in range(6, 14)] + [f"2.{n}.0" for n in range(16)])
+_RELEASES = tuple(f"{minor}.0" for minor in MINORS)
 _SINCE = {
     "torch.autocast": "1.10",
     "torch.amp.autocast": "1.12",

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NEWEST", "oldest_torch"]
+from precast_lint.torch_versions import MINORS
+
+__all__ = ["oldest_torch"]
 
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 _PATTERNS = (
@@ -30,17 +32,6 @@ _PIN = re.compile(
     r"""(?<![\w.-])(?:py)?torch(?:\[[\w,\s-]*\])?\s*\(?\s*(?P<signs>(?:[<>=~!^]=?=?\s*v?\d[\w.*+!-]*\s*,?\s*)+)"""
 )
 _CONDITION = re.compile(r"([<>=~!^]+)\s*v?(\d[\w.*+!-]*)")
-NEWEST = (2, 15)
-"""The newest PyTorch that there is.
-
-precast's own range ends there too. Neither imports the other for one number, so a test compares the two.
-"""
-
-# The minor versions of PyTorch from the first one with autocast on; a bound above the last one bounds nothing.
-_MINORS = [
-    *(f"1.{minor}" for minor in range(6, 14)),
-    *(f"{NEWEST[0]}.{minor}" for minor in range(NEWEST[1] + 1)),
-]
 
 
 def oldest_torch(start: Path) -> str | None:
@@ -163,9 +154,12 @@ def _release(number: str) -> tuple[int, ...]:
 
 
 def _below(bounds: Iterable[str]) -> str | None:
-    """The newest minor version below a bound that has no other side; None where that is the newest of all."""
+    """The newest minor version below a bound that has no other side; None where that is the newest of all.
+
+    A bound above the last version bounds nothing.
+    """
     highest = min((_release(bound) for bound in bounds if bound), default=None)
     if highest is None:
         return None
-    older = [minor for minor in _MINORS if _release(minor) < highest]
-    return older[-1] if older and older[-1] != _MINORS[-1] else None
+    older = [minor for minor in MINORS if _release(minor) < highest]
+    return older[-1] if older and older[-1] != MINORS[-1] else None
