@@ -83,7 +83,7 @@ def _no_region_is_left_open() -> Iterator[None]:
 def _no_weight_is_left_held() -> Iterator[None]:
     """A region compares held weights when it is entered, and there are tests that count what runs in one."""
     yield
-    if held.holdings:  # by an attached model of the test, which is in a cycle
+    if held.held_parameters:  # by an attached model of the test, which is in a cycle
         gc.collect()
 
 

@@ -85,8 +85,8 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 def _no_trace() -> Iterator[None]:
     yield
     gc.collect()
-    assert held.holdings == {}
-    assert held.guarded == []
+    assert held.held_parameters == {}
+    assert held.compared_in_turn == []
     assert held.attached == []
     assert attachments._registrations == []
 
@@ -153,7 +153,9 @@ def test_nothing_is_cast_and_nothing_allocated_for_weights_once_they_are_held(
         for _ in range(2):
             with torch.no_grad(), region():
                 model(x)
-        addresses = [c.tensor.data_ptr() for h in held.holdings.values() for c in h.copies.values()]
+        addresses = [
+            c.tensor.data_ptr() for h in held.held_parameters.values() for c in h.copies.values()
+        ]
         size = attachment.memory()
         casts.clear()
         for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
@@ -162,7 +164,9 @@ def test_nothing_is_cast_and_nothing_allocated_for_weights_once_they_are_held(
             with torch.no_grad():
                 model.twice.weight.add_(1)
         assert casts == []
-        after = [c.tensor.data_ptr() for h in held.holdings.values() for c in h.copies.values()]
+        after = [
+            c.tensor.data_ptr() for h in held.held_parameters.values() for c in h.copies.values()
+        ]
         assert after == addresses
         assert attachment.memory() == size
 
@@ -400,13 +404,13 @@ class TestEnd:
         _model, attachment = self.model()
         attachment.detach()
         attachment.refresh()
-        assert held.holdings == {}
+        assert held.held_parameters == {}
 
     def test_in_a_block_that_writes(self) -> None:
         _model, attachment = self.model()
         with attachment.writing():
             attachment.detach()
-        assert held.holdings == {}
+        assert held.held_parameters == {}
 
     def test_before_it_looked_for_what_was_added(self) -> None:
         model, attachment = self.model()
@@ -416,14 +420,14 @@ class TestEnd:
             attachment.detach()
             with region():
                 pass
-            assert len(held.holdings) == 2
+            assert len(held.held_parameters) == 2
 
     def test_inside_a_region(self) -> None:
         model, attachment = self.model()
         x = torch.randn(2, WIDTH)
         with region():
             model(x)
-            gone = weakref.ref(held.holdings[id(model[0].weight)].copies[BF16].tensor)
+            gone = weakref.ref(held.held_parameters[id(model[0].weight)].copies[BF16].tensor)
             attachment.detach()
             assert gone() is None
             assert model(x).dtype is BF16
@@ -482,7 +486,7 @@ def test_copies_are_in_no_copy_of_the_model() -> None:
             pickle.loads(pickle.dumps(model)),
             torch.load(stream, weights_only=False),
         ):
-            assert all(id(p) not in held.holdings for p in other.parameters())
+            assert all(id(p) not in held.held_parameters for p in other.parameters())
             with torch.no_grad(), region():
                 assert torch.equal(other(x), expected)
 
@@ -511,7 +515,7 @@ def test_a_step_of_the_optimizer_renews_each_copy_once(fused: bool) -> None:
                 loss = model(x).float().sum()
             loss.backward()
             optimizer.step()
-            copy = held.holdings[id(model.weight)].copies[BF16]
+            copy = held.held_parameters[id(model.weight)].copies[BF16]
             written = copy.writes
             for _ in range(2):
                 with region():
@@ -526,10 +530,10 @@ def test_an_optimizer_that_is_copied_renews_nothing() -> None:
     with precast.attach(model, optimizer=optimizer):
         with torch.no_grad(), region():
             model(x)
-        written = held.holdings[id(model.weight)].copies[BF16].writes
+        written = held.held_parameters[id(model.weight)].copies[BF16].writes
         for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             other.step()
-        assert held.holdings[id(model.weight)].copies[BF16].writes == written
+        assert held.held_parameters[id(model.weight)].copies[BF16].writes == written
 
 
 def test_an_optimizer_that_writes_unseen_is_followed() -> None:
@@ -705,7 +709,7 @@ class TestGuard:
             self.use(model, x, 100)
             model[2].weight.data.mul_(2)
             with pytest.raises(precast.errors.StaleWeightError, match=r"2\.weight"):
-                self.use(model, x, 5 * unversioned_writes.USES_BETWEEN_LOOKS)
+                self.use(model, x, 5 * unversioned_writes.USES_BETWEEN_CHECKS)
             attachment.refresh()
             self.use(model, x, 100)
         attachment.detach()
@@ -938,7 +942,7 @@ def test_detaching_ends_what_other_threads_keep() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     assert ready.wait(30)
-    gone = [weakref.ref(c.tensor) for h in held.holdings.values() for c in h.copies.values()]
+    gone = [weakref.ref(c.tensor) for h in held.held_parameters.values() for c in h.copies.values()]
     attachment.detach()
     model.weight.data.zero_()
     gc.collect()
@@ -965,7 +969,7 @@ def test_without_holding_nothing_is_held() -> None:
     with precast.attach(model, hold=False) as attachment:
         outcome(model, x)
         assert attachment.memory() == 0
-        assert held.holdings == {}
+        assert held.held_parameters == {}
 
 
 def test_what_cannot_be_held_is_named_with_the_reason() -> None:

@@ -31,8 +31,8 @@ WIDTH = 160
 @pytest.fixture(autouse=True)
 def _no_trace() -> Iterator[None]:
     yield
-    assert held.holdings == {}
-    assert held.guarded == []
+    assert held.held_parameters == {}
+    assert held.compared_in_turn == []
     assert held.before_next_region == {}
 
 
@@ -171,7 +171,7 @@ def test_a_copy_that_is_withdrawn_while_it_is_looked_up(name: str) -> None:
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
     with precast.attach(model):
         expected = answer(model, x)
-        entries = regions.cache.lasting[BF16]
+        entries = regions.cache.persistent[BF16]
         entries[id(getattr(model, name))].cast = None
         assert torch.equal(answer(model, x), expected)
 
@@ -196,7 +196,7 @@ def test_copies_may_be_made_while_others_are_gone_through() -> None:
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
     with precast.attach(model) as attachment:
         answer(model, x)
-        copies = held.holdings[id(model.weight)].copies.values()
+        copies = held.held_parameters[id(model.weight)].copies.values()
         for copy in copies:
             with torch.no_grad(), precast.autocast("cpu", dtype=torch.float16):
                 model(x)
@@ -209,7 +209,7 @@ def test_entries_of_regions_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> N
     original = unversioned_writes.without_torch_function
 
     def meanwhile() -> Any:
-        unversioned_writes._Guard.turn += 5
+        unversioned_writes._Search.turn += 5
         return original()
 
     with precast.attach(model):
@@ -248,7 +248,7 @@ def test_the_search_works_if_it_is_loaded_where_tensors_are_made_on_another_devi
     with precast.attach(model):
         answer(model, x)
         for _ in range(3):
-            again.enter_region()
+            again.check_at_entry()
 
 
 @pytest.mark.parametrize("act", ["refresh", "detach", "step"])
@@ -307,7 +307,7 @@ def test_what_is_written_while_it_is_cast_is_cast_again(
     monkeypatch: pytest.MonkeyPatch, attached: bool, mode: Any
 ) -> None:
     model, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(2, WIDTH)
-    name = "loan_of" if attached else "cast_without_torch_function"
+    name = "handle_of" if attached else "cast_without_torch_function"
     original = getattr(held if attached else weight_cache, name)
     written: list[float] = []
 

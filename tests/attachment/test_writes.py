@@ -23,7 +23,7 @@ STEPS = 5
 @pytest.fixture(autouse=True)
 def _no_trace() -> Iterator[None]:
     yield
-    assert held.holdings == {}
+    assert held.held_parameters == {}
 
 
 def region() -> precast.autocast:

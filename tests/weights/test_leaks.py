@@ -103,7 +103,7 @@ def test_of_weights_that_are_gone_nothing_is_kept_in_later_regions() -> None:
                         model(x)
         del model
         gc.collect()
-        tables = cache.leaves, cache.lasting, cache._lent, cache._wrapped
+        tables = cache.leaves, cache.persistent, cache._held_entries, cache._wrapped
         assert not any(entries for table in tables for entries in table.values())
         assert not cache._storages
 

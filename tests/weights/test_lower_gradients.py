@@ -197,11 +197,13 @@ def test_the_step_leaves_copies_up_to_date(fused: bool) -> None:
             optimizer.step()
             written = {}
             for p in weights(model):
-                held_copy = held.holdings[id(p)].copies[BF16]
+                held_copy = held.held_parameters[id(p)].copies[BF16]
                 assert torch.equal(held_copy.tensor, p.to(BF16))
                 written[p] = held_copy.writes
             loss_of(model, x)
-            assert all(held.holdings[id(p)].copies[BF16].writes == w for p, w in written.items())
+            assert all(
+                held.held_parameters[id(p)].copies[BF16].writes == w for p, w in written.items()
+            )
 
 
 def test_after_the_attachment_gradients_are_float32() -> None:
@@ -320,7 +322,7 @@ def test_what_cannot_be_is_one_clear_error(arguments: dict[str, Any], message: s
         arguments = {**arguments, "optimizer": arguments["optimizer"](model.parameters())}
     with pytest.raises(precast.errors.AttachError, match=message):
         precast.attach(model, **arguments)
-    assert not any(id(p) in held.holdings for p in model.parameters())
+    assert not any(id(p) in held.held_parameters for p in model.parameters())
     assert all(p.grad_dtype is torch.float32 for p in model.parameters())
 
 

@@ -35,8 +35,8 @@ from precast.policy.module_names import named_parameters, names_in
 from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy, as_policy
 from precast.weights import held
-from precast.weights.held import Copy, Holding
-from precast.weights.low_precision_gradients import LowerGradients
+from precast.weights.held import Copy, HeldParameter
+from precast.weights.low_precision_gradients import LowPrecisionGradients
 
 __all__ = ["Attachment", "Memory", "attach", "attached_models", "names_of"]
 
@@ -141,14 +141,14 @@ class Attachment(Displayed):
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._hold = hold
-        self._holdings: dict[str, Holding] = {}
+        self._held_parameters: dict[str, HeldParameter] = {}
         self._left_alone: dict[str, str] = {}
         self._modules: frozenset[int] = frozenset()
         self._hooks: list[Any] = []
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self._gradients: LowerGradients | None = None
+        self._gradients: LowPrecisionGradients | None = None
         if optimizer is not None and grad_dtype is not None:
-            self._gradients = LowerGradients(optimizer, grad_dtype)
+            self._gradients = LowPrecisionGradients(optimizer, grad_dtype)
         self.plan = plan
         if plan is not None:
             # First: it may refuse. What is installed is in force already.
@@ -184,12 +184,12 @@ class Attachment(Displayed):
         """Renews all copies, whatever version counters say: for after a write through `.data`."""
         with held.lock:
             self._look()
-            for holding in self._each():
-                holding.drop_unfit()
+            for held_parameter in self._each():
+                held_parameter.drop_unfit()
             for copy in self._copies():
-                copy.withdraw()
+                copy.evict()
             held.renew(self._copies())
-        self._distrust()
+        self._invalidate_in_this_thread()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -199,7 +199,7 @@ class Attachment(Displayed):
         """
         some = list(self._each())
         held.suspend(some, 1)
-        self._distrust()
+        self._invalidate_in_this_thread()
         try:
             yield
         finally:
@@ -220,7 +220,7 @@ class Attachment(Displayed):
         what, rules = f"Attachment of {self._name}", () if self.plan is None else self.plan.rules
         if not self._end.alive:
             return Card(what, ["ended"])
-        facts = [f"{size(len(self._holdings), 'parameter')} held"]
+        facts = [f"{size(len(self._held_parameters), 'parameter')} held"]
         if self._left_alone:
             facts.append(f"{len(self._left_alone)} left alone")
         alone = [(name, f"not held: {why}") for name, why in self._left_alone.items()]
@@ -230,25 +230,25 @@ class Attachment(Displayed):
         # A copy, as of a model that has its attachment as an attribute, is of no model.
         return _ended, ()
 
-    def _each(self) -> Iterable[Holding]:
-        return self._holdings.values()
+    def _each(self) -> Iterable[HeldParameter]:
+        return self._held_parameters.values()
 
-    def _know(self, holdings: Iterable[Holding]) -> None:
+    def _know(self, held_parameters: Iterable[HeldParameter]) -> None:
         """Tells what is held of the optimizer that steps it, before its first step."""
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is not None:
             its = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for holding in holdings:
-                if id(holding.parameter()) in its:
-                    holding.optimizer = self._optimizer
+            for held_parameter in held_parameters:
+                if id(held_parameter.parameter()) in its:
+                    held_parameter.optimizer = self._optimizer
 
     def _copies(self) -> Iterator[Copy]:
-        return (copy for holding in self._each() for copy in holding.copies.values())
+        return (copy for held_parameter in self._each() for copy in held_parameter.copies.values())
 
-    def _distrust(self) -> None:
+    def _invalidate_in_this_thread(self) -> None:
         """Has an open region of this thread cast again what it has cast itself."""
-        parameters = (holding.parameter() for holding in self._each())
-        regions.cache.distrust([p for p in parameters if p is not None])
+        parameters = (held_parameter.parameter() for held_parameter in self._each())
+        regions.cache.invalidate([p for p in parameters if p is not None])
 
     def _look(self) -> None:
         """Finds the model's parameters as they are now."""
@@ -258,17 +258,21 @@ class Attachment(Displayed):
                 return
             self._modules = frozenset(map(id, model.modules()))
             managed = _managed_by_fsdp(model)
-            holdings, left_alone = {}, {}
+            held_parameters, left_alone = {}, {}
             for name, parameter in named_parameters(model):
                 reason = managed.get(id(parameter)) or held.reason_not_held(parameter)
                 if reason is None:
-                    holdings[name] = held.hold(name, parameter)
+                    held_parameters[name] = held.hold(name, parameter)
                 else:
                     left_alone[name] = reason
-            self._know(holdings.values())
-            before, self._holdings, self._left_alone = self._holdings, holdings, left_alone
-            for holding in before.values():
-                held.release(holding)
+            self._know(held_parameters.values())
+            before, self._held_parameters, self._left_alone = (
+                self._held_parameters,
+                held_parameters,
+                left_alone,
+            )
+            for held_parameter in before.values():
+                held.release(held_parameter)
             if self._gradients is not None:
                 self._gradients.ask_for(self._each())
 
@@ -286,9 +290,9 @@ def _end(attachment: Attachment) -> None:
         attachment._gradients.end()
     with held.lock:
         attachment._hold = False  # what is still to look for parameters finds none
-        for holding in attachment._each():
-            held.release(holding)
-        attachment._holdings, attachment._left_alone = {}, {}
+        for held_parameter in attachment._each():
+            held.release(held_parameter)
+        attachment._held_parameters, attachment._left_alone = {}, {}
     _living.discard(attachment)
     held.before_next_region.pop(id(attachment), None)
     if attachment in held.attached:
@@ -312,7 +316,7 @@ def _watch() -> None:
         _registrations.append(register_module_parameter_registration_hook(_registered))
         _registrations.append(register_module_module_registration_hook(_registered))
         _registrations.append(register_optimizer_step_post_hook(_stepped))
-        _registrations.append(_Ending(on_collectives(held.written_unseen)))
+        _registrations.append(_Ending(on_collectives(held.note_unversioned_writes)))
         held.parameter_freed_hooks.append(_look_again)
     elif not held.attached:
         while _registrations:
@@ -323,7 +327,7 @@ def _watch() -> None:
 def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if parameters and is_captured(parameters[0]):
-        held.leave_to_graphs(parameters)
+        held.leave_to_cuda_graphs(parameters)
         for attachment in held.attached:
             attachment._look()
     its = [a for a in held.attached if a._optimizer is not None and a._optimizer() is optimizer]

@@ -107,7 +107,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             next(self._steps)
             return self
         if held.attached and self.enabled:
-            unversioned_writes.enter_region()
+            unversioned_writes.check_at_entry()
         device = self.device
         here = thread_state(device).state
         outside = here.bound_policy

@@ -88,24 +88,24 @@ _ATTEMPT_WITH_AUTOCAST_ON = f"""\
 
 _SWAP = """\
     {copies} = {originals}
-    if cache_enabled() and (holdings or not inference_mode()):
+    if cache_enabled() and (held or not inference_mode()):
         dtype = lower_dtype(device_type)
         cache = here.cache
-        if holdings:
+        if held:
             here.uses += 1
-            if here.uses >= USES_BETWEEN_LOOKS:
+            if here.uses >= USES_BETWEEN_CHECKS:
                 here.uses = 0
-                look()
+                check()
         if dispatch_modes() or is_tracing():
             find = find_held = nothing
         else:
             records = grad_enabled()
-            find_held = (cache.passing if records else cache.lasting)[dtype].get if {held} else nothing
-            find = cache.leaves[dtype].get if records or not holdings else find_held
+            find_held = (cache.per_region if records else cache.persistent)[dtype].get if {use_held} else nothing
+            find = cache.leaves[dtype].get if records or not held else find_held
 """
 
 # A CUDA graph keeps what it was given, whatever becomes of the weights.
-_HELD = "holdings"
+_USE_HELD = "held"
 
 # What the cache holds is float32, and most activations are not: their dtype is all that is looked at. The copy is read
 # before the version: another thread that withdraws it writes them in the other order.
@@ -122,7 +122,7 @@ _TENSOR = """\
                 and entry.stride == {a}.stride()
             ):
                 {b} = copy
-            elif {a}.requires_grad or (holdings and (id({a}) in holdings or id({a}._base) in holdings)):
+            elif {a}.requires_grad or (held and (id({a}) in held or id({a}._base) in held)):
                 copy = None  # who still reads what was copied has it written elsewhere
                 {b} = weight(cache, {a}, dtype, device_type)
 """
@@ -145,20 +145,20 @@ def entry_point(
     """
     namespace: dict[str, Any] = {
         "DELEGATE": DELEGATE,
-        "USES_BETWEEN_LOOKS": unversioned_writes.USES_BETWEEN_LOOKS,
+        "USES_BETWEEN_CHECKS": unversioned_writes.USES_BETWEEN_CHECKS,
         "capturing": _torch.is_capturing,
         "cache_enabled": torch.is_autocast_cache_enabled,
         "device_type": op.device_type,
         "dispatch_modes": _torch.dispatch_modes,
         "float32": torch.float32,
         "grad_enabled": torch.is_grad_enabled,
-        "holdings": held.holdings,
+        "held": held.held_parameters,
         "installed": installed(op.device_type),
         "is_tracing": _torch.is_tracing,
         "inference_mode": torch.is_inference_mode_enabled,
         "native_kernel": native_kernel,
         "keyset": _torch.keyset_of(op.device_type),
-        "look": unversioned_writes.look_within_a_region,
+        "check": unversioned_writes.check_without_raising,
         "lower_dtype": torch.get_autocast_dtype,
         "inherited_policy": inherited_policy,
         "name": op.name,
@@ -240,7 +240,7 @@ def _swap(op: Operation, slots: tuple[int, ...]) -> str:
     head = _SWAP.format(
         copies=", ".join(f"b{i}" for i in slots),
         originals=", ".join(f"a{i}" for i in slots),
-        held=_HELD + (" and not capturing()" if op.device_type == "cuda" else ""),
+        use_held=_USE_HELD + (" and not capturing()" if op.device_type == "cuda" else ""),
     )
     # From the last to the first, as PyTorch casts: backward comes by the weights in the other order, and so do hooks.
     return head + "".join(

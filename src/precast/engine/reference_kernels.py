@@ -52,7 +52,7 @@ def _lower(op: Operation) -> Kernel:
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = op.lower_dtype()
-        if held.holdings:
+        if held.held_parameters:
             _count_use(thread_state(op.device_type).state)
         cached = regions.cache.cast if torch.is_autocast_cache_enabled() else _no_cache
 
@@ -69,9 +69,9 @@ def _lower(op: Operation) -> Kernel:
 
 def _count_use(here: ThreadState) -> None:
     here.uses += 1
-    if here.uses >= unversioned_writes.USES_BETWEEN_LOOKS:
+    if here.uses >= unversioned_writes.USES_BETWEEN_CHECKS:
         here.uses = 0
-        unversioned_writes.look_within_a_region()
+        unversioned_writes.check_without_raising()
 
 
 def _fp32(op: Operation) -> Kernel:

@@ -147,7 +147,7 @@ def _hear_optimizers(hear: bool) -> None:
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
-        regions.cache.distrust(group["params"])
+        regions.cache.invalidate(group["params"])
 
 
 def bind_default(device_type: str) -> BoundPolicy:

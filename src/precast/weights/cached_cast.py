@@ -54,16 +54,16 @@ class CachedCast:
         """Whether `source` is still what was cast, as far as its counter of versions says; never where it has none."""
         if self.cast is None or not counts_versions(source):
             return False
-        return self.version == version_of(source) and (not self.plain or self.is_where(source))
+        return self.version == version_of(source) and (not self.plain or self.is_at(source))
 
-    def says(self, source: Tensor) -> bool:
+    def has_numbers_of(self, source: Tensor) -> bool:
         """Whether the cast has the numbers of `source`: for one that counts no writes, as in inference mode."""
-        if self.cast is None or not self.plain or not self.is_where(source):
+        if self.cast is None or not self.plain or not self.is_at(source):
             return False
         with torch.no_grad():
             return torch.equal(self.cast, source.to(self.cast.dtype))
 
-    def is_where(self, source: Tensor) -> bool:
+    def is_at(self, source: Tensor) -> bool:
         """Whether `source` lies in the memory that it was in, and as it lay there."""
         return (
             self.pointer == source.data_ptr()
@@ -71,7 +71,7 @@ class CachedCast:
             and self.stride == source.stride()
         )
 
-    def withdraw(self, _: object = None) -> None:
+    def evict(self, _: object = None) -> None:
         """Ends it, in whichever thread's cache it is: it is known to be out of date."""
         self.version = -1  # first: see `hotpath`
         self.cast = None

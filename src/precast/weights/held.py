@@ -35,35 +35,41 @@ from precast._torch import (
     without_torch_function,
 )
 from precast.errors import StaleWeightError
-from precast.weights.doubts import are_in_doubt, written
-from precast.weights.held_copy import Copy, Loan, lock
-from precast.weights.held_gradients import forget_moments
-from precast.weights.held_parameter import Holding, Place, guarded, holdings, lying_in
+from precast.weights.held_copy import Copy, CopyHandle, lock
+from precast.weights.held_gradients import free_temporaries
+from precast.weights.held_parameter import (
+    HeldParameter,
+    MemoryRange,
+    compared_in_turn,
+    held_in_memory_of,
+    held_parameters,
+)
+from precast.weights.possible_writes import may_have_been_written, note_circumstances
 
 __all__ = [
-    "WORTH_A_NODE",
+    "MIN_ELEMENTS_FOR_NODE",
     "Copy",
-    "Holding",
-    "Loan",
+    "CopyHandle",
+    "HeldParameter",
     "attached",
     "before_next_region",
-    "guarded",
+    "compared_in_turn",
+    "handle_of",
+    "held_parameters",
     "hold",
-    "holdings",
-    "leave_to_graphs",
-    "loan_of",
+    "leave_to_cuda_graphs",
     "lock",
+    "note_unversioned_writes",
     "parameter_freed_hooks",
     "reason_not_held",
     "release",
     "renew",
-    "stale",
+    "stale_message",
     "stepped",
     "suspend",
-    "written_unseen",
 ]
 
-WORTH_A_NODE: Final = 16384
+MIN_ELEMENTS_FOR_NODE: Final = 16384
 """From how many numbers on a cast is dearer than a node of its own in the graph: 128x128 (2-core CPU, torch 2.13)."""
 
 
@@ -99,62 +105,72 @@ def reason_not_held(parameter: Tensor) -> str | None:
 _in_graphs: Final[weakref.WeakValueDictionary[int, Tensor]] = weakref.WeakValueDictionary()
 
 
-def leave_to_graphs(parameters: Iterable[Tensor]) -> None:
+def leave_to_cuda_graphs(parameters: Iterable[Tensor]) -> None:
     """Has these parameters not be held from now on: a CUDA graph writes them."""
     _in_graphs.update((id(parameter), parameter) for parameter in parameters)
 
 
-def hold(name: str, parameter: Parameter) -> Holding:
+def hold(name: str, parameter: Parameter) -> HeldParameter:
     """Holds a parameter, once more if it is held already."""
     with lock:
-        holding = holdings.get(id(parameter))
-        if holding is None:
-            holding = holdings[id(parameter)] = Holding(name, parameter, _forget)
-        holding.attachments += 1
-        return holding
+        held_parameter = held_parameters.get(id(parameter))
+        if held_parameter is None:
+            held_parameter = held_parameters[id(parameter)] = HeldParameter(
+                name, parameter, _forget
+            )
+        held_parameter.attachments += 1
+        return held_parameter
 
 
-def release(holding: Holding) -> None:
+def release(held_parameter: HeldParameter) -> None:
     """Ends one hold; the last one ends the copies."""
     with lock:
-        holding.attachments -= 1
-        if holding.attachments:
+        held_parameter.attachments -= 1
+        if held_parameter.attachments:
             return
-        parameter = holding.parameter()
-        if parameter is not None and holdings.get(id(parameter)) is holding:
-            del holdings[id(parameter)]
-        _end(holding)
+        parameter = held_parameter.parameter()
+        if parameter is not None and held_parameters.get(id(parameter)) is held_parameter:
+            del held_parameters[id(parameter)]
+        _end(held_parameter)
 
 
-def loan_of(parameter: Tensor, dtype: torch.dtype) -> Loan | None:
+def handle_of(parameter: Tensor, dtype: torch.dtype) -> CopyHandle | None:
     """The copy of a parameter, up to date; None where it is not held.
 
     Raises:
         StaleWeightError: the parameter was written unseen.
     """
     with lock:
-        holding = holdings.get(id(parameter))
-        if holding is None or holding.suspended or holding.parameter() is not parameter:
+        held_parameter = held_parameters.get(id(parameter))
+        if (
+            held_parameter is None
+            or held_parameter.suspended
+            or held_parameter.parameter() is not parameter
+        ):
             return None
-        holding.threads.add(threading.get_ident())
-        copy = holding.copies.get(dtype)
-        if copy is not None and copy.is_of(parameter) and are_in_doubt(holding, copy, parameter):
-            copy.doubt()
+        held_parameter.threads.add(threading.get_ident())
+        copy = held_parameter.copies.get(dtype)
+        if (
+            copy is not None
+            and copy.is_of(parameter)
+            and may_have_been_written(held_parameter, copy, parameter)
+        ):
+            copy.invalidate()
         current = copy is not None and copy.is_of(parameter)
-        if current and holding.spoiled:
+        if current and held_parameter.stale:
             leave_process_groups()
-            raise StaleWeightError(stale(holding.name, dtype))
+            raise StaleWeightError(stale_message(held_parameter.name, dtype))
         if is_captured(parameter):
             return _captured(copy) if copy and current and not parameter.requires_grad else None
         if copy is None or not current:
-            return _renewed(holding, parameter, dtype).lend()
+            return _renewed(held_parameter, parameter, dtype).new_handle()
         copy.join(stream_of(parameter.device))
-        return copy.lend()
+        return copy.new_handle()
 
 
-def _captured(copy: Copy) -> Loan:
+def _captured(copy: Copy) -> CopyHandle:
     copy.is_in_graphs = True
-    return copy.lend()
+    return copy.new_handle()
 
 
 def renew(copies: Iterable[Copy]) -> None:
@@ -175,38 +191,38 @@ def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> N
     steps = weakref.ref(optimizer)
     with lock:
         for parameter in parameters:
-            for holding in _lying_with(parameter):
-                holding.optimizer = steps
-                holding.doubt(at_once=True)
+            for held_parameter in _sharing_memory_with(parameter):
+                held_parameter.optimizer = steps
+                held_parameter.invalidate(at_once=True)
 
 
-def written_unseen(tensors: Iterable[Tensor]) -> None:
+def note_unversioned_writes(tensors: Iterable[Tensor]) -> None:
     """Has copies of what lies in the memory of these tensors written before their next use."""
     with lock:
         for tensor in tensors:
-            for holding in lying_in(tensor):
-                holding.doubt(at_once=True)
+            for held_parameter in held_in_memory_of(tensor):
+                held_parameter.invalidate(at_once=True)
 
 
-def _lying_with(parameter: Tensor) -> Iterable[Holding]:
-    holding = holdings.get(id(parameter))
-    place = None if holding is None else holding.place
-    if holding is not None and place is not None and place.start == parameter.data_ptr():
-        return (holding,)  # it knows the others
-    others = lying_in(parameter)
-    return others if holding is None else (holding, *others)
+def _sharing_memory_with(parameter: Tensor) -> Iterable[HeldParameter]:
+    held_parameter = held_parameters.get(id(parameter))
+    place = None if held_parameter is None else held_parameter.memory_range
+    if held_parameter is not None and place is not None and place.start == parameter.data_ptr():
+        return (held_parameter,)  # it knows the others
+    others = held_in_memory_of(parameter)
+    return others if held_parameter is None else (held_parameter, *others)
 
 
-def suspend(some: Iterable[Holding], change: int) -> None:
+def suspend(some: Iterable[HeldParameter], change: int) -> None:
     """Opens (1) or closes (-1) a time in which parameters are written unseen, and no copy of them is used."""
     with lock:
-        for holding in some:
-            holding.suspended += change
-            for copy in holding.copies.values():
-                copy.withdraw()
+        for held_parameter in some:
+            held_parameter.suspended += change
+            for copy in held_parameter.copies.values():
+                copy.evict()
 
 
-def stale(name: str, dtype: torch.dtype) -> str:
+def stale_message(name: str, dtype: torch.dtype) -> str:
     """What is said of a parameter that was written unseen."""
     return (
         f"The parameter {name!r} was written in a way that PyTorch does not count (through .data, or by "
@@ -216,12 +232,12 @@ def stale(name: str, dtype: torch.dtype) -> str:
     )
 
 
-def _renewed(holding: Holding, parameter: Tensor, dtype: torch.dtype) -> Copy:
-    copy = holding.copies.get(dtype)
+def _renewed(held_parameter: HeldParameter, parameter: Tensor, dtype: torch.dtype) -> Copy:
+    copy = held_parameter.copies.get(dtype)
     if copy is None or not copy.fits(parameter):
-        copy = holding.new_copy(parameter, dtype)
-        if holding not in guarded:
-            guarded.append(holding)
+        copy = held_parameter.new_copy(parameter, dtype)
+        if held_parameter not in compared_in_turn:
+            compared_in_turn.append(held_parameter)
         _write([(copy, parameter)], in_use=True)
     elif not copy.is_of(parameter):
         # On the CPU a copy is best made just before it is used: then it is still in the processor's cache.
@@ -233,9 +249,9 @@ def _renewed(holding: Holding, parameter: Tensor, dtype: torch.dtype) -> Copy:
 
 def _out_of_date(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Copy, Tensor]]:
     here = stream_of(device)
-    for holding in list(holdings.values()):
-        copy, parameter = holding.copies.get(dtype), holding.parameter()
-        if copy is None or parameter is None or holding.suspended or copy.stream != here:
+    for held_parameter in list(held_parameters.values()):
+        copy, parameter = held_parameter.copies.get(dtype), held_parameter.parameter()
+        if copy is None or parameter is None or held_parameter.suspended or copy.stream != here:
             continue  # of another stream this one knows neither what it writes nor what it reads
         if copy.tensor.device == device and copy.fits(parameter) and not copy.is_of(parameter):
             yield copy, parameter
@@ -255,26 +271,26 @@ def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
     for (copy, parameter), what in zip(pairs, seen, strict=True):
         moved = copy.pointer != what[1]
         copy.written(parameter, *what, stream)
-        holding = holdings.get(id(parameter))
-        if holding is not None:
-            holding.spoiled = False
+        held_parameter = held_parameters.get(id(parameter))
+        if held_parameter is not None:
+            held_parameter.stale = False
             if moved:
-                holding.lies_in(Place.of(parameter))
-            written(holding, copy, parameter, in_use=in_use)
+                held_parameter.set_memory_range(MemoryRange.of(parameter))
+            note_circumstances(held_parameter, copy, parameter, in_use=in_use)
 
 
-def _end(holding: Holding) -> None:
-    holding.drop()
-    holding.lies_in(None)
-    if holding in guarded:
-        guarded.remove(holding)
-    if not holdings:
-        forget_moments()
+def _end(held_parameter: HeldParameter) -> None:
+    held_parameter.drop()
+    held_parameter.set_memory_range(None)
+    if held_parameter in compared_in_turn:
+        compared_in_turn.remove(held_parameter)
+    if not held_parameters:
+        free_temporaries()
 
 
 def _forget(key: int) -> None:
-    holding = holdings.pop(key, None)
-    if holding is not None:
-        _end(holding)
+    held_parameter = held_parameters.pop(key, None)
+    if held_parameter is not None:
+        _end(held_parameter)
         for tell in parameter_freed_hooks:
             tell()

@@ -24,13 +24,13 @@ from precast._internal.locks import survives_fork
 from precast._torch import is_shared, version_of, without_torch_function
 from precast.weights.held_gradients import GradientMemory
 
-__all__ = ["Copy", "Loan", "lock", "unless_python_ends"]
+__all__ = ["Copy", "CopyHandle", "lock", "unless_python_ends"]
 
 lock: Final = survives_fork(threading.RLock())
 """Taken by whoever begins, ends, lends or writes what is held; an entry in a thread's cache is used without it."""
 
 
-class Loan(NamedTuple):
+class CopyHandle(NamedTuple):
     """What one user gets of a copy: the numbers, and how its parameter was when they were copied."""
 
     copy: Copy
@@ -68,7 +68,7 @@ class Copy:
         gradient: memory for the parameter's gradient.
         stream: the stream that wrote it last; None where the device has none.
         writes: how often it was written.
-        circumstances: what `doubts` noted when it was written.
+        circumstances: what `possible_writes` noted when it was written.
         is_in_graphs: whether a CUDA graph may read it, which knows its address alone.
     """
 
@@ -125,13 +125,13 @@ class Copy:
             and self._layout == parameter.stride()
         )
 
-    def lend(self) -> Loan:
+    def new_handle(self) -> CopyHandle:
         """The copy for one more user; to be asked with the lock."""
         with without_torch_function():
             tensor = self.tensor.detach()
-        return Loan(self, tensor, self.version, self.pointer, self.writes, self._epoch)
+        return CopyHandle(self, tensor, self.version, self.pointer, self.writes, self._epoch)
 
-    def doubt(self, *, at_once: bool = False) -> None:
+    def invalidate(self, *, at_once: bool = False) -> None:
         """Has the copy written before its next use, whatever version counters say.
 
         Regions that have used it may use what they have, as PyTorch's do, unless it is to hold `at_once`.
@@ -139,9 +139,9 @@ class Copy:
         with lock:
             self.version = -1
             if at_once:
-                self.withdraw()
+                self.evict()
             else:
-                self._withdraw(lambda _, lasts: lasts)
+                self._evict(lambda _, lasts: lasts)
 
     def make_room(self, parameter: Tensor) -> None:
         """Has memory for the next write that nobody reads; to be asked with the lock.
@@ -149,7 +149,7 @@ class Copy:
         No thread can begin to read what is withdrawn, so nobody comes after the users have been counted.
         """
         now = version_of(parameter)
-        self._withdraw(lambda entry, lasts: lasts or entry.version != now)
+        self._evict(lambda entry, lasts: lasts or entry.version != now)
         if self.is_in_graphs or not (self._read_elsewhere or is_shared(self.tensor)):
             return
         self._read_elsewhere = False
@@ -190,29 +190,29 @@ class Copy:
             and parameter.stride() == self._layout
         )
 
-    def used_by(self, entry: Any, loan: Loan, *, lasts: bool) -> None:
+    def used_by(self, entry: Any, handle: CopyHandle, *, lasts: bool) -> None:
         """Notes a cache's entry that stands for this copy, as it was lent."""
         with lock:
             self._users = [user for user in self._users if user[0]() not in (None, entry)]
             self._users.append((weakref.ref(entry), lasts))
-            is_old = (loan.version, loan.writes) != (self.version, self.writes)
+            is_old = (handle.version, handle.writes) != (self.version, self.writes)
             if self._has_ended:  # in another thread, meanwhile
-                self.withdraw()
-            elif loan.epoch != self._epoch or (lasts and is_old):
-                entry.withdraw()
+                self.evict()
+            elif handle.epoch != self._epoch or (lasts and is_old):
+                entry.evict()
 
-    def withdraw(self) -> None:
+    def evict(self) -> None:
         """Takes the copy out of all caches."""
         with lock:
             self._epoch += 1
-            self._withdraw(lambda _entry, _lasts: True)
+            self._evict(lambda _entry, _lasts: True)
 
-    def _withdraw(self, wanted: Callable[[Any, bool], bool]) -> None:
+    def _evict(self, wanted: Callable[[Any, bool], bool]) -> None:
         users, self._users = self._users, []
         for user, lasts in users:
             entry = user()
             if entry is not None and wanted(entry, lasts):
-                entry.withdraw()
+                entry.evict()
             elif entry is not None:
                 self._users.append((user, lasts))
 
@@ -220,7 +220,7 @@ class Copy:
         """Takes the copy out of all caches, for good."""
         with lock:
             self._has_ended = True
-            self.withdraw()
+            self.evict()
 
 
 def _memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:

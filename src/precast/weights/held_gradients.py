@@ -25,7 +25,7 @@ from precast._torch import (
     without_torch_function,
 )
 
-__all__ = ["GradientMemory", "forget_moments", "see_modes", "with_gradient"]
+__all__ = ["GradientMemory", "free_temporaries", "see_modes", "with_gradient"]
 
 
 def see_modes(count: Callable[[], int]) -> None:
@@ -89,7 +89,7 @@ class GradientMemory:
             self._own.append(own)
             return given
         self._own.append(own)
-        return _for_a_moment(gradient, layout, dtype)
+        return _temporary(gradient, layout, dtype)
 
 
 def _taken(some: list[Tensor]) -> Tensor | None:
@@ -101,11 +101,11 @@ def _taken(some: list[Tensor]) -> Tensor | None:
 
 
 _Kind = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_moments: Final[defaultdict[_Kind, list[Tensor]]] = defaultdict(list)
+_temporaries: Final[defaultdict[_Kind, list[Tensor]]] = defaultdict(list)
 
 
-def _for_a_moment(gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    spare = _moments[gradient.shape, layout, dtype]
+def _temporary(gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    spare = _temporaries[gradient.shape, layout, dtype]
     free = _taken(spare)
     if free is None or is_shared(free):
         free = gradient.new_empty_strided(gradient.shape, layout, dtype=dtype)
@@ -114,9 +114,9 @@ def _for_a_moment(gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype)
     return given
 
 
-def forget_moments() -> None:
+def free_temporaries() -> None:
     """Gives back what parameters take in turns."""
-    _moments.clear()
+    _temporaries.clear()
 
 
 def _in_layout(

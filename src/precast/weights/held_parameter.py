@@ -20,10 +20,16 @@ from torch.nn import Parameter
 from precast._torch import is_plain
 from precast.weights.held_copy import Copy, unless_python_ends
 
-__all__ = ["Holding", "Place", "guarded", "holdings", "lying_in"]
+__all__ = [
+    "HeldParameter",
+    "MemoryRange",
+    "compared_in_turn",
+    "held_in_memory_of",
+    "held_parameters",
+]
 
 
-class Place(NamedTuple):
+class MemoryRange(NamedTuple):
     """Where a tensor lies: its storage, and the addresses from its first number to behind its last one."""
 
     storage: int
@@ -31,19 +37,19 @@ class Place(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Place:
+    def of(cls, tensor: Tensor) -> MemoryRange:
         """That of a tensor with numbers in memory."""
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         span = 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
         start = tensor.data_ptr()
         return cls(tensor.untyped_storage().data_ptr(), start, start + span * tensor.element_size())
 
-    def overlaps(self, other: Place) -> bool:
+    def overlaps(self, other: MemoryRange) -> bool:
         """Whether a number may be in both."""
         return self.start < other.end and other.start < self.end
 
 
-class Holding:
+class HeldParameter:
     """What is held of one parameter: its name for messages, its copies by dtype, and how many attachments hold it."""
 
     __slots__ = (
@@ -51,14 +57,14 @@ class Holding:
         "attachments",
         "copies",
         "grad_dtype",
+        "memory_range",
         "name",
         "optimizer",
+        "overlapping",
         "parameter",
-        "place",
-        "spoiled",
+        "stale",
         "suspended",
         "threads",
-        "ties",
     )
 
     def __init__(self, name: str, parameter: Parameter, forget: Callable[[int], None]) -> None:
@@ -70,7 +76,7 @@ class Holding:
         self.attachments = 0
         self.grad_dtype: torch.dtype | None = None
         """The dtype in which gradients stay until the optimizer's step; None for float32."""
-        self.spoiled = False
+        self.stale = False
         """Whether a write was found that no version counter saw, at the end of a region that could not raise."""
         self.suspended = 0
         """How many blocks of `Attachment.writing` are open."""
@@ -78,9 +84,9 @@ class Holding:
         """The threads that have used a copy, by their `ident`."""
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         """The optimizer of PyTorch's kind that steps it, whose steps are listened to; None while none has."""
-        self.place: Place | None = None
+        self.memory_range: MemoryRange | None = None
         """Where the parameter lay when a copy of it was written."""
-        self.ties: tuple[Holding, ...] = ()
+        self.overlapping: tuple[HeldParameter, ...] = ()
         """The others whose parameters lie there too."""
 
     def new_copy(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
@@ -100,39 +106,41 @@ class Holding:
         """Forgets all copies."""
         self._keep(lambda _: False)
 
-    def doubt(self, *, at_once: bool = False) -> None:
+    def invalidate(self, *, at_once: bool = False) -> None:
         """Has the copies, and those of parameters in the same memory, written before they are used again."""
-        for holding in (self, *self.ties):
-            for copy in holding.copies.values():
+        for held_parameter in (self, *self.overlapping):
+            for copy in held_parameter.copies.values():
                 if at_once or copy.version >= 0:  # else that has been said
-                    copy.doubt(at_once=at_once)
+                    copy.invalidate(at_once=at_once)
 
     def is_stepped(self) -> bool:
         """Whether an optimizer steps it whose steps are listened to; all in its memory, where there are several."""
         return all(
-            h.optimizer is not None and h.optimizer() is not None for h in (self, *self.ties)
+            h.optimizer is not None and h.optimizer() is not None for h in (self, *self.overlapping)
         )
 
-    def lies_in(self, place: Place | None) -> None:
+    def set_memory_range(self, place: MemoryRange | None) -> None:
         """Notes where the parameter lies, and who else lies there; to be asked with the lock."""
-        if place == self.place:
+        if place == self.memory_range:
             return
-        for tie in self.ties:
-            tie.ties = tuple(other for other in tie.ties if other is not self)
-        if self.place is not None:
-            _by_storage[self.place.storage].remove(self)
-            if not _by_storage[self.place.storage]:
-                del _by_storage[self.place.storage]
-        self.place, self.ties = place, ()
+        for other in self.overlapping:
+            other.overlapping = tuple(h for h in other.overlapping if h is not self)
+        if self.memory_range is not None:
+            _by_storage[self.memory_range.storage].remove(self)
+            if not _by_storage[self.memory_range.storage]:
+                del _by_storage[self.memory_range.storage]
+        self.memory_range, self.overlapping = place, ()
         if place is None:
             return
         there = _by_storage[place.storage]
-        self.ties = tuple(h for h in there if h.place is not None and h.place.overlaps(place))
+        self.overlapping = tuple(
+            h for h in there if h.memory_range is not None and h.memory_range.overlaps(place)
+        )
         there.append(self)
-        for tie in self.ties:
-            tie.ties = (*tie.ties, self)
-            for copy in tie.copies.values():
-                copy.doubt()  # what stands for it looks at one version counter alone
+        for other in self.overlapping:
+            other.overlapping = (*other.overlapping, self)
+            for copy in other.copies.values():
+                copy.invalidate()  # what stands for it looks at one version counter alone
 
     def _keep(self, wanted: Callable[[Copy], bool]) -> None:
         before, self.copies = self.copies, {d: c for d, c in self.copies.items() if wanted(c)}
@@ -140,21 +148,23 @@ class Holding:
             before[dtype].end()
 
 
-holdings: Final[dict[int, Holding]] = {}
+held_parameters: Final[dict[int, HeldParameter]] = {}
 """``id(parameter)`` -> what is held of it; the hot path of a kernel asks whether a key is here."""
 
-guarded: Final[list[Holding]] = []
+compared_in_turn: Final[list[HeldParameter]] = []
 """Those whose copies are compared in turns; empty where nothing is to be looked for."""
 
 
-_by_storage: Final[defaultdict[int, list[Holding]]] = defaultdict(list)
-"""The holdings that have a place, by the address of its storage."""
+_by_storage: Final[defaultdict[int, list[HeldParameter]]] = defaultdict(list)
+"""The held parameters that have a place, by the address of its storage."""
 
 
-def lying_in(tensor: Tensor) -> Iterator[Holding]:
+def held_in_memory_of(tensor: Tensor) -> Iterator[HeldParameter]:
     """Those whose parameters lie where a tensor lies, that parameter's own too; to be asked with the lock."""
     if is_plain(type(tensor)) and tensor.layout is torch.strided and _by_storage:
-        place = Place.of(tensor)
-        for holding in list(_by_storage.get(place.storage, ())):
-            if holding.place is not None and holding.place.overlaps(place):
-                yield holding
+        place = MemoryRange.of(tensor)
+        for held_parameter in list(_by_storage.get(place.storage, ())):
+            if held_parameter.memory_range is not None and held_parameter.memory_range.overlaps(
+                place
+            ):
+                yield held_parameter

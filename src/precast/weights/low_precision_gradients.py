@@ -25,10 +25,10 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from precast._torch import fused_copy, step_without_hooks
 from precast.errors import AttachError
 from precast.weights import held
-from precast.weights.held import Copy, Holding
+from precast.weights.held import Copy, HeldParameter
 from precast.weights.held_copy import unless_python_ends
 
-__all__ = ["LowerGradients", "factors_of", "of"]
+__all__ = ["LowPrecisionGradients", "factors_of", "of"]
 
 _PART: Final = 1 << 20
 """Numbers in a part: 4 MiB of gradients in float32. A larger weight is a part of its own."""
@@ -37,7 +37,7 @@ Group = dict[str, Any]
 """One of the optimizer's `param_groups`."""
 
 
-class LowerGradients:
+class LowPrecisionGradients:
     """Has the gradients of the weights that an optimizer trains stay in `dtype` until its step.
 
     Raises:
@@ -55,7 +55,7 @@ class LowerGradients:
         self._optimizer = weakref.ref(
             optimizer, unless_python_ends(lambda _: _end_with_optimizer(here))
         )
-        self._holdings: list[Holding] = []
+        self._held_parameters: list[HeldParameter] = []
         self._goes_by_parts = _treats_each_parameter_by_itself(optimizer)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients in 16 bits, while a step lasts."""
@@ -65,22 +65,22 @@ class LowerGradients:
         _living.add(self)
         self._hook = optimizer.register_step_pre_hook(_Before(self))
 
-    def ask_for(self, holdings: Iterable[Holding]) -> None:
+    def ask_for(self, held_parameters: Iterable[HeldParameter]) -> None:
         """Has the gradients of these weights stay in 16 bits, as far as the optimizer trains them."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         trained = {id(parameter) for group in groups for parameter in group["params"]}
-        self._holdings = [h for h in holdings if id(h.parameter()) in trained]
-        for holding in self._holdings:
-            holding.grad_dtype = self._dtype
+        self._held_parameters = [h for h in held_parameters if id(h.parameter()) in trained]
+        for held_parameter in self._held_parameters:
+            held_parameter.grad_dtype = self._dtype
 
     def end(self) -> None:
         """Casts the gradients of these weights, and has those to come be float32."""
         self._hook.remove()
         _living.discard(self)
-        for holding in self._holdings:
-            parameter = holding.parameter()
-            holding.grad_dtype = None
+        for held_parameter in self._held_parameters:
+            parameter = held_parameter.parameter()
+            held_parameter.grad_dtype = None
             if parameter is not None and parameter.grad_dtype is self._dtype:
                 gradient = parameter.grad
                 _set(parameter, None if gradient is None else gradient.to(torch.float32))
@@ -91,8 +91,8 @@ class LowerGradients:
 
     def in_float16(self) -> Iterator[Tensor]:
         """The parameters that have a gradient in float16 now."""
-        for holding in self._holdings if self._dtype is torch.float16 else ():
-            parameter = holding.parameter()
+        for held_parameter in self._held_parameters if self._dtype is torch.float16 else ():
+            parameter = held_parameter.parameter()
             if parameter is not None and _is_in(parameter, torch.float16):
                 yield parameter
 
@@ -194,10 +194,10 @@ class LowerGradients:
             start += gradient.numel()
 
 
-_living: Final[weakref.WeakSet[LowerGradients]] = weakref.WeakSet()
+_living: Final[weakref.WeakSet[LowPrecisionGradients]] = weakref.WeakSet()
 
 
-def of(optimizer: Optimizer) -> list[LowerGradients]:
+def of(optimizer: Optimizer) -> list[LowPrecisionGradients]:
     """All whose gradients the step of this optimizer reads."""
     return [each for each in tuple(_living) if each.is_of(optimizer)] if _living else []
 
@@ -216,7 +216,7 @@ def _is_in(parameter: Tensor, dtype: torch.dtype) -> bool:
     return parameter.grad is not None and parameter.grad.dtype is dtype
 
 
-def _end_with_optimizer(gradients: weakref.ref[LowerGradients]) -> None:
+def _end_with_optimizer(gradients: weakref.ref[LowPrecisionGradients]) -> None:
     its = gradients()
     if its is not None:  # no step is to come that would see them in float32
         its.end()
@@ -225,7 +225,7 @@ def _end_with_optimizer(gradients: weakref.ref[LowerGradients]) -> None:
 class _Before:
     """What an optimizer calls before its step; it belongs to the optimizer, and copies of that to nobody."""
 
-    def __init__(self, gradients: LowerGradients) -> None:
+    def __init__(self, gradients: LowPrecisionGradients) -> None:
         self._gradients = weakref.ref(gradients)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -239,8 +239,8 @@ def _treats_each_parameter_by_itself(optimizer: Optimizer) -> bool:
 
 
 def _copies(parameter: Tensor) -> Iterable[Copy]:
-    holding = held.holdings.get(id(parameter))
-    return () if holding is None else holding.copies.values()
+    held_parameter = held.held_parameters.get(id(parameter))
+    return () if held_parameter is None else held_parameter.copies.values()
 
 
 def _set(parameter: Tensor, gradient: Tensor | None) -> None:

@@ -32,21 +32,27 @@ from precast._torch import (
     without_torch_function,
 )
 from precast.errors import StaleWeightError
-from precast.weights.doubts import are_in_doubt, look_for_graphs
-from precast.weights.held import Copy, Holding, before_next_region, guarded, lock, stale
+from precast.weights.held import (
+    Copy,
+    HeldParameter,
+    before_next_region,
+    compared_in_turn,
+    lock,
+    stale_message,
+)
+from precast.weights.possible_writes import invalidate_after_graphs, may_have_been_written
 
 __all__ = [
     "LONGEST_WRITE",
-    "USES_BETWEEN_LOOKS",
-    "enter_region",
-    "leave_region_of_pytorchs",
-    "look_within_a_region",
+    "USES_BETWEEN_CHECKS",
+    "check_at_entry",
+    "check_without_raising",
 ]
 
 LONGEST_WRITE: Final = 1.0
 """Seconds after which no operation that another thread has begun still writes: one on many GiB takes less."""
 
-USES_BETWEEN_LOOKS: Final = 256
+USES_BETWEEN_CHECKS: Final = 256
 """How many operations that take weights a region runs before it looks again: one look takes as long as two of them."""
 
 _YES: Final = torch.tensor(True, device="cpu")
@@ -54,49 +60,47 @@ _GUARD_ELEMENTS: Final = 16384
 """How many numbers one check compares: 64 KiB of float32, some us."""
 
 
-def enter_region() -> None:
+def check_at_entry() -> None:
     """What a region does when it is entered, while there are held weights.
 
     Raises:
         StaleWeightError: a parameter was written and its version is as before. Every entry raises it until the copies
             are renewed.
     """
-    look_for_graphs()
-    found = _find_unseen_write()
+    invalidate_after_graphs()
+    found = _find_unversioned_write()
     if found is None:
         return
     parameter = found[0].parameter()
     if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-        _spoil(*found)  # a use that evaluates would have it copied again
+        _mark_stale(*found)  # a use that evaluates would have it copied again
     else:
         leave_process_groups()
-        raise StaleWeightError(stale(found[0].name, found[1]))
+        raise StaleWeightError(stale_message(found[0].name, found[1]))
 
 
-def look_within_a_region() -> None:
-    """The same in the middle of a region, which may never be left: the next use of that weight raises the error."""
-    leave_region_of_pytorchs()
+def check_without_raising() -> None:
+    """The same where no error can be raised: the next use of that weight raises it.
 
-
-def leave_region_of_pytorchs() -> None:
-    """The same for a region that cannot raise an error: the next use of that weight does."""
-    look_for_graphs()
-    found = _find_unseen_write()
+    Regions of PyTorch's call it as they end, and operations call it now and then, as a region may never be left.
+    """
+    invalidate_after_graphs()
+    found = _find_unversioned_write()
     if found is not None:
-        _spoil(*found)
+        _mark_stale(*found)
 
 
-def _spoil(holding: Holding, dtype: torch.dtype) -> None:
+def _mark_stale(held_parameter: HeldParameter, dtype: torch.dtype) -> None:
     """Has the next use of a weight raise the error."""
-    holding.spoiled = True
-    if (copy := holding.copies.get(dtype)) is not None:
-        copy.withdraw()
+    held_parameter.stale = True
+    if (copy := held_parameter.copies.get(dtype)) is not None:
+        copy.evict()
 
 
 class _Answer(NamedTuple):
     """Whether a copy agrees with its parameter, as a tensor that may not be computed yet."""
 
-    holding: Holding
+    held_parameter: HeldParameter
     dtype: torch.dtype
     copy: Copy
     writes: int
@@ -104,20 +108,20 @@ class _Answer(NamedTuple):
     asked: float
     """When, in seconds of the monotonic clock."""
 
-    def says_unseen(self) -> bool:
+    def shows_unversioned_write(self) -> bool:
         """Whether the parameter was written, and nothing has been seen of it since."""
         copy = self.copy
-        still = self.holding.copies.get(self.dtype) is copy and copy.writes == self.writes
+        still = self.held_parameter.copies.get(self.dtype) is copy and copy.writes == self.writes
         parameter = copy.parameter
-        if not still or self.holding.suspended or parameter is None:
+        if not still or self.held_parameter.suspended or parameter is None:
             return False
-        if not copy.is_of(parameter) or are_in_doubt(self.holding, copy, parameter):
+        if not copy.is_of(parameter) or may_have_been_written(self.held_parameter, copy, parameter):
             return False  # it will be copied again before it is used
         return not self.agrees
 
-    def still_says_unseen(self) -> bool:
+    def still_shows_unversioned_write(self) -> bool:
         """The same, once no thread can be in the middle of that write."""
-        while self.says_unseen():
+        while self.shows_unversioned_write():
             if threading.active_count() == 1 or self.is_old():
                 return True
             time.sleep(0.001)
@@ -128,7 +132,7 @@ class _Answer(NamedTuple):
         return time.monotonic() - self.asked > LONGEST_WRITE
 
 
-class _Guard:
+class _Search:
     """Where the search for unseen writes stands: the parameter, and how many rounds are behind."""
 
     turn = 0
@@ -136,50 +140,50 @@ class _Guard:
     answers: ClassVar[list[_Answer]] = []
 
 
-def _find_unseen_write() -> tuple[Holding, torch.dtype] | None:
+def _find_unversioned_write() -> tuple[HeldParameter, torch.dtype] | None:
     """Compares a part of one held weight with its parameter: another at each call, another part in each round."""
     for key in list(before_next_region):
         if (act := before_next_region.pop(key, None)) is not None:
             act()
     if dispatch_modes() or is_functorch_active() or is_capturing():
         return None
-    waiting, turn = tuple(guarded), _Guard.turn
+    waiting, turn = tuple(compared_in_turn), _Search.turn
     if turn >= len(waiting):
-        turn, _Guard.rounds = 0, _Guard.rounds + 1
+        turn, _Search.rounds = 0, _Search.rounds + 1
     if not waiting:
         return None
     with without_torch_function():
-        asked, _Guard.answers = _Guard.answers, []
-        for answer in _compared(waiting[turn], _Guard.rounds):
-            (asked if answer.agrees.is_cpu else _Guard.answers).append(answer)
+        asked, _Search.answers = _Search.answers, []
+        for answer in _compared(waiting[turn], _Search.rounds):
+            (asked if answer.agrees.is_cpu else _Search.answers).append(answer)
         for answer in asked:
-            if threading.get_ident() in answer.holding.threads:
-                if answer.still_says_unseen():
-                    _Guard.answers.append(answer)  # until the copies are renewed
-                    return answer.holding, answer.dtype
-            elif answer.says_unseen():
+            if threading.get_ident() in answer.held_parameter.threads:
+                if answer.still_shows_unversioned_write():
+                    _Search.answers.append(answer)  # until the copies are renewed
+                    return answer.held_parameter, answer.dtype
+            elif answer.shows_unversioned_write():
                 if answer.is_old():
-                    _spoil(answer.holding, answer.dtype)
-                elif all(other.copy is not answer.copy for other in _Guard.answers):
-                    _Guard.answers.append(answer)  # until the write has ended
-    _Guard.turn = turn + 1
+                    _mark_stale(answer.held_parameter, answer.dtype)
+                elif all(other.copy is not answer.copy for other in _Search.answers):
+                    _Search.answers.append(answer)  # until the write has ended
+    _Search.turn = turn + 1
     return None
 
 
-def _compared(holding: Holding, part: int) -> Iterator[_Answer]:
-    parameter = holding.parameter()
-    if parameter is None or holding.suspended:
+def _compared(held_parameter: HeldParameter, part: int) -> Iterator[_Answer]:
+    parameter = held_parameter.parameter()
+    if parameter is None or held_parameter.suspended:
         return
-    for dtype, copy in list(holding.copies.items()):
+    for dtype, copy in list(held_parameter.copies.items()):
         with lock:
-            if not copy.is_of(parameter) or are_in_doubt(holding, copy, parameter):
+            if not copy.is_of(parameter) or may_have_been_written(held_parameter, copy, parameter):
                 continue  # it will be copied again before it is used
-            loan = (
-                copy.lend()
+            handle = (
+                copy.new_handle()
             )  # first: what is written from now on is no fault of what was written before
         if copy.stream == stream_of(parameter.device) or copy.has_run():
-            agrees = _agrees(loan.tensor, parameter, part)
-            yield _Answer(holding, dtype, copy, loan.writes, agrees, time.monotonic())
+            agrees = _agrees(handle.tensor, parameter, part)
+            yield _Answer(held_parameter, dtype, copy, handle.writes, agrees, time.monotonic())
 
 
 def _agrees(copy: Tensor, parameter: Tensor, part: int) -> Tensor:

@@ -76,25 +76,25 @@ class WeightCache:
 
     __slots__ = (
         "__weakref__",
+        "_held_entries",
         "_holds",
-        "_lent",
         "_modes",
         "_storages",
         "_wrapped",
-        "lasting",
         "leaves",
-        "passing",
+        "per_region",
+        "persistent",
     )
 
     def __init__(self, *, holds: bool = True) -> None:
         self._holds = holds
         self.leaves: Table = defaultdict(dict)
         """What carries a gradient, for this region; the hot path of a kernel reads it directly."""
-        self.lasting: Table = defaultdict(dict)
+        self.persistent: Table = defaultdict(dict)
         """Held copies where no gradient is recorded: they outlive regions, and so do their entries here."""
-        self.passing: Table = defaultdict(dict)
+        self.per_region: Table = defaultdict(dict)
         """Held copies of frozen weights where gradients are recorded, for this region."""
-        self._lent: Table = defaultdict(dict)
+        self._held_entries: Table = defaultdict(dict)
         """The entries of held copies in `leaves` and those of earlier regions, which have no copy."""
         self._wrapped: Table = defaultdict(dict)
         """Copies of what the hot path cannot look at: wrappers of tensors, and tensors that count no versions."""
@@ -104,17 +104,17 @@ class WeightCache:
 
     def clear(self) -> None:
         """Drops every copy that does not outlive regions."""
-        for entries in self._lent.values():
+        for entries in self._held_entries.values():
             for entry in list(entries.values()):
                 entry.cast = None
         self._storages.clear()
         self.leaves.clear()
-        self.passing.clear()
+        self.per_region.clear()
         if self._wrapped:
             self._wrapped.clear()
         self._modes = None
 
-    def distrust(self, parameters: Collection[Tensor]) -> None:
+    def invalidate(self, parameters: Collection[Tensor]) -> None:
         """Has copies of these leaves made anew at their next use, whatever version counters say."""
         for table in (self.leaves, self._wrapped):
             for entries in table.values():
@@ -123,7 +123,7 @@ class WeightCache:
                     if entry is not None:
                         entry.version = -1
         for cache in () if self._modes is None else list(self._modes.values()):
-            cache.distrust(parameters)
+            cache.invalidate(parameters)
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
         """The copy of `tensor` in `dtype`, made now if need be; None where each use casts it."""
@@ -131,7 +131,7 @@ class WeightCache:
             return None
         if tensor.dtype is not _float32 or not self._holds or not is_on(device_type)(tensor):
             return None
-        if held.holdings and (lent := self._held(tensor, dtype)) is not None:
+        if held.held_parameters and (lent := self._held(tensor, dtype)) is not None:
             return lent
         if not _is_kept_by_pytorch(tensor):
             return None
@@ -145,11 +145,11 @@ class WeightCache:
 
     def has(self, leaf: Tensor, dtype: torch.dtype) -> bool:
         """Whether the next use of a leaf in this region casts nothing, as there is a copy."""
-        holding = held.holdings.get(id(leaf)) if held.holdings else None
-        if holding is not None and not holding.suspended:
-            copy = holding.copies.get(dtype)
+        held_parameter = held.held_parameters.get(id(leaf)) if held.held_parameters else None
+        if held_parameter is not None and not held_parameter.suspended:
+            copy = held_parameter.copies.get(dtype)
             if copy is not None and copy.is_of(leaf):
-                return not _needs_grad(leaf) or leaf.numel() >= held.WORTH_A_NODE
+                return not _needs_grad(leaf) or leaf.numel() >= held.MIN_ELEMENTS_FOR_NODE
         entry = self.leaves[dtype].get(id(leaf))
         if entry is None or entry.cast is None or not entry.is_of(leaf):
             return False
@@ -159,42 +159,50 @@ class WeightCache:
         """What an attachment holds of a parameter, or of a view of one."""
         if is_tracing() or dispatch_modes() or is_functorch_active() or in_forward_mode():
             return None
-        holding = held.holdings.get(id(tensor))
-        if holding is None:
+        held_parameter = held.held_parameters.get(id(tensor))
+        if held_parameter is None:
             return _held_view(tensor, dtype)
-        if holding.suspended:  # it may be written unseen between two uses
+        if held_parameter.suspended:  # it may be written unseen between two uses
             return cast_without_torch_function(tensor, dtype)
         needs_grad = _needs_grad(tensor)
-        if needs_grad and tensor.numel() < held.WORTH_A_NODE:
-            if holding.copies:
-                holding.doubt()  # they are for evaluation, and training may write it unseen
+        if needs_grad and tensor.numel() < held.MIN_ELEMENTS_FOR_NODE:
+            if held_parameter.copies:
+                held_parameter.invalidate()  # they are for evaluation, and training may write it unseen
             return None
-        loan = held.loan_of(tensor, dtype)
-        if loan is None:
+        handle = held.handle_of(tensor, dtype)
+        if handle is None:
             return None
         if needs_grad:
-            return self._with_gradient(loan, holding, tensor, dtype)
+            return self._with_gradient(handle, held_parameter, tensor, dtype)
         lasts = not is_grad_enabled()
-        if not (lasts and holding.ties) and not is_captured(tensor) and loan.copy.has_run():
-            table = self.lasting if lasts else self.passing
+        if (
+            not (lasts and held_parameter.overlapping)
+            and not is_captured(tensor)
+            and handle.copy.has_run()
+        ):
+            table = self.persistent if lasts else self.per_region
             entry = table[dtype][id(tensor)] = self._entry(tensor, dtype)
-            _stand_for(entry, loan, loan.tensor, lasts=lasts)
-        return loan.tensor
+            _stand_for(entry, handle, handle.tensor, lasts=lasts)
+        return handle.tensor
 
     def _with_gradient(
-        self, loan: held.Loan, holding: held.Holding, tensor: Tensor, dtype: torch.dtype
+        self,
+        handle: held.CopyHandle,
+        held_parameter: held.HeldParameter,
+        tensor: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
         """The cast that stands for a held copy in this region's graph."""
         entry = self.leaves[dtype].get(id(tensor))
         if entry is not None and entry.is_of(tensor) and (cast := entry.cast) is not None:
             return cast
-        if holding.grad_dtype is not None and tensor.grad is None:
-            tensor.grad_dtype = torch.float32 if in_ddp() else holding.grad_dtype
-        cast = with_gradient(tensor, loan.tensor, loan.copy.gradient)
-        known = self._lent[dtype].get(id(tensor))
-        if known is None or not known.is_where(tensor) or known.pointer != loan.pointer:
-            known = self._lent[dtype][id(tensor)] = self._entry(tensor, dtype)
-        _stand_for(known, loan, cast, lasts=False)
+        if held_parameter.grad_dtype is not None and tensor.grad is None:
+            tensor.grad_dtype = torch.float32 if in_ddp() else held_parameter.grad_dtype
+        cast = with_gradient(tensor, handle.tensor, handle.copy.gradient)
+        known = self._held_entries[dtype].get(id(tensor))
+        if known is None or not known.is_at(tensor) or known.pointer != handle.pointer:
+            known = self._held_entries[dtype][id(tensor)] = self._entry(tensor, dtype)
+        _stand_for(known, handle, cast, lasts=False)
         self.leaves[dtype][id(tensor)] = known
         return cast
 
@@ -205,7 +213,12 @@ class WeightCache:
         def forget(_: Any) -> None:
             cache = here()
             if cache is not None:
-                for table in (cache.leaves, cache.lasting, cache.passing, cache._lent):
+                for table in (
+                    cache.leaves,
+                    cache.persistent,
+                    cache.per_region,
+                    cache._held_entries,
+                ):
                     table.get(dtype, {}).pop(key, None)
 
         entry.owner = weakref.ref(tensor, forget)
@@ -219,9 +232,9 @@ class WeightCache:
         entries, key = table[dtype], id(tensor)
         entry = entries.get(key)
         if entry is not None:
-            if entry.is_of(tensor) if counted else entry.says(tensor):
+            if entry.is_of(tensor) if counted else entry.has_numbers_of(tensor):
                 return entry.cast
-            entry.withdraw()
+            entry.evict()
         if not _holdable(tensor, plain):
             return _once(tensor, dtype)
         entry = CachedCast(tensor, plain=plain, counted=counted)  # before the cast: see there
@@ -230,7 +243,7 @@ class WeightCache:
             entries[key] = entry
             if plain:
                 storage = tensor.untyped_storage()
-                self._storages[key, dtype] = weakref.ref(storage, entry.withdraw)
+                self._storages[key, dtype] = weakref.ref(storage, entry.evict)
         return cast
 
 
@@ -247,17 +260,17 @@ def _is_kept_by_pytorch(tensor: Tensor) -> bool:
 def _held_view(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     """The same view of what an attachment holds of a parameter."""
     base = base_of(tensor)
-    if base is None or id(base) not in held.holdings or _needs_grad(tensor):
+    if base is None or id(base) not in held.held_parameters or _needs_grad(tensor):
         return None
-    loan = held.loan_of(base, dtype)
-    return None if loan is None else same_view(loan.tensor, base, tensor)
+    handle = held.handle_of(base, dtype)
+    return None if handle is None else same_view(handle.tensor, base, tensor)
 
 
-def _stand_for(entry: CachedCast, loan: held.Loan, cast: Tensor, *, lasts: bool) -> None:
+def _stand_for(entry: CachedCast, handle: held.CopyHandle, cast: Tensor, *, lasts: bool) -> None:
     """Has an entry stand for a held copy: with what its parameter was when it was copied, not what it is now."""
-    entry.pointer = loan.pointer
-    entry.renew(cast, loan.version)
-    loan.copy.used_by(entry, loan, lasts=lasts)
+    entry.pointer = handle.pointer
+    entry.renew(cast, handle.version)
+    handle.copy.used_by(entry, handle, lasts=lasts)
 
 
 def _needs_grad(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from precast import _torch
 from precast.diagnostics.tracing.lineage import MOVES, Link, Up
-from precast.weights.held import WORTH_A_NODE
+from precast.weights.held import MIN_ELEMENTS_FOR_NODE
 
 __all__ = ["MOST", "CastAgain", "Facts", "Island", "RoundTrip", "Weights"]
 
@@ -172,7 +172,9 @@ class Weights:
         shape = tuple(source.shape)
         key = self._key_of(weight), source.storage_offset(), shape, dtype
         text = str(dtype).removeprefix("torch.")
-        holdable = base is None and (not source.requires_grad or source.numel() >= WORTH_A_NODE)
+        holdable = base is None and (
+            not source.requires_grad or source.numel() >= MIN_ELEMENTS_FOR_NODE
+        )
         cast = _bounded(
             self._known, key, lambda: CastAgain(module, place, op, shape, text, holdable)
         )

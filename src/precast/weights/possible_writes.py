@@ -24,9 +24,14 @@ from torch import Tensor, is_grad_enabled
 
 from precast._torch import next_sequence, version_of
 from precast.weights.held_copy import Copy, lock
-from precast.weights.held_parameter import Holding
+from precast.weights.held_parameter import HeldParameter
 
-__all__ = ["Circumstances", "are_in_doubt", "look_for_graphs", "written"]
+__all__ = [
+    "Circumstances",
+    "invalidate_after_graphs",
+    "may_have_been_written",
+    "note_circumstances",
+]
 
 
 class Circumstances(NamedTuple):
@@ -42,12 +47,15 @@ class Circumstances(NamedTuple):
     """The version counters of the others in its memory."""
 
     @classmethod
-    def of(cls, holding: Holding, parameter: Tensor) -> Circumstances:
+    def of(cls, held_parameter: HeldParameter, parameter: Tensor) -> Circumstances:
         """Those of this moment and thread."""
-        others = [other for tie in holding.ties if (other := tie.parameter()) is not None]
+        overlapping = (h.parameter() for h in held_parameter.overlapping)
+        others = [other for other in overlapping if other is not None]
         together = (parameter, *others)
         received = sum(
-            c.gradient.received for h in (holding, *holding.ties) for c in h.copies.values()
+            c.gradient.received
+            for h in (held_parameter, *held_parameter.overlapping)
+            for c in h.copies.values()
         )
         trainable = any(p.requires_grad for p in together)
         return cls(
@@ -59,7 +67,7 @@ class Circumstances(NamedTuple):
         )
 
 
-_evaluated: Final[weakref.WeakSet[Holding]] = weakref.WeakSet()
+_evaluated: Final[weakref.WeakSet[HeldParameter]] = weakref.WeakSet()
 """Weights that are trained, with copies that were written where no gradient is recorded: these are used unasked."""
 
 
@@ -73,19 +81,21 @@ class _Here(threading.local):
 _here: Final = _Here()
 
 
-def written(holding: Holding, copy: Copy, parameter: Tensor, *, in_use: bool) -> None:
+def note_circumstances(
+    held_parameter: HeldParameter, copy: Copy, parameter: Tensor, *, in_use: bool
+) -> None:
     """Notes the circumstances in which a copy was written; where it was not for a use, it keeps what it is used for."""
-    now, before = Circumstances.of(holding, parameter), copy.circumstances
+    now, before = Circumstances.of(held_parameter, parameter), copy.circumstances
     if not in_use and before is not None:
         now = Circumstances(before.trains, *now[1:])
     copy.circumstances = now
     if now.is_trainable and not now.trains:
-        _evaluated.add(holding)
+        _evaluated.add(held_parameter)
 
 
-def are_in_doubt(holding: Holding, copy: Copy, parameter: Tensor) -> bool:
+def may_have_been_written(held_parameter: HeldParameter, copy: Copy, parameter: Tensor) -> bool:
     """Whether a parameter may have been written since it was copied, although no counter says so."""
-    now, then = Circumstances.of(holding, parameter), copy.circumstances
+    now, then = Circumstances.of(held_parameter, parameter), copy.circumstances
     if then is None or now.versions != then.versions:
         return True
     if not (now.is_trainable or then.is_trainable):
@@ -93,12 +103,12 @@ def are_in_doubt(holding: Holding, copy: Copy, parameter: Tensor) -> bool:
     if now.trains is not then.trains:
         return True
     got_one = now.received != then.received
-    if holding.is_stepped():
+    if held_parameter.is_stepped():
         return got_one and not now.has_gradient
     return got_one or now.has_gradient or then.has_gradient
 
 
-def look_for_graphs() -> None:
+def invalidate_after_graphs() -> None:
     """Doubts what was copied for evaluation, if this thread has made a graph since it asked last."""
     sequence = next_sequence()
     if sequence == _here.sequence:
@@ -108,6 +118,6 @@ def look_for_graphs() -> None:
         with lock:
             some = list(_evaluated)
             _evaluated.clear()
-            for holding in some:
-                if not holding.is_stepped():
-                    holding.doubt()
+            for held_parameter in some:
+                if not held_parameter.is_stepped():
+                    held_parameter.invalidate()
