@@ -30,6 +30,7 @@ from precast.engine import reference_kernels
 from precast.engine.operation import Operation
 from precast.engine.thread_state import Kernel, inherited_policy, installed, thread_state
 from precast.weights import held, unversioned_writes
+from precast.weights.freshness import fresh_expression
 from precast.weights.weight_cache import WeightCache
 
 __all__ = ["DELEGATE", "Watcher", "entry_point", "source", "unwatch", "watch"]
@@ -116,10 +117,7 @@ _TENSOR = """\
             if (
                 entry is not None
                 and (copy := entry.cast) is not None
-                and entry.version == {a}._version
-                and entry.pointer == {a}.data_ptr()
-                and entry.shape == {a}.shape
-                and entry.stride == {a}.stride()
+                and {fresh}
             ):
                 {b} = copy
             elif {a}.requires_grad or (held and (id({a}) in held or id({a}._base) in held)):
@@ -252,9 +250,9 @@ def _replacement(a: str, b: str, kind: str) -> str:
     if "List[" in kind:
         return _TENSORS.format(a=a, b=b)
     condition = f"{a}.dtype is float32"
-    return _TENSOR.format(
-        a=a, b=b, condition=condition if kind == "Tensor" else f"{a} is not None and {condition}"
-    )
+    if kind != "Tensor":
+        condition = f"{a} is not None and {condition}"
+    return _TENSOR.format(a=a, b=b, condition=condition, fresh=fresh_expression("entry", a))
 
 
 def _weight(cache: WeightCache, value: Any, dtype: torch.dtype, device_type: str) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from precast._torch import counts_versions, version_of
+from precast.weights.freshness import is_at, is_fresh
 
 __all__ = ["CachedCast"]
 
@@ -50,26 +51,18 @@ class CachedCast:
         self.owner: weakref.ref[Tensor] | None = None
         self.storage: weakref.ref[Any] | None = None
 
-    def is_of(self, source: Tensor) -> bool:
+    def is_fresh_for(self, source: Tensor) -> bool:
         """Whether `source` is still what was cast, as far as its counter of versions says; never where it has none."""
         if self.cast is None or not counts_versions(source):
             return False
-        return self.version == version_of(source) and (not self.plain or self.is_at(source))
+        return is_fresh(self, source) if self.plain else self.version == version_of(source)
 
     def has_numbers_of(self, source: Tensor) -> bool:
         """Whether the cast has the numbers of `source`: for one that counts no writes, as in inference mode."""
-        if self.cast is None or not self.plain or not self.is_at(source):
+        if self.cast is None or not self.plain or not is_at(self, source):
             return False
         with torch.no_grad():
             return torch.equal(self.cast, source.to(self.cast.dtype))
-
-    def is_at(self, source: Tensor) -> bool:
-        """Whether `source` lies in the memory that it was in, and as it lay there."""
-        return (
-            self.pointer == source.data_ptr()
-            and self.shape == source.shape
-            and self.stride == source.stride()
-        )
 
     def evict(self, _: object = None) -> None:
         """Ends it, in whichever thread's cache it is: it is known to be out of date."""

@@ -152,11 +152,11 @@ def handle_of(parameter: Tensor, dtype: torch.dtype) -> CopyHandle | None:
         copy = held_parameter.copies.get(dtype)
         if (
             copy is not None
-            and copy.is_of(parameter)
+            and copy.is_fresh_for(parameter)
             and may_have_been_written(held_parameter, copy, parameter)
         ):
             copy.invalidate()
-        current = copy is not None and copy.is_of(parameter)
+        current = copy is not None and copy.is_fresh_for(parameter)
         if current and held_parameter.stale:
             leave_process_groups()
             raise StaleWeightError(stale_message(held_parameter.name, dtype))
@@ -239,7 +239,7 @@ def _renewed(held_parameter: HeldParameter, parameter: Tensor, dtype: torch.dtyp
         if held_parameter not in compared_in_turn:
             compared_in_turn.append(held_parameter)
         _write([(copy, parameter)], in_use=True)
-    elif not copy.is_of(parameter):
+    elif not copy.is_fresh_for(parameter):
         # On the CPU a copy is best made just before it is used: then it is still in the processor's cache.
         one = parameter.device.type == "cpu"
         pairs = [(copy, parameter)] if one else list(_out_of_date(dtype, parameter.device))
@@ -253,7 +253,11 @@ def _out_of_date(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Cop
         copy, parameter = held_parameter.copies.get(dtype), held_parameter.parameter()
         if copy is None or parameter is None or held_parameter.suspended or copy.stream != here:
             continue  # of another stream this one knows neither what it writes nor what it reads
-        if copy.tensor.device == device and copy.fits(parameter) and not copy.is_of(parameter):
+        if (
+            copy.tensor.device == device
+            and copy.fits(parameter)
+            and not copy.is_fresh_for(parameter)
+        ):
             yield copy, parameter
 
 

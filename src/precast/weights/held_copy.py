@@ -22,6 +22,7 @@ from torch import Tensor
 
 from precast._internal.locks import survives_fork
 from precast._torch import is_shared, version_of, without_torch_function
+from precast.weights.freshness import has_geometry_of, is_fresh
 from precast.weights.held_gradients import GradientMemory
 
 __all__ = ["Copy", "CopyHandle", "lock", "unless_python_ends"]
@@ -65,6 +66,8 @@ class Copy:
         tensor: the copy, without gradient; of the parameter's shape and layout.
         version: the parameter's version counter when it was copied.
         pointer: the parameter's address when it was copied.
+        shape: the parameter's shape, which never changes while this copy is used.
+        stride: the parameter's strides, likewise.
         gradient: memory for the parameter's gradient.
         stream: the stream that wrote it last; None where the device has none.
         writes: how often it was written.
@@ -77,7 +80,6 @@ class Copy:
         "_epoch",
         "_event",
         "_has_ended",
-        "_layout",
         "_parameter",
         "_read_elsewhere",
         "_storage",
@@ -86,7 +88,9 @@ class Copy:
         "gradient",
         "is_in_graphs",
         "pointer",
+        "shape",
         "stream",
+        "stride",
         "tensor",
         "version",
         "writes",
@@ -108,7 +112,7 @@ class Copy:
         self.circumstances: Any = None
         self.is_in_graphs = False
         self.pointer = -1
-        self._layout = parameter.stride()
+        self.shape, self.stride = parameter.shape, parameter.stride()
         self.tensor = _memory_for(parameter, dtype)
 
     @property
@@ -116,14 +120,9 @@ class Copy:
         """What it is a copy of, while that is alive."""
         return self._parameter()
 
-    def is_of(self, parameter: Tensor) -> bool:
+    def is_fresh_for(self, parameter: Tensor) -> bool:
         """Whether the contents are still what was copied, and lie in memory as they did."""
-        return (
-            self.version == version_of(parameter)
-            and self.pointer == parameter.data_ptr()
-            and self.tensor.shape == parameter.shape
-            and self._layout == parameter.stride()
-        )
+        return is_fresh(self, parameter)
 
     def new_handle(self) -> CopyHandle:
         """The copy for one more user; to be asked with the lock."""
@@ -185,9 +184,8 @@ class Copy:
         """Whether the parameter, as it is now, can be copied into it."""
         return (
             parameter.dtype is torch.float32
-            and parameter.shape == self.tensor.shape
             and parameter.device == self.tensor.device
-            and parameter.stride() == self._layout
+            and has_geometry_of(self, parameter)
         )
 
     def used_by(self, entry: Any, handle: CopyHandle, *, lasts: bool) -> None:

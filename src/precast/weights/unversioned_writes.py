@@ -115,7 +115,9 @@ class _Answer(NamedTuple):
         parameter = copy.parameter
         if not still or self.held_parameter.suspended or parameter is None:
             return False
-        if not copy.is_of(parameter) or may_have_been_written(self.held_parameter, copy, parameter):
+        if not copy.is_fresh_for(parameter) or may_have_been_written(
+            self.held_parameter, copy, parameter
+        ):
             return False  # it will be copied again before it is used
         return not self.agrees
 
@@ -176,7 +178,9 @@ def _compared(held_parameter: HeldParameter, part: int) -> Iterator[_Answer]:
         return
     for dtype, copy in list(held_parameter.copies.items()):
         with lock:
-            if not copy.is_of(parameter) or may_have_been_written(held_parameter, copy, parameter):
+            if not copy.is_fresh_for(parameter) or may_have_been_written(
+                held_parameter, copy, parameter
+            ):
                 continue  # it will be copied again before it is used
             handle = (
                 copy.new_handle()

@@ -50,6 +50,7 @@ from precast._torch import (
 )
 from precast.weights import held
 from precast.weights.cached_cast import CachedCast
+from precast.weights.freshness import is_at
 from precast.weights.held_gradients import with_gradient
 from precast.weights.view_cache import same_view
 
@@ -148,10 +149,10 @@ class WeightCache:
         held_parameter = held.held_parameters.get(id(leaf)) if held.held_parameters else None
         if held_parameter is not None and not held_parameter.suspended:
             copy = held_parameter.copies.get(dtype)
-            if copy is not None and copy.is_of(leaf):
+            if copy is not None and copy.is_fresh_for(leaf):
                 return not _needs_grad(leaf) or leaf.numel() >= held.MIN_ELEMENTS_FOR_NODE
         entry = self.leaves[dtype].get(id(leaf))
-        if entry is None or entry.cast is None or not entry.is_of(leaf):
+        if entry is None or entry.cast is None or not entry.is_fresh_for(leaf):
             return False
         return _is_kept_by_pytorch(leaf)
 
@@ -194,13 +195,13 @@ class WeightCache:
     ) -> Tensor:
         """The cast that stands for a held copy in this region's graph."""
         entry = self.leaves[dtype].get(id(tensor))
-        if entry is not None and entry.is_of(tensor) and (cast := entry.cast) is not None:
+        if entry is not None and entry.is_fresh_for(tensor) and (cast := entry.cast) is not None:
             return cast
         if held_parameter.grad_dtype is not None and tensor.grad is None:
             tensor.grad_dtype = torch.float32 if in_ddp() else held_parameter.grad_dtype
         cast = with_gradient(tensor, handle.tensor, handle.copy.gradient)
         known = self._held_entries[dtype].get(id(tensor))
-        if known is None or not known.is_at(tensor) or known.pointer != handle.pointer:
+        if known is None or not is_at(known, tensor) or known.pointer != handle.pointer:
             known = self._held_entries[dtype][id(tensor)] = self._entry(tensor, dtype)
         _stand_for(known, handle, cast, lasts=False)
         self.leaves[dtype][id(tensor)] = known
@@ -232,7 +233,7 @@ class WeightCache:
         entries, key = table[dtype], id(tensor)
         entry = entries.get(key)
         if entry is not None:
-            if entry.is_of(tensor) if counted else entry.has_numbers_of(tensor):
+            if entry.is_fresh_for(tensor) if counted else entry.has_numbers_of(tensor):
                 return entry.cast
             entry.evict()
         if not _holdable(tensor, plain):
