@@ -584,12 +584,14 @@ class TestGuard:
         return model, attachment
 
     @staticmethod
-    def round(entries: int) -> None:
-        for _ in range(
-            entries
-        ):  # evaluating, as before: what comes between that and training is copied again
+    def round(comparisons: int) -> None:
+        """As many entries as it takes to compare so often; evaluating, as copies for training are renewed anyway."""
+        for _ in range(comparisons * unversioned_writes.ENTRIES_BETWEEN_CHECKS):
             with torch.no_grad(), region():
                 pass
+
+    def test_the_number_of_entries_is_the_documented_one(self) -> None:
+        assert unversioned_writes.ENTRIES_BETWEEN_CHECKS == 8
 
     @staticmethod
     def use(model: nn.Module, x: Tensor, times: int) -> None:
@@ -598,7 +600,7 @@ class TestGuard:
 
     @staticmethod
     def round_of_pytorchs(model: nn.Module, x: Tensor) -> None:
-        for _ in range(6):
+        for _ in range(6 * unversioned_writes.ENTRIES_BETWEEN_CHECKS):
             with torch.autocast("cpu"):
                 model(x)
 
@@ -1104,7 +1106,12 @@ def test_no_function_mode_hears_what_is_done_for_held_weights() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 1], ids=["found by the first", "found by another"])
-def test_a_stale_weight_opens_no_region_of_those_entered_as_one(before: int) -> None:
+def test_a_stale_weight_opens_no_region_of_those_entered_as_one(
+    before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        unversioned_writes, "ENTRIES_BETWEEN_CHECKS", 1
+    )  # which entry finds it is given here
     # A weight that is trained would be copied again for training.
     model, x = nn.Linear(WIDTH, WIDTH).requires_grad_(False), torch.randn(2, WIDTH)
     with precast.attach(model) as attachment:

@@ -133,6 +133,7 @@ class TestStreams:
         self, streams: Streams, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(unversioned_writes, "LONGEST_WRITE", 0.0)
+        monkeypatch.setattr(unversioned_writes, "ENTRIES_BETWEEN_CHECKS", 1)
         model, x = linear()
         with precast.attach(model):
             run(model, x)
@@ -183,6 +184,7 @@ class TestGraphs:
                 assert not Elsewhere.refuses
                 return True
 
+        monkeypatch.setattr(unversioned_writes, "ENTRIES_BETWEEN_CHECKS", 1)
         original = unversioned_writes._agrees
         monkeypatch.setattr(
             unversioned_writes, "_agrees", lambda *args: original(*args).as_subclass(Elsewhere)

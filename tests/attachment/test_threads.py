@@ -49,8 +49,9 @@ def used_by_this_thread() -> Iterator[tuple[nn.Linear, Tensor, Attachment]]:
         yield model, x, attachment
 
 
-def enter(times: int) -> None:
-    for _ in range(times):
+def enter(comparisons: int) -> None:
+    """Enters regions until weights have been compared so often."""
+    for _ in range(comparisons * unversioned_writes.ENTRIES_BETWEEN_CHECKS):
         with torch.no_grad(), region():
             pass
 
@@ -214,7 +215,8 @@ def test_entries_of_regions_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> N
 
     with precast.attach(model):
         for _ in range(2):
-            answer(model, x)
+            for _ in range(unversioned_writes.ENTRIES_BETWEEN_CHECKS):
+                answer(model, x)
             monkeypatch.setattr(unversioned_writes, "without_torch_function", meanwhile)
 
 
@@ -247,7 +249,7 @@ def test_the_search_works_if_it_is_loaded_where_tensors_are_made_on_another_devi
         spec.loader.exec_module(again)
     with precast.attach(model):
         answer(model, x)
-        for _ in range(3):
+        for _ in range(3 * again.ENTRIES_BETWEEN_CHECKS):
             again.check_at_entry()
 
 
@@ -362,13 +364,21 @@ def test_a_counted_write_during_the_search_is_no_unseen_write(
         assert not asked[0]
 
 
-@pytest.mark.parametrize("module", ["engine", "installation", "policy", "marks"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "precast.engine.registration",
+        "precast.integrations.torch_amp.installation",
+        "precast.policy.policy",
+        "precast.engine.compile_guards",
+    ],
+)
 def test_a_process_that_is_forked_while_a_thread_has_a_lock_finds_it_free(module: str) -> None:
     program = f"""
 import os, sys, threading, time, warnings
 import torch
 import precast
-from precast import {module} as module
+import {module} as module
 
 warnings.simplefilter("ignore")
 inside = threading.Event()
@@ -394,7 +404,7 @@ def test_a_process_that_is_forked_during_a_refresh_goes_on() -> None:
 import os, sys, threading, time, warnings
 import torch
 import precast
-from precast import held
+from precast.weights import held
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)

@@ -156,7 +156,7 @@ def entry_point(
         "inference_mode": torch.is_inference_mode_enabled,
         "native_kernel": native_kernel,
         "keyset": _torch.keyset_of(op.device_type),
-        "check": unversioned_writes.check_without_raising,
+        "check": unversioned_writes.check_within_region,
         "lower_dtype": torch.get_autocast_dtype,
         "inherited_policy": inherited_policy,
         "name": op.name,

@@ -71,7 +71,7 @@ def _count_use(here: ThreadState) -> None:
     here.uses += 1
     if here.uses >= unversioned_writes.USES_BETWEEN_CHECKS:
         here.uses = 0
-        unversioned_writes.check_without_raising()
+        unversioned_writes.check_within_region()
 
 
 def _fp32(op: Operation) -> Kernel:

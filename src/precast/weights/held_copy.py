@@ -175,7 +175,7 @@ class Copy:
         """Has a stream wait for the last write, and the memory, once it is free, for the stream."""
         if self.stream is None or self.stream == stream:
             return
-        if self._event is not None:
+        if not self.has_run():
             stream.wait_event(self._event)
         self.tensor.record_stream(stream)
         self._read_elsewhere = True  # perhaps after whoever asked for it is gone

@@ -148,7 +148,7 @@ def _put_in_force() -> None:
         bound is not None and bound.pending for bound in map(_bound_policy, DEVICE_TYPES)
     )
     ours = {
-        unversioned_writes.check_without_raising: policy is not None,
+        unversioned_writes.check_at_exit: policy is not None,
         _look_again: has_pending,
     }
     registration.cache_clear_hooks[:] = [
