@@ -183,7 +183,7 @@ def test_a_disabled_scaler_answers_every_getter() -> None:
 def test_a_new_scale_which_torch_documents_and_refuses(new: Any) -> None:
     """A whole number, and a tensor of one element with dimensions."""
     theirs, _, _ = started(torch.amp.GradScaler)
-    with pytest.raises((AttributeError, RuntimeError), match="broadcast|no attribute 'device'"):
+    with pytest.raises((AttributeError, RuntimeError), match=r"broadcast|no attribute 'device'"):
         theirs.update(new)
 
     ours, _, _ = started()

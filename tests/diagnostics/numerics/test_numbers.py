@@ -15,7 +15,7 @@ from precast.diagnostics.numerics import tally as tally_of
 from precast.diagnostics.numerics.bins import EDGES, Magnitudes, exponents, what_if
 from precast.diagnostics.numerics.formats import FORMATS, WHAT_IF
 from precast.diagnostics.numerics.samples import figures
-from precast.diagnostics.numerics.tally import Counts, Tally, memory_of
+from precast.diagnostics.numerics.tally import Counts, Tally, countable
 
 Tensor = torch.Tensor
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -25,7 +25,7 @@ DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
 def counted(*tensors: Tensor) -> Counts:
     tally = Tally()
     for tensor in tensors:
-        memory = memory_of(tensor)
+        memory = countable(tensor)
         assert memory is not None
         tally.add(memory)
     return tally.read()
@@ -181,7 +181,7 @@ def test_a_gpu_counts_the_same_without_waiting(dtype: torch.dtype) -> None:
     tally = Tally()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        memory = memory_of(there)
+        memory = countable(there)
         assert memory is not None
         tally.add(memory)
     finally:
@@ -200,7 +200,7 @@ def test_several_tensors_add_up() -> None:
 
 def test_what_has_no_numbers_is_not_looked_at() -> None:
     for tensor in (torch.arange(3), torch.ones(2, device="meta"), torch.ones(2) > 0):
-        assert memory_of(tensor) is None
+        assert countable(tensor) is None
 
 
 def test_of_sparse_tensors_the_stored_values_are() -> None:

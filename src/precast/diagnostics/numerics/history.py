@@ -25,7 +25,7 @@ from precast.diagnostics.numerics.nonfinite_origin import (
     plain,
 )
 from precast.diagnostics.numerics.record import Extremes, Slot, Step, read
-from precast.diagnostics.numerics.tally import memory_of
+from precast.diagnostics.numerics.tally import countable
 from precast.grad_scaler.gradients import bad_gradients
 from precast.policy.module_names import modules_by_name, named_parameters
 
@@ -127,7 +127,7 @@ class History:
         modules = {} if model is None else modules_by_name(model)
         own = modules[slot.name].named_parameters(recurse=False) if slot.name in modules else ()
         for name, parameter in own:
-            memory = memory_of(parameter.detach())
+            memory = countable(parameter.detach())
             largest = 0.0 if memory is None or not memory.numel() else float(memory.abs().max())
             if not math.isfinite(largest):
                 return f" Its {name} is not finite: the step before wrote it so."
@@ -149,7 +149,7 @@ class History:
         reached = list(_in_backward(step.slots))
         name = min(bad, key=lambda n: _place(n.rpartition(".")[0], reached))
         gradient = bad[name].grad
-        memory = None if gradient is None else memory_of(gradient)
+        memory = None if gradient is None else countable(gradient)
         what = "nan" if memory is not None and bool(memory.isnan().any()) else "inf"
         return of_parameter(step, name, what, extremes)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from precast import _torch
 from precast._internal import pytree
 from precast._internal.events import NonfiniteOrigin
-from precast.diagnostics.numerics.tally import NARROW, Counts, Tally, memory_of
+from precast.diagnostics.numerics.tally import NARROW, Counts, Tally, countable
 
 __all__ = ["MOST", "Extremes", "Record", "Slot", "Step", "read", "tensors_in"]
 
@@ -129,7 +129,7 @@ class Record:
         self, kind: str, name: str, tensor: Tensor, inputs: tuple[int, ...] = (), call: int = 1
     ) -> Tensor | None:
         """Notes a tensor, where no graph is made; what was looked at of it, None where nothing was."""
-        memory = memory_of(tensor)
+        memory = countable(tensor)
         if memory is None or not memory.numel() or (memory.is_cuda and _torch.is_captured(memory)):
             return None
         place = len(self.slots)

@@ -19,7 +19,7 @@ from precast._internal.locks import ForkSafeLock
 from precast.diagnostics.numerics.deferred_calls import DeferredCalls, Key
 from precast.diagnostics.numerics.model_hooks import may_write
 from precast.diagnostics.numerics.record import Record, Step, tensors_in
-from precast.diagnostics.numerics.tally import memory_of
+from precast.diagnostics.numerics.tally import countable
 from precast.diagnostics.numerics.underflow_zeros import Lost, Operation, operation
 from precast.policy.module_names import named_parameters
 
@@ -136,7 +136,7 @@ class RunningStep:
             key = "parameter", name
             if parameter.grad is None or key in record.tallies:
                 continue
-            memory = memory_of(parameter.grad)
+            memory = countable(parameter.grad)
             if memory is None or (mine is not None and id(parameter) not in mine):
                 continue
             record.tally(*key).add(memory)

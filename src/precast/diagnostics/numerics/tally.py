@@ -21,12 +21,16 @@ from torch import Tensor
 from precast import _torch
 from precast.diagnostics.numerics.bins import BINS, SHIFT, Magnitudes
 from precast.diagnostics.numerics.formats import FORMATS
+from precast.grad_scaler.memory import memory_of
 
-__all__ = ["NARROW", "Counts", "Tally", "memory_of"]
+__all__ = ["NARROW", "Counts", "Tally", "countable"]
 
 NARROW: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 """What has no comparisons of its own."""
 _USUAL: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_LAYOUTS: Final = frozenset(
+    {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr}
+)
 
 _PIECE: Final = {"cpu": 1 << 16}  # stays in a core's cache; elsewhere each piece costs launches
 _LARGE_PIECE: Final = 1 << 22  # float32 counts of a piece are exact up to 2**24
@@ -94,7 +98,7 @@ class Tally:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Counts a tensor that is real, dense and floating-point (`memory_of` gives such)."""
+        """Counts a tensor that is real, dense and floating-point (`countable` gives such)."""
         flat = tensor.detach().reshape(-1)
         self.elements += flat.numel()
         for piece in flat.split(_PIECE.get(flat.device.type, _LARGE_PIECE)):
@@ -157,33 +161,22 @@ class Tally:
         self._squares = self._squares + squares
 
 
-def memory_of(tensor: Tensor) -> Tensor | None:
-    """A tensor's numbers as a real and dense tensor; None for those that are not looked at.
+def countable(tensor: Tensor) -> Tensor | None:
+    """A tensor's numbers as `memory_of` has them; None for a tensor that is not looked at.
 
-    This process's part of a `DTensor`, the stored values of a sparse one, real and imaginary parts of complex ones.
-    Not looked at: integers, tensors without data, nested ones, other subclasses.
+    Not looked at are integers, tensors without data, nested ones, and subclasses other than `DTensor`.
     """
     if tensor.is_nested:
         return None
     kind = type(tensor)
     if kind is Tensor and tensor.dtype in _USUAL and tensor.layout is torch.strided:
         return None if tensor.is_meta else tensor
-    if kind is not Tensor and kind is not torch.nn.Parameter:
-        if not _torch.is_dtensor(tensor):
-            return None
-        tensor = tensor.to_local()  # type: ignore[attr-defined]
-    if tensor.layout is not torch.strided:
-        if tensor.is_sparse:
-            tensor = _torch.sparse_values(tensor)
-        elif tensor.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr}:
-            tensor = tensor.values()
-        else:
-            return None
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.detach().resolve_conj())
-    if tensor.dtype not in _LIMITS or tensor.is_meta:
+    if kind is not Tensor and kind is not torch.nn.Parameter and not _torch.is_dtensor(tensor):
         return None
-    return tensor
+    if tensor.layout not in _LAYOUTS:
+        return None
+    numbers = memory_of(tensor)
+    return None if numbers.dtype not in _LIMITS or numbers.is_meta else numbers
 
 
 def _in_float32(piece: Tensor) -> Tensor:
