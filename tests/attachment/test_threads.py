@@ -56,7 +56,7 @@ def enter(comparisons: int) -> None:
             pass
 
 
-def test_what_another_thread_writes_now_is_no_unseen_write(
+def test_what_another_thread_writes_now_is_no_unversioned_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -220,7 +220,7 @@ def test_entries_of_regions_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(unversioned_writes, "without_torch_function", meanwhile)
 
 
-def test_a_write_in_a_block_for_it_is_no_unseen_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_in_a_block_for_it_is_no_unversioned_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with used_by_this_thread() as (model, _, attachment):
         original, block, entered = unversioned_writes._agrees, attachment.writing(), []
 
@@ -338,7 +338,7 @@ def test_what_is_written_while_it_is_cast_is_cast_again(
     attachment.detach()
 
 
-def test_a_counted_write_during_the_search_is_no_unseen_write(
+def test_a_counted_write_during_the_search_is_no_unversioned_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(unversioned_writes, "LONGEST_WRITE", 0.0)

@@ -159,7 +159,7 @@ def _is_off_by_rule(device: str, off: Off) -> bool:
 
 
 def _set_off(off: Off) -> None:
-    """Marks the thread, too: compiled functions look at flags, which do not say who switched autocast off."""
+    """Writes it into the guard id too: compiled functions look at flags, which do not say who switched them off."""
     for device in _thread.off.keys() ^ off.keys():
         guard_id = regions.guard_id.after(f"{device} off by a rule", "" if device in off else None)
         write_guard_id(guard_id, regions.written_guard_id)

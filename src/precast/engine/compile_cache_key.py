@@ -1,11 +1,11 @@
-"""Keeps apart on disk what `torch.compile` makes under different policies: the compiler's cache knows none.
+"""Keeps apart on disk what `torch.compile` makes under different policies, which the compiler's cache does not know.
 
 Invariants:
 
-- the key says which policies are in force in the thread that compiles, or installed. (A graph with a region inside
-  names its policy itself; one with a region outside does not.)
-- where no policy but PyTorch's has been in force, the key is what it is without precast;
-- a tag of the user's own stays part of the key.
+- the key contains the policies that are in force in the thread that compiles, or installed. (A graph with a region
+  inside names its policy itself; a graph with a region around it does not.)
+- while no policy but PyTorch's has been in force, the key is what it is without precast;
+- a tag that the user has set stays part of the key.
 """
 
 from __future__ import annotations

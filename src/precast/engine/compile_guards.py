@@ -1,16 +1,16 @@
-"""Says which policies are in force in a thread, where the guards of `torch.compile` look.
+"""Tells the guards of `torch.compile` which policies are in force in a thread.
 
-A compiled function is compiled again when PyTorch's autocast flags differ: those of every device type, also of those
-whose hardware nobody has. On or off, and the dtype while on, mean nothing there, so precast writes into them, as
-digits, the number of the set of policies in force. A policy that is exactly PyTorch's needs no guard id: its graphs are
+A compiled function is compiled again when PyTorch's autocast flags differ. The guards compare the flags of every device
+type, also of two whose hardware nobody has. There, on or off and the dtype mean nothing, so precast writes the number
+of the set of policies in force into them, as digits. A policy that is exactly PyTorch's needs no number: its graphs are
 PyTorch's.
 
 Invariants:
 
 - the same policies on the same devices have the same guard id, in all threads and as long as the process lives;
-- threads of PyTorch's own that work for such a thread know its guard id;
-- no policy in force, no guard id: the flags are what PyTorch gave them;
-- past `LIMIT` sets of policies, guard ids repeat, and what was compiled is dropped when one of those is written.
+- PyTorch's own threads have the guard id of the thread that they work for;
+- without a policy in force there is no guard id: the flags are what PyTorch gave them;
+- past `LIMIT` sets of policies, guard ids repeat, and writing one that repeats drops what was compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LIMIT: Final = len(_ALL) ** 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GuardId:
-    """The guard id of one set of policies: its digits, None where the flag is off."""
+    """The number of one set of policies as two digits; None where the flag is off."""
 
     policies: Policies
     low: torch.dtype | None

@@ -2,15 +2,14 @@
 
 Invariants:
 
-- it is the same for all policies: it asks the thread's bound policy, or else the installed one, and without one hands
-  straight on;
-- where the bound policy says `DELEGATE`, what was there before precast does the work, after each tensor that the weight
-  cache holds has been replaced by its lower-precision copy;
-- it is written out for each operation, one block a tensor, because a loop or a call for each tensor costs more
-  than PyTorch's whole cache: on `F.linear` of 8x8 with weight and bias this kernel adds 2.9 us, a loop over the
-  arguments 3.7 us (2-core CPU, torch 2.13; `make bench` measures it).
-
-- the dispatcher keeps one function for good: while somebody watches, it is the function's code that is another.
+- the kernel is the same for all policies: it looks up the thread's bound policy, or else the installed one, and without
+  one calls PyTorch's kernel;
+- where the bound policy says `DELEGATE`, each tensor that the weight cache holds is replaced by its copy, and PyTorch's
+  kernel does the work;
+- the code is written out for each operation, one block for each tensor, because a loop or a call for each tensor costs
+  more than PyTorch's whole cache: on `F.linear` of 8x8 with weight and bias this kernel adds 2.9 us, a loop over the
+  arguments 3.7 us (2-core CPU, torch 2.13; `make bench` measures it);
+- the dispatcher keeps one function for good: while a trace is open, the code of that function is exchanged.
 
 `_ENTRY_POINT` is the kernel as a person reads it; `source` fills it in.
 """

@@ -1,11 +1,11 @@
-"""Frames that wait: their policies have rules for operations that no library has defined yet.
+"""Bound policies that have rules for operations that no library has defined yet.
 
 Invariants:
 
 - a rule holds in every region that is entered after its operation was defined through PyTorch, or by a module that
-  Python imported; after a library that was loaded by other means, a few entries later where many rules wait;
+  Python imported. After a library was loaded by other means, it may take a few entries more where many rules wait;
 - an entry takes the same time, however many rules wait;
-- each operation is told of once for each policy's name.
+- a policy's name and an operation are warned of once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["is_overtaken", "wait"]
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """How far it was looked for operations that a bound policy waits for."""
+    """How far the search for the operations that a bound policy waits for has come."""
 
     definitions: tuple[int, ...]
     """What `_torch.definitions` gave when all of them were."""
@@ -38,7 +38,7 @@ _SOME: Final = 16
 
 
 def wait(bound: BoundPolicy, definitions: tuple[int, ...]) -> None:
-    """Tells of the operations that a new bound policy waits for, which was begun when `definitions` was the sign."""
+    """Warns of the operations that a new bound policy waits for; `definitions` is what was known when it was begun."""
     if bound.pending:
         _waiting[bound] = _Waiting(definitions)
         _tell(bound.policy.name, bound.pending)

@@ -137,8 +137,8 @@ def _clear_cache() -> None:
 _optimizer_hooks: Final[list[RemovableHandle]] = []
 
 
-def _hear_optimizers(hear: bool) -> None:
-    """Has every step of an optimizer be known: fused ones write weights, and move no version counter (2.13)."""
+def _listen_to_optimizers(hear: bool) -> None:
+    """Listens to the steps of all optimizers: fused ones write weights, and move no version counter (2.13)."""
     if hear and not _optimizer_hooks:
         _optimizer_hooks.append(register_optimizer_step_post_hook(_stepped))
     elif not hear and _optimizer_hooks:
@@ -184,7 +184,7 @@ def unregister(*, kernels: bool = True) -> bool:
         _registration = Registration()
         compile_cache_key.take_off()
         _torch.on_cleared_cache(None)
-        _hear_optimizers(False)
+        _listen_to_optimizers(False)
         return True
 
 
@@ -246,7 +246,7 @@ def _take_off_watched_only() -> None:
 
 def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     _torch.on_cleared_cache(_clear_cache)
-    _hear_optimizers(True)
+    _listen_to_optimizers(True)
     defined = _torch.definitions()
     table, unknown = policy.expand(device_type)
     bound_kernels: dict[str, Kernel] = {}

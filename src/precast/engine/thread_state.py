@@ -2,11 +2,11 @@
 
 Invariants:
 
-- PyTorch's own thread-local flags stay the one truth for *enabled* and *dtype*; a bound policy adds only the policy;
-- every entry of a region pushes one record that holds all it replaced, so any nesting, re-entry or
-  recursion of the same object restores what was there;
-- all of it is thread-local: a new thread starts with no region, as in PyTorch. The one thing that all threads share is
-  what `install` put there, for the regions that PyTorch opens.
+- PyTorch's own thread-local flags stay the one truth for *enabled* and *dtype*; precast adds only the policy;
+- every entry of a region pushes one record that holds all it replaced, so any nesting, re-entry or recursion of one
+  object restores what was there;
+- all of it is thread-local: a new thread starts with no region, as in PyTorch. All threads share only what `install`
+  put there, for the regions that PyTorch opens.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ Kernel = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """The kernels on the dispatcher, between two times that all are taken off."""
+    """The set of kernels that is on the dispatcher; `holds` turns False when they are taken off."""
 
     holds: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BoundPolicy:
-    """The policy in force for one device type, and its kernel for each operation that needs one."""
+    """A policy made ready for one device type: its kernel for each operation that needs one."""
 
     policy: Policy
     kernels: Mapping[str, Kernel]
     registration: Registration
-    """Whether the kernels that look these up are still on the dispatcher."""
+    """The kernels on the dispatcher that look up `kernels`; the policy is bound anew when they have been taken off."""
     pending: tuple[str, ...] = ()
     """Operations with a rule that no library has defined yet."""
     is_pytorchs: bool = False
@@ -101,7 +101,7 @@ _threads: list[weakref.ref[Records]] = []
 
 
 class ThreadRegions(threading.local):
-    """This thread's records, the groups entered as one, the weight cache of all, and the guard_id for the compiler."""
+    """This thread's records, the regions entered as one, its weight cache, and the guard id for the compiler."""
 
     def __init__(self) -> None:
         self.records = Records()
@@ -111,7 +111,7 @@ class ThreadRegions(threading.local):
         self.cache = WeightCache(holds=not in_pool_thread())
         self.guard_id = NO_GUARD_ID
         self.written_guard_id: GuardId | None = NO_GUARD_ID
-        """The guard_id that flags say; None from when they begin to change until they say another."""
+        """The guard id that the flags hold; None while they are being changed."""
 
 
 regions = ThreadRegions()
@@ -127,18 +127,18 @@ def _is_open(thread: weakref.ref[Records]) -> bool:
 
 
 class ThreadState:
-    """What holds in one thread for one device type."""
+    """What is in force in one thread for one device type."""
 
     __slots__ = ("attempts", "bound_policy", "cache", "uses")
 
     def __init__(self) -> None:
         self.bound_policy: BoundPolicy | None = None
-        """That of precast's innermost region; None outside of all."""
+        """The policy of precast's innermost region; None outside of all regions."""
         self.attempts = 0
         """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
         self.cache = regions.cache
         self.uses = 0
-        """How many operations have asked for weights since writes to held ones were last looked for."""
+        """How many operations have taken weights since a held copy was last compared with its parameter."""
 
 
 class ThreadLocalState(threading.local):
@@ -176,10 +176,10 @@ def installed(device_type: str) -> Installed:
 
 
 def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
-    """Marks this thread anew, and lends the bound policies that the guard_id speaks of to threads of PyTorch's own.
+    """Writes a guard id for this thread, and gives its policies to PyTorch's own threads that work for this one.
 
     Args:
-        guard_id: the new guard_id.
+        guard_id: the new guard id.
         before: what `regions.written_guard_id` was.
     """
     regions.written_guard_id, regions.guard_id = None, guard_id

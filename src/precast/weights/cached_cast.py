@@ -1,9 +1,9 @@
-"""One entry of the weight cache: a copy, and what its source looked like when it was made.
+"""One entry of the weight cache: a copy, and what its source was like when the copy was made.
 
 Invariants:
 
-- it is made, or told a version, before the copy is: what another thread writes meanwhile is then seen at the next use;
-- nothing in it refers to a tensor weakly, unless it stands for a held copy: see `weights`.
+- the version is noted before the copy is made: what another thread writes meanwhile is then seen at the next use;
+- nothing in an entry refers to a tensor weakly, unless the entry stands for a held copy: see `weight_cache`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class CachedCast:
             return torch.equal(self.cast, source.to(self.cast.dtype))
 
     def evict(self, _: object = None) -> None:
-        """Ends it, in whichever thread's cache it is: it is known to be out of date."""
-        self.version = -1  # first: see `hotpath`
+        """Drops the copy, in whichever thread's cache the entry is, because it is out of date."""
+        self.version = -1  # first: see `engine.generated`
         self.cast = None
 
     def renew(self, cast: Tensor, version: int) -> None:

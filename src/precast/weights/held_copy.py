@@ -2,11 +2,11 @@
 
 Invariants:
 
-- it is of the parameter's shape, and of its layout where that has neither gaps nor overlaps;
-- what stands for it in the caches of threads ends when it does, whichever thread ends it;
-- what is lent is a tensor of its own on the copy's memory, so that the storage counts its users;
-- memory that somebody can still read is never written: a copy is then written into new memory, and the old memory
-  lives as long as its readers. Only what a CUDA graph reads is always written where it is.
+- it has the parameter's shape, and its strides where these leave neither gaps nor overlaps;
+- the cache entries of all threads that stand for it end when it does, whichever thread ends it;
+- each user gets a tensor of its own on the copy's memory, so the use count of the storage says how many there are;
+- memory that somebody can still read is never written: the copy is then written into new memory, and the old memory
+  lives as long as its readers. Only what a CUDA graph reads is always written in place.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from precast.weights.held_gradients import GradientMemory
 __all__ = ["Copy", "CopyHandle", "lock", "unless_python_ends"]
 
 lock: Final = survives_fork(threading.RLock())
-"""Taken by whoever begins, ends, lends or writes what is held; an entry in a thread's cache is used without it."""
+"""Taken to create, end, hand out or write copies; an entry in a thread's cache is used without it."""
 
 
 class CopyHandle(NamedTuple):
-    """What one user gets of a copy: the numbers, and how its parameter was when they were copied."""
+    """What one user gets of a copy: a tensor, and what its parameter was like when it was copied."""
 
     copy: Copy
     tensor: Tensor
@@ -125,7 +125,7 @@ class Copy:
         return is_fresh(self, parameter)
 
     def new_handle(self) -> CopyHandle:
-        """The copy for one more user; to be asked with the lock."""
+        """The copy for one more user; the caller has the lock."""
         with without_torch_function():
             tensor = self.tensor.detach()
         return CopyHandle(self, tensor, self.version, self.pointer, self.writes, self._epoch)
@@ -143,9 +143,9 @@ class Copy:
                 self._evict(lambda _, lasts: lasts)
 
     def make_room(self, parameter: Tensor) -> None:
-        """Has memory for the next write that nobody reads; to be asked with the lock.
+        """Has memory for the next write that nobody reads; the caller has the lock.
 
-        No thread can begin to read what is withdrawn, so nobody comes after the users have been counted.
+        No thread can begin to read an evicted copy, so no user comes after the users have been counted.
         """
         now = version_of(parameter)
         self._evict(lambda entry, lasts: lasts or entry.version != now)

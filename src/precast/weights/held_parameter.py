@@ -1,9 +1,9 @@
-"""What is held of one parameter: its copies, its optimizer, and which other parameters lie in the same memory.
+"""What is held of one parameter: its copies, its optimizer, and the other parameters in the same memory.
 
 Invariants:
 
-- a parameter is held weakly; its copies are by dtype;
-- parameters whose memory overlaps know each other: what writes one writes the others, and moves one counter.
+- a parameter is held weakly; it has at most one copy for each dtype;
+- parameters whose memory overlaps know each other: a write to one changes the others, but moves one counter only.
 """
 
 from __future__ import annotations

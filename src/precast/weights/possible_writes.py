@@ -1,17 +1,17 @@
-"""When a held weight may have been written although its version counter stands still.
+"""When a held weight may have been written although its version counter did not move.
 
-Writes through `.data` move no counter, and training does write so: optimizers that are not PyTorch's, weights that are
-clipped, averaged, exchanged for their average, broadcast. What a program does around such a write is seen.
+Training writes through `.data`: optimizers that are not PyTorch's, weights that are clipped, averaged, exchanged for
+their average, broadcast. The counter does not record such a write, but a program does other things around it, which are
+seen here.
 
 Invariants:
 
 - a weight that no optimizer of PyTorch's kind steps may have been written since it got a gradient, or while it has one;
-- one that such an optimizer steps is written by its steps, which are listened to; also where its gradient was
-  thrown away without a step, as the weights of one network are when another is trained through it;
-- any weight that is trained may have been written between training and evaluation, either way;
-- where a thread has made a graph, of whatever, any weight may have got a gradient: what was copied for evaluation is
-  then copied again;
-- what writes a weight writes all that lie in the same memory.
+- a weight that such an optimizer steps is written by its steps, which are listened to. It may also have been written
+  where its gradient was set to None without a step, as when one network is trained through another;
+- a weight that is trained may have been written between training and evaluation, either way;
+- after a thread has recorded a graph, any weight may have got a gradient: copies for evaluation are then renewed;
+- what writes a weight writes all weights in the same memory.
 """
 
 from __future__ import annotations
