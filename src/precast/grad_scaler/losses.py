@@ -1,11 +1,10 @@
 """A scale for each of several losses whose gradients meet in the same parameters.
 
-One scale for all has to suit the loss with the largest gradients; those of the smallest then vanish.
-Here each loss has its backward pass under a scale of its own; its gradients are checked, unscaled and
-added to those of the others.
+One scale for all has to suit the loss with the largest gradients; the smallest gradients then underflow. Here each loss
+has its backward pass under a scale of its own; its gradients are checked, unscaled and added to those of the others.
 
-Invariants: what is in `.grad` after `backward` is unscaled; a step is skipped if the gradients of any
-loss were not finite, and only the scales of those losses back off.
+Invariants: what is in `.grad` after `backward` is unscaled; a step is skipped if the gradients of any loss were not
+finite, and only the scales of those losses are lowered.
 """
 
 from __future__ import annotations
@@ -206,7 +205,7 @@ class _LossScaler(GradScaler):
         raise ScalerError(_WHOLE.format("step"))
 
     def allow(self, optimizers: Iterable[Optimizer], parameters: int) -> None:
-        """Refuses a backward whose gradients could not be unscaled; of so many different parameters."""
+        """Refuses a backward pass whose gradients could not be unscaled; `parameters` counts the different ones."""
         if not self.is_enabled():
             return
         if sum(len(group["params"]) for o in optimizers for group in o.param_groups) > parameters:
@@ -222,6 +221,7 @@ class _LossScaler(GradScaler):
             )
 
     def take(self, loss: Tensor, optimizers: tuple[Optimizer, ...], retain_graph: bool) -> None:
+        """Runs backward under this scale, and unscales and checks the gradients."""
         torch.autograd.backward(self.scale(loss), retain_graph=retain_graph)
         for optimizer in optimizers if self.is_enabled() else ():
             state = self._state_of(optimizer)
@@ -231,7 +231,7 @@ class _LossScaler(GradScaler):
                 del self._optimizer_states[id(optimizer)]
 
     def read(self, state: Any) -> ScalerState | None:
-        """A state, checked; None where it changes nothing."""
+        """A state that was read and checked; None if it changes nothing."""
         return read(state, self._limits) if self.is_enabled() else None
 
     def take_over(self, state: ScalerState | None) -> None:
@@ -244,10 +244,12 @@ class _LossScaler(GradScaler):
         return bool(self._optimizer_states)
 
     def found(self, optimizer: Optimizer) -> Tensor:
+        """Nonzero if a gradient of this loss was not finite, shape ()."""
         scale, _ = self._check_scale_growth_tracker("step")
         return total_found_inf(scale.device, [self._state_of(optimizer).found_inf])
 
     def note(self, optimizer: Optimizer, skipped: bool | Tensor, seconds: float) -> None:
+        """Reports the step that was taken or skipped for all losses."""
         state = self._state_of(optimizer)
         state.allow("step")
         state.stage, state.skipped = OptState.STEPPED, skipped
@@ -275,7 +277,7 @@ def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 @torch.no_grad()
 def _put_aside(parameter: Tensor) -> Tensor | None:
-    """The gradient, taken off its parameter; a copy where backward may write into its memory."""
+    """Takes the gradient off its parameter and returns it; a copy if backward may write into its memory."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is None or _torch.is_dtensor(gradient) or gradient.layout is not torch.strided:
         return gradient

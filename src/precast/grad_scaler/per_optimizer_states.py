@@ -16,7 +16,7 @@ from precast.grad_scaler.optimizer_state import OptimizerState
 __all__ = ["PerOptimizerStates"]
 
 _NAMES: Final = {"stage": "stage", "found_inf_per_device": "found_inf"}
-"""PyTorch's name -> ours."""
+"""PyTorch's name -> the attribute of `OptimizerState`."""
 
 
 class PerOptimizerStates(MutableMapping[Any, "_PerOptimizerState"]):
