@@ -25,7 +25,7 @@ import torch
 from precast import _torch
 from precast._internal.locks import survives_fork
 
-__all__ = ["LIMIT", "NO_GUARD_ID", "GuardId", "lent", "write"]
+__all__ = ["LIMIT", "NO_GUARD_ID", "GuardId", "inherited", "write"]
 
 Policies = frozenset[tuple[str, str]]
 """Device type and fingerprint of every policy in force that is not exactly PyTorch's."""
@@ -80,7 +80,7 @@ def write(guard_id: GuardId, before: GuardId | None, bound_policies: Mapping[str
         _torch.reset_compiler()
 
 
-def lent() -> Mapping[str, Any]:
+def inherited() -> Mapping[str, Any]:
     """The bound policies of the thread that this one, a thread of PyTorch's own, works for."""
     return _torch.inherited_tls("precast bound policies") or {}
 

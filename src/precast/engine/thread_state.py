@@ -192,5 +192,5 @@ def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
 
 def inherited_policy(device_type: str) -> BoundPolicy | None:
     """What is in force for `device_type` in the thread that this one, a thread of PyTorch's own, works for."""
-    bound_policy: BoundPolicy | None = compile_guards.lent().get(device_type)
+    bound_policy: BoundPolicy | None = compile_guards.inherited().get(device_type)
     return bound_policy

@@ -1,10 +1,10 @@
-"""What stands for PyTorch's scalers and custom function decorators while precast is installed.
+"""What replaces PyTorch's scalers and custom function decorators while precast is installed.
 
 Invariants:
 
-- calling a stand-in for a scaler makes a `precast.GradScaler`, which is one of PyTorch's too;
-- what is one of PyTorch's is one of the stand-in's, so checks in libraries hold whichever came first;
-- a subclass of a stand-in is a subclass of PyTorch's class: such classes are written against its private parts;
+- calling the replacement of a scaler makes a `precast.GradScaler`, which is one of PyTorch's too;
+- what is one of PyTorch's is one of the replacement's, so checks in libraries hold whichever came first;
+- a subclass of a replacement is a subclass of PyTorch's class: such classes are written against its private parts;
 - the old spellings warn as PyTorch's do, in their words, and at the line of the program that calls them;
 - a pickle of a scaler of PyTorch's loads as a `precast.GradScaler`; one is pickled as without precast, and a process
   that has no precast loads it as PyTorch's.
@@ -30,7 +30,7 @@ from precast.grad_scaler.scaler import GradScaler
 __all__ = ["FUNCTIONS", "SCALERS"]
 
 
-class _StandIn(type):
+class _Replacement(type):
     """The class of classes that stand for one of PyTorch's scalers."""
 
     stands_for: type
@@ -40,7 +40,7 @@ class _StandIn(type):
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **settings: Any
     ) -> type:
         if not settings:
-            bases = tuple(b.stands_for if isinstance(b, _StandIn) else b for b in bases)
+            bases = tuple(b.stands_for if isinstance(b, _Replacement) else b for b in bases)
             return type(name, bases, namespace)
         return super().__new__(cls, name, bases, namespace)
 
@@ -70,19 +70,19 @@ class _StandIn(type):
         return issubclass(subclass, (cls.stands_for, GradScaler))
 
 
-def _scaler(stands_for: type, old_device: str | None = None) -> _StandIn:
+def _scaler(stands_for: type, old_device: str | None = None) -> _Replacement:
     namespace = {
         "__module__": GradScaler.__module__,
         "__doc__": GradScaler.__doc__,
         "__new__": _new,
         "__setstate__": _go_on,
     }
-    return _StandIn(
+    return _Replacement(
         "GradScaler", (GradScaler,), namespace, stands_for=stands_for, old_device=old_device
     )
 
 
-def _new(cls: type, *_: Any, **__: Any) -> Any:  # noqa: ARG001 -- a pickle of PyTorch's scaler names a stand-in
+def _new(cls: type, *_: Any, **__: Any) -> Any:  # noqa: ARG001 -- a pickle of PyTorch's scaler names a replacement
     return object.__new__(GradScaler)
 
 
