@@ -2,15 +2,15 @@
 
 Invariants:
 
-- there is one copy of a parameter and dtype, whoever attached it and whichever thread uses it; it is made at the
-  first use in that dtype, and written in place from then on, or into new memory while somebody reads the old;
-- it is used only while the parameter has the version, the memory and the geometry that were copied; one that is out of
-  date is renewed by itself on the CPU, elsewhere with all of the same device and dtype in one fused copy;
-- the copies carry no gradient: `held_gradients` makes one that does, for one region;
-- parameters are held weakly, and the copies are in no module: no state dict, pickle or deepcopy has them;
-- where a device has streams, one that uses a copy which another wrote waits for that write;
-- a CUDA graph plays back without any of this: what is captured uses copies of frozen parameters alone, and a parameter
-  whose optimizer's step is captured is held no longer.
+- there is one copy of a parameter for each dtype, whoever attached it and whichever thread uses it. It is made at the
+  first use in that dtype, and from then on written in place, or into new memory while somebody reads the old;
+- it is used only while the parameter has the version, the memory and the geometry that were copied. A copy that is out
+  of date is renewed by itself on the CPU, elsewhere with all others of its device and dtype in one fused operation;
+- the copies carry no gradient: `held_gradients` makes a cast that does, for one region;
+- parameters are held weakly, and no module has the copies: no state dict, pickle or deepcopy contains them;
+- on a device with streams, a stream that uses a copy which another stream wrote waits for that write;
+- a CUDA graph is replayed without any of this. A capture therefore uses the copies of frozen parameters only, and a
+  parameter whose optimizer's step is captured is no longer held.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ MIN_ELEMENTS_FOR_NODE: Final = 16384
 
 
 attached: Final[list[Any]] = []
-"""The attachments that hold; while there are some, a region looks after them when it is entered."""
+"""The attachments that hold weights; while there are some, each entry of a region checks for writes."""
 
 parameter_freed_hooks: Final[list[Callable[[], None]]] = []
 """Who is told that a held parameter is gone while its model lives, which may have another in its place."""
 
 before_next_region: Final[dict[int, Callable[[], None]]] = {}
-"""What has to be done before copies are used again, by whoever asked for it."""
+"""What has to be done before copies are used again, by the `id` of who asked for it."""
 
 
 def reason_not_held(parameter: Tensor) -> str | None:
@@ -106,7 +106,7 @@ _in_graphs: Final[weakref.WeakValueDictionary[int, Tensor]] = weakref.WeakValueD
 
 
 def leave_to_cuda_graphs(parameters: Iterable[Tensor]) -> None:
-    """Has these parameters not be held from now on: a CUDA graph writes them."""
+    """Ends the holding of these parameters, because a CUDA graph writes them."""
     _in_graphs.update((id(parameter), parameter) for parameter in parameters)
 
 
@@ -138,7 +138,7 @@ def handle_of(parameter: Tensor, dtype: torch.dtype) -> CopyHandle | None:
     """The copy of a parameter, up to date; None where it is not held.
 
     Raises:
-        StaleWeightError: the parameter was written unseen.
+        StaleWeightError: the parameter was written, and its version counter did not move.
     """
     with lock:
         held_parameter = held_parameters.get(id(parameter))
@@ -187,7 +187,7 @@ def renew(copies: Iterable[Copy]) -> None:
 
 
 def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Has copies of what an optimizer has written, whatever version counters say, written before their next use."""
+    """Invalidates the copies of what an optimizer has written, whatever version counters say."""
     steps = weakref.ref(optimizer)
     with lock:
         for parameter in parameters:
@@ -197,7 +197,7 @@ def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> N
 
 
 def note_unversioned_writes(tensors: Iterable[Tensor]) -> None:
-    """Has copies of what lies in the memory of these tensors written before their next use."""
+    """Invalidates the copies of all parameters in the memory of these tensors, which were written."""
     with lock:
         for tensor in tensors:
             for held_parameter in held_in_memory_of(tensor):
@@ -214,7 +214,7 @@ def _sharing_memory_with(parameter: Tensor) -> Iterable[HeldParameter]:
 
 
 def suspend(some: Iterable[HeldParameter], change: int) -> None:
-    """Opens (1) or closes (-1) a time in which parameters are written unseen, and no copy of them is used."""
+    """Opens (1) or closes (-1) a block that may write these parameters; inside no copy of them is used."""
     with lock:
         for held_parameter in some:
             held_parameter.suspended += change
@@ -223,7 +223,7 @@ def suspend(some: Iterable[HeldParameter], change: int) -> None:
 
 
 def stale_message(name: str, dtype: torch.dtype) -> str:
-    """What is said of a parameter that was written unseen."""
+    """The error message for a parameter that was written without a new version."""
     return (
         f"The parameter {name!r} was written in a way that PyTorch does not count (through .data, or by "
         f"a library that does), so its held copy in {dtype} is out of date. Write it under "

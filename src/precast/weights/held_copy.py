@@ -189,7 +189,7 @@ class Copy:
         )
 
     def used_by(self, entry: Any, handle: CopyHandle, *, lasts: bool) -> None:
-        """Notes a cache's entry that stands for this copy, as it was lent."""
+        """Notes a cache's entry that stands for this copy, with the handle that it was made from."""
         with lock:
             self._users = [user for user in self._users if user[0]() not in (None, entry)]
             self._users.append((weakref.ref(entry), lasts))

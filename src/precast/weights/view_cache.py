@@ -1,4 +1,7 @@
-"""Views of held copies: a view of a weight is, in lower precision, the same view of the weight's copy."""
+"""Views of held copies: a view of a weight is, in lower precision, the same view of the weight's copy.
+
+Nothing is stored here: the view is made from the copy at each use, and shares its memory.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Invariants:
 
 - it keeps from one use to the next what PyTorch's cache keeps, and nothing else: leaves that require grad, are no views
   and not managed by CUDA-graph trees, outside of inference mode. A write through `.data` or NumPy moves no counter, so
-  a copy that PyTorch does not keep would be staler than PyTorch. Who wants more copies kept attaches the model;
+  a copy that PyTorch does not keep could be staler than PyTorch. Attaching the model keeps more copies;
 - an entry is used only while its source has the same version counter and the same storage as when it was cast, so an
   in-place update or `p.data = other` is seen, which PyTorch does not see;
 - entries are kept by target dtype: regions of two dtypes never share a copy;
@@ -60,7 +60,7 @@ _float32: Final = torch.float32
 
 
 def see_modes(count: Callable[[], int], innermost: Callable[[], Any]) -> None:
-    """Has this file ask these for dispatch modes: one that only watches must change nothing."""
+    """Replaces the questions about dispatch modes: a mode that only observes must not change what is cached."""
     global dispatch_modes, innermost_dispatch_mode
     dispatch_modes, innermost_dispatch_mode = count, innermost
 
@@ -116,7 +116,7 @@ class WeightCache:
         self._modes = None
 
     def invalidate(self, parameters: Collection[Tensor]) -> None:
-        """Has copies of these leaves made anew at their next use, whatever version counters say."""
+        """Makes the copies of these leaves anew at their next use, whatever version counters say."""
         for table in (self.leaves, self._wrapped):
             for entries in table.values():
                 for key in map(id, parameters):
@@ -132,8 +132,8 @@ class WeightCache:
             return None
         if tensor.dtype is not _float32 or not self._holds or not is_on(device_type)(tensor):
             return None
-        if held.held_parameters and (lent := self._held(tensor, dtype)) is not None:
-            return lent
+        if held.held_parameters and (copy := self._held(tensor, dtype)) is not None:
+            return copy
         if not _is_kept_by_pytorch(tensor):
             return None
         if is_tracing():
