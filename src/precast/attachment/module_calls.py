@@ -95,6 +95,7 @@ _thread: Final = _Thread()
 
 def begin(module: nn.Module, caller: FrameType | None) -> Call:
     """A new call, which runs as long as `caller` does."""
+    _torch.wrap_checkpoints()
     forget_abandoned(caller)
     call = Call(module, caller, _thread.off, [])
     _thread.calls.append(call)
@@ -212,4 +213,4 @@ def _again_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
     return again
 
 
-_torch.on_checkpoint(_again_under_rules)
+_torch.checkpoint_wrappers.append(_again_under_rules)

@@ -234,6 +234,7 @@ def _said(bound: BoundPolicy | None, cache_enabled: bool | None) -> bool | str |
     if torch.compiler.is_exporting():
         refuse_export(bound.policy)
     _in_graphs[bound.policy.fingerprint] = bound.policy
+    _torch.on_graph_region(_region_in_graph)
     return f"precast {__version__} {bound.policy.fingerprint} {cache_enabled}"
 
 
@@ -256,9 +257,6 @@ def _region_in_graph(device: str, dtype: torch.dtype, enabled: bool, said: str) 
     *_, fingerprint, cache = said.split()
     cache_enabled = None if cache == "None" else cache == "True"
     return autocast(device, dtype, enabled, cache_enabled, policy=_in_graphs[fingerprint])
-
-
-_torch.on_graph_region(_region_in_graph)
 
 
 class Regions(DecoratorRegion):
@@ -340,7 +338,8 @@ def _again_in_this_region(function: Callable[..., Any]) -> Callable[..., Any]:
     return again
 
 
-_torch.on_checkpoint(_again_in_this_region)
+# The first in the list is the outermost: rules for modules act inside of the region.
+_torch.checkpoint_wrappers.insert(0, _again_in_this_region)
 
 
 def _autocast_devices() -> tuple[str, ...]:
@@ -368,6 +367,7 @@ class _Captured(autocast):
         self.policy = None if self._captured is None else self._captured.policy
 
     def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:  # noqa: ARG002
+        _torch.wrap_checkpoints()  # no kernels are registered here where none was in force
         return self._captured
 
 

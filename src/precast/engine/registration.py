@@ -181,6 +181,7 @@ def unregister(*, kernels: bool = True) -> bool:
         _defaults.clear()
         if kernels:
             _take_off_kernels()
+            _torch.unwrap_checkpoints()  # another thread may be in a module with a rule
         _registration = Registration()
         compile_cache_key.take_off()
         _torch.on_cleared_cache(None)
@@ -246,6 +247,7 @@ def _take_off_watched_only() -> None:
 
 def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     _torch.on_cleared_cache(_clear_cache)
+    _torch.wrap_checkpoints()
     _listen_to_optimizers(True)
     defined = _torch.definitions()
     table, unknown = policy.expand(device_type)

@@ -64,9 +64,9 @@ class ScalerObserver:
     def start(self) -> None:
         """Begins to look."""
         self._stop = [
-            _around("scale", self._scale),
-            _around("step", self._step),
-            _around("update", self._update),
+            _torch.on_scaler_call("scale", self._scale),
+            _torch.on_scaler_call("step", self._step),
+            _torch.on_scaler_call("update", self._update),
         ]
 
     def stop(self) -> None:
@@ -151,27 +151,6 @@ class ScalerObserver:
             self._seen[scaler] = _Seen(limits, history=StepHistory(_KEPT, floor=floor))
         seen: _Seen = self._seen[scaler]
         return seen
-
-
-def _around(name: str, act: Callable[..., Any]) -> Callable[[], None]:
-    """Has ``act(scaler, run, *args)`` make each call of a method of PyTorch's scaler; what ends that is returned."""
-    kind: Any = torch.amp.GradScaler
-    plain = vars(kind)[name]
-
-    @functools.wraps(plain)
-    def called(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        # The first is a constant where the compiler traces: nothing of this is in a graph.
-        if torch.compiler.is_compiling() or not (_torch.is_real() and scaler.is_enabled()):
-            return plain(scaler, *args, **kwargs)
-        given = args or tuple(kwargs.values())
-        return act(scaler, lambda: plain(scaler, *args, **kwargs), *given)
-
-    def stop() -> None:
-        if vars(kind)[name] is called:  # else somebody replaced it after us, and calls us
-            setattr(kind, name, plain)
-
-    setattr(kind, name, called)
-    return stop
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

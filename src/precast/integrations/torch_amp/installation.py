@@ -35,8 +35,8 @@ __all__ = ["Installation", "install", "install_to_observe", "uninstall"]
 
 _lock = survives_fork(threading.RLock())
 _installations: list[Installation] = []
-_replaced: Final[list[tuple[Any, str, Any, Any]]] = []
-"""Where a name of PyTorch's was replaced: object, name, what it was, what took its place."""
+_replaced: Final[list[Callable[[], None]]] = []
+"""What puts back each name of PyTorch's that was replaced."""
 
 
 class Installation:
@@ -171,41 +171,32 @@ def _meaning(bound: BoundPolicy | None) -> str | None:
 
 def _replace_names() -> None:
     stand_ins = [*FUNCTIONS, *(SCALERS if _installations[-1].replaces_scalers else ())]
+    for module, name, stand_in in stand_ins:
+        _replaced.append(_torch.replace_name(module.__name__, name, stand_in))
     if not all(bound is None or bound.is_pytorchs for bound in map(_bound_policy, DEVICE_TYPES)):
-        stand_ins += [(torch.autocast, "__enter__", _enter), (torch.autocast, "__exit__", _exit)]
-    for owner, name, stand_in in stand_ins:
-        _replaced.append((owner, name, getattr(owner, name), stand_in))
-        setattr(owner, name, stand_in)
+        _replaced.append(_torch.replace_regions(_enter, _exit))
     let_be_pickled(installed=_installations[-1].replaces_scalers)
 
 
 def _restore_names() -> None:
     let_be_pickled(installed=False)
     while _replaced:
-        owner, name, original, stand_in = _replaced.pop()
-        if (
-            getattr(owner, name, None) is stand_in
-        ):  # else it is another library's patch, which stays
-            setattr(owner, name, original)
+        _replaced.pop()()
 
 
-_enter_pytorchs: Callable[..., Any] = torch.autocast.__enter__
-_exit_pytorchs: Callable[..., Any] = torch.autocast.__exit__
-
-
-@functools.wraps(_enter_pytorchs)
+@functools.wraps(_torch.enter_region)
 def _enter(region: torch.autocast) -> Any:
     """Enters a region under a policy that TorchScript's optimiser, which knows PyTorch's alone, would not follow."""
     _optimized.outside.append(_torch.optimizes_torchscript())
     _torch.optimize_torchscript(False)
-    return _enter_pytorchs(region)
+    return _torch.enter_region(region)
 
 
-@functools.wraps(_exit_pytorchs)
+@functools.wraps(_torch.exit_region)
 def _exit(region: torch.autocast, *exc_info: Any) -> Any:
     if _optimized.outside:  # a region may be older than the installation
         _torch.optimize_torchscript(_optimized.outside.pop())
-    return _exit_pytorchs(region, *exc_info)
+    return _torch.exit_region(region, *exc_info)
 
 
 class _Optimized(threading.local):

@@ -1,0 +1,71 @@
+"""PyTorch's own mixed precision: open regions, the fused operations of a scaler, and what a scaler knows.
+
+Invariants:
+
+- nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = [
+    "autocast_nesting",
+    "check_and_unscale_",
+    "deprecation_of",
+    "found_infs_of",
+    "scale_of",
+    "update_scale_",
+]
+
+_nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+
+
+def autocast_nesting() -> int:
+    """How many of PyTorch's regions and precast's this thread is in; nothing reads it without changing it (2.13)."""
+    increment, decrement = _nesting
+    increment()
+    return decrement()
+
+
+def check_and_unscale_(
+    gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
+    """Multiplies gradients of one device and dtype in place, and sets `found_inf` to 1.0 if one was not finite.
+
+    One fused pass that does not wait for the device; nothing public does both (2.13).
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
+def update_scale_(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    *,
+    growth: float,
+    backoff: float,
+    interval: int,
+) -> None:
+    """Adapts scale and tracker in place on their device, without waiting for the verdict; no public way (2.13)."""
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """A copy of a scaler's scale, without waiting for the device; None before its first loss (2.13)."""
+    scale = scaler._get_scale_async()
+    return None if scale is None else scale.clone()
+
+
+def found_infs_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch.Tensor]:
+    """What a scaler of PyTorch's found in this iteration, nonzero where a gradient was not finite (2.13)."""
+    state = scaler._per_optimizer_states.get(id(optimizer), {})
+    return list(state.get("found_inf_per_device", {}).values())
+
+
+def deprecation_of(function: Any) -> str | None:
+    """What PyTorch says of a deprecated function; that attribute is public in Python 3.13 alone (2.13)."""
+    text: str | None = getattr(function, "__deprecated__", None)
+    return text

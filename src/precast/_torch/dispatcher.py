@@ -1,0 +1,216 @@
+"""The dispatcher: its autocast keys, the kernels behind them, and the operators that it knows.
+
+Invariants:
+
+- operators are named as the dispatcher names them: "aten::softmax.int";
+- a kernel that this file gives is called as ``kernel(keyset, *args, **kwargs)``, whatever stands behind it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+__all__ = [
+    "AutocastOff",
+    "Kernel",
+    "OpOverload",
+    "autocast_key",
+    "compiled_kernel",
+    "definitions",
+    "destroy",
+    "dispatch_key",
+    "fallthrough",
+    "find_overload",
+    "full_dispatch",
+    "has_autocast_kernel",
+    "is_composite",
+    "keyset_of",
+    "operator_names",
+    "operator_overloads",
+    "schema_of",
+    "without_override_warning",
+]
+
+Kernel = Callable[..., Any]
+"""What stands behind a dispatch key: called as ``kernel(keyset, *args, **kwargs)``."""
+
+# The dispatcher's autocast keys have no public list by device type (2.13); PrivateUse1 is the odd name.
+_KEY_NAMES = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "mps": "AutocastMPS",
+    "xpu": "AutocastXPU",
+    "mtia": "AutocastMTIA",
+    "maia": "AutocastMAIA",
+    "hpu": "AutocastHPU",
+    "ipu": "AutocastIPU",
+    "xla": "AutocastXLA",
+}
+
+
+@cache
+def autocast_key(device_type: str) -> str:
+    """Name of the dispatch key that PyTorch switches on for autocast on `device_type`."""
+    return _KEY_NAMES.get(device_type, "AutocastPrivateUse1")
+
+
+def dispatch_key(device_type: str) -> Any:
+    """The dispatch key; `torch._C.DispatchKey` has no names for MTIA's, MAIA's and XLA's (2.11 to 2.13)."""
+    return torch._C._dispatch_key_parse(autocast_key(device_type))
+
+
+def keyset_of(device_type: str) -> Any:
+    """A keyset with the autocast key alone: for compiled autocast kernels, which are plain functions and ignore it."""
+    return torch._C.DispatchKeySet(dispatch_key(device_type))
+
+
+class AutocastOff:
+    """Excludes one device's autocast key in this thread, as PyTorch's own kernels do around their inner call.
+
+    Not `torch.autocast(enabled=False)`: that costs more, and would change what the program reads from
+    `torch.is_autocast_enabled`.
+    """
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, device_type: str) -> None:
+        self._keys = keyset_of(device_type)
+
+    def __call__(self) -> Any:
+        """A fresh guard, for one `with`."""
+        return torch._C._ExcludeDispatchKeyGuard(self._keys)
+
+
+def has_autocast_kernel(op: str, device_type: str) -> bool:
+    """Whether something is registered for `op` ("aten::linear") at the autocast key of `device_type`."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(device_type))
+
+
+def compiled_kernel(overload: OpOverload, device_type: str) -> Kernel:
+    """The kernel now registered for `overload` at the autocast key of `device_type`; it stays callable when overridden.
+
+    `torch.library.get_kernel` is public (2.9 and later); the object that it returns is not.
+    """
+    kernel: Kernel = torch.library.get_kernel(overload, dispatch_key(device_type)).call_boxed
+    return kernel
+
+
+def fallthrough(overload: OpOverload, device_type: str) -> Kernel:
+    """Goes on to the next kernel below the autocast key, with autocast still on, as if nothing were registered there.
+
+    `redispatch_boxed` (2.13) does not ask ``__torch_function__`` a second time, as calling the overload would.
+    """
+    if _takes_numbers(overload):
+        off = AutocastOff(device_type)
+        call = full_dispatch(overload)
+
+        def with_numbers(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            with off():  # these operations call no others: on or off is the same to them
+                return call(*args, **kwargs)
+
+        return with_numbers
+    below = torch._C._dispatch_keyset_full_after(dispatch_key(device_type))
+    redispatch = overload._handle.redispatch_boxed
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keyset & below, *args, **kwargs)
+
+    return kernel
+
+
+def full_dispatch(overload: OpOverload) -> Callable[..., Any]:
+    """Calls `overload` from the top of the dispatcher, without ``__torch_function__``: ``at::op`` of C++."""
+    if _takes_numbers(overload):
+        # Slower, and asks ``__torch_function__``, but makes tensors of the numbers again.
+        return overload._op
+    return partial(torch._C._dispatch_call_boxed, overload._handle)
+
+
+def _takes_numbers(overload: OpOverload) -> bool:
+    """Whether ``x * 2.0`` is such a call: C++ passes a tensor, and a Python kernel gets the number (2.13)."""
+    name = schema_of(overload).name.partition("::")[2]
+    return torch._C._should_allow_numbers_as_tensors(name)
+
+
+def find_overload(op: str) -> OpOverload | None:
+    """The operator object of a dispatcher name ("aten::softmax.int", "mylib::myop"), or None if it is not there."""
+    qualified, _, overload = op.partition(".")
+    namespace, _, name = qualified.partition("::")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+        found: OpOverload = getattr(packet, overload or "default")
+    except (AttributeError, RuntimeError):
+        return None  # it may still be defined later
+    return found
+
+
+def schema_of(overload: OpOverload) -> torch.FunctionSchema:
+    """Arguments and aliasing of an operator; `OpOverload._schema` is the documented-by-use way (2.13)."""
+    return overload._schema
+
+
+def is_composite(op: Any) -> bool:
+    """Whether an operation is made of others above autograd; a mode sees it only in inference mode (2.13)."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return isinstance(op, OpOverload) and op.has_kernel_for_dispatch_key(key)
+
+
+def operator_names() -> set[str]:
+    """All operators that a kernel can be written for, as the dispatcher spells them ("aten::softmax.int").
+
+    No public list (2.13). Overloads that take names of dimensions, which there are until 2.12, can be called from
+    C++ alone: "aten::softmax.Dimname". They are left out here and below.
+    """
+    return {name for name in torch._C._dispatch_get_all_op_names() if not _takes_names(name)}
+
+
+def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
+    """The overloads of an operation ("aten::softmax"): name ("" is the default) -> schema; empty if it is unknown.
+
+    Only the dispatcher has this list, and nothing public reads it (2.13). TorchScript's scalar overloads
+    ("aten::exp.float"), which share the names but never reach the dispatcher, are left out.
+    """
+    schemas = torch._C._jit_get_schemas_for_operator(operation)
+    return {s.overload_name: s for s in schemas if _reaches_dispatcher(operation, s.overload_name)}
+
+
+def definitions() -> tuple[int, ...]:
+    """Numbers of which one changes when an operation may have been defined: by Python, by a library, by an extension.
+
+    The dispatcher tells nobody of new operations, and to count them takes a millisecond (2.13). Those that Python
+    defines are in `torch.library._defs`, where it is there.
+    """
+    by_python = getattr(torch.library, "_defs", ())
+    return len(by_python), len(torch.ops.loaded_libraries), len(sys.modules)
+
+
+def _takes_names(name: str) -> bool:
+    return re.search(r"aten::\w+\.\w*([Dd]imname|names)", name) is not None
+
+
+def _reaches_dispatcher(operation: str, overload: str) -> bool:
+    name = f"{operation}.{overload}" if overload else operation
+    return torch._C._dispatch_has_kernel(name) and not _takes_names(name)
+
+
+def destroy(library: torch.library.Library) -> None:
+    """Takes a library's kernels off the dispatcher now; public code can only wait for it to be collected (2.13)."""
+    library._destroy()
+
+
+@contextmanager
+def without_override_warning() -> Iterator[None]:
+    """Registers over PyTorch's kernels without its process-wide 'Overriding a previously registered kernel' warning."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*previously registered kernel.*")
+        yield

@@ -1,0 +1,176 @@
+"""The list of all that precast patches in PyTorch: what, why, from when, until when, and on which versions.
+
+Invariants:
+
+- `patches` replaces nothing that is not listed here, and all that is listed is replaced there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["PATCHES", "WITH_THE_PROCESS", "WRITING_COLLECTIVES", "Patch"]
+
+WITH_THE_PROCESS: Final = "with the process"
+"""How `Patch.ends` begins where a patch stays once it is made."""
+
+WRITING_COLLECTIVES: Final = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+_OF_CUSTOM_FUNCTIONS: Final = ("custom_bwd", "custom_fwd")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Names of one module or class of PyTorch's that get other values for a time."""
+
+    owner: str
+    """Where they are, as `pkgutil.resolve_name` reads it: a module, or "module:class"."""
+    names: tuple[str, ...]
+    reason: str
+    begins: str
+    """The feature that makes the patch when it is first used."""
+    ends: str
+    seen: str
+    """The versions of PyTorch on which it was seen to work; what differs between them."""
+
+
+_ALL: Final = "2.11 to 2.15"
+_INSTALLED: Final = "precast.install()", "when the last installation ends"
+
+PATCHES: Final = (
+    Patch(
+        "torch",
+        ("clear_autocast_cache",),
+        "A program that clears PyTorch's weight cache means ours, too; nothing public tells of it.",
+        "when a policy's kernels are registered, for the first region or installation",
+        "when they are taken off, with the last installation",
+        _ALL,
+    ),
+    Patch(
+        "torch.compiler.config",
+        ("cache_key_tag",),
+        "The compiler's cache on disk must tell policies apart; a plain tag would hide the user's own.",
+        "when the kernels of a policy unlike PyTorch's are registered",
+        "when they are taken off, with the last installation",
+        _ALL,
+    ),
+    Patch(
+        "torch.utils.checkpoint",
+        (
+            "_checkpoint_without_reentrant_generator",
+            "_checkpoint_without_reentrant_generator_impl",
+        ),
+        "A checkpoint restores PyTorch's flags when it runs a function again, and no policy; nothing public sees that "
+        "it runs again, as `context_fn` belongs to the caller.",
+        "when the first region is opened, or the first module with a rule is called",
+        "when the kernels are taken off, with the last installation",
+        _ALL + "; the second name exists since 2.14, and the first calls it",
+    ),
+    Patch(
+        "torch.utils.checkpoint:CheckpointFunction",
+        ("forward",),
+        "The same for reentrant checkpoints, which have no `context_fn`.",
+        "with the one above",
+        "with the one above",
+        _ALL,
+    ),
+    Patch(
+        "torch.amp.autocast_mode:_UnmanagedAutocast",
+        ("__enter__", "__exit__"),
+        "A graph holds PyTorch's regions only: one of them that names a policy is opened as ours.",
+        "when torch.compile first traces a region of precast",
+        f"{WITH_THE_PROCESS}: a compiled graph may run at any time",
+        _ALL + "; 2.11 has no such class, and torch.autocast itself is patched",
+    ),
+    Patch(
+        "torch:autocast",
+        ("__enter__", "__exit__"),
+        "TorchScript's optimiser knows PyTorch's policy alone, and is off in PyTorch's regions under another one.",
+        "precast.install() of a policy unlike PyTorch's",
+        _INSTALLED[1],
+        _ALL,
+    ),
+    *(
+        Patch(
+            owner,
+            names,
+            "Code that is imported later and says PyTorch's name gets precast's scaler or decorator.",
+            *_INSTALLED,
+            _ALL,
+        )
+        for owner, names in (
+            ("torch", ("GradScaler",)),
+            ("torch.amp", ("GradScaler", *_OF_CUSTOM_FUNCTIONS)),
+            ("torch.amp.grad_scaler", ("GradScaler",)),
+            ("torch.amp.autocast_mode", _OF_CUSTOM_FUNCTIONS),
+            ("torch.cuda.amp", ("GradScaler", *_OF_CUSTOM_FUNCTIONS)),
+            ("torch.cuda.amp.grad_scaler", ("GradScaler",)),
+            ("torch.cuda.amp.autocast_mode", _OF_CUSTOM_FUNCTIONS),
+            ("torch.cpu.amp", ("GradScaler",)),
+            ("torch.cpu.amp.grad_scaler", ("GradScaler",)),
+        )
+    ),
+    Patch(
+        "torch.nn:Module",
+        ("__call__",),
+        "Models are found when they are called. Public hooks for all modules take every call off its short path, and a "
+        "model from torch.compile warns of them.",
+        "precast.install() of a policy with rules for modules; precast run",
+        "when the last of those ends",
+        _ALL,
+    ),
+    Patch(
+        "torch.distributed:ProcessGroup",
+        WRITING_COLLECTIVES,
+        "What a collective writes moves no version counter, and nothing public tells of it. All of torch.distributed "
+        "calls these methods, whoever imported which of its functions; DDP's own calls do not come by.",
+        "precast.attach() with held weights",
+        "when the last attachment ends",
+        _ALL,
+    ),
+    Patch(
+        "torch",
+        ("autocast_decrement_nesting", "autocast_increment_nesting", "set_autocast_enabled"),
+        "A trace says which region an operation ran in. What a dispatch mode sees runs with all autocast keys "
+        "excluded, so that PyTorch's own flags say nothing there.",
+        "the first precast.trace() that opens",
+        "the last one that closes",
+        _ALL,
+    ),
+    Patch(
+        "torch.autograd",
+        ("backward",),
+        "A report needs the losses, which are where backward passes begin: hooks of autograd see nodes and gradients, "
+        "and never the tensor. Tensor.backward looks the function up there.",
+        "precast run",
+        "when the program ends, or its report is complete",
+        _ALL,
+    ),
+    Patch(
+        "torch.amp:GradScaler",
+        ("scale", "step", "update"),
+        "A report tells which steps PyTorch's own scaler skipped; it has no hooks.",
+        "precast run",
+        "when the program ends, or its report is complete",
+        _ALL,
+    ),
+)
+"""Everything of PyTorch's that precast replaces."""

@@ -1,0 +1,459 @@
+"""Every patch of PyTorch that precast makes: what is replaced, why, from when, and until when.
+
+Invariants:
+
+- importing precast patches nothing: each patch is made when a feature that needs it is first used;
+- nothing is patched that `patch_list.PATCHES` does not list, and all that it lists is patched in this file;
+- a patch that ends puts back what it found, unless somebody has replaced that meanwhile: theirs stays, and calls ours,
+  which then does nothing.
+
+Hooks that PyTorch offers (on modules, optimizers, parameters) are no patches, and stand where they are used.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, Final, Protocol
+
+import torch
+
+from precast._internal.locks import survives_fork
+from precast._torch.compile import never_compiled
+from precast._torch.patch_list import PATCHES, WRITING_COLLECTIVES
+from precast._torch.transforms import is_real
+
+__all__ = [
+    "RegionListener",
+    "checkpoint_wrappers",
+    "enter_region",
+    "exit_region",
+    "on_backward",
+    "on_cleared_cache",
+    "on_collectives",
+    "on_graph_region",
+    "on_module_call",
+    "on_regions",
+    "on_scaler_call",
+    "replace_name",
+    "replace_regions",
+    "set_compile_cache_tag",
+    "unwrap_checkpoints",
+    "wrap_checkpoints",
+]
+
+_lock = survives_fork(threading.RLock())
+_ABSENT: Final = object()
+Stop = Callable[[], None]
+
+
+def _check_listed(owner: str, name: str) -> None:
+    listed = any(owner == patch.owner and name in patch.names for patch in PATCHES)
+    assert listed, f"{owner} {name} is not in PATCHES"
+
+
+def _put(owner: str, name: str, value: object) -> Stop:
+    """Replaces one name that is listed; calling what this returns puts back what was there."""
+    _check_listed(owner, name)
+    where = pkgutil.resolve_name(owner)
+    original = vars(where).get(name, _ABSENT)
+    setattr(where, name, value)
+
+    def stop() -> None:
+        if vars(where).get(name) is not value:
+            return  # somebody has replaced it after us, and calls us
+        if original is _ABSENT:
+            delattr(where, name)
+        else:
+            setattr(where, name, original)
+
+    return stop
+
+
+def _together(stops: list[Stop]) -> Stop:
+    def stop() -> None:
+        for end in stops:
+            end()
+
+    return stop
+
+
+class _Shared:
+    """A patch that several ask for, in any thread, and that is made once."""
+
+    def __init__(self, make: Callable[[], list[Stop]]) -> None:
+        self._make = make
+        self._stops: list[Stop] = []
+
+    def begin(self) -> None:
+        """Makes the patch. Does nothing where it is made already."""
+        if not self._stops:
+            with _lock:
+                self._stops = self._stops or self._make()
+
+    def end(self) -> None:
+        """Ends the patch. Does nothing where there is none."""
+        with _lock:
+            while self._stops:
+                self._stops.pop()()
+
+
+def replace_name(module: str, name: str, stand_in: object) -> Stop:
+    """Puts a function or class of precast's in the place of PyTorch's; calling what this returns ends that."""
+    return _put(module, name, stand_in)
+
+
+# --- the weight cache ---
+
+_clearing: Final[list[Callable[[], None]]] = []
+
+
+def on_cleared_cache(clear: Callable[[], None] | None) -> None:
+    """Has `clear` called whenever a program clears PyTorch's weight cache, as its regions do; None ends that.
+
+    All regions look up `torch.clear_autocast_cache` when they end.
+    """
+    _clearing[:] = [] if clear is None else [clear]
+    if clear is None:
+        _cleared_cache.end()
+    else:
+        _cleared_cache.begin()
+
+
+def _hear_cleared_cache() -> list[Stop]:
+    pytorchs = torch.clear_autocast_cache
+
+    @never_compiled
+    def clear_autocast_cache() -> None:
+        """Drops the lower-precision copies of weights, PyTorch's and precast's."""
+        for clear in _clearing:
+            clear()
+        pytorchs()
+
+    return [_put("torch", "clear_autocast_cache", clear_autocast_cache)]
+
+
+_cleared_cache: Final = _Shared(_hear_cleared_cache)
+
+
+# --- checkpoints ---
+
+checkpoint_wrappers: Final[list[Callable[[Callable[..., Any]], Callable[..., Any]]]] = []
+"""Each is given the function of a `torch.utils.checkpoint`, and returns what runs in its place, in backward too. The
+first is the outermost."""
+
+
+def wrap_checkpoints() -> None:
+    """From now on the functions of checkpoints are given to `checkpoint_wrappers`."""
+    _checkpoints.begin()
+
+
+def unwrap_checkpoints() -> None:
+    """Ends that; what was wrapped stays so."""
+    _checkpoints.end()
+
+
+def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    for wrap in reversed(checkpoint_wrappers):
+        function = wrap(function)
+    return function
+
+
+def _patch_checkpoints() -> list[Stop]:
+    module: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" if hasattr(module, f"{name}_impl") else ""
+    generator, forward = getattr(module, name), module.CheckpointFunction.forward
+
+    @wraps(generator)
+    def not_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(_wrapped(function), *args, **kwargs)
+
+    @wraps(forward)
+    def reentrant(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, _wrapped(function), *args)
+
+    kind = "torch.utils.checkpoint:CheckpointFunction"
+    return [
+        _put("torch.utils.checkpoint", name, not_reentrant),
+        _put(kind, "forward", staticmethod(reentrant)),
+    ]
+
+
+_checkpoints: Final = _Shared(_patch_checkpoints)
+
+
+# --- regions ---
+
+OpenRegion = Callable[[str, torch.dtype, bool, str], Any]
+_open_region: list[OpenRegion] = []
+_enter: Callable[..., Any] = torch.autocast.__enter__
+_exit: Callable[..., Any] = torch.autocast.__exit__
+
+
+def on_graph_region(open_region: OpenRegion) -> None:
+    """Has regions in a graph whose `cache_enabled` is text opened by ``open_region(device, dtype, enabled, text)``.
+
+    Dynamo puts a region into a graph as two calls with constant arguments, which run when the graph is traced further
+    or, with the backend "eager", each time. Dynamo knows PyTorch's regions only, and no other argument of theirs can
+    say which policy is meant. What `open_region` returns is entered and left in the place of PyTorch's region.
+    """
+    _open_region[:] = [open_region]
+    _graph_regions.begin()
+
+
+@wraps(_enter)
+def enter_region(region: Any) -> Any:
+    """`torch.autocast.__enter__`, which also knows regions that name a policy."""
+    text = region._cache_enabled
+    if not isinstance(text, str):
+        return _enter(region)
+    region._precast = _open_region[0](region.device, region.fast_dtype, region._enabled, text)
+    region._precast.__enter__()
+    return region
+
+
+@wraps(_exit)
+def exit_region(region: Any, *exc_info: Any) -> Any:
+    """`torch.autocast.__exit__`, which also knows regions that name a policy."""
+    ours = vars(region).get("_precast")
+    return _exit(region, *exc_info) if ours is None else ours.__exit__(*exc_info)
+
+
+def _patch_graph_regions() -> list[Stop]:
+    return _replace_methods(enter_region, exit_region, in_graphs=True)
+
+
+def _replace_methods(enter: Any, leave: Any, *, in_graphs: bool) -> list[Stop]:
+    graphs = in_graphs and _GRAPHS_HAVE_THEIR_OWN
+    owner = "torch.amp.autocast_mode:_UnmanagedAutocast" if graphs else "torch:autocast"
+    return [_put(owner, "__enter__", enter), _put(owner, "__exit__", leave)]
+
+
+_GRAPHS_HAVE_THEIR_OWN: Final = hasattr(torch.amp.autocast_mode, "_UnmanagedAutocast")  # since 2.12
+_graph_regions: Final = _Shared(_patch_graph_regions)
+
+
+def replace_regions(enter: Callable[..., Any], leave: Callable[..., Any]) -> Stop:
+    """Has PyTorch's regions entered by ``enter(region)`` and left by ``leave(region, *exc_info)``.
+
+    These are to call `enter_region` and `exit_region` in turn. Calling what this returns ends it.
+    """
+    if not _GRAPHS_HAVE_THEIR_OWN:
+        _graph_regions.begin()  # first, as it stays when this ends: there, both replace the same methods
+    stops = _replace_methods(enter, leave, in_graphs=False)
+    return _together(stops)
+
+
+class RegionListener(Protocol):
+    """Who is told of regions."""
+
+    def entered(self) -> None:
+        """A region is being entered, by the caller's caller."""
+
+    def left(self) -> None:
+        """A region ends."""
+
+    def switched(self, device_type: str, enabled: bool) -> None:
+        """Autocast is switched on or off."""
+
+
+_region_stops: Final[list[Stop]] = []
+
+
+def on_regions(listener: RegionListener | None) -> None:
+    """Has a listener told of all regions, PyTorch's and precast's; None ends that.
+
+    All regions look up the functions that count them and that switch autocast.
+    """
+    while _region_stops:
+        _region_stops.pop()()
+    if listener is None:
+        return
+    told = [listener]
+    increment, decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    set_enabled: Any = torch.set_autocast_enabled
+
+    def autocast_increment_nesting() -> int:
+        for one in told:
+            one.entered()
+        return increment()
+
+    def autocast_decrement_nesting() -> int:
+        for one in told:
+            one.left()
+        return decrement()
+
+    def set_autocast_enabled(*args: Any) -> None:
+        set_enabled(*args)
+        for one in told:
+            one.switched(*(args if len(args) == 2 else ("cuda", *args)))
+
+    ours = (autocast_increment_nesting, autocast_decrement_nesting, set_autocast_enabled)
+    stops = [_put("torch", function.__name__, never_compiled(function)) for function in ours]
+    _region_stops.extend((*stops, told.clear))
+
+
+# --- backward passes, calls of modules, scalers ---
+
+
+def on_backward(tell: Callable[[Any, Any], None]) -> Stop:
+    """Has ``tell(roots, gradients)`` called before each backward pass; calling what this returns ends that."""
+    backward = torch.autograd.backward
+
+    @never_compiled
+    @wraps(backward)
+    def told(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        tell(tensors, grad_tensors)
+        backward(tensors, grad_tensors, *args, **kwargs)
+
+    return _put("torch.autograd", "backward", told)
+
+
+Outermost = Callable[[torch.nn.Module, Callable[[], Any]], Any]
+_outermost: list[Outermost] = []
+
+
+def on_module_call(outermost: Outermost) -> Stop:
+    """Has ``outermost(module, run)`` make each call of a module from outside of all modules, in any thread.
+
+    Of several, each is what the one after it runs. Calling what this returns ends it.
+    """
+    with _lock:
+        _module_calls.begin()
+        _outermost.append(outermost)
+
+    def stop() -> None:
+        with _lock:
+            if outermost in _outermost:
+                _outermost.remove(outermost)
+            if not _outermost:
+                _module_calls.end()
+
+    return stop
+
+
+def _patch_module_calls() -> list[Stop]:
+    kind: Any = torch.nn.Module
+    call = kind.__call__
+    here = threading.local()
+
+    @wraps(call)
+    def __call__(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        # The first is a constant where the compiler traces: nothing of this is in a graph.
+        if torch.compiler.is_compiling() or getattr(here, "inside", False):
+            return call(module, *args, **kwargs)
+        here.inside = True
+        try:
+            return _made_by(tuple(_outermost), module, lambda: call(module, *args, **kwargs))
+        finally:
+            here.inside = False
+
+    return [_put("torch.nn:Module", "__call__", __call__)]
+
+
+def _made_by(
+    listeners: tuple[Outermost, ...], module: torch.nn.Module, run: Callable[[], Any]
+) -> Any:
+    if not listeners:
+        return run()
+    return listeners[-1](module, lambda: _made_by(listeners[:-1], module, run))
+
+
+_module_calls: Final = _Shared(_patch_module_calls)
+
+
+def on_scaler_call(name: str, act: Callable[..., Any]) -> Stop:
+    """Has ``act(scaler, run, *args)`` make each call of a method of PyTorch's scaler; what ends that is returned."""
+    plain = vars(torch.amp.GradScaler)[name]
+
+    @wraps(plain)
+    def called(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        # The first is a constant where the compiler traces: nothing of this is in a graph.
+        if torch.compiler.is_compiling() or not (is_real() and scaler.is_enabled()):
+            return plain(scaler, *args, **kwargs)
+        given = args or tuple(kwargs.values())
+        return act(scaler, lambda: plain(scaler, *args, **kwargs), *given)
+
+    return _put("torch.amp:GradScaler", name, called)
+
+
+# --- collectives ---
+
+
+def on_collectives(tell: Callable[[list[torch.Tensor]], None]) -> Stop:
+    """Has `tell` called with the tensors of each collective that Python calls; calling what this returns ends that."""
+    if not torch.distributed.is_available():
+        return lambda: None
+    group: Any = torch.distributed.ProcessGroup
+
+    def telling(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            tell(list(_tensors_of([*args[1:], *kwargs.values()])))
+            return call(*args, **kwargs)
+
+        return told
+
+    stops = [
+        _put("torch.distributed:ProcessGroup", name, telling(getattr(group, name)))
+        for name in WRITING_COLLECTIVES
+        if name in vars(group)
+    ]
+    return _together(stops)
+
+
+def _tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_of(value)
+
+
+# --- the compiler's cache on disk ---
+
+
+class _Tag(str):
+    """A tag that says, whenever a compiler's cache makes a key of it, what it is then."""
+
+    said: Callable[[], str]
+
+    def __str__(self) -> str:
+        return self.said()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.said(), spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # the keys are digests of pickles
+        return str, (self.said(),)
+
+
+def set_compile_cache_tag(extra: Callable[[], str] | None) -> None:
+    """Adds what `extra` says to the key under which compiled code is kept on disk; None takes that away again.
+
+    `torch.compiler.config.cache_key_tag` is public. That it may be more than a plain string is not, and neither is the
+    place that holds for all threads and that no later setting of the user's hides: what a user sets is asked (2.13).
+    """
+    _check_listed("torch.compiler.config", "cache_key_tag")
+    config: Any = torch.compiler.config
+    entry = config._config["cache_key_tag"]
+    unset = torch.utils._config_module._UNSET_SENTINEL
+
+    def users() -> Any:
+        own = entry.user_override
+        return own.get() if isinstance(own, ContextVar) else own
+
+    def said() -> str:
+        assert extra is not None
+        asked = users(), entry.env_value_default, entry.default
+        return str(next(t for t in asked if t is not unset and not isinstance(t, _Tag))) + extra()
+
+    tag = _Tag()
+    tag.said = said
+    entry.env_value_force = unset if extra is None else tag
+    if extra is None and isinstance(users(), _Tag):  # `config.patch` puts back what it read
+        config.cache_key_tag = entry.default
