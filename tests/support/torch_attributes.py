@@ -1,10 +1,10 @@
-"""What every attribute of PyTorch's modules and classes is, to find out which ones were replaced.
+"""What every attribute of PyTorch's modules and classes is, to find out which ones are replaced.
 
 Invariants:
 
 - nothing here imports precast: what PyTorch is before that can be compared with what it is afterwards;
-- an attribute is compared by identity. What PyTorch keeps in variables of its modules (numbers, caches) is no function
-  or class, and is not looked at.
+- functions, classes and settings are compared, by identity; what else PyTorch keeps in variables of its modules and
+  classes (numbers, caches) is its own.
 """
 
 from __future__ import annotations
@@ -12,58 +12,85 @@ from __future__ import annotations
 import pkgutil
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Attributes", "attributes", "changed", "owner_key"]
+__all__ = ["Key", "TorchAttributes", "key_of"]
 
 Key = tuple[str, str]
-Attributes = dict[Key, Any]
-"""(owner, name) -> value; an owner is "module" or "module:class"."""
+"""(owner, name); an owner is "module" or "module:class"."""
 
 _ABSENT = object()
 
 
-def attributes() -> Attributes:
-    """Of all modules of PyTorch that are loaded, their classes, and their settings."""
-    found: Attributes = {}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "torch":
-            found |= {(name, key): value for key, value in _of_module(module)}
-            for kind in list(vars(module).values()) if hasattr(module, "__dict__") else ():
-                if isinstance(kind, type) and kind.__module__.partition(".")[0] == "torch":
-                    found |= {(_key_of_class(kind), key): v for key, v in vars(kind).items()}
-    return found
+class TorchAttributes:
+    """Those of all modules of PyTorch that are loaded when this is made, of their classes, and their settings."""
+
+    def __init__(self) -> None:
+        modules = {
+            name: vars(module)
+            for name, module in list(sys.modules.items())
+            if name.partition(".")[0] == "torch" and type(module) is not type(None)
+        }
+        self._owners: dict[str, Any] = dict(modules)
+        for names in modules.values():
+            for kind in list(names.values()):
+                if issubclass(type(kind), type) and kind.__module__.partition(".")[0] == "torch":
+                    self._owners[_of_class(kind)] = vars(kind)
+        self._before = self._read()
+
+    def changed(self) -> set[Key]:
+        """What is another object now, or is new in an owner that was there."""
+        now = self._read()
+        return {
+            key
+            for key in self._before.keys() | now.keys()
+            if self._before.get(key, _ABSENT) is not now.get(key, _ABSENT)
+        }
+
+    def _read(self) -> dict[Key, Any]:
+        return {
+            (owner, name): value
+            for owner, names in self._owners.items()
+            for name, value in (*names.items(), *_settings(names))
+            if _is_compared(value)
+        }
 
 
-def _of_module(module: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in list(getattr(module, "__dict__", {}).items()):
-        if callable(value) and not isinstance(value, types.ModuleType):
-            yield key, value
-    settings = getattr(module, "__dict__", {}).get("_config")
-    if isinstance(settings, dict):
-        for key, entry in settings.items():
-            if hasattr(
-                entry, "env_value_force"
-            ):  # it holds for all threads, whatever a program sets
-                yield key, entry.env_value_force
+def _settings(names: Any) -> list[tuple[str, Any]]:
+    """The settings that hold for all threads, whatever a program sets, where a module has settings."""
+    known = names.get("_config")
+    entries = known.items() if isinstance(known, dict) else ()
+    return [(k, _Setting.of(e)) for k, e in entries if hasattr(e, "env_value_force")]
 
 
-def changed(before: Attributes, after: Attributes) -> set[Key]:
-    """What is another object, or is gone, or is new in an owner that was there."""
-    owners = {owner for owner, _ in before}
-    keys = before.keys() | {key for key in after if key[0] in owners}
-    return {key for key in keys if before.get(key, _ABSENT) is not after.get(key, _ABSENT)}
+class _Setting:
+    """Makes one object of each value of a setting, so that settings are compared by identity, too."""
+
+    _known: dict[int, tuple[Any, _Setting]] = {}  # noqa: RUF012 -- for all of them
+
+    @classmethod
+    def of(cls, entry: Any) -> _Setting:
+        value = entry.env_value_force
+        return cls._known.setdefault(id(value), (value, cls()))[1]
 
 
-def owner_key(owner: str) -> str | None:
-    """How `attributes` spells an owner of `PATCHES`; None where this PyTorch has none."""
+def _is_compared(value: Any) -> bool:
+    kind = type(value)  # not `isinstance`, which asks a value for its class: a deprecated one warns
+    if issubclass(
+        kind, types.ModuleType
+    ):  # one that is imported later is a new attribute of its parent
+        return False
+    return callable(value) or issubclass(kind, (staticmethod, classmethod, property, _Setting))
+
+
+def key_of(owner: str) -> str | None:
+    """How `TorchAttributes` spells an owner of precast's list of patches; None where this PyTorch has none."""
     try:
         value = pkgutil.resolve_name(owner)
     except AttributeError:
         return None
-    return _key_of_class(value) if isinstance(value, type) else value.__name__
+    return _of_class(value) if isinstance(value, type) else str(value.__name__)
 
 
-def _key_of_class(kind: type) -> str:
+def _of_class(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"

@@ -4,8 +4,7 @@ Invariants:
 
 - importing precast patches nothing: each patch is made when a feature that needs it is first used;
 - nothing is patched that `patch_list.PATCHES` does not list, and all that it lists is patched in this file;
-- a patch that ends puts back what it found, unless somebody has replaced that meanwhile: theirs stays, and calls ours,
-  which then does nothing.
+- a patch that ends puts back what it found, unless somebody has replaced that meanwhile: then theirs stays.
 
 Hooks that PyTorch offers (on modules, optimizers, parameters) are no patches, and stand where they are used.
 """
