@@ -217,7 +217,7 @@ def test_every_entry_says_why_and_until_when() -> None:
 def test_what_is_not_on_the_list_is_not_patched() -> None:
     from precast._torch import patches
 
-    with pytest.raises(AssertionError, match="not in PATCHES"):
+    with pytest.raises(AssertionError, match="is not in PATCHES"):
         patches.replace_name("torch", "matmul", None)
 
 
