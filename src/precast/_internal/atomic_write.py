@@ -1,9 +1,9 @@
-"""Writing results so that a reader never meets half a file.
+"""Writes files so that a reader never sees half of one.
 
-Invariants: what was at a path stays until its successor is complete and on the disk; a failure is one
-`OutputError` that says so, and leaves no temporary file. A process that is killed while it writes leaves the
-old file and, beside it, a hidden temporary one. A device or a pipe is written to, and stays what it is. A report is
-never put in the place of a file that precast did not write.
+Invariants: the old file stays until the new one is complete and on the disk. Every failure is an `OutputError`, and
+leaves no temporary file. A process that is killed while it writes leaves the old file and, beside it, a hidden
+temporary one. A device or a pipe is written to and not replaced. A report never replaces a file that precast did not
+write.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MARKS = (
     (b"<!doctype html>", b'<meta name="generator" content="precast'),
     (b"\x89PNG", b"precast"),
 )
-"""How what precast writes begins, and what stands near there."""
+"""How the files that precast writes begin, and a text that follows near the beginning."""
 
 
 def is_not_ours(path: Path) -> bool:
-    """Whether there is a file with contents that precast did not write: somebody's script, somebody's results."""
+    """Whether there is a file that is not empty and that precast did not write, such as a script or other results."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -36,7 +36,7 @@ def is_not_ours(path: Path) -> bool:
 
 
 def replace_own(path: Path, content: bytes) -> None:
-    """`replace`, but for a report's file: what precast did not write stays.
+    """As `replace`, but refuses to replace a file that precast did not write.
 
     Raises:
         OutputError: it could not be written, or there is a file that precast did not write.
@@ -82,7 +82,7 @@ def replace(path: Path, content: bytes, mode: int = 0o644, *, make_folders: bool
 
 
 def is_no_file(path: Path) -> bool:
-    """Whether there is a device or a pipe, such as ``/dev/null``, in whose place no file may be put."""
+    """Whether the path is a device or a pipe, such as ``/dev/null``, which must not be replaced by a file."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 

@@ -1,6 +1,7 @@
-"""Finds the line of a program that a warning is about: the one that called precast, however many calls lie between.
+"""Finds the program's line that a warning is about: the last one outside of precast on the call stack.
 
-Invariants: needs no PyTorch; calls that PyTorch's own decorators add between two of precast's are no program's.
+Invariants: this file needs no PyTorch. Frames that PyTorch's own decorators put between two functions of precast are
+not the program's, and are skipped as well.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _BETWEEN: Final = ("torch/utils/_contextlib.py", "torch/_dynamo/eval_frame.py")
 
 
 def callers_level() -> int:
-    """The `stacklevel` for a warning, asked where `warnings.warn` is called: it points at the program's line."""
+    """The `stacklevel` with which `warnings.warn`, called in the same function, points at the program's line."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and _is_ours(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

@@ -1,8 +1,8 @@
 """How results look where they are displayed: one line of text, and in a notebook a heading and a small table.
 
 Invariants:
-- what is shown is computed from what is there: nothing is changed, judged or read from a device that works on its own;
-- all text is escaped, as names and paths of a program may hold anything.
+- showing a result changes nothing and waits for no device: it uses only what is on the host already;
+- all text is escaped in HTML, since a program's names and paths may contain any character.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Card:
     facts: Sequence[str]
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[Any]] = field(default=())
-    """Under `columns`; None is an empty cell. The first ten are shown."""
+    """The cells under `columns`; None is an empty cell. Only the first ten rows are shown."""
     rest: str = "rows"
-    """What the others are called: "and 5 more rows"."""
+    """What the rows beyond these ten are called, as in "and 5 more rows"."""
 
     def text(self) -> str:
-        """One line."""
+        """The card as one line of text."""
         return f"<{self.what}: {', '.join(self.facts)}>"
 
     def html(self) -> str:
-        """A fragment of HTML without styles or scripts."""
+        """The card as a fragment of HTML without styles or scripts."""
         head = f"<p><b>{escape(self.what)}</b>: {escape(', '.join(self.facts))}</p>"
         if not self.rows:
             return head
@@ -47,7 +47,7 @@ class Card:
 
 
 class Displayed:
-    """Has a `repr` of one line and, for notebooks, a table."""
+    """A base class that gives a `repr` of one line and, in notebooks, a table."""
 
     __slots__ = ()
 
@@ -63,7 +63,7 @@ class Displayed:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time, with three digits."""
+    """A time as text with three significant digits, in milliseconds below one second."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 

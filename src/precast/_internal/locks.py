@@ -1,6 +1,8 @@
-"""Locks that a forked process finds free, and what they guard whole.
+"""Locks that are free in a forked process.
 
-A child has only the thread that forked: what another thread had locked would stay locked, and half written.
+Invariant: only the thread that called `fork` exists in the child. A lock that another thread held would stay locked
+there for ever, and what it protects could be half written. Both kinds of locks here prevent the first, and
+`survives_fork` the second too.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ LockType = TypeVar("LockType", bound=_Lock)
 
 
 def survives_fork(lock: LockType) -> LockType:
-    """Has a process fork only while nobody else has the lock.
+    """Makes `fork` wait until no other thread holds the lock, and returns the lock.
 
-    Forking takes such locks in the reverse order of their making, so a lock that is held while another is asked for
-    is to be made after that one.
+    `fork` acquires these locks in the reverse order of their creation. So where a thread holds lock A while it acquires
+    lock B, lock A has to be created after lock B; the other order could deadlock.
     """
     if hasattr(os, "register_at_fork"):  # Windows does not fork
         os.register_at_fork(
@@ -43,10 +45,10 @@ def survives_fork(lock: LockType) -> LockType:
 
 
 class ForkSafeLock:
-    """A lock for the methods of one object. A forked process finds it free, whoever held it.
+    """A lock for the methods of one object, which a forked process replaces by a new, free one.
 
     Attributes:
-        lock: taken as ``with mutex.lock:``, by its holder again, as hooks may call what has hooks.
+        lock: used as ``with mutex.lock:``. It is reentrant, since a hook may call code that runs another hook.
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ class ForkSafeLock:
         _fork_safe.add(self)
 
     def reset(self) -> None:
-        """Frees it: the thread that holds it is not in this process."""
+        """Puts a new lock in place of one whose holder may not exist in this process."""
         self.lock = threading.RLock()
 
 

@@ -1,6 +1,6 @@
-"""The errors for packages that are not installed: what needs them, and how one installs them, also from a clone.
+"""Makes the errors for packages that are not installed: they say what needs the package and how to install it.
 
-Invariant: how an extra is installed is said here and nowhere else.
+Invariant: the command that installs an extra is written here and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from precast.errors import MissingExtraError
 __all__ = ["missing_extra", "missing_requirement"]
 
 _REQUIRED: Final = ("torch", "click", "rich", "tomli_w")
-"""What precast is always installed with, but by `--no-deps`."""
+"""The packages that pip installs with precast, unless it is told `--no-deps`."""
 
 
 def missing_extra(what: str, package: str, extra: str) -> MissingExtraError:
-    """The error where `what`, the subject of a sentence, needs a package of an extra."""
+    """Returns the error to raise where `what`, the subject of its sentence, needs a package of an optional extra."""
     return MissingExtraError(
         f"{what} needs the package {package}, which is not installed here. Write: pip install 'precast[{extra}]', or "
         f"in a clone of precast: pip install '.[{extra}]'."
@@ -24,7 +24,7 @@ def missing_extra(what: str, package: str, extra: str) -> MissingExtraError:
 
 
 def missing_requirement(what: str, error: ModuleNotFoundError) -> MissingExtraError | None:
-    """The same where precast was installed without its dependencies; None where `error` is about something else."""
+    """Returns that error for a required package that is missing; None where `error` is about another module."""
     package = (error.name or "").partition(".")[0]
     if package not in _REQUIRED:
         return None

@@ -1,12 +1,12 @@
-"""The one walk over containers: a function applied to every tensor, whatever the nesting, or a list of the tensors.
+"""Visits the tensors in nested containers: applies a function to each, or lists them.
 
 Invariants:
 - containers are lists, deques, tuples (named tuples, `PackedSequence`, `torch.return_types` too),
-  mappings and dataclass instances (frozen ones too), with their subclasses; all else is a leaf;
-- a rebuilt container keeps its type and what else it carries: default factory, order, attributes;
-- a container in which nothing changed is returned itself; none is modified in place;
-- a container that holds itself is walked once; where it does, a rebuilt one holds what was given;
-- nothing is consumed: generators, strings, sets and arrays are leaves.
+  mappings and dataclass instances (frozen ones too), with their subclasses; everything else is a leaf;
+- a container that is rebuilt keeps its type, its default factory, its order and its attributes;
+- a container in which no tensor changed is returned as it is; no container is modified in place;
+- a container that contains itself is visited once; its rebuilt version contains the original there;
+- generators are never consumed: they are leaves, as are strings, sets and arrays.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def map_tensors(
     items = _items(value)
     if items is None:
         return other(value)  # type: ignore[no-any-return]
-    if not torch.compiler.is_dynamo_compiling():  # which knows no identity of containers
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot compare containers by identity
         if any(value is outer for outer in _around):
             return value
         _around = (*_around, value)
@@ -67,7 +67,7 @@ def map_tensors(
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value, in their order; a container that is met again, as in itself, is looked into once.
+    """Lists the tensors in a value in their order. A container that occurs twice, or in itself, is visited once.
 
     >>> inner = [torch.ones(2)]
     >>> inner.append(inner)
@@ -87,7 +87,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The children of a container with the key that each is stored under; None for a leaf."""
+    """The children of a container, each with its key there; None for a leaf."""
     if isinstance(value, list | tuple | deque):
         return enumerate(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Doors to other libraries, one file each; none is loaded until it is imported by name."""
+"""Adapters for other libraries, one file for each; none is loaded before a program imports it."""
 
 from __future__ import annotations
 

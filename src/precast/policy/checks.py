@@ -1,6 +1,6 @@
-"""What `Policy` and its `replace` are given: checked, and in the form that a policy has.
+"""Checks the arguments of `Policy` and of `Policy.replace`, and turns them into the form that a policy stores.
 
-Invariant: everything that a policy cannot be made of is a `PolicyError` that says where it was given.
+Invariant: an argument that is not valid raises a `PolicyError` that says which one it was.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = [
 
 
 def is_device_type(device: object) -> bool:
-    """Whether PyTorch has autocast for it."""
+    """Whether PyTorch has autocast for this device type."""
     return isinstance(device, str) and device in DEVICE_TYPES
 
 
 def device_type(device: str, where: str = "") -> str:
-    """The device type itself; a `PolicyError` where PyTorch has no autocast for it."""
+    """Returns the device type; raises a `PolicyError` if PyTorch has no autocast for it."""
     if not is_device_type(device):
         allowed = ", ".join(DEVICE_TYPES)
         said = f"{where}: {shown(device)}" if where else shown(device)
@@ -50,7 +50,7 @@ def device_type(device: str, where: str = "") -> str:
 
 
 def checked_tables(tables: object) -> dict[str, Mapping[str, Entry]]:
-    """The tables of a policy, each key and row checked, in the order of the device types."""
+    """Returns the tables of a policy in the order of the device types, with each key and row checked."""
     where, example = "Policy(tables=...)", '{"cpu": {"aten::linear": Entry(Rule.LOWER)}}'
     by_device = {device_type(d, where): t for d, t in check_mapping(tables, where, example).items()}
     checked: dict[str, Mapping[str, Entry]] = {}
@@ -72,7 +72,7 @@ def _key(key: object) -> str:
 
 
 def checked_modules(modules: object) -> dict[str, ModuleRule]:
-    """The rules for modules of a policy, each pattern and rule checked."""
+    """Returns the module rules of a policy, with each pattern and rule checked."""
     where = "Policy(modules=...)"
     rules = check_mapping(modules, where, '{"head": ModuleRule(Precision.FP32)}')
     return {check_pattern(p, where): parse_module_rule(rule, where) for p, rule in rules.items()}
@@ -81,7 +81,7 @@ def checked_modules(modules: object) -> dict[str, ModuleRule]:
 def changed(
     table: Mapping[str, Entry], changes: Mapping[str, object], where: str
 ) -> dict[str, Entry]:
-    """`table` with the rows changed; a row whose new rule is None is gone."""
+    """Returns `table` with some rows changed; a rule of None removes the row."""
     rows: dict[str, Entry] = {}
     for name, value in changes.items():
         key = canonical(name, where)
@@ -95,7 +95,7 @@ def changed(
 
 
 def changed_modules(modules: Modules, changes: object) -> Modules:
-    """`modules` with the rules changed; a pattern whose new rule is None is gone."""
+    """Returns `modules` with some rules changed; a rule of None removes the pattern."""
     where = "replace(modules=...)"
     changes = check_mapping(changes, where, '{"head": "fp32"}')
     rules = {

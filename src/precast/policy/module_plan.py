@@ -1,11 +1,11 @@
-"""The plan of a model: which of a policy's module rules act on which of its modules, and what follows inside.
+"""Plans for a model which of a policy's module rules act on which modules, and what then holds inside each.
 
 Invariants:
 
 - a plan is made from names and types alone; nothing of the model is changed or kept;
-- names are those of the model as it was written (`names.py`): what wrappers of PyTorch's put between is left out;
-- what cannot be carried out is an error here, before anything is done;
-- a rule acts where its module is called. One that is never called, a list of modules, hands it to those in it.
+- names are those of `module_names.py`, without what PyTorch's wrappers put into them;
+- a rule that cannot be carried out is an error here, before the model is touched;
+- a rule acts when its module is called. A list of modules is never called, so its rule passes to the modules in it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Plan", "PlannedModule", "outwards", "plan"]
 _NEVER_CALLED: Final = "NonDynamicallyQuantizableLinear"
 """The projection in `nn.MultiheadAttention`."""
 _TOLD: Final = 10
-"""How many patterns that match nothing are told with the names that may have been meant."""
+"""For how many patterns that match nothing the complaint suggests names that may have been meant."""
 _NAMED: Final = (Precision.FLOAT16, Precision.BFLOAT16)
 
 
@@ -167,7 +167,7 @@ _Decided = dict[str, tuple[str, ModuleRule] | None]
 
 
 def _agreed(modules: dict[str, nn.Module], found: _Decided) -> _Decided:
-    """The same with one decision for each module, whichever of its names it was made for."""
+    """Gives a module with several names one decision, whichever of its names the rule matched."""
     first: dict[int, str] = {}
     for name, module in modules.items():
         decision = found[name]
@@ -185,19 +185,19 @@ def _agreed(modules: dict[str, nn.Module], found: _Decided) -> _Decided:
 
 
 def _parent(name: str, known: Iterable[str]) -> str:
-    """The nearest module that a module is in; names of wrappers may be missing between."""
+    """The nearest module around the named one; names of wrappers may be missing between them."""
     return next(outer for outer in outwards(name) if outer in known)
 
 
 def outwards(name: str) -> Iterator[str]:
-    """The names of all that a module is in, the innermost first and the model, "", last."""
+    """The names of all modules around the named one, the innermost first and the model, "", last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def _after(outer: ModuleRule | None, inner: ModuleRule | None) -> ModuleRule | None:
-    """One rule for a module that two hold for: that of the list it is in, which nobody calls, and its own."""
+    """Combines the rule of a list of modules, which is never called itself, with the own rule of a module in it."""
     if outer is None or inner is None:
         return inner or outer
     keeps = inner.dtype is None or (inner.dtype is Precision.LOWER and outer.dtype in _NAMED)
@@ -212,10 +212,10 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _is_part_of_scripted(name: str, modules: dict[str, nn.Module], changes_nothing: bool) -> bool:
-    """Whether TorchScript calls a module, so that nothing can be done when it is called.
+    """Whether TorchScript calls the module as a part of another, so that no hook runs when it is called.
 
     Raises:
-        PolicyError: it does, and something else is to hold inside than around.
+        PolicyError: it does, and the rules inside the module differ from those around it.
     """
     outer = (n for n in outwards(name) if isinstance(modules.get(n), torch.jit.ScriptModule))
     scripted = next(outer, None)
@@ -228,7 +228,7 @@ def _is_part_of_scripted(name: str, modules: dict[str, nn.Module], changes_nothi
 
 
 def _check_shared(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> None:
-    """Refuses a module that two lists hand different rules to."""
+    """Raises an error for a module that gets different rules from two lists of modules."""
     first: dict[int, PlannedModule] = {}
     for name, module in modules.items():
         here = planned[name]

@@ -1,10 +1,10 @@
-"""Patterns of modules' names: what one matches, and which of many match a name, without trying each.
+"""Matches patterns with module names, and finds which of many patterns match a name without trying each.
 
 Invariants:
     - A name has components, between dots; the model's own name is "", which has none. `*` stands for any text
       within one component, `**` for any number of components, none included.
     - Whether a pattern matches a name takes at most as many steps as the pattern has letters times those of the name.
-    - Which of many patterns match a name takes time for those that begin as the name does, not for the others.
+    - Finding which of many patterns match a name takes time only for patterns that begin as the name does.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 def check_pattern(pattern: object, where: str) -> str:
-    """`pattern`, if it can match the name of a module.
+    """Returns `pattern`, if it can match the name of a module.
 
     Raises:
-        PolicyError: it cannot, or means something else than it seems to.
+        PolicyError: it cannot match any name, or does not mean what it seems to mean.
     """
     if not isinstance(pattern, str):
         raise PolicyError(f"{where}: {shown(pattern)} is not the name of a module. {_ADVICE}")
@@ -50,7 +50,7 @@ def _problem(component: str) -> str | None:
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether a pattern is more than one name."""
+    """Whether a pattern may match several names."""
     return "*" in pattern
 
 
@@ -78,8 +78,8 @@ def _component_fits(pattern: str, component: str) -> bool:
 def _fits(pattern: Sequence[T], given: Sequence[T], star: T, fits: Callable[[T, T], bool]) -> bool:
     """Whether `given` is `pattern`, in which `star` stands for any number of items.
 
-    Each star first stands for nothing, and for one item more each time that what follows it does not fit. What stars
-    before it stand for need not be tried again: what fitted later begins later, and leaves less to what follows.
+    Each star first stands for no item, and for one more each time that the items after it do not fit. Only the last
+    star needs such retries: an earlier star with more items would leave fewer for the rest of the pattern.
     """
     at = after_star = retry = 0
     starred = False
@@ -100,20 +100,20 @@ def _fits(pattern: Sequence[T], given: Sequence[T], star: T, fits: Callable[[T, 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """What patterns with the same components up to here have in common: the ways on, and which end here."""
+    """A node of the tree of patterns: the components that may follow, and the patterns that end here."""
 
     exact: dict[str, _Node] = field(default_factory=dict)
     any_one: _Node | None = None
     any_number: _Node | None = None
     is_any_number: bool = False
     globs: dict[str, dict[str, _Node]] = field(default_factory=dict)
-    """The longest text of a component with stars -> component -> the way on."""
+    """The longest text without stars in a component with stars -> that component -> the next node."""
     lengths: tuple[int, ...] = ()
-    """Those of the texts."""
+    """The lengths of these texts."""
     ends: list[int] = field(default_factory=list)
 
     def on(self, component: str) -> _Node:
-        """The way on by one component of a pattern, made where there is none."""
+        """The next node for one component of a pattern; it is made if there is none."""
         if component == "**":
             if self.is_any_number:  # a second ** adds nothing
                 return self
@@ -129,7 +129,7 @@ class _Node:
         return self.globs.setdefault(text, {}).setdefault(component, _Node())
 
     def after(self, component: str) -> Iterator[_Node]:
-        """The ways on by one component of a name."""
+        """The next nodes for one component of a name."""
         if self.is_any_number:
             yield self
         if component in self.exact:
@@ -142,7 +142,7 @@ class _Node:
                     yield node
 
     def _texts_in(self, component: str) -> set[str]:
-        """The texts of `globs` that a component has: a glob of which it has none cannot match."""
+        """The texts of `globs` that occur in a component; other globs cannot match it."""
         return {
             text
             for length in self.lengths
@@ -152,7 +152,7 @@ class _Node:
 
 
 class PatternIndex:
-    """Patterns, by their components: a tree in which those that begin alike share the way."""
+    """A tree of patterns by their components, in which patterns that begin alike share nodes."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._root = _Node()
@@ -171,7 +171,7 @@ class PatternIndex:
         return self._ending(nodes)
 
     def along(self, name: str) -> Iterator[list[str]]:
-        """The same for each of the modules that a module is in, the model first, and for itself."""
+        """The same for each module that contains the named one, the model first, and for that one itself."""
         nodes = _with_none([self._root])
         yield self._ending(nodes)
         for component in _components(name):
@@ -186,7 +186,7 @@ class PatternIndex:
 
 
 def _with_none(nodes: Iterable[_Node]) -> list[_Node]:
-    """The nodes, each once, and those that a `**` after them leads to where it stands for no component."""
+    """The nodes, each once, with those that follow a `**` which stands for no component."""
     found: dict[int, _Node] = {}
     for node in nodes:
         found[id(node)] = node

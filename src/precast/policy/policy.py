@@ -100,7 +100,7 @@ class Policy(Displayed):
     modules: Modules = field(default_factory=dict)
     fingerprint: str = field(init=False, repr=False, compare=False)
     made_of: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
-    """What others have made of the policy, to be found again: it goes when the policy goes."""
+    """A cache for objects that other files derive from the policy; it is freed with the policy."""
 
     def __post_init__(self) -> None:
         check_text(self.name, "Policy(name=...)")
@@ -111,7 +111,7 @@ class Policy(Displayed):
         object.__setattr__(self, "tables", MappingProxyType(tables))
         object.__setattr__(self, "modules", MappingProxyType(checked_modules(self.modules)))
         object.__setattr__(self, "made_of", {})
-        # Now, not when asked for: a compiled function reads it, and cannot run what makes it.
+        # It is computed now, since a compiled function may read it but cannot trace its computation.
         object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
         _remember(self)
 

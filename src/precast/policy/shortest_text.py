@@ -1,6 +1,6 @@
-"""A policy as the shortest file that says the same: a preset as its base, and what is different.
+"""Writes a policy as a short file: the most similar preset as its base, and the rows that differ from it.
 
-Invariants: the file is whole: alone, saved under any name, it gives every operation the rule that the policy does.
+Invariants: the file is complete. Whatever its name, it gives every operation the same rule as the policy does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _HEAD = 3  # lines of a rendered policy before its tables: name, summary, mixed
 
 
 def whole_file(policy: Policy, *, ops: Mapping[str, object] | None = None) -> str:
-    """A policy file that says what `policy` says, with rules for operations changed.
+    """Returns the text of a policy file for `policy`, optionally with some rules changed.
 
     Args:
-        policy: what holds now.
-        ops: as for `Policy.replace`: device type -> (operation -> rule).
+        policy: the policy to write.
+        ops: the changes, as for `Policy.replace`: device type -> (operation -> rule).
     """
     base = _nearest(policy)
     changed = policy.replace(ops=ops) if ops else policy
@@ -40,14 +40,14 @@ def whole_file(policy: Policy, *, ops: Mapping[str, object] | None = None) -> st
 
 @functools.lru_cache(maxsize=64)
 def _nearest(policy: Policy) -> Policy | None:
-    """The preset from which it differs in the fewest rows; None where writing all of them is shorter."""
+    """The preset from which the policy differs in the fewest rows; None where writing all rows is shorter."""
     presets = [Policy.load(name) for name in Policy.presets()]
     same = [base for base in presets if _is_said_by(policy, base)]
     return min([*same, None], key=lambda base: _size(_different(policy, base)), default=None)
 
 
 def _different(policy: Policy, base: Policy | None) -> dict[str, dict[str, Entry]]:
-    """The rows to write above a base; a row that only the base has becomes `keep`, which is what no row means."""
+    """The rows that differ from the base; one that only the base has becomes `keep`, which means the same as no row."""
     found: dict[str, dict[str, Entry]] = {}
     for device in DEVICE_TYPES:
         mine, theirs = policy.entries(device), base.entries(device) if base else {}
@@ -55,7 +55,8 @@ def _different(policy: Policy, base: Policy | None) -> dict[str, dict[str, Entry
             key: Entry(Rule.KEEP)
             for key in theirs
             if key not in mine
-            and split(key)[0] not in mine  # a bare name's row takes exact ones away
+            and split(key)[0]
+            not in mine  # the row of a bare name replaces the base's rows for its overloads
         }
         found[device] = gone | {
             key: Entry(entry.rule)
@@ -71,7 +72,7 @@ def _different_modules(policy: Policy, base: Policy | None) -> dict[str, ModuleR
 
 
 def _is_said_by(policy: Policy, base: Policy) -> bool:
-    """Whether a base and the rows above it give each operation its rule: a bare name's row covers exact ones."""
+    """Whether the base and the rows that differ give every operation its rule; a row of a bare name may hide others."""
     if any(pattern not in policy.modules for pattern in base.modules):
         return False
     both = base.replace(ops=_different(policy, base))

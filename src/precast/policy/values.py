@@ -1,9 +1,9 @@
-"""What an error about a policy shows of a value, and what text a policy may have.
+"""Shows values in error messages about policies, and checks text and mappings that users give.
 
 Invariants:
-    - Showing a value never fails and is never long, whatever the value is: it may be of any type, nested as deep as
-      Python goes, or raise an error when it is asked for its `repr`.
-    - Text that UTF-8 cannot write is refused: it could not be read back from a file.
+    - Showing a value never fails and gives a short text, also for a value that is nested as deeply as Python allows or
+      whose `repr` raises an error.
+    - Text that UTF-8 cannot encode is refused, because it could not be written to a policy file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ _LONGEST: Final = 200
 
 
 def shown(value: object) -> str:
-    """The value as an error shows it: its `repr`, cut short; its type where it has none."""
+    """The `repr` of a value, shortened where it is long; the name of its type where `repr` fails."""
     try:
         return clipped(repr(value))
-    except (
-        Exception
-    ):  # any: it is code of the value's own, or too deep, or a number with too many digits
+    except Exception:  # `repr` is code of the value's own, which may raise anything
         return f"<a {type(value).__name__} that cannot be shown>"
 
 
 def clipped(text: object) -> str:
-    """A text as part of a message: its beginning, where it is too long; what is no text is shown."""
+    """A text for a message: its beginning where it is too long, and the `repr` of a value that is no text."""
     if not isinstance(text, str):
         return shown(text)
     if len(text) <= _LONGEST:
@@ -38,10 +36,10 @@ def clipped(text: object) -> str:
 
 
 def check_text(value: object, where: str) -> str:
-    """`value`, if it is text that can be written to a file.
+    """Returns `value`, if it is text that can be written to a file.
 
     Raises:
-        PolicyError: it is something else, or has lone surrogates.
+        PolicyError: it is no text, or contains lone surrogates.
     """
     if not isinstance(value, str):
         raise PolicyError(f"{where} is {shown(value)}; it must be text")
@@ -55,10 +53,10 @@ def check_text(value: object, where: str) -> str:
 
 
 def check_mapping(value: object, where: str, example: str) -> Mapping[Any, Any]:
-    """`value`, if it is a mapping.
+    """Returns `value`, if it is a mapping.
 
     Raises:
-        PolicyError: it is something else; `example` shows what is meant.
+        PolicyError: it is none; the message gives `example` as what would be right.
     """
     if not isinstance(value, Mapping):
         raise PolicyError(f"{where} is {shown(value)}; it must be a mapping, such as {example}")
