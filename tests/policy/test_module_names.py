@@ -19,8 +19,10 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import precast
+from precast.diagnostics.records import from_json
 from precast.diagnostics.report.numbers import module_of
 from precast.diagnostics.report.tree import tree
+from precast.diagnostics.schema import NonfiniteOrigin, TraceData
 from precast.policy.module_names import (
     modules_by_name,
     name_of_each,
@@ -193,7 +195,7 @@ def test_a_plan_says_them(model: nn.Module) -> None:
 
 def test_an_attachment_says_them(model: nn.Module) -> None:
     with precast.attach(model) as attachment:
-        assert {*attachment._holdings, *attachment.left_alone} == PARAMETERS
+        assert {*attachment._held_parameters, *attachment.left_alone} == PARAMETERS
 
 
 def test_a_trace_and_its_report_say_them(model: nn.Module) -> None:
@@ -203,7 +205,7 @@ def test_a_trace_and_its_report_say_them(model: nn.Module) -> None:
     assert {"first", "module", "head", "normed"} <= ran
     inside = {name for name in modules_by_name(model) if ".parametrizations" in name}
     assert ran <= {*MODULES, *inside}
-    assert set(MODULES) <= {node.name for node in tree(trace.as_dict())}
+    assert set(MODULES) <= {node.name for node in tree(TraceData.from_dict(trace.as_dict()))}
 
 
 def test_a_monitor_a_scaler_and_the_report_say_them(model: nn.Module) -> None:
@@ -222,5 +224,5 @@ def test_a_monitor_a_scaler_and_the_report_say_them(model: nn.Module) -> None:
     seen = {(each["kind"], each["name"]) for each in monitor.as_dict()["modules"]}
     assert {name for kind, name in seen if kind == "parameter"} == PARAMETERS
     assert set(MODULES) <= {name for kind, name in seen if kind == "output"}
-    first = monitor.as_dict()["first"]
-    assert (first["name"], module_of(first)) == ("module.weight", "module")
+    first = from_json(NonfiniteOrigin, monitor.as_dict()["first"])
+    assert (first.name, module_of(first)) == ("module.weight", "module")
