@@ -10,8 +10,8 @@ from torch import nn
 
 import precast
 from precast.cli.run.run_observer import RunObserver
-from precast.cli.run.steps import Steps
 from precast.cli.run.trace_window import TraceWindow
+from precast.diagnostics.step_tracker import StepTracker
 
 
 def seen_of(begin: int, end: int, steps: int, calls_before: int = 0) -> TraceWindow:
@@ -19,7 +19,7 @@ def seen_of(begin: int, end: int, steps: int, calls_before: int = 0) -> TraceWin
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     window = TraceWindow(begin, end, lambda: model)
-    watched = Steps(window.begins, lambda _: None)
+    watched = StepTracker(window.begins, lambda _: None)
     window.start()
     watched.start()
     try:

@@ -90,7 +90,7 @@ class StepEvent:
     optimizer: int
     """Which optimizer: its place in the order of this iteration's first calls, from 0."""
     step: int
-    """How many iterations (calls of `update`) this scaler had completed before."""
+    """How many iterations (calls of `update`) this scaler had completed before; in `precast run`, the run's step."""
     scale: Tensor
     """The scale of the gradients, shape (), a copy: ``float(event.scale)``."""
     skipped: bool | Tensor

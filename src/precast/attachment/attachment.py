@@ -24,10 +24,10 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precast._internal.display import Card, Displayed, size
 from precast._torch import is_captured, on_collectives, runs_uncompiled
+from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.attachment.module_hooks import apply
 from precast.engine.thread_state import regions
 from precast.errors import AttachError, PrecastWarning
@@ -315,7 +315,7 @@ def _watch() -> None:
     if held.attached and not _registrations:
         _registrations.append(register_module_parameter_registration_hook(_registered))
         _registrations.append(register_module_module_registration_hook(_registered))
-        _registrations.append(register_optimizer_step_post_hook(_stepped))
+        _registrations.append(_Ending(on_optimizer_step(after=_stepped)))
         _registrations.append(_Ending(on_collectives(held.note_unversioned_writes)))
         held.parameter_freed_hooks.append(_look_again)
     elif not held.attached:
@@ -324,7 +324,7 @@ def _watch() -> None:
         held.parameter_freed_hooks.clear()
 
 
-def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _stepped(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if parameters and is_captured(parameters[0]):
         held.leave_to_cuda_graphs(parameters)

@@ -25,12 +25,11 @@ from typing import Final
 
 from torch.library import Library
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from precast import _torch
 from precast._internal.locks import survives_fork
 from precast._torch import Kernel as DispatcherKernel
+from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.engine import compile_cache_key, generated, reference_kernels
 from precast.engine.generated import DELEGATE, Watcher
 from precast.engine.operation import Operation
@@ -134,18 +133,18 @@ def _clear_cache() -> None:
         act()
 
 
-_optimizer_hooks: Final[list[RemovableHandle]] = []
+_optimizer_hooks: Final[list[Callable[[], None]]] = []
 
 
 def _listen_to_optimizers(hear: bool) -> None:
     """Listens to the steps of all optimizers: fused ones write weights, and move no version counter (2.13)."""
     if hear and not _optimizer_hooks:
-        _optimizer_hooks.append(register_optimizer_step_post_hook(_stepped))
+        _optimizer_hooks.append(on_optimizer_step(after=_stepped))
     elif not hear and _optimizer_hooks:
-        _optimizer_hooks.pop().remove()
+        _optimizer_hooks.pop()()
 
 
-def _stepped(optimizer: Optimizer, *_: object) -> None:
+def _stepped(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         regions.cache.invalidate(group["params"])
 

@@ -127,12 +127,15 @@ def _diagnosis(
         weights=_listed(tuple(_bad_parameters(iteration))) if reason == "weights" else "",
     )
     gradients = f"the gradients of {_listed(names)}" if names else "gradients"
+    # A step's number is the iteration's, but where a tracker counts the steps of the process.
+    step = next((e.step for e in iteration.events if e.skipped), iteration.number)
+    which = "iteration" if step == iteration.number else "step"
     message = (
-        f"iteration {iteration.number} was skipped{like}: "
+        f"{which} {step} was skipped{like}: "
         f"{gradients} were not finite at scale {scale:g} (scales of the latest steps: {scales}). "
         f"{_changed(iteration)} {began}{cause} on_verdict='warn' or 'ignore' goes on skipping."
     )
-    return ScalerDiagnosis(reason, iteration.number, scale, names, message, first)
+    return ScalerDiagnosis(reason, step, scale, names, message, first)
 
 
 def _changed(iteration: Iteration) -> str:

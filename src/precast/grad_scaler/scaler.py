@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.display import Card
 from precast._internal.events import StepEvent, emit, witnesses
+from precast._internal.step_numbers import after_step
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler import settings
 from precast.grad_scaler import state_dict as state_dicts
@@ -562,7 +563,8 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         scale = now.clone() if state.scale is None else state.scale
         number = list(self._optimizer_states).index(id(state.optimizer))
         details = self._checks.details_of(state)
-        event = StepEvent(number, self._iterations, scale, state.skipped, seconds, details)
+        step = after_step(state.optimizer, own=self._iterations)
+        event = StepEvent(number, step, scale, state.skipped, seconds, details)
         self._step_history.add(state.optimizer, event)
         for witness in tuple(witnesses):
             witness.stepped(state.optimizer, event)

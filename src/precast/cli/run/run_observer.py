@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast.cli.run.scaler_observer import ScalerObserver
-from precast.cli.run.steps import Steps
 from precast.cli.run.trace_window import TraceWindow
 from precast.diagnostics import schema
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
 from precast.diagnostics.records import from_json
 from precast.diagnostics.schema import Health, ModuleRules, PolicyName
+from precast.diagnostics.step_tracker import StepTracker
 from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in
 from precast.policy.policy import Policy
@@ -58,7 +58,7 @@ class RunObserver:
         self.policy = Policy.load(policy)
         self.window = TraceWindow(*traced, model=self._model)
         self._begins = begins
-        self.steps = Steps(self._step, self._called)
+        self.steps = StepTracker(self._step, self._called)
         self._scalers = ScalerObserver(_tell, self.judged)
         self._verdicts: list[schema.ScalerDiagnosis] = []
         self._judged_at = -2
@@ -130,7 +130,7 @@ class RunObserver:
 
     def judged(self, verdict: ScalerDiagnosis) -> None:
         """No lower scale would have helped a step; of several such steps in a row the first is kept."""
-        step = self.steps.latest
+        step = verdict.step
         if step > self._judged_at + 1 and len(self._verdicts) < _MOST_VERDICTS:
             names = list(verdict.names)
             self._verdicts.append(
@@ -158,7 +158,6 @@ class RunObserver:
             self._largest = size, weakref.ref(module)
         if size and self._health and self._monitor is None:
             self._monitor = monitor(module)
-            self._monitor.numbering.count = lambda: self.steps.number
             self._ends.callback(self._monitor.detach)
 
 

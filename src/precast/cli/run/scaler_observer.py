@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.events import ScalerDiagnosis, StepEvent
+from precast._internal.step_numbers import after_step
 from precast.grad_scaler.diagnosis import diagnose
 from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
 from precast.grad_scaler.settings import DEFAULT_LIMITS, Limits
@@ -110,7 +111,8 @@ class ScalerObserver:
         if skipped is True:
             details.look_up()  # while the gradients are there
         number = len(seen.steps)
-        event = StepEvent(number, seen.iterations, scale, skipped, seconds, details)
+        step = after_step(optimizer, own=seen.iterations)
+        event = StepEvent(number, step, scale, skipped, seconds, details)
         seen.steps.append((event, found_inf))
         seen.history.add(optimizer, event)
         self._stepped(optimizer, event)

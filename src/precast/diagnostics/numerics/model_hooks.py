@@ -17,13 +17,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.locks import ForkSafeLock
+from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import name_of_each
 
@@ -186,11 +185,8 @@ def install(model: nn.Module, watcher: Watcher) -> Installed:
             removes.append(_torch.on_call_without_hooks(module, hook.around))
         else:
             removes += [handle.remove for handle in _hooks_on(module, hook)]
-    for handle in (
-        register_optimizer_step_pre_hook(_telling(watcher, "steps_now")),
-        register_optimizer_step_post_hook(_telling(watcher, "has_stepped")),
-    ):
-        removes.append(handle.remove)
+    before, after = _telling(watcher, "steps_now"), _telling(watcher, "has_stepped")
+    removes.append(on_optimizer_step(before=before, after=after))
     return Installed(removes)
 
 
@@ -241,7 +237,7 @@ def follow(scaler: Any, watcher: Watcher) -> Callable[[], None]:
 def _telling(watcher: Watcher, method: str) -> Any:
     known = weakref.ref(watcher)  # hooks on optimizers are the process's, and must not keep a model
 
-    def tell(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def tell(optimizer: Optimizer) -> None:
         there = known()
         if there is not None:
             unseen(getattr(there, method), optimizer)

@@ -225,7 +225,7 @@ class Monitor(Displayed):
         if running is None:
             return
         if not self._trains:
-            self.numbering.ask(running)
+            self.numbering.ask(running.record, None)
         running.look()
         if not self._trains:
             self._finish(running)
@@ -254,7 +254,7 @@ class Monitor(Displayed):
         if self._is_mine(optimizer):
             if id(optimizer) in self._stepped_by:  # no forward was seen between: it is compiled
                 self._finish(self._running)
-            self.numbering.ask(self._open())
+            self.numbering.ask(self._open().record, optimizer)
             self._open().look()  # while the gradients are in the processor's caches
             scaled = getattr(optimizer, "grad_scale", None) is not None
             self._count_parameters(optimizer, scaled=scaled)
@@ -348,7 +348,7 @@ class Monitor(Displayed):
         running = self._running
         if running is None or not self._is_mine(optimizer):
             return None
-        self.numbering.ask(running)
+        self.numbering.ask(running.record, optimizer)
         self._count_parameters(optimizer, scaled=False)
         record = running.record
         if record.first is None:

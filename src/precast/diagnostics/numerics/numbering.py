@@ -1,14 +1,16 @@
-"""The numbers of a monitor's steps: its own count, or that of a scaler or a run, so that a moment has one number.
+"""The numbers of a monitor's steps, so that a moment has one number.
+
+A number is the process's where a step tracker counts, else a scaler's where there is one, else the monitor's own count.
 
 Invariants: no number is given twice, and later steps have higher ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from torch.optim import Optimizer
 
+from precast._internal import step_numbers
 from precast.diagnostics.numerics.record import Record
-from precast.diagnostics.numerics.running_step import RunningStep
 
 __all__ = ["Numbering"]
 
@@ -17,13 +19,11 @@ class Numbering:
     """Counts.
 
     Attributes:
-        count: who numbers the steps, if it is somebody else: `precast run`.
         begun: how many steps have begun.
         ended: how many have ended.
     """
 
     def __init__(self) -> None:
-        self.count: Callable[[], int] | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -35,15 +35,16 @@ class Numbering:
         self.begun += 1
         return self.begun - 1
 
-    def ask(self, running: RunningStep) -> None:
-        """Has whoever numbers the steps number the one that runs."""
-        if self.count is not None:
-            running.record.number_told(self.count())
+    def ask(self, record: Record, optimizer: Optimizer | None) -> None:
+        """Gives a step the process's number, if somebody counts; `optimizer` is about to take it, None in inference."""
+        for tracker in step_numbers.trackers[:1]:
+            record.number_told(
+                tracker.number if optimizer is None else tracker.before_step(optimizer)
+            )
 
     def tell(self, record: Record, number: int) -> None:
-        """A scaler's number of the iteration; a run's has precedence."""
-        if self.count is None:
-            record.number_told(number)
+        """Gives a step the number that its scaler says."""
+        record.number_told(number)
 
     def fix(self, record: Record) -> None:
         """Gives a step the number that it has if it ends now."""

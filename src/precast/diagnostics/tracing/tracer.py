@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim import Optimizer
 
 from precast import _torch
+from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.attachment.attachment import attached_models
 from precast.diagnostics.schema import Module, Row, TraceData
 from precast.diagnostics.tracing import call_sites
@@ -243,14 +243,14 @@ def _watcher(
     return result
 
 
-def _stepped(*_: object) -> None:
+def _stepped(_optimizer: Optimizer) -> None:
     for one in _here.watching:
         if isinstance(one, Recorder):
             one.stepped()
 
 
-# One hook for all traces: they may open and close in hooks of optimizers, where PyTorch goes through this list.
-_hooks: Final[list[RemovableHandle]] = []
+# One listener for all traces.
+_hooks: Final[list[Callable[[], None]]] = []
 
 
 def _watch() -> None:
@@ -259,7 +259,7 @@ def _watch() -> None:
         _open += 1
         if _open == 1:
             registration.watch(_watcher)
-            _hooks.append(register_optimizer_step_post_hook(_stepped))
+            _hooks.append(on_optimizer_step(after=_stepped))
     call_sites.watch_regions()
 
 
@@ -270,7 +270,7 @@ def _unwatch() -> None:
         _open -= 1
         if _open == 0:
             registration.unwatch()
-            _hooks.pop().remove()
+            _hooks.pop()()
 
 
 def _see_through(change: int) -> None:

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import precast
-from precast.cli.run.history import History, Step
-from precast.cli.run.steps import Steps
+from precast.diagnostics.kept_steps import KeptSteps, Step
+from precast.diagnostics.step_tracker import StepTracker
 
 
 class Watched:
@@ -29,7 +29,7 @@ class Watched:
     def __init__(self) -> None:
         self.begun: list[int] = []
         self.roots: list[nn.Module] = []
-        self.steps = Steps(self.begun.append, self.roots.append)
+        self.steps = StepTracker(self.begun.append, self.roots.append)
 
     @property
     def kept(self) -> list[Step]:
@@ -108,7 +108,7 @@ def test_a_scaled_loss_is_shown_unscaled_and_a_skipped_step_with_its_offenders()
     assert [step.loss for step in seen.kept] == pytest.approx(losses, rel=1e-6)
     assert [step.scale for step in seen.kept] == [1024.0, 1024.0, 1024.0, 512.0]
     assert [step.skipped for step in seen.kept] == [False, False, True, False]
-    assert seen.kept[2].names == ("group 0, parameter 0",)
+    assert seen.kept[2].names == ["group 0, parameter 0"]
     assert seen.steps.history.skipped == 1
     assert seen.begun == [0, 1, 2, 3, 4]
 
@@ -225,7 +225,7 @@ def test_calls_in_several_threads_are_all_steps() -> None:
                 model(torch.randn(3, 4))
 
     seen, model = Watched(), net()
-    seen.steps = Steps(boundary, seen.roots.append)
+    seen.steps = StepTracker(boundary, seen.roots.append)
     with watched(seen), ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(serve) for _ in range(4)]:
             done.result()
@@ -312,8 +312,8 @@ def test_a_compiled_model_has_no_part_in_it(fullgraph: bool) -> None:
 # --- what is kept ---
 
 
-def steps_with(skipped: Any, count: int, limit: int) -> History:
-    history = History(limit)
+def steps_with(skipped: Any, count: int, limit: int) -> KeptSteps:
+    history = KeptSteps(limit)
     for number in range(count):
         history.add(Step(number, skipped=skipped(number)))
     return history
@@ -342,15 +342,19 @@ def test_skipped_steps_are_kept_while_there_is_room() -> None:
 
 
 def test_a_number_that_is_not_finite_is_none_in_the_document() -> None:
-    assert Step(0, loss=math.inf, scale=math.nan).as_dict()["loss"] is None
-    assert Step(0, loss=math.inf, scale=math.nan).as_dict()["scale"] is None
+    history = KeptSteps()
+    history.add(Step(0, loss=math.inf, scale=math.nan))
+    [kept] = history.kept()
+    assert kept.loss is None
+    assert kept.scale is None
+    assert history.nonfinite == 1
 
 
 def test_a_hundred_thousand_steps_need_no_more_memory_than_ten_thousand() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     seen = Watched()
-    seen.steps = Steps(lambda _: None, lambda _: None)
+    seen.steps = StepTracker(lambda _: None, lambda _: None)
     with watched(seen):
         begin = 0
         tracemalloc.start()

@@ -7,6 +7,7 @@ Invariants:
 - in one that does not, a step is a module's call from outside of all modules. A call that records gradients may belong
   to training: it is a step when the module is called again before a backward pass. Steps before the first backward
   pass are forgotten when it comes, and the count begins anew;
+- while one tracker runs, its numbers are those of all who tell of a step (`step_numbers`);
 - nothing here is an operation of the program's or waits for a device; nothing but numbers is kept of a step;
 - one thread at a time is in here, but for what the program computes.
 """
@@ -22,26 +23,24 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from precast import _torch
+from precast._internal import step_numbers
 from precast._internal.events import NonfiniteOrigin, StepEvent
 from precast._internal.locks import ForkSafeLock, synchronized
-from precast.cli.run.history import History
+from precast._torch.optimizer_hooks import on_optimizer_step
+from precast.diagnostics.kept_steps import KeptSteps
 from precast.diagnostics.numerics.nonfinite_origin import recorded
 from precast.diagnostics.schema import Step
 
-__all__ = ["Steps"]
+__all__ = ["StepTracker"]
 
 _MOST_ON_THEIR_WAY: Final = 64  # steps, before the oldest is waited for
 _MOST_LOSSES: Final = 1024  # of one step that are added up
 
 
-class Steps:
-    """Finds the steps of this process.
+class StepTracker:
+    """Finds the steps of this process and numbers them: for a report, for monitors, and for gradient scalers.
 
     Args:
         boundary: called with the number of each step that begins, before anything in it is computed: 0 at the start,
@@ -52,7 +51,7 @@ class Steps:
     def __init__(
         self, boundary: Callable[[int], None], outermost: Callable[[nn.Module], None]
     ) -> None:
-        self.history = History()
+        self.history = KeptSteps()
         self.trains = False
         self.mutex = ForkSafeLock()
         self._boundary = boundary
@@ -74,12 +73,10 @@ class Steps:
 
     def start(self) -> None:
         """Begins to look."""
-        hooks = (
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_ends),
-        )
+        step_numbers.trackers.append(self)
         self._stop = [
-            *(hook.remove for hook in hooks),
+            lambda: step_numbers.trackers.remove(self),
+            on_optimizer_step(before=self._optimizer_begins, after=self._optimizer_ends),
             _torch.on_backward(self._backward),
             _torch.on_module_call(self._call),
         ]
@@ -94,16 +91,23 @@ class Steps:
             self._end()
         self._settle(wait=True)
 
-    @property
-    def latest(self) -> int:
-        """The number of the latest step that is over; -1 before the first."""
-        return self._number - 1
+    @synchronized
+    def before_step(self, optimizer: Optimizer) -> int:
+        """The number of the step that an optimizer is about to take or to skip."""
+        known = self._open_step()
+        return self._number if known is None or id(optimizer) in known.optimizers else known.step
+
+    @synchronized
+    def after_step(self, optimizer: Optimizer) -> int:  # noqa: ARG002 -- as `StepNumbers` has it
+        """The number of the step that an optimizer has just taken or skipped."""
+        known = self._open_step()
+        return self._number if known is None else known.step
 
     @synchronized
     def scaled(self, event: StepEvent) -> None:
         """A scaler's step has ended: after the optimizer's own, or in its place."""
         self._train()
-        known = self._done[-1] if self._done and self._open_for_facts else None
+        known = self._open_step()
         step = self._end() if known is None or event.optimizer in known.scaled else known
         step.scaled.add(event.optimizer)
         step.scale = _Number(event.scale)
@@ -152,14 +156,14 @@ class Steps:
             self._losses += [_Number(t) for t in tensors if isinstance(t, Tensor) and _is_a_loss(t)]
 
     @synchronized
-    def _optimizer_begins(self, *_: object) -> None:
+    def _optimizer_begins(self, _optimizer: Optimizer) -> None:
         self._stepping = True
 
     @synchronized
-    def _optimizer_ends(self, optimizer: Optimizer, *_: object) -> None:
+    def _optimizer_ends(self, optimizer: Optimizer) -> None:
         self._stepping = False
         self._train()
-        known = self._done[-1] if self._done and self._open_for_facts else None
+        known = self._open_step()
         step = self._end() if known is None or id(optimizer) in known.optimizers else known
         step.optimizers.add(id(optimizer))
 
@@ -171,9 +175,13 @@ class Steps:
             return
         self.trains = True
         if self._number:
-            self.history, self._number, self._began = History(), 0, self._call_began
+            self.history, self._number, self._began = KeptSteps(), 0, self._call_began
             self._done.clear()
             self._boundary(0)
+
+    def _open_step(self) -> _Done | None:
+        """The latest step that is over, while further optimizers may still take part in it."""
+        return self._done[-1] if self.trains and self._done and self._open_for_facts else None
 
     def _end(self) -> _Done:
         now = time.perf_counter()
@@ -253,7 +261,6 @@ class _Done:
         known = [loss for loss in losses if loss is not None]
         loss = sum(known) / (scale or 1.0) if known else None
         skipped = any(number.value() for number in self.skipped)
-        # The scaler may have begun later, and so says another number.
         first = recorded(self.first and self.first.numbered(self.step))
         return Step(self.step, loss, scale, skipped, list(self.names), self.seconds, first)
 

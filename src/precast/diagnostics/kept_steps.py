@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from precast.diagnostics.schema import Step
 
-__all__ = ["History"]
+__all__ = ["KeptSteps"]
 
 
 @dataclass
-class History:
+class KeptSteps:
     """What is kept of the steps.
 
     Attributes:
