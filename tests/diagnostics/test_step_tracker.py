@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import precast
-from precast._internal import step_numbers
+from precast._internal import events
 from precast.cli.run.exit_status import ExitStatus
 from precast.cli.run.output_files import Rank
 from precast.cli.run.run_observer import RunObserver
@@ -148,7 +148,7 @@ def test_optimizers_that_share_backward_passes_share_a_step() -> None:
 
 
 def test_without_a_run_a_scaler_counts_its_iterations() -> None:
-    assert not step_numbers.trackers
+    assert not events.step_trackers
     gan = Gan(precasts(), "critic")
     gan()
     steps = [event.step for event in gan.events if isinstance(event, precast.StepEvent)]

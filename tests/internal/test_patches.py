@@ -60,7 +60,7 @@ def in_a_process_import_all() -> None:
     for name in precast.__all__:
         getattr(precast, name)
     import precast.cli.run.scaler_observer
-    import precast.cli.run.steps
+    import precast.diagnostics.step_tracker
 
     print(json.dumps(sorted(attributes.changed())))
 
@@ -157,10 +157,10 @@ def _attach(until: ExitStack, linear: nn.Linear) -> None:
 
 def _run(until: ExitStack, linear: nn.Linear) -> None:
     from precast.cli.run.scaler_observer import ScalerObserver
-    from precast.cli.run.steps import Steps
+    from precast.diagnostics.step_tracker import StepTracker
 
     for watcher in (
-        Steps(lambda _: None, lambda _: None),
+        StepTracker(lambda _: None, lambda _: None),
         ScalerObserver(lambda _, __: None, lambda _: None),
     ):
         watcher.start()

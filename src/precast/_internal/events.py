@@ -5,6 +5,7 @@ Invariants:
   code whose event costs something to make asks `observed()` first;
 - observers belong to the thread that entered `observe`; events arrive in order, before the call
   that caused them returns; an observer's exception is that call's exception;
+- while a tracker counts the steps of the process, its numbers are those of every event; else a scaler counts its own;
 - this file imports nothing of torch at run time, so that reports on events need not either.
 """
 
@@ -28,7 +29,15 @@ __all__ = [
     "StepEvent",
     "Witness",
 ]
-__all__ += ["emit", "observe", "observed", "witnesses"]
+__all__ += [
+    "StepNumbers",
+    "after_step",
+    "emit",
+    "observe",
+    "observed",
+    "step_trackers",
+    "witnesses",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +180,29 @@ class Witness(Protocol):
 
 witnesses: Final[list[Witness]] = []
 """Those that there are now."""
+
+
+class StepNumbers(Protocol):
+    """Who counts the steps of the process."""
+
+    @property
+    def number(self) -> int:
+        """The number of the step that runs."""
+
+    def before_step(self, optimizer: Optimizer) -> int:
+        """The number of the step that an optimizer is about to take or to skip."""
+
+    def after_step(self, optimizer: Optimizer) -> int:
+        """The number of the step that an optimizer has just taken or skipped."""
+
+
+step_trackers: Final[list[StepNumbers]] = []
+"""Those that count now; the first has the say."""
+
+
+def after_step(optimizer: Optimizer, own: int) -> int:
+    """The number of the step that `optimizer` has just taken or skipped; `own` where nobody counts."""
+    return step_trackers[0].after_step(optimizer) if step_trackers else own
 
 
 class _Here(threading.local):

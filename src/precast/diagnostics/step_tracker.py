@@ -7,7 +7,7 @@ Invariants:
 - in one that does not, a step is a module's call from outside of all modules. A call that records gradients may belong
   to training: it is a step when the module is called again before a backward pass. Steps before the first backward
   pass are forgotten when it comes, and the count begins anew;
-- while one tracker runs, its numbers are those of all who tell of a step (`step_numbers`);
+- while one tracker runs, its numbers are those of all who tell of a step (`events.step_trackers`);
 - nothing here is an operation of the program's or waits for a device; nothing but numbers is kept of a step;
 - one thread at a time is in here, but for what the program computes.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal import step_numbers
+from precast._internal import events
 from precast._internal.events import NonfiniteOrigin, StepEvent
 from precast._internal.locks import ForkSafeLock, synchronized
 from precast._torch.optimizer_hooks import on_optimizer_step
@@ -73,9 +73,9 @@ class StepTracker:
 
     def start(self) -> None:
         """Begins to look."""
-        step_numbers.trackers.append(self)
+        events.step_trackers.append(self)
         self._stop = [
-            lambda: step_numbers.trackers.remove(self),
+            lambda: events.step_trackers.remove(self),
             on_optimizer_step(before=self._optimizer_begins, after=self._optimizer_ends),
             _torch.on_backward(self._backward),
             _torch.on_module_call(self._call),

@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.display import Card
-from precast._internal.events import StepEvent, emit, witnesses
-from precast._internal.step_numbers import after_step
+from precast._internal.events import StepEvent, after_step, emit, witnesses
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler import settings
 from precast.grad_scaler import state_dict as state_dicts
@@ -562,9 +561,8 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         now, _ = self._check_scale_growth_tracker("step")
         scale = now.clone() if state.scale is None else state.scale
         number = list(self._optimizer_states).index(id(state.optimizer))
-        details = self._checks.details_of(state)
-        step = after_step(state.optimizer, own=self._iterations)
-        event = StepEvent(number, step, scale, state.skipped, seconds, details)
+        seen, step = self._checks.details_of(state), after_step(state.optimizer, self._iterations)
+        event = StepEvent(number, step, scale, state.skipped, seconds, seen)
         self._step_history.add(state.optimizer, event)
         for witness in tuple(witnesses):
             witness.stepped(state.optimizer, event)

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
-from precast._internal.events import ScalerDiagnosis, StepEvent
-from precast._internal.step_numbers import after_step
+from precast._internal.events import ScalerDiagnosis, StepEvent, after_step
 from precast.grad_scaler.diagnosis import diagnose
 from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
 from precast.grad_scaler.settings import DEFAULT_LIMITS, Limits

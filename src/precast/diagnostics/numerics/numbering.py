@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from precast._internal import step_numbers
+from precast._internal import events
 from precast.diagnostics.numerics.record import Record
 
 __all__ = ["Numbering"]
@@ -37,7 +37,7 @@ class Numbering:
 
     def ask(self, record: Record, optimizer: Optimizer | None) -> None:
         """Gives a step the process's number, if somebody counts; `optimizer` is about to take it, None in inference."""
-        for tracker in step_numbers.trackers[:1]:
+        for tracker in events.step_trackers[:1]:
             record.number_told(
                 tracker.number if optimizer is None else tracker.before_step(optimizer)
             )
