@@ -9,12 +9,19 @@ from torch.profiler import ProfilerActivity, profile
 __all__ = ["casts_profiled"]
 
 
-def casts_profiled(run: Callable[[], object]) -> int:
-    """The copies from one floating dtype to another while something runs."""
+def casts_profiled(run: Callable[[], object], *, numbers: bool = False) -> int:
+    """The copies from one floating dtype to another while something runs.
+
+    Args:
+        run: what runs.
+        numbers: whether those of one float64 number count, which look the same for a number of Python's and a tensor.
+    """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         run()
     copies = [e for e in seen.profiler.kineto_results.events() if e.name() == "aten::copy_"]
-    return sum(_is_cast(e.dtypes()) and not _is_number(e.dtypes(), e.shapes()) for e in copies)
+    return sum(
+        _is_cast(e.dtypes()) and (numbers or not _is_number(e.dtypes(), e.shapes())) for e in copies
+    )
 
 
 _FLOATING = {"float", "double", "c10::Half", "c10::BFloat16"}

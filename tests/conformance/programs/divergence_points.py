@@ -7,7 +7,7 @@ repair drops what PyTorch's cache lost with it, and leaves what is under test: w
 | divergence point | the run comes by |
 |---|---|
 | "written" | a leaf with another version or other memory than before the step, or that a fused optimizer wrote |
-| "dtype" | an operation in a region of another dtype than that of the operation before |
+| "dtype" | an operation, or a checkpoint in backward, in a region of another dtype than that of the operation before |
 | "own cache" | a region of precast's inside one of PyTorch's: another one than the operation before was in |
 | "re-entered" | a region object that is entered while it is open |
 """
@@ -108,7 +108,7 @@ class DivergencePoints:
 
     def __enter__(self) -> None:
         self._look_at_cache()
-        self._look_at_dtype()
+        self.look_at_dtype()
 
     def __exit__(self, *exc_info: object) -> None:
         before, self._leaves = self._leaves, self._fingerprints()
@@ -117,7 +117,8 @@ class DivergencePoints:
         if written:
             self.meets("written", written)
 
-    def _look_at_dtype(self) -> None:
+    def look_at_dtype(self) -> None:
+        """Called before what computes: also before what a checkpoint computes again, in its own region's dtype."""
         if torch.is_autocast_enabled("cpu"):
             before, self._dtype = self._dtype, torch.get_autocast_dtype("cpu")
             if before not in (None, self._dtype):

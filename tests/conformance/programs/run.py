@@ -187,6 +187,10 @@ def _compute(runner: _Runner, step: Compute) -> None:
 
 def _layer(runner: _Runner, step: Layer) -> None:
     x, module = runner.world[step.operand], runner.world.modules[step.name]
+    if "checkpointed" in step.name and not module._forward_pre_hooks:
+        module.register_forward_pre_hook(
+            lambda *_: runner.points.look_at_dtype()
+        )  # in backward, too
     with runner.points:
         runner.world.attempt(lambda: LAYERS[step.name].call(module, x), x)
 

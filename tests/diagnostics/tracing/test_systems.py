@@ -257,7 +257,8 @@ def test_random_programs_give_the_same_bits_and_counts(system: System) -> None:
         assert asked_for(beside)[0] >= independent.number, f"seed {seed}: {program}"
         profiled = casts_profiled(alone)
         if casts_profiled(under_a_mode) == profiled:  # else PyTorch calls others under any mode
-            assert trace.totals.casts <= profiled, f"seed {seed}: {program}"
+            at_most = casts_profiled(alone, numbers=True)
+            assert trace.totals.casts <= at_most, f"seed {seed}: {program}"
         assert sum(row.casts for row in trace.rows) == trace.totals.casts
 
 
