@@ -28,7 +28,7 @@ __all__ = [
     "version_of",
 ]
 
-# Tensor attributes without a public spelling; the kernel that `hotpath` writes reads them in place.
+# Tensor attributes without a public spelling; the kernels that `engine.generated` writes read them in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
