@@ -32,7 +32,7 @@ __all__ = [
     "writes_graph",
 ]
 
-# How many `TorchDispatchMode`s are active in this thread; the kernels that `engine.generated` writes ask it at each call.
+# How many `TorchDispatchMode`s are active in this thread; generated kernels (`engine.generated`) ask it at each call.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # Whether a `TorchFunctionMode` is active in this thread; asked at each entry of a region.
