@@ -85,7 +85,6 @@ from precast._torch.modes import (
     innermost_dispatch_mode,
     innermost_other_mode,
     leave_mode,
-    other_modes,
     redispatch_in_mode,
     without_dispatch,
     without_torch_function,
@@ -132,7 +131,6 @@ from precast._torch.tensors import (
     is_shared,
     is_view,
     sparse_values,
-    swaps_parameters,
     version_of,
 )
 from precast._torch.threads import (
@@ -235,7 +233,6 @@ __all__ = [
     "operator_overloads",
     "optimize_torchscript",
     "optimizes_torchscript",
-    "other_modes",
     "outside_inference_mode",
     "redispatch_in_mode",
     "replace_name",
@@ -250,7 +247,6 @@ __all__ = [
     "sparse_values",
     "step_without_hooks",
     "stream_of",
-    "swaps_parameters",
     "traced_as_constant",
     "unwrap_checkpoints",
     "update_scale_",

@@ -25,7 +25,6 @@ __all__ = [
     "innermost_dispatch_mode",
     "innermost_other_mode",
     "leave_mode",
-    "other_modes",
     "redispatch_in_mode",
     "without_dispatch",
     "without_torch_function",
@@ -122,7 +121,7 @@ def innermost_dispatch_mode() -> Any:
     return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
 
 
-def other_modes() -> list[Any]:
+def _other_modes() -> list[Any]:
     """The dispatch modes of this thread that do more than observe, outermost first (2.13)."""
     modes = map(torch._C._get_dispatch_stack_at, range(dispatch_modes()))
     return [mode for mode in modes if not isinstance(mode, ObservingMode)]
@@ -130,12 +129,12 @@ def other_modes() -> list[Any]:
 
 def count_other_modes() -> int:
     """How many they are."""
-    return len(other_modes())
+    return len(_other_modes())
 
 
 def innermost_other_mode() -> Any:
     """The innermost of them, or None."""
-    return next(reversed(other_modes()), None)
+    return next(reversed(_other_modes()), None)
 
 
 _get_dispatch_mode = torch._C._get_dispatch_mode

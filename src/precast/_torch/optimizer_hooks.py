@@ -19,13 +19,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from precast._internal.locks import survives_fork
+
 __all__ = ["Listener", "on_optimizer_step"]
 
 Listener = Callable[[Optimizer], Any]
 _Listeners = tuple[tuple[object, Listener], ...]
 """Each with what tells it from others, as one function may listen twice."""
 
-_lock: Final = threading.RLock()
+_lock: Final = survives_fork(threading.RLock())
 _handles: Final[list[Any]] = []
 _before: _Listeners = ()
 _after: _Listeners = ()

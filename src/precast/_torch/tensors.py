@@ -24,7 +24,6 @@ __all__ = [
     "is_shared",
     "is_view",
     "sparse_values",
-    "swaps_parameters",
     "version_of",
 ]
 
@@ -97,7 +96,3 @@ def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None
     The `_foreach` functions have no public list; optimizers are made of them (2.13).
     """
     torch._foreach_copy_(targets, sources)
-
-
-swaps_parameters: Callable[[], bool] = torch.__future__.get_swap_module_params_on_conversion
-"""Whether `Module.to()` and `load_state_dict` exchange what is in a parameter. Nothing private."""
