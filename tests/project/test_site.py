@@ -382,7 +382,6 @@ _RETURNED = {  # by public functions: programs read these objects, and seldom na
     "precast.policy.rows.Rule",
 }
 _INTERNAL = {  # for precast itself
-    "precast.grad_scaler.distributed.Reductions",
     "precast.grad_scaler.distributed.chosen_for",
     "precast.diagnostics.report.needed",
 }

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
-from precast.grad_scaler.distributed import Reductions
+from precast.grad_scaler.distributed import chosen_for
 from precast.grad_scaler.found_inf import FoundInf, found_inf_so_far, total_found_inf
 from precast.grad_scaler.gradients import largest
 from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
@@ -25,21 +26,26 @@ __all__ = ["GradientChecks"]
 
 _MOST_LOSSES = 1024  # of one iteration that are kept
 
+Reduce = Callable[[list[Tensor]], None]
+
 
 class GradientChecks:
     """Checks gradients, and keeps the losses of the iteration, to say later whether they were finite.
 
     Args:
-        reductions: How each optimizer's checks are combined over processes.
+        reduce_found_inf: What the user gave the scaler to combine checks over processes; None if each optimizer's
+            parameters decide.
     """
 
-    def __init__(self, reductions: Reductions) -> None:
-        self._reductions = reductions
+    def __init__(self, reduce_found_inf: Reduce | None) -> None:
+        self._reduce_found_inf = reduce_found_inf
+        self._chosen = WeakIdKeyDictionary()
+        """For each optimizer how many parameter groups it had, and the reduction chosen then."""
         self._losses: tuple[Tensor, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, and a pickle, has no losses."""
-        return GradientChecks, (self._reductions,)
+        """A copy, and a pickle, has no losses, and chooses reductions again."""
+        return GradientChecks, (self._reduce_found_inf,)
 
     def keep_loss(self, loss: Tensor) -> None:
         """Keeps what says whether an unscaled loss is finite."""
@@ -74,7 +80,7 @@ class GradientChecks:
         measure = measure and state.largest_gradient is None
         if measure:
             state.largest_gradient = largest(state.optimizer, inverse)
-        reduce = self._reductions.of(state.optimizer)
+        reduce = self._reduction(state.optimizer)
         if reduce is not None:
             found.setdefault(inverse.device, before)  # a process without gradients takes part, too
             reduce(sorted(found.values(), key=lambda number: number.device != inverse.device))
@@ -85,16 +91,16 @@ class GradientChecks:
 
     def is_bad(self, state: OptimizerState) -> bool:
         """Whether a gradient was not finite; waits for the device. If so, the details are looked up."""
-        if not total_found_inf(state.device, [state.found_inf]):
-            return False
-        self.look_up_details(state)
-        return True
+        is_bad = bool(total_found_inf(state.device, [state.found_inf]))
+        if is_bad:
+            self.look_up_details(state)
+        return is_bad
 
     def look_up_details(self, state: OptimizerState) -> None:
         """Looks up what was not finite in a step that is skipped, together with all processes that skip it."""
         details = state.details = NonfiniteDetails(state.optimizer, self._losses)
         details.look_up()
-        gather = getattr(self._reductions.of(state.optimizer), "gather", None)
+        gather = getattr(self._reduction(state.optimizer), "gather", None)
         if gather is not None:
             details.combine(gather)
 
@@ -104,9 +110,19 @@ class GradientChecks:
 
     def is_true_anywhere(self, state: OptimizerState, flag: bool) -> bool:
         """Whether `flag` is true in any process; all processes have to call this."""
-        reduce = self._reductions.of(state.optimizer)
+        reduce = self._reduction(state.optimizer)
         if reduce is None:
             return flag
         number = torch.full((), float(flag), dtype=torch.float32, device=state.device)
         reduce([number])
         return bool(number)
+
+    def _reduction(self, optimizer: Optimizer) -> Reduce | None:
+        """How an optimizer's checks are combined over processes; None if each process decides for itself."""
+        if self._reduce_found_inf is not None:
+            return self._reduce_found_inf
+        groups = len(optimizer.param_groups)
+        if self._chosen.get(optimizer, (None, None))[0] != groups:
+            self._chosen[optimizer] = groups, chosen_for(optimizer)
+        chosen: Reduce | None = self._chosen[optimizer][1]
+        return chosen

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,9 +27,19 @@ from precast._internal.pytree import tensors_in
 from precast.errors import ScalerError
 from precast.grad_scaler.checks import GradientChecks
 from precast.grad_scaler.memory import is_finite
-from precast.grad_scaler.optimizer_state import OptimizerState
+from precast.grad_scaler.optimizer_state import BackwardWatch, OptimizerState
+from precast.grad_scaler.optimizers import parameters_of
 
 __all__ = ["closure_in", "step_with_closure"]
+
+_NO_LOSS = (
+    "the closure returned None. Let it zero the gradients, compute the loss, call scaler.scale(loss).backward(), and "
+    "return the loss, unscaled."
+)
+_NOT_ZEROED = (
+    "the closure added scaled gradients to those of its last call, which are unscaled by now: their sum means nothing, "
+    "and the step was undone. Call optimizer.zero_grad() in the closure before backward()."
+)
 
 
 class _AbortError(Exception):
@@ -67,150 +76,122 @@ def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scale
     Raises:
         ScalerError: The closure returned None, or did not zero the gradients; the step is undone then, too.
     """
-    optimizer = state.optimizer
-
-    def unscale_and_check() -> bool:
-        state.found_inf, state.stage = {}, OptState.READY
-        unscale(state)
-        return not checks.is_bad(state)
-
-    def in_any_process(flag: bool) -> bool:
-        return checks.is_true_anywhere(state, flag)
-
-    before = _Snapshot(optimizer)
-    called = tried_too_far = False
-
-    def checked() -> Any:
-        nonlocal called, tried_too_far
-        with _NewGradients(optimizer, all_are=not called) as new:
-            loss = closure()
-        if loss is None:
-            raise ScalerError(
-                "the closure returned None. Let it zero the gradients, compute the loss, call "
-                "scaler.scale(loss).backward(), and return the loss, unscaled."
-            )
-        with new.alone() as there_are_some:
-            if there_are_some and not unscale_and_check():
-                if not called or not in_any_process(not _is_finite(loss)):
-                    raise _AbortError
-                tried_too_far = True
-        called = True
-        return loss
-
-    try:
-        if args:
-            result = optimizer.step(checked, *args[1:], **kwargs)
-        else:
-            result = optimizer.step(**{**kwargs, "closure": checked})
-    except _AbortError:
-        before.restore()
-        return None, True
-    except BaseException:
-        before.restore()
-        raise
-    if tried_too_far and in_any_process(not before.is_finite_now()):
-        before.restore()
-        return None, True
-    return result, False
+    optimizer, checked = state.optimizer, _CheckedClosure(state, closure, unscale, checks)
+    if args:
+        args = (checked.call, *args[1:])
+    else:
+        kwargs = {**kwargs, "closure": checked.call}
+    with suppress(_AbortError), _undone_on_error(optimizer):
+        result = optimizer.step(*args, **kwargs)
+        if checked.tried_too_far and checks.is_true_anywhere(state, not _is_sound(optimizer)):
+            raise _AbortError
+        return result, False
+    return None, True
 
 
-class _NewGradients:
-    """The gradients that a closure has made: those that it has written, or that are other tensors afterwards.
+class _CheckedClosure:
+    """What the optimizer calls in place of the user's closure: it unscales and checks the gradients that are new.
 
-    The others are unscaled already: a line search may ask for a loss alone, without a backward pass.
-
-    Args:
-        optimizer: Whose gradients.
-        all_are: Whether older gradients count as new: before the first call nothing is unscaled.
+    The others are unscaled already: a line search may ask for a loss alone, without a backward pass. At the first call
+    all gradients count as new.
     """
 
-    def __init__(self, optimizer: Optimizer, all_are: bool) -> None:
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._all_are = all_are
-        self._added: Counter[int] = Counter()
-        self._before: list[tuple[Tensor, Tensor, int]] = []
+    def __init__(
+        self,
+        state: OptimizerState,
+        closure: Callable[[], Any],
+        unscale: Callable[[OptimizerState], None],
+        checks: GradientChecks,
+    ) -> None:
+        self._state, self._closure = state, closure
+        self._unscale, self._checks = unscale, checks
+        self._parameters = parameters_of(state.optimizer)
+        self._called = False
+        self.tried_too_far = False
+        """Whether a later call's loss was not finite, and the optimizer was to see that."""
 
-    def __enter__(self) -> _NewGradients:
-        added = self._added
-
-        def note(parameter: Tensor) -> None:
-            added[id(parameter)] += 1
-
-        if not self._all_are:
-            self._before = [
-                (p, p.grad, _version(p.grad)) for p in self._parameters if p.grad is not None
-            ]
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(note)
-            for p, _, _ in self._before
-            if p.is_leaf and p.requires_grad
-        ]
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Takes old gradients off their parameters until the `with` ends; yields whether there are new ones.
-
-        Raises:
-            ScalerError: The closure added to gradients that were unscaled already.
-        """
-        old = []
-        for parameter, gradient, version in self._before:
-            if parameter.grad is not gradient:
-                continue
-            written = _version(gradient) - version
-            if written == self._added[id(parameter)] > 0:
-                raise ScalerError(_NOT_ZEROED)
-            if not written:
-                old.append((parameter, gradient))
-        for parameter, _ in old:
-            parameter.grad = None
+    def call(self) -> Any:
+        """Runs the closure and checks its gradients; raises `_AbortError` if the scale may be too high for them."""
+        known = self._parameters if self._called else []
+        before = [(p, p.grad, _version(p.grad)) for p in known if p.grad is not None]
+        watch = BackwardWatch(parameter for parameter, _, _ in before)
         try:
-            yield self._all_are or any(p.grad is not None for p in self._parameters)
+            loss = self._closure()
         finally:
-            for parameter, gradient in old:
-                parameter.grad = gradient
+            watch.end()
+        if loss is None:
+            raise ScalerError(_NO_LOSS)
+        old = [p for p, was, version in before if _is_left_alone(p, was, version, watch)]
+        with _taken_off(old):
+            self._check(loss)
+        self._called = True
+        return loss
+
+    def _check(self, loss: Any) -> None:
+        if self._called and all(parameter.grad is None for parameter in self._parameters):
+            return
+        self._state.found_inf, self._state.stage = {}, OptState.READY
+        self._unscale(self._state)
+        if not self._checks.is_bad(self._state):
+            return
+        if not self._called or not self._checks.is_true_anywhere(self._state, not _is_finite(loss)):
+            raise _AbortError
+        self.tried_too_far = True
 
 
-_NOT_ZEROED = (
-    "the closure added scaled gradients to those of its last call, which are unscaled by now: their sum means nothing, "
-    "and the step was undone. Call optimizer.zero_grad() in the closure before backward()."
-)
+def _is_left_alone(parameter: Tensor, gradient: Tensor, version: int, watch: BackwardWatch) -> bool:
+    """Whether a closure has left the gradient of a parameter as it was before: the same tensor, and not written.
+
+    Raises:
+        ScalerError: The closure added to it.
+    """
+    if parameter.grad is not gradient:
+        return False
+    written = _version(gradient) - version
+    if written == watch.added[id(parameter)] > 0:
+        raise ScalerError(_NOT_ZEROED)
+    return not written
 
 
-class _Snapshot:
-    """A copy of an optimizer's parameters, state and settings, to go back to."""
+@contextmanager
+def _taken_off(parameters: list[Tensor]) -> Iterator[None]:
+    """Takes the gradients off some parameters until the `with` ends."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters = [
-            (p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]
-        ]
-        self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
-        self._settings = [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
-            for group in optimizer.param_groups
-        ]  # some optimizers count their steps there
 
-    def is_finite_now(self) -> bool:
-        """Whether the optimizer's parameters and state have neither infinity nor NaN; waits for the device."""
-        tensors = [parameter.detach() for parameter, _ in self._parameters]
-        tensors += tensors_in(list(self._optimizer.state.values()))
-        return all(map(is_finite, tensors))
+@contextmanager
+def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """Puts an optimizer's parameters, state and settings back as they were if an exception ends the `with`."""
+    parameters = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
+    state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+    settings = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+        for group in optimizer.param_groups
+    ]  # some optimizers count their steps there
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in parameters:
+                parameter.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.update(before)
+        raise
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Puts everything back as it was."""
-        for parameter, value in self._parameters:
-            parameter.copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            group.update(settings)
+
+def _is_sound(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's parameters and state have neither infinity nor NaN; waits for the device."""
+    state = tensors_in(list(optimizer.state.values()))
+    return all(map(is_finite, [*parameters_of(optimizer), *state]))
 
 
 def _is_finite(loss: Any) -> bool:

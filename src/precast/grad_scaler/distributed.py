@@ -14,20 +14,20 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from precast._torch import is_dtensor
 from precast.errors import ScalerError
+from precast.grad_scaler.optimizers import parameters_of
 from precast.policy.policy import Policy
 
-__all__ = ["Reduction", "Reductions", "check_same", "chosen_for"]
+__all__ = ["Reduction", "check_same", "chosen_for"]
 
 
 class Reduction:
@@ -83,44 +83,12 @@ class Reduction:
         return [f"rank {rank}: {name}" for rank, name in sorted(found)], finite
 
 
-class Reductions:
-    """The reduction that a scaler uses for each optimizer: the user's, or the one that its parameters ask for.
-
-    Args:
-        given: What the user passed as `reduce_found_inf`, or None.
-    """
-
-    def __init__(self, given: Callable[[list[Tensor]], None] | None) -> None:
-        self._given = given
-        self._chosen = WeakIdKeyDictionary()
-        """For each optimizer how many parameter groups it had, and the reduction chosen then."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, and a pickle, chooses again."""
-        return Reductions, (self._given,)
-
-    def of(self, optimizer: Optimizer) -> Callable[[list[Tensor]], None] | None:
-        """The reduction for an optimizer; None if each process decides for itself."""
-        if self._given is not None:
-            return self._given
-        groups = len(optimizer.param_groups)
-        known, reduction = self._chosen.get(optimizer, (None, None))
-        if known != groups:
-            reduction = chosen_for(optimizer)
-            self._chosen[optimizer] = groups, reduction
-        chosen: Reduction | None = reduction
-        return chosen
-
-
 def chosen_for(optimizer: Optimizer) -> Reduction | None:
     """The reduction that an optimizer's parameters ask for; None if they are in one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    meshes: list[Any] = []
-    for parameter in parameters:
-        if is_dtensor(parameter) and parameter.device_mesh not in meshes:
-            meshes.append(parameter.device_mesh)
+    parameters: list[Any] = parameters_of(optimizer)
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if is_dtensor(p))
     return Reduction(*meshes) if meshes else None
 
 

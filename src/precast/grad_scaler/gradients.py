@@ -23,6 +23,7 @@ from precast._internal.callers import callers_level
 from precast.errors import PrecastWarning
 from precast.grad_scaler.found_inf import FoundInf
 from precast.grad_scaler.memory import are_finite, is_finite, local, memory_of, moved
+from precast.grad_scaler.optimizers import parameters_of
 from precast.weights.low_precision_gradients import factors_of
 
 __all__ = [
@@ -125,7 +126,7 @@ def clipped(
     found_inf: FoundInf,
 ) -> Tensor:
     """The norm of all gradients; they are clipped to `max_norm` if they are finite. Waits for nothing."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -145,9 +146,10 @@ def _places(optimizer: Optimizer) -> Iterator[Place]:
 
 
 def _why_float16(optimizer: Optimizer) -> str:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    of = {p.dtype for p in parameters if p.grad is not None and p.grad.dtype is torch.float16}
-    others = sorted(str(dtype) for dtype in of - {torch.float16})
+    with_float16 = [
+        p for p in parameters_of(optimizer) if getattr(p.grad, "dtype", None) is torch.float16
+    ]
+    others = sorted({str(p.dtype) for p in with_float16} - {"torch.float16"})
     return _FLOAT16 + (_OF_OTHERS.format(dtype=others[0]) if others else _OF_FLOAT16)
 
 
@@ -158,18 +160,14 @@ def _by_kind(optimizer: Optimizer) -> dict[_Kind, list[Tensor]]:
     """The memory of all gradients of an optimizer: by device, dtype, and the factor that its step applies later."""
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     factors = factors_of(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if (
-                type(gradient) is not Tensor
-                or gradient.dtype not in _PLAIN
-                or gradient.layout is not torch.strided
-            ):
-                gradient = _gradient_memory(parameter)
-            kinds[gradient.device, gradient.dtype, factors.get(id(parameter))].append(gradient)
+    for parameter in parameters_of(optimizer):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        is_strided = type(gradient) is Tensor and gradient.layout is torch.strided
+        if not is_strided or gradient.dtype not in _PLAIN:
+            gradient = _gradient_memory(parameter)
+        kinds[gradient.device, gradient.dtype, factors.get(id(parameter))].append(gradient)
     return kinds
 
 

@@ -6,22 +6,22 @@ scaler's to decide.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.optim import Optimizer
 
 from precast.errors import ScalerError
 from precast.grad_scaler.found_inf import FoundInf, total_found_inf
 from precast.grad_scaler.nonfinite import NonfiniteDetails
+from precast.grad_scaler.optimizers import parameters_of
 from precast.weights import low_precision_gradients
 
-__all__ = ["OptimizerState", "known_outcome", "outcome"]
+__all__ = ["BackwardWatch", "OptimizerState", "known_outcome", "outcome"]
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +42,7 @@ class OptimizerState:
     """The largest unscaled gradient, while the first scale is searched for."""
     is_stepping: bool = False
     """Whether `step` is what calls `unscale_`: then nobody can change the gradients between the two."""
-    _watch: _BackwardWatch | None = None
+    _watch: BackwardWatch | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -53,7 +53,7 @@ class OptimizerState:
         """Refuses a call of the scaler ("unscale_", "step") that comes too late."""
         if (call, self.stage) in _TOO_LATE:
             raise ScalerError(_TOO_LATE[call, self.stage])
-        if self._watch is not None and self._watch.seen:
+        if self._watch is not None and self._watch.added:
             raise ScalerError(_MIXED)
 
     def allow_closure(self) -> None:
@@ -72,7 +72,7 @@ class OptimizerState:
     def watch_for_backward(self) -> None:
         """From now on a backward pass must not reach these gradients: they are unscaled already."""
         if self.stage is OptState.UNSCALED and self._watch is None and not self.is_stepping:
-            self._watch = _BackwardWatch(self.optimizer)
+            self._watch = BackwardWatch(parameters_of(self.optimizer))
 
     def set_stage(self, stage: OptState) -> None:
         """For programs that set the stage themselves: back at READY, nothing counts as unscaled any more."""
@@ -111,29 +111,26 @@ def outcome(states: Sequence[OptimizerState], scale: Tensor) -> tuple[Tensor, bo
     return scale, total_found_inf(scale.device, found) if known is None else known
 
 
-class _BackwardWatch:
-    """Sees whether a backward pass adds to the gradients of an optimizer's parameters, whoever starts it.
+class BackwardWatch:
+    """Counts how often backward passes add to the gradients of some parameters, whoever starts them.
 
-    The parameters have hooks only from `unscale_` to the end of the iteration, when normally no backward pass comes.
+    The parameters have hooks until `end`.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.seen = False
-        reference = weakref.ref(self)
-
-        def saw(_: Tensor) -> None:
-            watch = reference()
-            if watch is not None:
-                watch.seen = True
-
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.added: Counter[int] = Counter()
+        """``id`` of a parameter -> how often a backward pass has added to its gradient."""
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(saw)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            parameter.register_post_accumulate_grad_hook(self._count)
+            for parameter in parameters
             if parameter.requires_grad and parameter.is_leaf
         ]
 
+    def _count(self, parameter: Tensor) -> None:
+        self.added[id(parameter)] += 1
+
     def end(self) -> None:
+        """Takes the hooks off."""
         for hook in self._hooks:
             hook.remove()
 

@@ -38,12 +38,11 @@ from precast.grad_scaler.closures import closure_in, step_with_closure
 from precast.grad_scaler.diagnosis import diagnose_closed
 from precast.grad_scaler.disabled import when_disabled
 from precast.grad_scaler.display import card
-from precast.grad_scaler.distributed import Reductions
 from precast.grad_scaler.found_inf import FoundInf, found_inf_so_far, total_found_inf
-from precast.grad_scaler.fused import step_given_scaler, takes_scaler, temporary_attributes
 from precast.grad_scaler.gradients import clipped, reciprocal, unscaled
 from precast.grad_scaler.memory import moved
 from precast.grad_scaler.optimizer_state import OptimizerState, known_outcome, outcome
+from precast.grad_scaler.optimizers import step_given_scaler, takes_scaler, temporary_attributes
 from precast.grad_scaler.outputs import map_losses
 from precast.grad_scaler.per_optimizer_states import PerOptimizerStates
 from precast.grad_scaler.scale_update import adapt_scale, set_scale
@@ -143,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
             vars(self).update(settings.checked_attributes(first, given))
         self._step_history = StepHistory(int(history) if self._enabled else 0)
         reduce = settings.require_function("reduce_found_inf", reduce_found_inf)
-        self._checks = GradientChecks(Reductions(reduce))
+        self._checks = GradientChecks(reduce)
 
     @when_disabled(lambda outputs: outputs)
     def scale(self, outputs: T) -> T:

@@ -1,7 +1,7 @@
-"""How an optimizer that decides on the device (a fused one) is told the scale and whether a gradient was bad.
+"""What a scaler asks of an optimizer: its parameters, and how one that decides on the device (a fused one) is stepped.
 
-PyTorch has had two contracts with such optimizers: their `step` takes the scaler and asks it, or, since then, they
-read the attributes `grad_scale` and `found_inf`.
+PyTorch has had two contracts with fused optimizers: their `step` takes the scaler and asks it for scale and found_inf,
+or, since then, it reads them from the attributes `grad_scale` and `found_inf`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.callers import callers_level
 
-__all__ = ["step_given_scaler", "takes_scaler", "temporary_attributes"]
+__all__ = ["parameters_of", "step_given_scaler", "takes_scaler", "temporary_attributes"]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups of an optimizer, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
@@ -29,11 +35,7 @@ def step_given_scaler(
     scaler: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
     """Steps an optimizer that takes the scaler, with PyTorch's warning that this is deprecated."""
-    warnings.warn(
-        _torch.warning_of_old_contract(),
-        FutureWarning,
-        stacklevel=callers_level(),
-    )
+    warnings.warn(_torch.warning_of_old_contract(), FutureWarning, stacklevel=callers_level())
     result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
     return result
 
