@@ -1,10 +1,10 @@
-"""attach: regions learn a model's names: its weights are cast once, and its modules have their own precision.
+"""`attach` keeps the 16-bit copies of a model's weights between regions, and gives its modules their own precision.
 
 Invariants:
 
-- the model itself is not changed but for hooks, which `detach` takes off; no copy is in its state;
-- a parameter that is added or replaced later is held from the next region on, one that is gone no longer;
-- what cannot be held is named with its reason, and runs as without an attachment.
+- only hooks are added to the model, and `detach` removes them; the copies are in no state dict, pickle or deepcopy;
+- from the next region on, a parameter that was added or replaced is held, and one that was removed is not;
+- a parameter that cannot be held is listed with the reason, and runs as it would without an attachment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 from precast._internal.display import Card, Displayed, size
 from precast._torch import is_captured, on_collectives, runs_uncompiled
 from precast._torch.optimizer_hooks import on_optimizer_step
-from precast.attachment.module_hooks import apply
+from precast.attachment.module_hooks import Applied, apply
 from precast.engine.thread_state import regions
 from precast.errors import AttachError, PrecastWarning
 from precast.policy.module_names import named_parameters, names_in
@@ -41,11 +41,11 @@ from precast.weights.low_precision_gradients import LowPrecisionGradients
 __all__ = ["Attachment", "Memory", "attach", "attached_models", "names_of"]
 
 _living: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
-"""Attachments that have not ended."""
+"""The attachments that have not ended, whether they hold weights or not."""
 
 
 class Memory(int):
-    """A number of bytes that says so."""
+    """A number of bytes, which is printed with its unit."""
 
     def __repr__(self) -> str:
         return f"{int(self):,} bytes"
@@ -65,26 +65,25 @@ def attach(
 
     Args:
         model: the model, or a part of one. Several attachments of one model share the copies.
-        policy: the policy for the model in every enabled region, also in PyTorch's, instead of the region's: its
-            tables, and its rules for modules by name. A `Policy`, the name of a preset, or the path of a policy file.
-            None: the policy of the region.
-        optimizer: the one that trains the model, which `grad_dtype` needs. Any of PyTorch's kind is listened to; one
-            that is given here is known before its first step. Copies are renewed when they are next used: on the CPU
-            each by itself, as it is then in the processor's cache; elsewhere all together.
-        hold: whether copies are held; False has the weights cast in each region.
-        grad_dtype: torch.bfloat16 or torch.float16 has the gradients of held weights that `optimizer` trains stay in
-            that dtype until its step, which sees them in float32 and writes each weight and its copy in one go: 2 bytes
-            a number in place of 4. What is summed before the step is rounded each time. None has them be float32, as
-            without an attachment.
+        policy: the policy of the model, which replaces that of every enabled region, PyTorch's included: its tables,
+            and its rules for modules by name. A `Policy`, the name of a preset, or the path of a policy file. With
+            None the region's policy holds.
+        optimizer: the optimizer that trains the model. Only `grad_dtype` needs it. The steps of every
+            `torch.optim.Optimizer` are noticed anyway, but one that is given here is known before its first step.
+        hold: whether the copies are kept. With False every region casts the weights again.
+        grad_dtype: torch.bfloat16 or torch.float16 keeps the gradients of the held weights that `optimizer` trains in
+            that dtype, 2 bytes for each number instead of 4, until its step. The step reads them in float32, and writes
+            each weight and its copy together. Gradients that are added up before the step are rounded at each
+            addition. With None gradients are float32.
 
     Returns:
-        The attachment, which lives as long as the model, or until its `detach`.
+        The attachment, which lasts as long as the model, or until its `detach`.
 
     Raises:
-        PolicyError: a policy that cannot be read or carried out: two patterns that disagree on a module, a rule for a
-            part of a scripted module.
-        AttachError: `model` is no module, `optimizer` is none, or has no parameter of the model; `grad_dtype` is not
-            one of the two, or comes without an optimizer, or with one that takes many gradients in a step.
+        PolicyError: the policy cannot be read or carried out, because two patterns disagree on a module or a rule is
+            for a part of a scripted module.
+        AttachError: `model` is no module; `optimizer` is no optimizer, or has no parameter of the model; `grad_dtype`
+            is another dtype, or comes without an optimizer, or with one that takes several gradients in a step.
 
     Examples:
         >>> import precast
@@ -107,10 +106,10 @@ def attach(
 
 
 def names_of(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
-    """``id`` of each of `parameters` that is in an attached model -> its name there; a copy is no parameter."""
+    """``id`` of each of `parameters` that belongs to an attached model -> its name there."""
     wanted, named = list(parameters), dict[int, str]()
-    for model in [attachment._model() for attachment in list(_living)]:
-        named |= {} if model is None else names_in(model, wanted)
+    for model, _ in attached_models():
+        named |= names_in(model, wanted)
     return named
 
 
@@ -121,54 +120,53 @@ def attached_models() -> list[tuple[nn.Module, Plan | None]]:
 
 
 class Attachment(Displayed):
-    """A model whose weights are held, and whose modules follow their rules; what `attach` returns.
+    """What `attach` returns: a model whose weights are held, and whose modules follow their rules.
 
     Attributes:
         plan: what the policy means for the model; None where no policy was given.
-        left_alone: name of each parameter that is not held -> the reason.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan | None,
-        optimizer: torch.optim.Optimizer | None,
+        plan: Plan | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
-        hold: bool,
-        grad_dtype: torch.dtype | None,
+        hold: bool = False,
+        grad_dtype: torch.dtype | None = None,
         give_way: Callable[[], None] | None = None,
     ) -> None:
+        """Takes what `attach` has checked; `give_way` is for rules of an installed policy.
+
+        It is called when an attachment of the program's own replaces this one. With it, the plan's tables are not put
+        in force, because the installed policy's are already.
+
+        Raises:
+            PolicyError: another attachment of the program's own has rules for the same modules.
+        """
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._hold = hold
         self._held_parameters: dict[str, HeldParameter] = {}
         self._left_alone: dict[str, str] = {}
         self._modules: frozenset[int] = frozenset()
-        self._hooks: list[Any] = []
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = (
+            (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        )
         self._gradients: LowPrecisionGradients | None = None
         if optimizer is not None and grad_dtype is not None:
             self._gradients = LowPrecisionGradients(optimizer, grad_dtype)
         self.plan = plan
-        if plan is not None:
-            # First: it may refuse. What is installed is in force already.
-            self._hooks.append(apply(model, plan, tables=give_way is None, give_way=give_way))
-        self._look()
+        self._rules: Applied | None = None
+        if plan is not None:  # before anything else is done, because it may raise
+            self._rules = apply(model, plan, tables=give_way is None, give_way=give_way)
+        self._find_parameters()
         _living.add(self)
         if hold:
             held.attached.append(self)
             _watch()
-        self._end = weakref.finalize(model, _end, self)
+        self._end = weakref.finalize(model, self._detach)
         self._end.atexit = False
-
-    @classmethod
-    def of_installed(cls, model: nn.Module, plan: Plan, gave_way: Callable[[], None]) -> Attachment:
-        """The rules of an installed policy on a model; one of the program's own replaces it, and calls `gave_way`.
-
-        Raises:
-            PolicyError: there is an attachment of the program's own, with rules for the same modules.
-        """
-        return cls(model, plan, None, hold=False, grad_dtype=None, give_way=gave_way)
 
     @property
     def left_alone(self) -> Mapping[str, str]:
@@ -176,15 +174,15 @@ class Attachment(Displayed):
         return MappingProxyType(self._left_alone)
 
     def memory(self) -> Memory:
-        """Bytes of the copies that exist now: 2 for each number of each parameter that was used, and dtype."""
+        """The bytes of all copies that exist now: 2 for each number of a parameter, in each dtype that was used."""
         tensors = (copy.tensor for copy in self._copies())
         return Memory(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
     def refresh(self) -> None:
-        """Renews all copies, whatever version counters say: for after a write through `.data`."""
+        """Renews all copies, whatever the version counters say. Call it after a write through `.data`."""
         with held.lock:
-            self._look()
-            for held_parameter in self._each():
+            self._find_parameters()
+            for held_parameter in self._held_parameters.values():
                 held_parameter.drop_unfit()
             for copy in self._copies():
                 copy.evict()
@@ -193,11 +191,11 @@ class Attachment(Displayed):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A block that may write parameters through `.data`.
+        """Opens a block that may write parameters through `.data`.
 
-        Regions inside cast weights anew, and all copies are renewed after it.
+        Regions inside cast the weights again, and all copies are renewed when the block ends.
         """
-        some = list(self._each())
+        some = list(self._held_parameters.values())
         held.suspend(some, 1)
         self._invalidate_in_this_thread()
         try:
@@ -207,7 +205,7 @@ class Attachment(Displayed):
             self.refresh()
 
     def detach(self) -> None:
-        """Ends the attachment: the model is as before it, in regions too. A second call does nothing."""
+        """Ends the attachment: the model runs as it did before. A second call does nothing."""
         self._end()
 
     def __enter__(self) -> Attachment:
@@ -227,130 +225,123 @@ class Attachment(Displayed):
         return Card(what, facts, ("name", "how it runs"), [*rules, *alone])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy, as of a model that has its attachment as an attribute, is of no model.
+        # A model that is copied may have its attachment as an attribute. The copy of the model is not attached.
         return _ended, ()
 
-    def _each(self) -> Iterable[HeldParameter]:
-        return self._held_parameters.values()
-
-    def _know(self, held_parameters: Iterable[HeldParameter]) -> None:
-        """Tells what is held of the optimizer that steps it, before its first step."""
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is not None:
-            its = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for held_parameter in held_parameters:
-                if id(held_parameter.parameter()) in its:
-                    held_parameter.optimizer = self._optimizer
-
     def _copies(self) -> Iterator[Copy]:
-        return (copy for held_parameter in self._each() for copy in held_parameter.copies.values())
+        held_parameters = self._held_parameters.values()
+        return (
+            copy for held_parameter in held_parameters for copy in held_parameter.copies.values()
+        )
 
     def _invalidate_in_this_thread(self) -> None:
-        """Has an open region of this thread cast again what it has cast itself."""
-        parameters = (held_parameter.parameter() for held_parameter in self._each())
+        """Makes a region that is open in this thread cast its weights again, whatever it has in its own cache."""
+        parameters = (
+            held_parameter.parameter() for held_parameter in self._held_parameters.values()
+        )
         regions.cache.invalidate([p for p in parameters if p is not None])
 
-    def _look(self) -> None:
-        """Finds the model's parameters as they are now."""
+    def _find_parameters(self) -> None:
+        """Holds the parameters that the model has now, and releases those that it had before."""
         with held.lock:
             model = self._model()
             if model is None or not self._hold:
                 return
             self._modules = frozenset(map(id, model.modules()))
             managed = _managed_by_fsdp(model)
-            held_parameters, left_alone = {}, {}
+            optimizer = self._optimizer()
+            stepped = set() if optimizer is None else set(map(id, _parameters_of(optimizer)))
+            before, held_parameters, left_alone = self._held_parameters, {}, {}
             for name, parameter in named_parameters(model):
                 reason = managed.get(id(parameter)) or held.reason_not_held(parameter)
-                if reason is None:
-                    held_parameters[name] = held.hold(name, parameter)
-                else:
+                if reason is not None:
                     left_alone[name] = reason
-            self._know(held_parameters.values())
-            before, self._held_parameters, self._left_alone = (
-                self._held_parameters,
-                held_parameters,
-                left_alone,
-            )
+                    continue
+                held_parameters[name] = held.hold(name, parameter)
+                if optimizer is not None and id(parameter) in stepped:
+                    held_parameters[name].optimizer = weakref.ref(optimizer)
+            self._held_parameters, self._left_alone = held_parameters, left_alone
             for held_parameter in before.values():
                 held.release(held_parameter)
             if self._gradients is not None:
-                self._gradients.ask_for(self._each())
+                self._gradients.ask_for(self._held_parameters.values())
+
+    def _detach(self) -> None:
+        """Ends the attachment; the model may be gone already."""
+        if self._rules is not None:
+            self._rules.remove()
+            self._rules = None
+        if self._gradients is not None:
+            self._gradients.end()
+        with held.lock:
+            self._hold = False  # a search for parameters that is still to come finds none
+            for held_parameter in self._held_parameters.values():
+                held.release(held_parameter)
+            self._held_parameters, self._left_alone = {}, {}
+        _living.discard(self)
+        held.before_next_region.pop(id(self), None)
+        if self in held.attached:
+            held.attached.remove(self)
+            _watch()
 
 
 def _ended() -> Attachment:
-    return Attachment(nn.Module(), None, None, hold=False, grad_dtype=None)
+    return Attachment(nn.Module())
 
 
-def _end(attachment: Attachment) -> None:
-    """Ends an attachment, whose model may be gone."""
-    for hook in attachment._hooks:
-        hook.remove()
-    attachment._hooks = []
-    if attachment._gradients is not None:
-        attachment._gradients.end()
-    with held.lock:
-        attachment._hold = False  # what is still to look for parameters finds none
-        for held_parameter in attachment._each():
-            held.release(held_parameter)
-        attachment._held_parameters, attachment._left_alone = {}, {}
-    _living.discard(attachment)
-    held.before_next_region.pop(id(attachment), None)
-    if attachment in held.attached:
-        held.attached.remove(attachment)
-        _watch()
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-# While there are attachments, modules tell of the parameters and modules that they get, optimizers of their steps, and
-# process groups of what they write: fused optimizers and collectives move no version counter (2.13).
-_registrations: Final[list[Any]] = []
-
-
-class _Ending(NamedTuple):
-    """What ends when it is removed, as a hook does."""
-
-    remove: Callable[[], None]
+_registrations: Final[list[Callable[[], None]]] = []
+"""What ends the listening of `_watch`."""
 
 
 def _watch() -> None:
+    """Starts or stops listening, which is done while weights are held.
+
+    Modules report the parameters and modules that they get, optimizers their steps, and process groups what they write:
+    fused optimizers and collectives move no version counter (2.13).
+    """
     if held.attached and not _registrations:
-        _registrations.append(register_module_parameter_registration_hook(_registered))
-        _registrations.append(register_module_module_registration_hook(_registered))
-        _registrations.append(_Ending(on_optimizer_step(after=_stepped)))
-        _registrations.append(_Ending(on_collectives(held.note_unversioned_writes)))
-        held.parameter_freed_hooks.append(_look_again)
+        _registrations.append(register_module_parameter_registration_hook(_registered).remove)
+        _registrations.append(register_module_module_registration_hook(_registered).remove)
+        _registrations.append(on_optimizer_step(after=_stepped))
+        _registrations.append(on_collectives(held.note_unversioned_writes))
+        held.parameter_freed_hooks.append(_find_parameters_again)
     elif not held.attached:
         while _registrations:
-            _registrations.pop().remove()
+            _registrations.pop()()
         held.parameter_freed_hooks.clear()
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters_of(optimizer)
     if parameters and is_captured(parameters[0]):
         held.leave_to_cuda_graphs(parameters)
         for attachment in held.attached:
-            attachment._look()
-    its = [a for a in held.attached if a._optimizer is not None and a._optimizer() is optimizer]
+            attachment._find_parameters()
     renewed: set[int] = set()
-    for attachment in its:
-        if attachment._gradients is not None:
-            renewed |= attachment._gradients.after_step()
+    for attachment in list(held.attached):
+        gradients = attachment._gradients
+        if gradients is not None and attachment._optimizer() is optimizer:
+            renewed |= gradients.after_step()
     held.stepped(optimizer, (p for p in parameters if id(p) not in renewed))
 
 
 @runs_uncompiled
 def _registered(module: nn.Module, _name: str, _value: object) -> None:
-    _look_again(a for a in held.attached if id(module) in a._modules)
+    _find_parameters_again(a for a in held.attached if id(module) in a._modules)
 
 
-def _look_again(some: Iterable[Attachment] = held.attached) -> None:
-    """Has attachments look for parameters before the next region: what a module is given is not in it yet."""
-    for attachment in some:
-        held.before_next_region[id(attachment)] = attachment._look
+def _find_parameters_again(attachments: Iterable[Attachment] = held.attached) -> None:
+    """Makes attachments look for parameters before the next region; a module does not have the new one yet."""
+    for attachment in attachments:
+        held.before_next_region[id(attachment)] = attachment._find_parameters
 
 
 def _managed_by_fsdp(model: nn.Module) -> dict[int, str]:
-    """``id`` of each parameter whose memory FSDP comes and goes with -> why it is not held."""
+    """``id`` of each parameter whose memory FSDP allocates and frees -> why it is not held."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return {}
@@ -375,8 +366,7 @@ def _check(model: object, optimizer: object) -> None:
             f"attach(optimizer=...) got {type(optimizer).__name__}. It takes a torch.optim.Optimizer; of a wrapper "
             "give the optimizer inside, or none: then the first use of a changed parameter renews its copy."
         )
-    written = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if written.isdisjoint(map(id, model.parameters())):
+    if set(map(id, _parameters_of(optimizer))).isdisjoint(map(id, model.parameters())):
         raise AttachError(
             f"attach(optimizer=...) got a {type(optimizer).__name__} with no parameter of this {type(model).__name__}. "
             "Give the one that trains this model, made after the model was moved or converted, or none."

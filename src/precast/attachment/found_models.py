@@ -1,12 +1,12 @@
-"""Carries out an installed policy's rules for modules: on each model that the program calls, when it first does.
+"""Carries out an installed policy's rules for modules on each model that the program calls, from its first call on.
 
 Invariants:
 
-- a model is what is called from outside of all modules and has parameters; names are those inside of it, without what
-  wrappers put around it. A part that was called before the whole is one model with it from then on;
-- what cannot be carried out is kept as a sentence, and the program goes on; an attachment of the program's own comes
-  first;
-- no weight is held, and a model lives no longer than without this.
+- a model is a module that has parameters and is called from outside of all modules. Its names leave out the wrappers
+  around it. If a part of it was called before the whole, both are one model from then on;
+- what cannot be carried out is kept as a sentence, and the program goes on; an attachment of the program's own has
+  priority;
+- no weight is held, and no model is kept alive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from precast.policy.policy import Policy
 __all__ = ["FoundModels", "Rules"]
 
 _MOST = 16
-"""Kinds of models, and sentences, that are remembered."""
+"""How many classes of models, and how many refusals, are remembered."""
+_OWN = "the program attached a policy of its own to it"
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Rules:
 
 
 class FoundModels:
-    """Finds models while it is open, and has the rules of `policy` act on them.
+    """Finds models until it is closed, and makes the rules of `policy` act on them.
 
     Args:
         policy: a policy with rules for modules.
-        refused: called with a sentence, once each, where rules cannot act on a model.
+        refused: called with each new sentence about rules that cannot act on a model.
     """
 
     def __init__(self, policy: Policy, refused: Callable[[str], None] = lambda _: None) -> None:
@@ -59,9 +60,9 @@ class FoundModels:
         self.mutex = ForkSafeLock()
         self._is_open = True
         self._known = WeakIdKeyDictionary()
-        """Modules that were called -> None."""
+        """The modules that were called, as keys."""
         self._attached = WeakIdKeyDictionary()
-        """Models -> their attachment."""
+        """Model -> its attachment."""
         self._models: dict[str, int] = {}
         self._unmatched = set(policy.modules)
         self._complaints: dict[str, tuple[str, ...]] = {}
@@ -70,7 +71,7 @@ class FoundModels:
 
     @synchronized
     def close(self) -> None:
-        """Finds no more, and lets go of those that were found."""
+        """Ends the rules on all models that were found, and finds no more."""
         self._is_open = False
         self._stop()
         for attachment in list(self._attached.values()):
@@ -97,7 +98,7 @@ class FoundModels:
             )
 
     def _unmatched_says(self, pattern: str, said: list[str]) -> str:
-        """With the nearest name, if there was one model that might have had it."""
+        """Says that a pattern matches nothing; names the nearest module if only one model was called."""
         of_it = [text for text in said if text.startswith(f"[modules] {pattern!r} matches no ")]
         if len(of_it) == 1:
             return of_it[0]
@@ -111,45 +112,47 @@ class FoundModels:
 
     @synchronized
     def _find(self, module: nn.Module) -> None:
-        if _torch.is_tracing() or not self._is_open:  # what is put on now would be in the trace
-            return
-        if module in self._known:
+        # What is put on a module while it is traced would be in the trace.
+        if _torch.is_tracing() or not self._is_open or module in self._known:
             return
         model = unwrapped(module)
         if next(model.parameters(), None) is not None and not self._is_part(model):
             self._attach(model)
-        self._known[module] = None  # last: a thread that calls it meanwhile waits for its rules
+        self._known[module] = (
+            None  # last, so that a thread that calls it meanwhile waits for its rules
+        )
 
     def _is_part(self, model: nn.Module) -> bool:
-        """Whether a model is one that was found, or in one."""
+        """Whether a model was found before, alone or as a part of another."""
         return any(model is inner for known in list(self._attached) for inner in known.modules())
 
     def _attach(self, model: nn.Module) -> None:
         for inner in list(model.modules()):
-            earlier = self._attached.pop(inner, None)
-            if earlier is not None:
-                earlier.detach()
-        kind, known = type(model).__name__, weakref.ref(model)
+            self._detach(inner)
+        kind, reference = type(model).__name__, weakref.ref(model)
         own = _rules_of_its_own(model)
-        if own is not None:
-            if _alike(own.policy, self._policy):
-                self._note(kind, own)
-            else:
-                self._refuse(
-                    f"the rules in [modules] do not act on a {kind}: the program attached a policy of its own to it"
+        if own is not None and _alike(own.policy, self._policy):
+            self._note(kind, own)
+        elif own is not None:
+            self._refuse(f"do not act on a {kind}: {_OWN}")
+        else:
+            try:
+                planned = plan(model, self._policy)
+                self._attached[model] = Attachment(
+                    model, planned, give_way=lambda: self._gave_way(reference)
                 )
-            return
-        try:
-            planned = plan(model, self._policy)
-            attachment = Attachment.of_installed(model, planned, lambda: self._gave_way(known))
-        except PolicyError as error:
-            self._refuse(f"the rules in [modules] do not act on a {kind}: {error}")
-            return
-        self._attached[model] = attachment
-        self._note(kind, planned)
+            except PolicyError as error:
+                self._refuse(f"do not act on a {kind}: {error}")
+            else:
+                self._note(kind, planned)
+
+    def _detach(self, model: nn.Module | None) -> None:
+        attachment = self._attached.pop(model, None)
+        if attachment is not None:
+            attachment.detach()
 
     def _note(self, kind: str, planned: Plan) -> None:
-        """Rules act on a model."""
+        """Notes that rules act on a model of this class, and what in them does not."""
         self._unmatched &= set(planned.unmatched)
         if kind in self._models or len(self._models) < _MOST:
             acting = sum(module.carried_out is not None for module in planned.modules)
@@ -157,32 +160,29 @@ class FoundModels:
             self._complaints[kind] = tuple(planned.complaints())
 
     @synchronized
-    def _gave_way(self, known: weakref.ref[nn.Module]) -> None:
-        model = known()
-        attachment = self._attached.pop(model, None)
-        if attachment is not None:
-            attachment.detach()
-        self._refuse(
-            f"the rules in [modules] no longer act on a {type(model).__name__}: the program attached a policy of its "
-            "own to it"
-        )
+    def _gave_way(self, reference: weakref.ref[nn.Module]) -> None:
+        model = reference()
+        self._detach(model)
+        self._refuse(f"no longer act on a {type(model).__name__}: {_OWN}")
 
-    def _refuse(self, sentence: str) -> None:
+    def _refuse(self, what: str) -> None:
+        sentence = f"the rules in [modules] {what}"
         if sentence not in self._refusals and len(self._refusals) < _MOST:
             self._refusals.append(sentence)
             self._tell(sentence)
 
 
 def _rules_of_its_own(model: nn.Module) -> Plan | None:
-    """What the program attached to a model, to a part of it, or to what it is a part of."""
-    inside = set(map(id, model.modules()))
+    """The plan that the program attached to a model, to a part of it, or to a model that it is a part of."""
     for other, planned in attached_models():
-        near = id(other) in inside or any(each is model for each in other.modules())
+        near = any(each is other for each in model.modules()) or any(
+            each is model for each in other.modules()
+        )
         if planned is not None and near:
             return planned
     return None
 
 
 def _alike(one: Policy, other: Policy) -> bool:
-    """Whether two policies say the same, also of modules, which a fingerprint leaves out."""
+    """Whether two policies say the same, also for modules, which a fingerprint leaves out."""
     return one.fingerprint == other.fingerprint and dict(one.modules) == dict(other.modules)

@@ -1,11 +1,11 @@
-"""What each thread keeps about calls of modules with rules: what each replaced, and where one switched autocast off.
+"""The calls of modules with rules that run in each thread: what each replaced, and where a rule switched autocast off.
 
 Invariants:
 
-- a call that ends restores what it replaced; one that is abandoned, by Ctrl-C, is forgotten when the outermost region
-  ends, when the next call begins, or when its plan ends;
+- a call that ends restores what it replaced. One that Ctrl-C has ended without its hook is forgotten when the next call
+  begins, when the outermost region ends, or when its plan ends;
 - autocast that a rule switched off may be switched on again by a rule inside; what the program switched off may not;
-- what a checkpoint runs again in backward finds what it found first.
+- what a checkpoint runs again in backward runs under the policy and the flags that it ran under first.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ __all__ = [
     "forget_abandoned",
     "innermost",
     "off_here",
-    "switched_off",
 ]
 
 Off = Mapping[str, int]
-"""Device type -> how many regions were open when a rule switched autocast off there: in a later region it is not that
-rule that keeps it off."""
+"""Device type -> how many regions were open when a rule switched autocast off there. While another number of regions is
+open, it is not that rule that keeps autocast off."""
 
 
 class Replaced(NamedTuple):
@@ -58,17 +57,17 @@ class Call(NamedTuple):
 
     module: nn.Module
     caller: FrameType | None
-    """What runs until the call ends: the caller of the hook, or a step of a generator."""
+    """The frame that runs until the call ends: the caller of the hook, or a step of a generator."""
     off: Off
-    """What was off before."""
+    """What rules had switched off before the call."""
     replaced: list[Replaced]
 
     def replace(
         self, device: str, enabled: bool, dtype: torch.dtype, bound: BoundPolicy | None
     ) -> None:
-        """Has other flags, and a policy unless it is None, in force on one device type."""
+        """Puts other flags in force on one device type, and a policy unless it is None."""
         if _torch.function_modes():
-            _write_down((device, dtype, enabled, None), bound)
+            _export((device, dtype, enabled, None), bound)
         here = thread_state(device).state
         flags = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.replaced.append(
@@ -80,10 +79,12 @@ class Call(NamedTuple):
             put_in_force(here, device, bound)
             if not bound.is_pytorchs:
                 _torch.optimize_torchscript(False)
+        if not enabled:
+            _set_off({**_thread.off, device: _torch.autocast_nesting()})
 
 
 class _Thread(threading.local):
-    """This thread's calls, outermost first, and what their rules have switched off."""
+    """This thread's calls, the outermost first, and what their rules have switched off."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -94,7 +95,7 @@ _thread: Final = _Thread()
 
 
 def begin(module: nn.Module, caller: FrameType | None) -> Call:
-    """A new call, which runs as long as `caller` does."""
+    """Notes a new call, which runs as long as `caller` does."""
     _torch.wrap_checkpoints()
     forget_abandoned(caller)
     call = Call(module, caller, _thread.off, [])
@@ -103,7 +104,7 @@ def begin(module: nn.Module, caller: FrameType | None) -> Call:
 
 
 def end(module: nn.Module) -> Call | None:
-    """The innermost call, ended; None where it is not of `module`, as a hook before `begin` raised."""
+    """Ends the innermost call. None where it is of another module, because a hook raised before `begin`."""
     if not _thread.calls or _thread.calls[-1].module is not module:
         return None
     call = _thread.calls.pop()
@@ -119,37 +120,39 @@ def end(module: nn.Module) -> Call | None:
 
 
 def forget_abandoned(frame: FrameType | None = None) -> None:
-    """Forgets calls that no longer run. `frame` is what runs now; None for the caller's."""
+    """Forgets the calls that no longer run in `frame`, or in the caller's if that is None.
+
+    PyTorch calls no hook where Ctrl-C ends a module. What regions restore is right by then, because the region around
+    the call has ended; but PyTorch's own regions restore no policy.
+    """
     while _thread.calls and not _is_running(_thread.calls[-1], frame or inspect.currentframe()):
-        _forget(_thread.calls.pop())
+        call = _thread.calls.pop()
+        _set_off(call.off)
+        if not regions.records:
+            for replaced in reversed(call.replaced):
+                _put_policy(replaced, None)
 
 
 registration.cache_clear_hooks.append(forget_abandoned)
 
 
 def innermost() -> nn.Module | None:
-    """The innermost module with a rule that runs in this thread."""
+    """The innermost module with a rule that runs in this thread; None where there is none."""
     return _thread.calls[-1].module if _thread.calls else None
 
 
 def off_here() -> Off:
-    """What rules have switched off in this thread."""
+    """Where rules have switched autocast off in this thread."""
     return _thread.off
 
 
-def switched_off(device_types: list[str]) -> None:
-    """Notes that a rule keeps autocast off on these device types, until its call ends."""
-    if device_types:
-        _set_off({**_thread.off, **dict.fromkeys(device_types, _torch.autocast_nesting())})
-
-
 def acts(device: str, off: Off) -> bool:
-    """Whether rules act on a device type now: where autocast is on, or off because a rule said so."""
+    """Whether rules act on a device type now: autocast is on there, or a rule has switched it off."""
     return torch.is_autocast_enabled(device) or _is_off_by_rule(device, off)
 
 
-def _write_down(region: tuple[Any, ...], bound: BoundPolicy | None) -> None:
-    """Tells an exporter that runs the program of this call, as of a region: it does not look at flags."""
+def _export(region: tuple[Any, ...], bound: BoundPolicy | None) -> None:
+    """Reports a call as a region to an exporter that runs the program, because exporters do not look at flags."""
     if _torch.export_region(region) and bound is not None and bound.meaning is not None:
         _torch.export_region(None)
         refuse_export(bound.policy)
@@ -160,22 +163,11 @@ def _is_off_by_rule(device: str, off: Off) -> bool:
 
 
 def _set_off(off: Off) -> None:
-    """Writes it into the guard id too: compiled functions look at flags, which do not say who switched them off."""
+    """Writes `off` into the guard id too, as the flags that compiled functions look at do not say who changed them."""
     for device in _thread.off.keys() ^ off.keys():
         guard_id = regions.guard_id.after(f"{device} off by a rule", "" if device in off else None)
         write_guard_id(guard_id, regions.written_guard_id)
     _thread.off = off
-
-
-def _forget(call: Call) -> None:
-    """Forgets a call that never ended: PyTorch calls no hook where Ctrl-C ends a module.
-
-    What regions restore is right by now, for the one around the call has ended. PyTorch's own restore no policy.
-    """
-    _set_off(call.off)
-    if not regions.records:
-        for replaced in reversed(call.replaced):
-            _put_policy(replaced, None)
 
 
 def _put_policy(replaced: Replaced, bound: BoundPolicy | None) -> None:
@@ -192,9 +184,9 @@ def _is_running(call: Call, frame: FrameType | None) -> bool:
 
 
 def _again_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a checkpoint runs again: with the policy in force here, and off where a rule had switched autocast off.
+    """What a checkpoint runs again: with the policies of now, and with autocast off where a rule has it off now.
 
-    PyTorch restores its flags, and a region of precast's what it set; of rules, neither knows.
+    PyTorch restores its flags, and a region of precast restores what it set. Neither knows of rules.
     """
     if not _thread.calls:
         return function

@@ -1,10 +1,10 @@
-"""Modules whose forward is a generator or a coroutine: what they run later runs under their rule, step by step.
+"""Modules whose forward is a generator or a coroutine: each step that they run later runs under their rule.
 
 Invariants:
 
-- a rule is in force while the body runs, and in none of the moments between two steps, in which its caller runs;
-- what goes in and comes out at each step is treated as what a call is given and gives;
-- the caller gets a generator for a generator, and a coroutine for a coroutine.
+- the rule is in force while the body runs; between two steps, while the caller runs, it is not;
+- what is sent into a step and what comes out of it are cast like the inputs and outputs of a call;
+- the caller gets a generator in place of a generator, and a coroutine in place of a coroutine.
 """
 
 from __future__ import annotations
@@ -19,20 +19,15 @@ from torch import nn
 from precast import _torch
 from precast.errors import PolicyError
 
-__all__ = ["Step", "has_steps", "later", "refuse_async_generator", "runs_later"]
+__all__ = ["Step", "has_steps", "in_steps", "refuse_async_generator", "runs_later"]
 
 Step = Callable[[Callable[[Any], Any], Any], Any]
 """Calls a function with one argument while the rule is in force."""
 
 
 def runs_later(result: object) -> bool:
-    """Whether what a module returned is yet to run."""
+    """Whether the body of what a module returned is yet to run."""
     return inspect.isgenerator(result) or inspect.iscoroutine(result) or inspect.isasyncgen(result)
-
-
-def _forward(module: nn.Module) -> Any:
-    """What a module runs, without what decorators put around it; None for a scripted module that runs nothing."""
-    return inspect.unwrap(getattr(module, "forward", None))  # type: ignore[arg-type]
 
 
 def has_steps(module: nn.Module) -> bool:
@@ -42,20 +37,17 @@ def has_steps(module: nn.Module) -> bool:
 
 
 def refuse_async_generator(module: nn.Module) -> None:
-    """Refuses a module whose forward is an asynchronous generator.
+    """Refuses a module whose forward is an asynchronous generator, which no rule can follow.
 
     Raises:
         PolicyError: it is one.
     """
     if inspect.isasyncgenfunction(_forward(module)):
-        raise PolicyError(
-            f"[modules]: the forward of {type(module).__name__} is an asynchronous generator: no rule can follow it. "
-            "Write rules for the modules that it calls, or make it a generator or a coroutine."
-        )
+        raise _refusal(f"the forward of {type(module).__name__} is")
 
 
-def later(body: Any, step: Step, module: nn.Module) -> Any:
-    """`body` with each of its steps made by `step`.
+def in_steps(body: Any, step: Step, module: nn.Module) -> Any:
+    """`body`, which `module` returned, with each of its steps made by `step`.
 
     Raises:
         PolicyError: it is an asynchronous generator.
@@ -64,18 +56,27 @@ def later(body: Any, step: Step, module: nn.Module) -> Any:
         return _in_steps(body, step)
     if inspect.iscoroutine(body):
         return _coroutine(body, step)
-    raise PolicyError(
-        f"[modules]: {type(module).__name__} returned an asynchronous generator, which no rule can follow. Write rules "
-        "for the modules that it calls, or have it return a generator or a coroutine."
+    raise _refusal(f"{type(module).__name__} returned")
+
+
+def _refusal(what: str) -> PolicyError:
+    return PolicyError(
+        f"[modules]: {what} an asynchronous generator, which no rule can follow. Write rules for the modules that it "
+        "calls, or make it a generator or a coroutine."
     )
 
 
+def _forward(module: nn.Module) -> Any:
+    """A module's forward without its decorators; None for a scripted module that has none."""
+    return inspect.unwrap(getattr(module, "forward", None))  # type: ignore[arg-type]
+
+
 async def _coroutine(body: Any, step: Step) -> Any:
-    return await _as_awaitable(_in_steps(body, step))
+    return await _awaitable(_in_steps(body, step))
 
 
 @types.coroutine
-def _as_awaitable(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def _awaitable(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     return (yield from steps)
 
 
