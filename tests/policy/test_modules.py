@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from precast.errors import PolicyError
 from precast.policy.module_rules import ModuleRule, decide, parse_module_rule
-from precast.policy.patterns import PatternIndex, check_pattern, matches
+from precast.policy.patterns import PatternIndex, check_pattern
 from precast.policy.policy import Policy, Precision, Rule
 
 TORCH = Policy.load("torch")
@@ -51,6 +51,10 @@ def by_letters(pattern: str, text: str) -> bool:
     if pattern[0] == "*":
         return any(by_letters(pattern[1:], text[taken:]) for taken in range(len(text) + 1))
     return bool(text) and text[0] == pattern[0] and by_letters(pattern[1:], text[1:])
+
+
+def matches(pattern: str, name: str) -> bool:
+    return PatternIndex([pattern]).matching(name) == [pattern]
 
 
 letters = st.text("ab+\n", min_size=1, max_size=3)

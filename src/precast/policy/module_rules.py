@@ -18,7 +18,6 @@ from typing import Final
 from precast import _torch
 from precast._internal.torch_versions import Version
 from precast.errors import PolicyError
-from precast.policy.patterns import is_glob
 from precast.policy.rows import Entry, canonical, check_row, nearest, parse_entry
 from precast.policy.values import check_mapping, check_text, clipped, shown
 
@@ -181,7 +180,7 @@ def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) 
     """
     if not matching:
         return None
-    exact = [pattern for pattern in matching if not is_glob(pattern)]
+    exact = [pattern for pattern in matching if "*" not in pattern]
     first, *others = exact[:1] or matching
     for pattern in others:
         if not rules[pattern].says_as(rules[first]):

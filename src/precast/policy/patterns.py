@@ -9,18 +9,16 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from fnmatch import fnmatchcase
 
 from precast.errors import PolicyError
 from precast.policy.values import shown
 
-__all__ = ["PatternIndex", "check_pattern", "is_glob", "matches"]
+__all__ = ["PatternIndex", "check_pattern"]
 
 _ADVICE = 'Write names with dots, as in "decoder.0.attn"; * for part of a component, ** for any number of them.'
-
-T = TypeVar("T")
 
 
 def check_pattern(pattern: object, where: str) -> str:
@@ -49,53 +47,8 @@ def _problem(component: str) -> str | None:
     return None
 
 
-def is_glob(pattern: str) -> bool:
-    """Whether a pattern may match several names."""
-    return "*" in pattern
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the name of a module.
-
-    >>> matches("*.lm_head", "model.lm_head"), matches("*.lm_head", "lm_head")
-    (True, False)
-    >>> matches("encoder.**", "encoder"), matches("encoder.**", "encoder.layer.0")
-    (True, True)
-    """
-    return _fits(_components(pattern), _components(name), "**", _component_fits)
-
-
-def _components(text: str) -> Sequence[str]:
-    return text.split(".") if text else ()
-
-
-def _component_fits(pattern: str, component: str) -> bool:
-    if "*" not in pattern:
-        return pattern == component
-    return _fits(pattern, component, "*", str.__eq__)
-
-
-def _fits(pattern: Sequence[T], given: Sequence[T], star: T, fits: Callable[[T, T], bool]) -> bool:
-    """Whether `given` is `pattern`, in which `star` stands for any number of items.
-
-    Each star first stands for no item, and for one more each time that the items after it do not fit. Only the last
-    star needs such retries: an earlier star with more items would leave fewer for the rest of the pattern.
-    """
-    at = after_star = retry = 0
-    starred = False
-    here = 0
-    while here < len(given):
-        if at < len(pattern) and pattern[at] == star:
-            at += 1
-            starred, after_star, retry = True, at, here
-        elif at < len(pattern) and fits(pattern[at], given[here]):
-            at, here = at + 1, here + 1
-        elif starred:
-            retry += 1
-            at, here = after_star, retry
-        else:
-            return False
-    return all(item == star for item in pattern[at:])
+def _components(text: str) -> list[str]:
+    return text.split(".") if text else []
 
 
 @dataclass(slots=True, eq=False)
@@ -103,12 +56,11 @@ class _Node:
     """A node of the tree of patterns: the components that may follow, and the patterns that end here."""
 
     exact: dict[str, _Node] = field(default_factory=dict)
-    any_one: _Node | None = None
     any_number: _Node | None = None
     is_any_number: bool = False
     globs: dict[str, dict[str, _Node]] = field(default_factory=dict)
     """The longest text without stars in a component with stars -> that component -> the next node."""
-    lengths: tuple[int, ...] = ()
+    lengths: set[int] = field(default_factory=set)
     """The lengths of these texts."""
     ends: list[int] = field(default_factory=list)
 
@@ -119,13 +71,10 @@ class _Node:
                 return self
             self.any_number = self.any_number or _Node(is_any_number=True)
             return self.any_number
-        if component == "*":
-            self.any_one = self.any_one or _Node()
-            return self.any_one
         if "*" not in component:
             return self.exact.setdefault(component, _Node())
         text = max(component.split("*"), key=len)
-        self.lengths = tuple(sorted({*self.lengths, len(text)}))
+        self.lengths.add(len(text))
         return self.globs.setdefault(text, {}).setdefault(component, _Node())
 
     def after(self, component: str) -> Iterator[_Node]:
@@ -134,11 +83,11 @@ class _Node:
             yield self
         if component in self.exact:
             yield self.exact[component]
-        if self.any_one is not None:
-            yield self.any_one
         for text in self._texts_in(component):
             for glob, node in self.globs[text].items():
-                if _component_fits(glob, component):
+                if fnmatchcase(
+                    component, glob
+                ):  # in at most as many steps as their letters, multiplied
                     yield node
 
     def _texts_in(self, component: str) -> set[str]:
@@ -164,22 +113,24 @@ class PatternIndex:
             node.ends.append(number)
 
     def matching(self, name: str) -> list[str]:
-        """The patterns that match a name, in the order in which they were given."""
-        nodes = _with_none([self._root])
-        for component in _components(name):
-            nodes = self._step(nodes, component)
-        return self._ending(nodes)
+        """The patterns that match a name, in the order in which they were given.
+
+        >>> index = PatternIndex(["*.lm_head", "encoder.**"])
+        >>> index.matching("model.lm_head"), index.matching("lm_head")
+        (['*.lm_head'], [])
+        >>> index.matching("encoder"), index.matching("encoder.layer.0")
+        (['encoder.**'], ['encoder.**'])
+        """
+        *_, matching = self.along(name)
+        return matching
 
     def along(self, name: str) -> Iterator[list[str]]:
         """The same for each module that contains the named one, the model first, and for that one itself."""
         nodes = _with_none([self._root])
         yield self._ending(nodes)
         for component in _components(name):
-            nodes = self._step(nodes, component)
+            nodes = _with_none(after for node in nodes for after in node.after(component))
             yield self._ending(nodes)
-
-    def _step(self, nodes: list[_Node], component: str) -> list[_Node]:
-        return _with_none(after for node in nodes for after in node.after(component))
 
     def _ending(self, nodes: list[_Node]) -> list[str]:
         return [self._patterns[number] for number in sorted(n for node in nodes for n in node.ends)]
@@ -187,9 +138,6 @@ class PatternIndex:
 
 def _with_none(nodes: Iterable[_Node]) -> list[_Node]:
     """The nodes, each once, with those that follow a `**` which stands for no component."""
-    found: dict[int, _Node] = {}
-    for node in nodes:
-        found[id(node)] = node
-        if node.any_number is not None:
-            found[id(node.any_number)] = node.any_number
-    return list(found.values())
+    given = list(nodes)
+    both = [*given, *(node.any_number for node in given if node.any_number is not None)]
+    return list({id(node): node for node in both}.values())
