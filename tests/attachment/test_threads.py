@@ -369,7 +369,6 @@ def test_a_counted_write_during_the_search_is_no_unversioned_write(
     [
         "precast.engine.registration",
         "precast.integrations.torch_amp.installation",
-        "precast.policy.policy",
         "precast.engine.compile_guards",
         "precast._torch.optimizer_hooks",
         "precast._torch.patches",

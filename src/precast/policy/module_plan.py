@@ -23,8 +23,7 @@ from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_rules import AROUND, Inside, ModuleRule, Precision, decide
 from precast.policy.policy import Policy
-from precast.policy.rows import nearest
-from precast.policy.values import shown
+from precast.policy.values import nearest, shown
 
 __all__ = ["Plan", "PlannedModule", "outwards", "plan"]
 

@@ -13,13 +13,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from precast import _torch
 from precast._internal.torch_versions import Version
 from precast.errors import PolicyError
-from precast.policy.rows import Entry, canonical, check_row, nearest, parse_entry
-from precast.policy.values import check_mapping, check_text, clipped, shown
+from precast.policy.patterns import check_pattern
+from precast.policy.rows import Entry, canonical, parse_entry, parse_rows
+from precast.policy.values import check_choice, check_mapping, check_text, shown
 
 __all__ = [
     "AROUND",
@@ -29,6 +30,7 @@ __all__ = [
     "Precision",
     "decide",
     "parse_module_rule",
+    "parse_module_rules",
 ]
 
 
@@ -43,7 +45,6 @@ class Precision(enum.StrEnum):
 
 
 _KEYS: Final = ("dtype", "ops", "reason")
-_SPELLING: Final = ", ".join(Precision)
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def parse_module_rule(value: object, where: str, version: Version = _torch.VERSI
             'reason = "..." } with dtype, ops or both; a pattern with dots needs quotes, as in "encoder.**" = "fp32"'
         )
     dtype = _precision(value["dtype"], where) if "dtype" in value else None
-    ops = _ops(value.get("ops", {}), where, version)
+    rows = check_mapping(value.get("ops", {}), f"{where}: ops", 'ops = { softmax = "lower" }')
+    ops = parse_rows(rows, f"{where} ops", version)
     if ops and dtype in (Precision.FP32, Precision.KEEP):
         raise PolicyError(
             f"{where}: ops would never act with dtype {dtype.value!r}. For float32 in all but some operations, write "
@@ -165,6 +167,20 @@ def parse_module_rule(value: object, where: str, version: Version = _torch.VERSI
         )
     reason = check_text(value.get("reason", ""), f"{where}: the reason")
     return ModuleRule(dtype, ops, reason, where)
+
+
+def parse_module_rules(
+    rules: Mapping[Any, object], where: str, version: Version = _torch.VERSION
+) -> dict[str, ModuleRule]:
+    """Rules for modules by their patterns, each as `parse_module_rule` takes it.
+
+    Raises:
+        PolicyError: a pattern that cannot match any name, or what `parse_module_rule` raises.
+    """
+    return {
+        check_pattern(pattern, where): parse_module_rule(rule, f"{where} {shown(pattern)}", version)
+        for pattern, rule in rules.items()
+    }
 
 
 def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) -> Found | None:
@@ -193,23 +209,6 @@ def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) 
 
 
 def _precision(value: object, where: str) -> Precision:
-    if isinstance(value, str) and value in Precision.__members__.values():
-        return Precision(value)
-    hint = nearest(value, list(Precision)) if isinstance(value, str) else "."
-    raise PolicyError(
-        f"{where}: {shown(value)} is not what a module can run in{hint} Allowed: {_SPELLING}"
+    return Precision(
+        check_choice(value, Precision, f"{where}: ", " is not what a module can run in")
     )
-
-
-def _ops(table: object, where: str, version: Version) -> dict[str, Entry]:
-    if not isinstance(table, Mapping):
-        raise PolicyError(f'{where}: ops is {shown(table)}; write ops = {{ softmax = "lower" }}')
-    rows: dict[str, Entry] = {}
-    for name, value in table.items():
-        here = f"{where} ops {clipped(name)}"
-        key = canonical(name, here)
-        entry = parse_entry(value, here)
-        if entry.is_for(version):
-            check_row(key, entry, here)
-            rows[key] = entry
-    return rows

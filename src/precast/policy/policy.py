@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -21,18 +20,16 @@ from typing import Any, Final, NamedTuple
 
 from precast import _torch
 from precast._internal.display import Card, Displayed, size
-from precast._internal.locks import survives_fork
 from precast.errors import PolicyError
 from precast.policy import toml_file
-from precast.policy.checks import (
-    changed,
-    changed_modules,
-    checked_modules,
-    checked_tables,
-    device_type,
-    is_device_type,
+from precast.policy.module_rules import (
+    AROUND,
+    Inside,
+    ModuleRule,
+    Precision,
+    decide,
+    parse_module_rules,
 )
-from precast.policy.module_rules import AROUND, Inside, ModuleRule, Precision, decide
 from precast.policy.patterns import PatternIndex
 from precast.policy.rows import (
     DEVICE_TYPES,
@@ -41,13 +38,18 @@ from precast.policy.rows import (
     canonical,
     check_row,
     covered_overloads,
+    device_type,
     dispatcher_name,
     exact_key,
+    is_device_type,
+    overlay,
+    parse_entry,
+    parse_rows,
     short,
     split,
 )
 from precast.policy.toml_file import MIXED, Contents, Mixed, Modules, Tables
-from precast.policy.values import check_mapping, check_text, shown
+from precast.policy.values import check_choice, check_mapping, check_text, shown
 
 __all__ = [
     "DEVICE_TYPES",
@@ -105,15 +107,17 @@ class Policy(Displayed):
     def __post_init__(self) -> None:
         check_text(self.name, "Policy(name=...)")
         check_text(self.summary, "Policy(summary=...)")
-        if not isinstance(self.mixed, str) or self.mixed not in MIXED:
-            raise PolicyError(f"mixed is {shown(self.mixed)}. Allowed: {', '.join(MIXED)}")
-        tables = checked_tables(self.tables)
+        check_choice(self.mixed, MIXED, "mixed is ")
+        tables = _checked_tables(self.tables)
+        where = "Policy(modules=...)"
+        rules = check_mapping(self.modules, where, '{"head": ModuleRule(Precision.FP32)}')
+        modules = parse_module_rules(rules, where)
         object.__setattr__(self, "tables", MappingProxyType(tables))
-        object.__setattr__(self, "modules", MappingProxyType(checked_modules(self.modules)))
+        object.__setattr__(self, "modules", MappingProxyType(modules))
         object.__setattr__(self, "made_of", {})
         # It is computed now, since a compiled function may read it but cannot trace its computation.
         object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
-        _remember(self)
+        _living[id(self)] = self
 
     def __hash__(self) -> int:
         return hash((self.name, self.fingerprint))
@@ -182,16 +186,16 @@ class Policy(Displayed):
         shared = {key: value for key, value in ops.items() if not is_device_type(key)}
         tables = {}
         for device in DEVICE_TYPES:
-            table = changed(self.tables.get(device, {}), shared, "replace(ops=...)")
+            table = _changed(self.tables.get(device, {}), shared, "replace(ops=...)")
             own = ops.get(device, {})
             own = check_mapping(own, f"replace(ops=...): {device}", '{"softmax": "lower"}')
-            tables[device] = changed(table, own, f"replace(ops=...) [{device}]")
+            tables[device] = _changed(table, own, f"replace(ops=...) [{device}]")
         return Policy(
             self.name if name is None else name,
             tables,
             self.mixed if mixed is None else mixed,
             self.summary,
-            changed_modules(self.modules, {} if modules is None else modules),
+            _changed_modules(self.modules, {} if modules is None else modules),
         )
 
     def retarget(self, device: str = "cpu", like: str = "cuda") -> Policy:
@@ -299,23 +303,8 @@ class Policy(Displayed):
         return Resolution(entry.rule, f"{entry.reason} ({entry.origin or self.name})")
 
 
-class _Alike:
-    """The living policies of one fingerprint; each keeps this, so it goes with the last of them."""
-
-    def __init__(self) -> None:
-        self.living: weakref.WeakValueDictionary[int, Policy] = weakref.WeakValueDictionary()
-
-
-_alike: Final[weakref.WeakValueDictionary[str, _Alike]] = weakref.WeakValueDictionary()
-_lock = survives_fork(threading.Lock())
-
-
-def _remember(policy: Policy) -> None:
-    with _lock:
-        alike = _alike.get(policy.fingerprint) or _Alike()
-        _alike[policy.fingerprint] = alike
-    policy.made_of["alike"] = alike
-    alike.living[id(policy)] = policy
+_living: Final[weakref.WeakValueDictionary[int, Policy]] = weakref.WeakValueDictionary()
+"""All policies there are, by their `id`."""
 
 
 def as_policy(given: Policy | str | os.PathLike[str]) -> Policy:
@@ -325,7 +314,40 @@ def as_policy(given: Policy | str | os.PathLike[str]) -> Policy:
 
 def policy_of(fingerprint: str) -> Policy:
     """One of the policies of this fingerprint, of which one must be alive."""
-    return next(_alike[fingerprint].living.values())
+    living = (reference() for reference in _living.valuerefs())
+    return next(policy for policy in living if policy and policy.fingerprint == fingerprint)
+
+
+def _checked_tables(tables: object) -> dict[str, Mapping[str, Entry]]:
+    """The tables of a policy in the order of the device types, with each key and row checked."""
+    where, example = "Policy(tables=...)", '{"cpu": {"aten::linear": Entry(Rule.LOWER)}}'
+    by_device = {device_type(d, where): t for d, t in check_mapping(tables, where, example).items()}
+    checked: dict[str, Mapping[str, Entry]] = {}
+    for device in filter(by_device.__contains__, DEVICE_TYPES):
+        rows = check_mapping(by_device[device], f"{where} {device}", example)
+        table = {canonical(key, where): parse_entry(entry, where) for key, entry in rows.items()}
+        if table:
+            checked[device] = MappingProxyType(table)
+    return checked
+
+
+def _changed(
+    table: Mapping[str, Entry], changes: Mapping[str, object], where: str
+) -> dict[str, Entry]:
+    """`table` with some rows changed; a rule of None removes the row."""
+    gone = {name for name, value in changes.items() if value is None}
+    rows = parse_rows({**changes, **dict.fromkeys(gone, Rule.KEEP)}, where)
+    removed = {canonical(name) for name in gone}
+    return {key: entry for key, entry in overlay(table, rows).items() if key not in removed}
+
+
+def _changed_modules(modules: Modules, changes: object) -> Modules:
+    """`modules` with some rules changed; a rule of None removes the pattern."""
+    where = "replace(modules=...)"
+    changes = check_mapping(changes, where, '{"head": "fp32"}')
+    rules = {pattern: rule for pattern, rule in changes.items() if rule is not None}
+    kept = {pattern: rule for pattern, rule in modules.items() if pattern not in changes}
+    return {**kept, **parse_module_rules(rules, where)}
 
 
 def _fingerprint(mixed: str, tables: Tables) -> str:

@@ -9,18 +9,18 @@ Invariants:
 
 from __future__ import annotations
 
-import difflib
 import enum
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from precast import _torch
 from precast._internal import torch_versions
 from precast._internal.torch_versions import Version
 from precast.errors import PolicyError
-from precast.policy.values import check_text, clipped, shown
+from precast.policy.values import check_choice, check_text, clipped, nearest, shown
 
 __all__ = [
     "DEVICE_TYPES",
@@ -30,11 +30,13 @@ __all__ = [
     "canonical",
     "check_row",
     "covered_overloads",
+    "device_type",
     "dispatcher_name",
     "exact_key",
-    "nearest",
+    "is_device_type",
     "overlay",
     "parse_entry",
+    "parse_rows",
     "short",
     "split",
 ]
@@ -53,13 +55,25 @@ DEVICE_TYPES = (
     "privateuseone",
 )
 
+
+def is_device_type(device: object) -> bool:
+    """Whether PyTorch has autocast for this device type."""
+    return isinstance(device, str) and device in DEVICE_TYPES
+
+
+def device_type(device: str, where: str = "") -> str:
+    """Returns the device type; raises a `PolicyError` if PyTorch has no autocast for it."""
+    if not is_device_type(device):
+        allowed = ", ".join(DEVICE_TYPES)
+        said = f"{where}: {shown(device)}" if where else shown(device)
+        raise PolicyError(f"{said} is not a device type with autocast. Allowed: {allowed}")
+    return device
+
+
 _BUILDS = ("", "cuda", "rocm")
 _VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}")
 ROW_KEYS = ("rule", "reason", "builds", "since", "until")
 """What a row may say, in a policy file and in `Policy.replace`."""
-
-_LONGEST_MEANT = 200
-"""The longest word that is compared with others: names are shorter, and comparing takes its length squared."""
 
 _NAME = re.compile(r"(?:(?P<namespace>\w+)::)?(?P<name>\w+)(?:\.(?P<overload>\w+))?")
 
@@ -138,13 +152,18 @@ def canonical(text: object, where: str = "operation") -> str:
     Raises:
         PolicyError: the text is not of the form `[namespace::]name[.overload]`.
     """
-    match = _NAME.fullmatch(text) if isinstance(text, str) else None
+    match = _match(text) if isinstance(text, str) else None
     if match is None:
         raise PolicyError(
             f"{where}: {shown(text)} is not the name of an operation; write 'linear', 'softmax.int' "
             "or 'mylib::myop' (the dispatcher's names, not a Python path)"
         )
     return str(text) if match["namespace"] else f"aten::{text}"
+
+
+@functools.lru_cache(1 << 14)  # each policy that is made checks all its keys again
+def _match(text: str) -> re.Match[str] | None:
+    return _NAME.fullmatch(text)
 
 
 def short(key: str) -> str:
@@ -187,6 +206,28 @@ def parse_entry(value: object, where: str) -> Entry:
     return Entry(_parse_rule(value, where), origin=where)
 
 
+def parse_rows(
+    rows: Mapping[Any, object], where: str, version: Version = _torch.VERSION, *, check: bool = True
+) -> dict[str, Entry]:
+    """The rows for one version of PyTorch, by their keys.
+
+    Args:
+        rows: operation -> what `parse_entry` takes.
+        where: for messages.
+        version: rows for other versions are left out.
+        check: whether each row is given to `check_row`.
+    """
+    found: dict[str, Entry] = {}
+    for name, value in rows.items():
+        here = f"{where} {clipped(name)}"
+        key, entry = canonical(name, here), parse_entry(value, here)
+        if entry.is_for(version):
+            if check:
+                check_row(key, entry, here)
+            found[key] = entry
+    return found
+
+
 def check_row(key: str, entry: Entry, where: str) -> None:
     """Check that PyTorch has the operation and that it can follow the rule.
 
@@ -213,20 +254,8 @@ def overlay(base: Mapping[str, Entry], rows: Mapping[str, Entry]) -> dict[str, E
     return kept | dict(rows)
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """The end of a sentence: `; did you mean ...?` with up to three words alike, or a full stop."""
-    if len(word) > _LONGEST_MEANT:
-        return "."
-    close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else "."
-
-
 def _parse_rule(value: object, where: str) -> Rule:
-    # First its type: of other things, arrays among them, even the comparison with text may be an error.
-    if isinstance(value, str) and value in Rule.__members__.values():
-        return Rule(value)
-    hint = nearest(value, list(Rule)) if isinstance(value, str) else "."
-    raise PolicyError(f"{where}: {shown(value)} is not a rule{hint} Allowed: {', '.join(Rule)}")
+    return Rule(check_choice(value, Rule, f"{where}: ", " is not a rule"))
 
 
 def _entry_from_mapping(value: Mapping[object, object], where: str) -> Entry:

@@ -23,22 +23,26 @@ from precast import _torch
 from precast._internal import atomic_write
 from precast._internal.torch_versions import Version
 from precast.errors import OutputError, PolicyError
-from precast.policy.module_rules import ModuleRule, parse_module_rule
-from precast.policy.patterns import check_pattern
+from precast.policy.module_rules import ModuleRule, parse_module_rules
 from precast.policy.rows import (
     DEVICE_TYPES,
     ROW_KEYS,
     Entry,
     Rule,
     canonical,
-    check_row,
-    nearest,
     overlay,
-    parse_entry,
+    parse_rows,
     short,
     split,
 )
-from precast.policy.values import check_text, clipped, shown
+from precast.policy.values import (
+    check_choice,
+    check_mapping,
+    check_text,
+    clipped,
+    nearest,
+    shown,
+)
 
 __all__ = [
     "MIXED",
@@ -217,12 +221,13 @@ def _some(links: list[str]) -> list[str]:
 def _laid_over(
     base: Contents, path: Path, document: dict[str, object], version: Version
 ) -> Contents:
+    modules = check_mapping(document.get("modules", {}), f"{path}: modules", "the table [modules]")
     return Contents(
         name=_text(document, "name", path.stem, path),
         summary=_text(document, "summary", "", path),
         mixed=_mixed(document, base.mixed, path),
         tables=_tables(document.get("ops", {}), base.tables, path, version),
-        modules={**base.modules, **_modules(document.get("modules", {}), path, version)},
+        modules={**base.modules, **parse_module_rules(modules, f"{path}: [modules]", version)},
     )
 
 
@@ -251,9 +256,7 @@ def _text(document: Mapping[str, object], key: str, default: str, path: Path) ->
 
 def _mixed(document: Mapping[str, object], default: Mixed, path: Path) -> Mixed:
     value = document.get("mixed", default)
-    if not isinstance(value, str) or value not in MIXED:
-        raise PolicyError(f"{path}: mixed is {shown(value)}. Allowed: {', '.join(MIXED)}")
-    return cast("Mixed", value)
+    return cast("Mixed", check_choice(value, MIXED, f"{path}: mixed is "))
 
 
 def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
@@ -275,30 +278,17 @@ def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
 def _rows(table: object, path: Path, section: str, version: Version) -> dict[str, Entry]:
     if not isinstance(table, Mapping):
         raise PolicyError(f"{path}: {section} is {shown(table)}; it must be a table of rules")
-    rows: dict[str, Entry] = {}
-    trusted = path.parent == _PRESETS
+    is_preset = path.parent == _PRESETS
+    section = f"{path.name if is_preset else path}: {section}"
+    known: set[str] = set()
     for name, value in table.items():
-        where = f"{path.name if trusted else path}: {section} {clipped(name)}"
+        where = f"{section} {clipped(name)}"
         _refuse_device_typo(name, value, where)
         key = canonical(name, where)
-        if key in rows:
+        if key in known:
             raise PolicyError(f"{where}: the same operation is already in this table as {key}")
-        rows[key] = parse_entry(value, where)
-        if not trusted and rows[key].is_for(version):
-            check_row(key, rows[key], where)
-    return {key: entry for key, entry in rows.items() if entry.is_for(version)}
-
-
-def _modules(table: object, path: Path, version: Version) -> Modules:
-    if not isinstance(table, Mapping):
-        raise PolicyError(f"{path}: modules is {shown(table)}; it must be a table, [modules]")
-    where = f"{path}: [modules]"
-    return {
-        check_pattern(pattern, where): parse_module_rule(
-            value, f"{where} {shown(pattern)}", version
-        )
-        for pattern, value in table.items()
-    }
+        known.add(key)
+    return parse_rows(table, section, version, check=not is_preset)
 
 
 def _refuse_device_typo(name: str, value: object, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Shows values in error messages about policies, and checks text and mappings that users give.
+"""Shows values in error messages about policies, and checks the texts, choices and mappings that users give.
 
 Invariants:
     - Showing a value never fails and gives a short text, also for a value that is nested as deeply as Python allows or
@@ -8,14 +8,17 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from precast.errors import PolicyError
 
-__all__ = ["check_mapping", "check_text", "clipped", "shown"]
+__all__ = ["check_choice", "check_mapping", "check_text", "clipped", "nearest", "shown"]
 
 _LONGEST: Final = 200
+"""How much of a text is shown; also the longest text for which similar names are looked for, since comparing two texts
+takes time in proportion to the product of their lengths, and names are shorter."""
 
 
 def shown(value: object) -> str:
@@ -33,6 +36,27 @@ def clipped(text: object) -> str:
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The end of a sentence: `; did you mean ...?` with up to three words alike, or a full stop."""
+    if len(word) > _LONGEST:
+        return "."
+    close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else "."
+
+
+def check_choice(value: object, choices: Iterable[str], before: str, after: str = "") -> str:
+    """Returns `value`, if it is one of `choices`.
+
+    Raises:
+        PolicyError: it is none of them; `before` and `after` are what the message says around the value.
+    """
+    # Only text is compared: for other values, such as arrays, even a comparison with text may raise an error.
+    if isinstance(value, str) and value in tuple(choices):
+        return value
+    hint = nearest(value, choices) if isinstance(value, str) else "."
+    raise PolicyError(f"{before}{shown(value)}{after}{hint} Allowed: {', '.join(choices)}")
 
 
 def check_text(value: object, where: str) -> str:
