@@ -11,6 +11,7 @@
     │   └── BrokenModelError              gradients that nothing has mended; `verdict` says what was seen
     ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
     ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
+    ├── BuildError (RuntimeError)         the library of the native engine could not be compiled
     ├── OutputError (OSError)             a result that could not be written; what was there before still is
     ├── MissingExtraError (ImportError)   an optional package is not installed; says what to install
     └── TorchVersionError (ImportError)   the installed PyTorch is older than precast can run on
@@ -26,6 +27,7 @@ __all__ = [
     "AttachError",
     "BannedOperationError",
     "BrokenModelError",
+    "BuildError",
     "MissingExtraError",
     "MonitorError",
     "OutputError",
@@ -102,6 +104,10 @@ class BrokenModelError(ScalerError):
 
 class ReportError(PrecastError, ValueError):
     """A document that is not as the schema says, or documents that are not of one run."""
+
+
+class BuildError(PrecastError, RuntimeError):
+    """The library of the native engine could not be compiled; the message says why in one line."""
 
 
 class OutputError(PrecastError, OSError):

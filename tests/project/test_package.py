@@ -33,6 +33,7 @@ MAY_SHIP = (
     "precast/py.typed",
     "precast/policy/presets/*.toml",
     "precast/demo/*.jinja",
+    "precast/engine/native/*.cpp",
     "precast/diagnostics/report/assets/*.jinja",
     "precast/diagnostics/report/assets/*.css",
     "precast/diagnostics/report/assets/*.js",
@@ -78,7 +79,8 @@ def contents(wheel: Path) -> dict[str, bytes]:
 @functools.cache
 def source_tree(source: Path = ROOT / "src") -> dict[str, bytes]:
     files = (path for path in source.rglob("*") if path.is_file())
-    kept = (path for path in files if "__pycache__" not in path.parts)
+    made = {"__pycache__", "compiled"}  # by Python, and by `make`
+    kept = (path for path in files if made.isdisjoint(path.parts))
     return {path.relative_to(source).as_posix(): path.read_bytes() for path in kept}
 
 
