@@ -2,20 +2,20 @@
 
 Invariants:
 
-- all is read from the stack when it is asked for: nothing is hooked to modules, so nothing is left on them, and what
+- everything is read from the stack when it is asked for. No module gets a hook, so nothing is left on it, and what
   already runs when a trace begins is seen too;
-- what is kept by the object of a program (its code, its modules) does not keep it alive, or is bounded.
+- what is kept about an object of the program (its code, its modules) does not keep it alive, or is bounded.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
+import itertools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
@@ -28,22 +28,20 @@ from precast.policy.module_names import modules_by_name, unwrapped
 from precast.policy.policy import DEVICE_TYPES
 
 __all__ = [
-    "BEFORE_THE_TRACE",
     "Names",
     "Stack",
-    "frame_above",
     "is_enabled",
     "outermost_regions",
     "read_stack",
     "region_around",
-    "region_here",
-    "stop_watching_regions",
-    "watch_regions",
+    "start_noting_regions",
+    "stop_noting_regions",
 ]
 
 _PROGRAM, _LIBRARY, _MODULE, _BACKWARD, _OPTIMIZER = range(5)
 _LIMIT: Final = 20_000
-_codes: Final[dict[int, _Code]] = {}
+_kinds: Final[dict[int, tuple[int, weakref.ref[CodeType]]]] = {}
+"""The id of a code object -> which of the above it is; what `torch.compile` makes is freed with its function."""
 
 _PRECAST: Final = (
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -60,36 +58,23 @@ _NO_PROGRAM: Final = (
 )
 
 
-BEFORE_THE_TRACE: Final = "opened before the trace"
-
-
 class Stack(NamedTuple):
     """What the stack says about an operation."""
 
     source: str | None
     """The innermost line of the program."""
     module: nn.Module | None
-    """The innermost module that runs, where it is not backward that calls the operation itself."""
+    """The innermost module that runs; None if backward calls the operation itself."""
     phase: Phase
-
-
-def frame_above(depth: int) -> FrameType | None:
-    """The frame of the function that called the caller of this one, for 1; further out, for more."""
-    frame = inspect.currentframe()
-    for _ in range(depth + 1):
-        frame = frame.f_back if frame is not None else None
-    return frame
 
 
 def read_stack(frame: FrameType | None) -> Stack:
     """Reads the stack from `frame` outwards."""
     source: str | None = None
     while frame is not None:
-        code = _codes.get(id(frame.f_code)) or _learnt(frame.f_code)
-        kind = code.kind
+        kind, _ = _kinds.get(id(frame.f_code)) or _learnt(frame.f_code)
         if kind == _PROGRAM:
-            if source is None:
-                source = code.text(frame.f_lineno)
+            source = source or _line(frame)
         elif kind == _MODULE:
             return Stack(source or _outer_source(frame), frame.f_locals["self"], "forward")
         elif kind == _BACKWARD:
@@ -100,7 +85,17 @@ def read_stack(frame: FrameType | None) -> Stack:
     return Stack(source, None, "other")
 
 
-def outermost_module(frame: FrameType | None) -> nn.Module | None:
+def _outer_source(frame: FrameType | None) -> str | None:
+    """The innermost line of the program from `frame` outwards."""
+    while frame is not None:
+        kind, _ = _kinds.get(id(frame.f_code)) or _learnt(frame.f_code)
+        if kind == _PROGRAM:
+            return _line(frame)
+        frame = frame.f_back
+    return None
+
+
+def _outermost_module(frame: FrameType | None) -> nn.Module | None:
     """The module that the program called, in which all others run."""
     found = None
     while frame is not None:
@@ -110,46 +105,16 @@ def outermost_module(frame: FrameType | None) -> nn.Module | None:
     return found
 
 
-def _outer_source(frame: FrameType) -> str | None:
-    """The line of the program that called what `frame` runs, where no line of it is further in."""
-    outer = frame.f_back
-    while outer is not None:
-        code = _codes.get(id(outer.f_code)) or _learnt(outer.f_code)
-        if code.kind == _PROGRAM:
-            return code.text(outer.f_lineno)
-        outer = outer.f_back
-    return None
-
-
-class _Code:
-    """What is known of a code object, which is not kept alive: what `torch.compile` makes ends with its function."""
-
-    __slots__ = ("_name", "_ref", "_texts", "kind")
-
-    def __init__(self, code: CodeType, forget: Callable[[Any], Any]) -> None:
-        self.kind = _classified(code)
-        self._ref = weakref.ref(code, forget)  # an id is given out again
-        self._name = code.co_filename, code.co_name
-        self._texts: dict[int, str] = {}
-
-    def text(self, line: int) -> str:
-        """A line of it, as a person would say it."""
-        text = self._texts.get(line)
-        if text is None:
-            file, name = self._name
-            text = self._texts[line] = f"{_short(file)}:{line} in {name}"
-        return text
-
-
-def _learnt(code: CodeType) -> _Code:
-    if len(_codes) >= _LIMIT:
-        _codes.clear()
-    key, codes = id(code), _codes  # at the end of the process the module has no names any more
-    known = _codes[key] = _Code(code, lambda _: codes.pop(key, None))
+def _learnt(code: CodeType) -> tuple[int, weakref.ref[CodeType]]:
+    if len(_kinds) >= _LIMIT:
+        _kinds.clear()
+    key, kinds = id(code), _kinds  # when the process ends, the module has no names any more
+    forget = weakref.ref(code, lambda _: kinds.pop(key, None))  # an id is given out again
+    known = kinds[key] = _kind_of(code), forget
     return known
 
 
-def _classified(code: CodeType) -> int:
+def _kind_of(code: CodeType) -> int:
     if code is _torch.MODULE_CALL:
         return _MODULE
     if code is _torch.BACKWARD:
@@ -161,8 +126,15 @@ def _classified(code: CodeType) -> int:
     return _LIBRARY if ours else _PROGRAM
 
 
+def _line(frame: FrameType) -> str:
+    """The line that a frame runs, as a person would say it."""
+    code = frame.f_code
+    return f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+
+
+@functools.lru_cache(maxsize=_LIMIT)
 def _short(file: str) -> str:
-    """A path as a person would say it: from the current folder, or from what Python imports from."""
+    """A path from the current folder, or from a folder that Python imports from."""
     for folder in (os.getcwd(), *sorted(sys.path, key=len, reverse=True)):
         if folder and file.startswith(os.path.join(folder, "")):
             return os.path.relpath(file, folder)
@@ -170,11 +142,11 @@ def _short(file: str) -> str:
 
 
 class _Regions(threading.local):
-    """What this thread does with regions since they are watched."""
+    """What this thread has done with regions since they are noted."""
 
     def __init__(self) -> None:
         self.open: list[tuple[str, str]] = []
-        """Device type, and where it was entered."""
+        """The device type of each open region, and where it was entered."""
         self.outermost = 0
         """How many outermost ones have ended."""
         self.enabled: dict[str, bool] = {}
@@ -186,10 +158,9 @@ _regions: Final = _Regions()
 
 class _Listener:
     def entered(self) -> None:
-        frame = frame_above(2)
-        assert frame is not None
-        device = getattr(frame.f_locals.get("self"), "device", "")
-        _regions.open.append((device, _outer_source(frame) or "?"))
+        region = sys._getframe(2)  # its `__enter__`
+        device = getattr(region.f_locals.get("self"), "device", "")
+        _regions.open.append((device, _outer_source(region.f_back) or "?"))
 
     def left(self) -> None:
         if _regions.open:
@@ -200,42 +171,25 @@ class _Listener:
         _regions.enabled[device_type] = enabled
 
 
-_lock: Final = threading.Lock()
-_watchers = 0
-
-
-def watch_regions() -> None:
-    """Has regions noted, in all threads, until `stop_watching_regions` is called as often."""
-    global _watchers  # noqa: PLW0603 -- PyTorch has one function that counts regions
-    with _lock:
-        _watchers += 1
-        if _watchers == 1:
-            _torch.on_regions(_Listener())
+def start_noting_regions(*, is_first: bool) -> None:
+    """Has regions noted in all threads, for the first trace, and learns which flags this thread has set."""
+    if is_first:
+        _torch.on_regions(_Listener())
     _regions.enabled = {device: torch.is_autocast_enabled(device) for device in DEVICE_TYPES}
 
 
-def stop_watching_regions() -> None:
-    """Ends one `watch_regions`."""
-    global _watchers  # noqa: PLW0603
-    with _lock:
-        _watchers -= 1
-        if _watchers == 0:
-            _torch.on_regions(None)
-    if not _watchers:
-        _regions.open.clear()
-
-
-def region_here(device_type: str) -> str | None:
-    """Where the innermost region for a device type was opened; None where none was while they were watched."""
-    for device, where in reversed(_regions.open):
-        if device == device_type:
-            return where
-    return None
+def stop_noting_regions() -> None:
+    """Has regions noted no more."""
+    _torch.on_regions(None)
+    _regions.open.clear()
 
 
 def region_around(device_type: str) -> str | None:
-    """Where the region around was opened; None outside of all."""
-    return region_here(device_type) or (BEFORE_THE_TRACE if is_enabled(device_type) else None)
+    """Where the innermost region for a device type was opened; None outside of all regions."""
+    for device, where in reversed(_regions.open):
+        if device == device_type:
+            return where
+    return "opened before the trace" if is_enabled(device_type) else None
 
 
 def is_enabled(device_type: str) -> bool:
@@ -244,7 +198,7 @@ def is_enabled(device_type: str) -> bool:
 
 
 def outermost_regions() -> int:
-    """How many outermost regions have ended in this thread while they were watched."""
+    """How many outermost regions have ended in this thread while they were noted."""
     return _regions.outermost
 
 
@@ -252,7 +206,7 @@ class Names:
     """What modules are called: by the model that was given, by attachments, or by the class of the outermost one."""
 
     def __init__(self, models: list[nn.Module]) -> None:
-        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._labels: dict[str, weakref.ref[nn.Module]] = {}
         self.types: dict[str, str] = {}
         for i, model in enumerate(models):
@@ -260,39 +214,45 @@ class Names:
 
     def of(self, module: nn.Module, frame: FrameType | None) -> str:
         """The path of a module that runs under `frame`."""
-        known = self._names.get(id(module))
-        if known is not None and known[0]() is module:
-            return known[1]
-        root = outermost_module(frame)
-        if root is None:  # not `or`: a compiled module may have no length, and then no truth either
-            root = module
-        known = self._names.get(id(root))
-        at_root = known[1] if known is not None and known[0]() is root else self._label(root)
-        self._learn(root, at_root)
-        known = self._names.get(id(module))
-        if known is None or known[0]() is not module:
-            self._learn(module, self._label(module))
-        return self._names[id(module)][1]
+        path = self._path(module)
+        if path is None:
+            root = _outermost_module(frame)
+            if (
+                root is None
+            ):  # not `or`: a compiled module may have no length, and then no truth either
+                root = module
+            at_root = self._path(root)
+            self._learn(root, self._label(root) if at_root is None else at_root)
+            path = self._path(module)
+        if path is None:  # it is no submodule of the outermost one
+            path = self._label(module)
+            self._learn(module, path)
+        return path
+
+    def _path(self, module: nn.Module) -> str | None:
+        known = self._paths.get(id(module))
+        return known[1] if known is not None and known[0]() is module else None
 
     def _learn(self, root: nn.Module, label: str) -> None:
-        if len(self._names) > _LIMIT:
-            self._names.clear()
+        if len(self._paths) > _LIMIT:
+            self._paths.clear()
         # The root first: a wrapper such as a compiled model has the name of what it wraps, and is not among them.
         for name, module in [("", root), *modules_by_name(root).items()]:
             path = ".".join(filter(None, (label, name)))
-            known = self._names.get(id(module))
-            if known is None or known[0]() is not module:
-                self._names[id(module)] = weakref.ref(module), path
+            if self._path(module) is None:
+                self._paths[id(module)] = weakref.ref(module), path
             self.types[path] = type(module).__name__
 
     def _label(self, module: nn.Module) -> str:
-        """The class of a module, with a number where another one of that class lives."""
-        kind = type(unwrapped(module)).__name__
-        number = 1
-        while True:
-            label = kind if number == 1 else f"{kind} {number}"
-            holder = self._labels.get(label)
-            if holder is None or holder() in (None, module):
-                self._labels[label] = weakref.ref(module)
-                return label
-            number += 1
+        """The class of a module, with a number if another module of that class has the label."""
+        kind: str = type(unwrapped(module)).__name__
+        numbered = (f"{kind} {number}" for number in itertools.count(2))
+        label = next(
+            each for each in itertools.chain([kind], numbered) if self._is_free(each, module)
+        )
+        self._labels[label] = weakref.ref(module)
+        return label
+
+    def _is_free(self, label: str, module: nn.Module) -> bool:
+        holder: Any = self._labels.get(label, lambda: None)()
+        return holder is None or holder is module

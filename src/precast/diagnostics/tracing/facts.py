@@ -1,11 +1,13 @@
-"""What a full trace notices beside its rows: round trips, float32 islands, weights that are cast again.
+"""What a full trace notices beside its rows: round trips, float32 islands, and weights that are cast again.
 
-Invariants: what is noticed is summed up by place, `MOST` of each kind; weights are held weakly.
+Invariants: what is noticed is added up by site, and at most `MOST` sites of each kind are kept; weights are referenced
+weakly.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -14,187 +16,147 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from precast import _torch
-from precast.diagnostics.tracing.lineage import MOVES, Link, Up
+from precast.diagnostics.tracing.lineage import MOVES, Link, Noticed, Site, Up
+from precast.diagnostics.tracing.operators import Cast, dtype_name
 from precast.weights.held import MIN_ELEMENTS_FOR_NODE
 
-__all__ = ["MOST", "CastAgain", "Facts", "Island", "RoundTrip", "Weights"]
+__all__ = ["CastAgain", "Facts", "Island", "RoundTrip", "Weights"]
 
 MOST: Final = 1000
 _T = TypeVar("_T")
 
 
-@dataclass(slots=True)
-class RoundTrip:
-    """Numbers that went from 16 bits to float32 and back, and were only moved in between."""
+@dataclass(slots=True, kw_only=True)
+class RoundTrip(Noticed):
+    """Numbers that were cast to float32 at one site and back at another, and were only moved in between."""
 
-    up: Up
-    op: str
-    """What cast them back."""
-    module: str | None
-    source: str | None
+    rule: str | None
+    """The rule of the cast to float32; None if the program asks for it."""
+    dtype: torch.dtype
+    back: Site
     times: int = 0
-    seconds: float = 0.0
-    bytes: int = 0
 
 
-@dataclass(slots=True)
-class Island:
-    """An operation that a rule has run in float32 between 16 bits."""
+@dataclass(slots=True, kw_only=True)
+class Island(Noticed):
+    """An operation that a rule runs in float32 while its inputs have 16 bits; the cost is that of casts to and fro."""
 
-    op: str
-    module: str | None
-    source: str | None
     device: str
     policy: str
     calls: int = 0
-    seconds: float = 0.0
-    """On casts, into it and out of it."""
-    bytes: int = 0
-    inside: float = 0.0
-    """Seconds in the operation."""
     returned: int = 0
-    """How often what came out was cast back."""
+    """How often a result was cast back."""
 
 
-@dataclass(slots=True)
-class CastAgain:
-    """A weight that was cast more than once while it stayed the same."""
+@dataclass(slots=True, kw_only=True)
+class CastAgain(Noticed):
+    """A weight that was cast more than once while it stayed the same; the cost is that of the needless casts."""
 
-    module: str | None
-    source: str | None
-    op: str
     shape: tuple[int, ...]
     dtype: str
     holdable: bool
     """Whether an attachment would hold it: where gradients are recorded, small ones are cast in each region."""
     casts: int = 0
     again: int = 0
-    steps: int = 0
-    """In how many steps it was cast again."""
-    seconds: float = 0.0
-    bytes: int = 0
-    latest: tuple[Any, ...] = field(default=(), repr=False)
+    latest: object = field(default=None, repr=False)
+    """What tells whether the weight has changed since its latest cast."""
 
 
 class Facts:
     """All that was noticed."""
 
     def __init__(self) -> None:
-        self.round_trips: dict[tuple[Any, ...], RoundTrip] = {}
-        self.islands: dict[tuple[Any, ...], Island] = {}
+        self.round_trips: dict[object, RoundTrip] = {}
+        self.islands: dict[object, Island] = {}
         self.weights = Weights()
 
-    def carried(self, op: str, links: list[Link | None]) -> Up | None:
-        """The way up of what an operation was given, where it only moves numbers."""
-        if op.partition(".")[0] not in MOVES or not links:
+    def carried(self, op: str, links: list[Link | None], ups: list[Up]) -> Up | None:
+        """The cast to float32 of what an operation only moves: before it (`links`), or for it (`ups`)."""
+        if op.partition(".")[0] not in MOVES:
             return None
-        ups = [None if link is None else link.up for link in links]
-        first = ups[0]
-        if first is None or any(up is None or up.dtype is not first.dtype for up in ups):
-            return None
+        before = [None if link is None else link.up for link in links]
+        first = before[0] if before else None
+        if first is None or any(up is None or up.dtype is not first.dtype for up in before):
+            return ups[0] if ups else None
         return first
 
-    def moved(self, op: str, ups: list[Up]) -> Up | None:
-        """The way up that an operation which only moves numbers was cast for."""
-        return ups[0] if ups and op.partition(".")[0] in MOVES else None
-
-    def island(
-        self,
-        key: tuple[str, str | None, str | None, str, str],
-        ups: list[Up],
-        inside: float,
-    ) -> Island | None:
-        """The island that a decision was; `key` is op, module, source, device type, policy."""
-        island = _bounded(self.islands, key, lambda: Island(*key))
+    def island(self, at: Site, device: str, policy: str, ups: list[Up]) -> Island | None:
+        """Counts a call that casts its inputs to float32; returns the island of that site."""
+        island = _bounded(
+            self.islands, (at, device, policy), lambda: Island(*at, device=device, policy=policy)
+        )
         if island is not None:
             island.calls += 1
-            island.seconds += sum(up.seconds for up in ups)
-            island.bytes += sum(up.bytes for up in ups)
-            island.inside += inside
+            for up in ups:
+                island.add(up.seconds, up.bytes)
         return island
 
-    def came_down(
-        self,
-        before: Link,
-        to: tuple[str, str | None, str | None],
-        dtype: torch.dtype,
-        seconds: float,
-        size: int,
-    ) -> None:
-        """A tensor was cast to 16 bits; `before` is what wrote it, `to` op, module and source of the cast."""
+    def came_down(self, before: Link, at: Site, cast: Cast) -> None:
+        """Notes that a tensor was cast to 16 bits at a site; `before` is what wrote the tensor."""
         if before.island is not None:
-            before.island.seconds += seconds
-            before.island.bytes += size
+            before.island.add(cast.seconds, cast.bytes)
             before.island.returned += 1
         up = before.up
-        if up is None or up.dtype is not dtype:
+        if up is None or up.dtype is not cast.target.dtype:
             return
-        key = up.op, up.module, up.source, *to
-        trip = _bounded(self.round_trips, key, lambda: RoundTrip(up, *to))
+        start = Site(up.op, up.module, up.source)
+        trip = _bounded(
+            self.round_trips,
+            (start, at),
+            lambda: RoundTrip(*start, rule=up.rule, dtype=up.dtype, back=at),
+        )
         if trip is not None:
             trip.times += 1
-            trip.seconds += seconds + up.seconds
-            trip.bytes += size + up.bytes
+            trip.add(cast.seconds + up.seconds, cast.bytes + up.bytes)
 
 
 class Weights:
     """The weights that were cast to 16 bits."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], CastAgain] = {}
+        self._known: dict[object, CastAgain] = {}
         self._alive: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._number = 0
         self._step = 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[CastAgain]:
         return iter(list(self._known.values()))
 
     def new_step(self) -> None:
-        """The optimizer has written weights, which may move no counter."""
+        """An optimizer has written weights, which may not have changed their version counters."""
         self._step += 1
 
-    def saw(
-        self,
-        source: Tensor,
-        dtype: torch.dtype,
-        at: tuple[str, str | None, str | None],
-        seconds: float,
-        size: int,
-    ) -> None:
-        """A tensor was cast to 16 bits at op, module and source."""
+    def saw(self, at: Site, cast: Cast) -> None:
+        """Notes that a tensor was cast to 16 bits at a site, if it is a weight or a view of one."""
+        source, dtype = cast.source, cast.target.dtype
         if _torch.is_functorch_wrapper(source):
             return
         base = _torch.base_of(source)
         weight = source if base is None else base
         if not (isinstance(weight, Parameter) or (weight.requires_grad and weight.is_leaf)):
             return
-        op, module, place = at
         shape = tuple(source.shape)
-        key = self._key_of(weight), source.storage_offset(), shape, dtype
-        text = str(dtype).removeprefix("torch.")
+        key = self._number_of(weight), source.storage_offset(), shape, dtype
         holdable = base is None and (
             not source.requires_grad or source.numel() >= MIN_ELEMENTS_FOR_NODE
         )
-        cast = _bounded(
-            self._known, key, lambda: CastAgain(module, place, op, shape, text, holdable)
+        found = _bounded(
+            self._known,
+            key,
+            lambda: CastAgain(*at, shape=shape, dtype=dtype_name(dtype), holdable=holdable),
         )
-        if cast is None:
+        if found is None:
             return
-        cast.casts += 1
+        found.casts += 1
         version = _torch.version_of(weight) if _torch.counts_versions(weight) else 0
         latest = version, weight.data_ptr() if weight.layout is torch.strided else 0, self._step
-        if cast.latest[:3] == latest:
-            cast.again += 1
-            cast.seconds += seconds
-            cast.bytes += size
-            if not cast.latest[3]:
-                cast.steps += 1
-            cast.latest = *latest, True
-        else:
-            cast.latest = *latest, False
+        if found.latest == latest:
+            found.again += 1
+            found.add(cast.seconds, cast.bytes)
+        found.latest = latest
 
-    def _key_of(self, weight: Tensor) -> int:
-        """A number for a weight that no other gets: its address would be given out again."""
+    def _number_of(self, weight: Tensor) -> int:
+        """A number for a weight that no other gets, as its `id` may be given out again."""
         key = id(weight)
         known = self._alive.get(key)
         if known is None or known[0]() is not weight:
@@ -205,7 +167,7 @@ class Weights:
         return known[1]
 
 
-def _bounded(known: dict[Any, _T], key: Any, make: Any) -> _T | None:
+def _bounded(known: dict[object, _T], key: object, make: Any) -> _T | None:
     found = known.get(key)
     if found is None and len(known) < MOST:
         found = known[key] = make()

@@ -1,9 +1,9 @@
-"""Where tensors come from: for each storage, what wrote it last and why it has the dtype that it has.
+"""Where tensors come from: for each storage, what wrote it last and why it has its dtype.
 
 Invariants:
 
-- storages are held weakly, and what is known of one ends with it; a chain is cut when it gets long;
-- views share their storage, and so what is known of it.
+- storages are referenced weakly, and what is known of one is forgotten when it is freed; a chain that gets long is cut;
+- a view shares its storage with others, and so what is known of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from torch import Tensor
 from precast import _torch
 from precast.diagnostics.schema import Phase
 from precast.diagnostics.tracing.explanation import LineageStep
+from precast.diagnostics.tracing.operators import dtype_name
 
-__all__ = ["MOVES", "Lineage", "Link", "Up"]
+__all__ = ["MOVES", "Lineage", "Link", "Noticed", "Site", "Up"]
 
 _LONGEST: Final = 64
 
@@ -34,17 +35,36 @@ MOVES: Final = (
 """Operations whose results are numbers that they were given, or their negatives: 16 bits hold them as well."""
 
 
-@dataclass(slots=True)
-class Up:
-    """A cast from 16 bits to float32, by a rule or by the program."""
+class Site(NamedTuple):
+    """Which operation made a cast, and where."""
 
     op: str
     module: str | None
     source: str | None
+
+
+@dataclass(slots=True)
+class Noticed:
+    """Casts of one kind at one site, and what they cost together."""
+
+    op: str
+    module: str | None
+    source: str | None
+    seconds: float = 0.0
+    bytes: int = 0
+
+    def add(self, seconds: float, size: int) -> None:
+        """Adds the cost of one more."""
+        self.seconds += seconds
+        self.bytes += size
+
+
+@dataclass(slots=True, kw_only=True)
+class Up(Noticed):
+    """A cast from 16 bits to float32, by a rule or by the program."""
+
     rule: str | None
     dtype: torch.dtype
-    seconds: float
-    bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +83,9 @@ class Link:
     step: int
     bytes: int
     up: Up | None = None
-    """The cast that brought these numbers from 16 bits, where 16 bits still hold them."""
+    """The cast that brought these numbers from 16 bits, if 16 bits still hold them."""
     island: Any = None
-    """The float32 island that they come out of."""
+    """The float32 island that they come from."""
     depth: int = 0
 
 
@@ -92,7 +112,7 @@ class Lineage:
         return len(self._links)
 
     def of(self, tensor: Tensor) -> Link | None:
-        """What wrote a tensor's storage; None where that was not seen."""
+        """What wrote a tensor's storage; None if that was not seen."""
         storage = _storage(tensor)
         known = None if storage is None else self._links.get(id(storage))
         return known[1] if known is not None and known[0]() is storage else None
@@ -102,21 +122,20 @@ class Lineage:
         storage = _storage(tensor)
         if storage is None:
             return
-        parent = link.parent
-        if parent is not None:
-            link.depth = parent.depth + 1
+        if link.parent is not None:
+            link.depth = link.parent.depth + 1
             if link.depth >= _LONGEST:
                 _cut(link)
         known = self._links.get(id(storage))
         if known is not None and known[0]() is storage:
-            self._links[id(storage)] = known[0], link
-            return
-        ref = _Ref(storage, self._forget)
-        ref.key = id(storage)
+            ref = known[0]
+        else:
+            ref = _Ref(storage, self._forget)
+            ref.key = id(storage)
         self._links[ref.key] = ref, link
 
     def alive(self, step: int) -> Iterator[Link]:
-        """What forward made in a step and is still there."""
+        """What forward made in a step, as far as it is still in memory."""
         for _, link in list(self._links.values()):
             if link.step == step and link.phase == "forward":
                 yield link
@@ -126,12 +145,8 @@ def chain(link: Link | None) -> list[LineageStep]:
     """The steps back to the one that decided a dtype, the latest first."""
     steps: list[LineageStep] = []
     while link is not None:
-        dtype = str(link.dtype).removeprefix("torch.")
-        steps.append(
-            LineageStep(
-                link.op, link.module, link.source, list(link.inputs), dtype, link.rule, link.reason
-            )
-        )
+        made = list(link.inputs), dtype_name(link.dtype)
+        steps.append(LineageStep(link.op, link.module, link.source, *made, link.rule, link.reason))
         link = link.parent
     return steps
 
@@ -151,6 +166,6 @@ def _cut(link: Link) -> None:
 def _storage(tensor: Tensor) -> Any:
     if not _torch.is_plain(type(tensor)) or tensor.layout is not torch.strided:
         return None
-    if _torch.is_functorch_wrapper(tensor):  # it stands for another
+    if _torch.is_functorch_wrapper(tensor):  # it stands for another tensor
         return None
     return tensor.untyped_storage()

@@ -1,7 +1,7 @@
 """The dispatch mode of a full trace: tells a recorder of every operation, and of the casts inside operations.
 
-Invariants: each operation computes what it computes without the mode, to the bit and in dtype. So one that calls others
-where autocast reaches them, as all do in inference mode, is called with the mode and autocast on.
+Invariants: each operation computes what it computes without the mode, to the bit and in dtype. So an operation that
+calls others where autocast reaches them, as all do in inference mode, is called with the mode and autocast on.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.tracing.operators import Kind, kind_of
+from precast.diagnostics.tracing.operators import Cast, Kind, kind_of
 from precast.diagnostics.tracing.recorder import Recorder
 
 __all__ = ["Mode"]
 
 
 class _Here(threading.local):
-    """What this thread is in: an operation whose own operations are looked at."""
+    """The operation of this thread that is called so that the casts inside it are seen, if there is one."""
 
-    casts: list[tuple[Tensor, Tensor, float]] | None = None
+    casts: list[Cast] | None = None
     depth: int = 0
     """How many rules were being carried out around it."""
 
 
 class Mode(_torch.ObservingMode):
-    """Tells a recorder of what runs."""
+    """Tells a recorder of every operation that runs."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -50,18 +50,18 @@ class Mode(_torch.ObservingMode):
         try:
             out, inside = self._run(kind, func, tensors, call)
         except Exception as error:
-            self._recorder.failed(func, *call, error)
+            self._recorder.failed(func, call, error)
             raise
         seconds = perf_counter() - start
         here = self._here
         if here.casts is not None and self._recorder.depth == here.depth:
-            here.casts += [*inside, *((*pair, seconds) for pair in kind.casts(args, out))]
+            here.casts += [*inside, *kind.casts(args, out, seconds)]
         else:
-            self._recorder.saw(func, *call, out, seconds, inside=inside)
+            self._recorder.saw(func, call, out, seconds, inside)
         return out
 
     def _run(self, kind: Kind, func: Any, tensors: list[Tensor], call: Any) -> tuple[Any, Any]:
-        """Its result, and the casts inside it."""
+        """The result of an operation, and the casts inside it."""
         if not (kind.casts_inside(tensors, call) and _can_open(kind, call[0], tensors)):
             return func(*call[0], **call[1]), ()
         here, recorder = self._here, self._recorder
@@ -83,14 +83,10 @@ def _tensors_in(values: Any) -> list[Tensor]:
 
 
 def _can_open(kind: Kind, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-    """Whether an operation can be called so that what it calls is seen: another mode around would not be told of it."""
-    return not _torch.dispatch_modes() and all(map(_is_usual, tensors)) and kind.can_open(args)
-
-
-def _is_usual(tensor: Tensor) -> bool:
-    return (
+    """Whether what an operation calls can be seen; another mode around would not be told of the operation."""
+    is_usual = all(
         _torch.is_plain(type(tensor))
-        and not tensor.is_nested
-        and not tensor.is_meta
-        and not _torch.is_functorch_wrapper(tensor)
+        and not (tensor.is_nested or tensor.is_meta or _torch.is_functorch_wrapper(tensor))
+        for tensor in tensors
     )
+    return is_usual and not _torch.dispatch_modes() and kind.can_open(args)

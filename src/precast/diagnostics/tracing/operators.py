@@ -1,85 +1,98 @@
-"""An operation of the dispatcher as a trace looks at it: its name, whether it is a view, which casts it makes."""
+"""An operation of the dispatcher as a trace sees it: its name, whether it is a view, and which casts it makes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+import functools
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from precast import _torch
 
-__all__ = ["Kind", "floating_in", "kind_of", "tensors_of", "text_of"]
+__all__ = ["Cast", "Kind", "dtype_name", "dtype_of", "floating_in", "kind_of", "tensors_of"]
 
-Cast = tuple[Tensor, Tensor]
-"""What was cast, and what it was cast to."""
+_NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in _torch.all_dtypes()}
+_RUNS_OTHERS: Final = frozenset(
+    {"_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_trilinear"}
+    | {"mean", "mkldnn_rnn_layer_backward"}
+)
+"""Operations that run whole layers, which autocast reaches, or that cast whatever they are given."""
+_COMPUTES_IN_FLOAT32: Final = frozenset(
+    {"renorm", "renorm_", "scatter", "scatter_", "scatter_reduce", "scatter_reduce_"}
+)
+"""Operations whose kernels, on some devices, convert 16-bit numbers to float32 and back."""
+_LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
-_texts: Final[dict[torch.dtype, str]] = {
-    dtype: str(dtype).removeprefix("torch.") for dtype in _torch.all_dtypes()
-}
+
+class Cast(NamedTuple):
+    """A cast from one floating dtype to another, and how long it took."""
+
+    source: Tensor
+    target: Tensor
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """How much it wrote."""
+        return self.target.numel() * self.target.element_size()
 
 
 class Kind:
-    """An operation, looked at once."""
+    """What a trace has to know of an operation; `kind_of` finds it out once for each."""
 
-    __slots__ = ("_finds", "_wants_tensor", "base", "is_composite", "is_view", "may_cast", "name")
+    __slots__ = ("_wants_tensor", "base", "is_composite", "is_view", "may_cast", "name")
 
     def __init__(self, func: Any) -> None:
         full, _, overload = str(func).rpartition(".")
         self.base = (full or overload).replace(".", "::", 1).removeprefix("aten::")
         named = overload and overload != "default" and full
         self.name = f"{self.base}.{overload}" if named else self.base
-        self.is_view = _is_view(func)
-        self._wants_tensor = _wants_tensor(func)
-        self._finds = _CASTS.get(self.base)
-        self.may_cast = self._finds is not None
+        schema = _torch.schema_of(func) if isinstance(func, _torch.OpOverload) else None
+        returned = [] if schema is None else [each.alias_info for each in schema.returns]
+        self.is_view = bool(returned) and all(
+            info is not None and not info.is_write for info in returned
+        )
+        """Whether its results are its arguments' numbers, seen in another shape."""
+        arguments = [] if schema is None else schema.arguments
+        self._wants_tensor = [str(a.type) == "Tensor" for a in arguments if not a.kwarg_only]
+        self.may_cast = self.base in {"_to_copy", "copy_", "_foreach_copy_"}
         self.is_composite = _torch.is_composite(func)
 
-    def casts(self, args: tuple[Any, ...], out: Any) -> list[Cast]:
-        """The casts between floating dtypes that a call of it was."""
-        found = () if self._finds is None else self._finds(args, out)
-        return [pair for pair in found if _is_cast(*pair)]
+    def casts(self, args: tuple[Any, ...], out: Any, seconds: float) -> list[Cast]:
+        """The casts between floating dtypes that one call made, which took `seconds`."""
+        if not self.may_cast:
+            return []
+        pairs: Iterable[tuple[Any, Any]] = [(args[0], out)]
+        if self.base == "copy_":
+            pairs = [(args[1], args[0])]
+        elif self.base == "_foreach_copy_":
+            pairs = zip(args[1], args[0], strict=False)
+        casts = [pair for pair in pairs if _is_cast(*pair)]
+        return [Cast(*pair, seconds / len(casts)) for pair in casts]
 
     def casts_inside(self, tensors: list[Tensor], call: tuple[Any, Any]) -> bool:
-        """Whether a call may cast in what it calls in turn, as where floating dtypes are mixed."""
+        """Whether a call may cast in the operations that it calls, as it does where floating dtypes are mixed."""
         if self.may_cast or self.is_view or not tensors:
             return False
         args, kwargs = call
-        if self.base in _WHOLE or any(
+        if self.base in _RUNS_OTHERS or any(
             isinstance(a, torch.dtype) for a in (*args, *kwargs.values())
         ):
             return True
         dtypes = {t.dtype for t in tensors if t.dtype.is_floating_point}
-        return len(dtypes) > 1 or (self.base in _IN_FLOAT32 and dtypes <= _LOW)
+        return len(dtypes) > 1 or (self.base in _COMPUTES_IN_FLOAT32 and dtypes <= _LOW)
 
     def can_open(self, args: tuple[Any, ...]) -> bool:
-        """Whether it can be called open; not where a number stands for a tensor, which only a plain call takes."""
+        """Whether the operations that it calls can be seen: not where a number is given for a tensor."""
         return not any(
             wants and isinstance(arg, int | float | complex)
             for arg, wants in zip(args, self._wants_tensor, strict=False)
         )
 
 
-_WHOLE: Final = frozenset(
-    {"_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_trilinear"}
-    | {"mean", "mkldnn_rnn_layer_backward"}
-)
-"""One operation in which whole layers run, which autocast reaches, or which cast whatever they are given."""
-_IN_FLOAT32: Final = frozenset(
-    {"renorm", "renorm_", "scatter", "scatter_", "scatter_reduce", "scatter_reduce_"}
-)
-"""Operations whose kernels compute numbers of 16 bits in float32, on some devices, and copy them there and back."""
-_LOW: Final = frozenset({torch.float16, torch.bfloat16})
-_kinds: dict[Any, Kind] = {}
-
-
-def kind_of(func: Any) -> Kind:
-    """What there is to know of an operation."""
-    known = _kinds.get(func)
-    if known is None:
-        known = _kinds[func] = Kind(func)
-    return known
+kind_of = functools.cache(Kind)
 
 
 def tensors_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -98,9 +111,14 @@ def floating_in(tensors: list[Tensor]) -> list[Tensor]:
     return [t for t in tensors if t.dtype.is_floating_point]
 
 
-def text_of(tensor: Tensor) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as text, without "torch."."""
+    return _NAMES[dtype]
+
+
+def dtype_of(tensor: Tensor) -> str:
     """A tensor's dtype as text."""
-    return _texts[tensor.dtype]
+    return _NAMES[tensor.dtype]
 
 
 def _is_cast(source: Any, target: Any) -> bool:
@@ -111,26 +129,3 @@ def _is_cast(source: Any, target: Any) -> bool:
         and source.dtype.is_floating_point
         and target.dtype.is_floating_point
     )
-
-
-def _is_view(func: Any) -> bool:
-    """Whether it makes no numbers: its results are other looks at its arguments."""
-    if not isinstance(func, _torch.OpOverload):
-        return False
-    schema = _torch.schema_of(func)
-    returned = [r.alias_info for r in schema.returns]
-    return bool(returned) and all(info is not None and not info.is_write for info in returned)
-
-
-def _wants_tensor(func: Any) -> list[bool]:
-    """Which of its positional arguments are one tensor each."""
-    if not isinstance(func, _torch.OpOverload):
-        return []
-    return [str(a.type) == "Tensor" for a in _torch.schema_of(func).arguments if not a.kwarg_only]
-
-
-_CASTS: Final[dict[str, Callable[[Any, Any], Iterable[tuple[Any, Any]]]]] = {
-    "_to_copy": lambda args, out: [(args[0], out)],
-    "copy_": lambda args, _: [(args[1], args[0])],
-    "_foreach_copy_": lambda args, _: zip(args[1], args[0], strict=False),
-}

@@ -1,22 +1,29 @@
-"""Why an operation has the rule that it has, or none: in sentences, each found once."""
+"""Why an operation has the rule that it has, or none, as a sentence."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from precast.attachment import module_calls
 from precast.attachment.attachment import attached_models
 from precast.diagnostics.tracing.call_sites import is_enabled
-from precast.engine.operation import Operation
 from precast.engine.thread_state import inherited_policy, installed, thread_state
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.policy import Policy
 
-__all__ = ["Decided", "Reasons"]
-
-_MOST: Final = 50_000
+__all__ = [
+    "Decided",
+    "ModuleRules",
+    "decided",
+    "decided_alone",
+    "has_policy_of_precast",
+    "policy_here",
+    "reason_in_backward",
+    "rows_of",
+    "torchs_policy",
+]
 
 
 class Decided(NamedTuple):
@@ -27,75 +34,80 @@ class Decided(NamedTuple):
     reason: str
 
 
-class Reasons:
-    """The reasons of one trace."""
+def policy_here(device_type: str) -> Policy:
+    """The policy in force; in a region of PyTorch's with nothing installed that is "torch"."""
+    bound = (
+        thread_state(device_type).state.bound_policy
+        or installed(device_type).bound_policy
+        or inherited_policy(device_type)
+    )
+    return torchs_policy() if bound is None else bound.policy
+
+
+@functools.cache
+def torchs_policy() -> Policy:
+    """The policy "torch", without a search for its file."""
+    return Policy.load("torch")
+
+
+def has_policy_of_precast(device_type: str) -> bool:
+    """Whether a region or an installation put a policy in force; else PyTorch's own autocast runs."""
+    own = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
+    return own is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def decided(policy: Policy, name: str, device: str) -> Decided:
+    """What a policy says of an operation, such as "aten::linear", that reached its autocast kernel."""
+    op = name.removeprefix("aten::")
+    found = policy.resolve(name if "." in name else f"{name}.default", device)
+    if name not in rows_of(policy, device):
+        return Decided(op, None, found.reason.replace(f"{op}.default", op))
+    return Decided(op, str(found.rule), f"policy {policy.name!r}: {found.reason}")
+
+
+def decided_alone(
+    policy: Policy, op: str, device: str, region: str | None, module_rule: str | None
+) -> Decided:
+    """Why no rule was carried out for an operation that ran."""
+    if is_enabled(device):
+        reason = _why_none(policy, op, device)
+    elif module_rule is not None:
+        reason = f"autocast is off here ([modules] {module_rule})"
+    else:
+        reason = (
+            "not in a region" if region is None else f"autocast is off in the region at {region}"
+        )
+    return Decided(op, None, reason)
+
+
+def reason_in_backward(op: str | None, node: Any) -> str:
+    """Which operation a graph node is the backward of."""
+    if op is not None:
+        return f"backward of {op}"
+    name = node.name().rpartition("::")[2]
+    if name == "AccumulateGrad":
+        return "adds a gradient to a parameter's"
+    return f"backward ({name}) of what was not traced"
+
+
+class ModuleRules:
+    """The rules for modules, as text; the models are searched again when a module is new."""
 
     def __init__(self) -> None:
-        self._torchs = Policy.load("torch")
-        self._known: dict[tuple[Any, ...], tuple[object, Decided]] = {}
-        self._module_rules: dict[int, str] = {}
+        self._by_module: dict[int, str] = {}
 
-    def policy_here(self, device_type: str) -> Policy:
-        """The policy in force; in a region of PyTorch's with nothing installed that is "torch"."""
-        bound = (
-            thread_state(device_type).state.bound_policy
-            or installed(device_type).bound_policy
-            or inherited_policy(device_type)
-        )
-        return self._torchs if bound is None else bound.policy
-
-    def is_pytorchs_own(self, device_type: str) -> bool:
-        """Whether no policy is in force: what runs there is PyTorch's alone."""
-        return not (
-            thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
-        )
-
-    def decided(self, policy: Policy, op: Operation) -> Decided:
-        """What a policy says of an operation that reached its autocast kernel."""
-        key = id(policy), op.name, op.device_type
-        known = self._known.get(key)
-        if known is None:
-            known = self._keep(key, policy, _decided(policy, op.name, op.device_type))
-        return known[1]
-
-    def alone(self, policy: Policy, op: str, device: str, region: str | None) -> Decided:
-        """Why no rule was carried out for an operation that ran."""
-        off = None if is_enabled(device) else _why_off(region, self.module_rule())
-        key = id(policy), op, device, off
-        known = self._known.get(key)
-        if known is None:
-            reason = _why_none(policy, op, device) if off is None else off
-            known = self._keep(key, policy, Decided(op, None, reason))
-        return known[1]
-
-    def backward(self, op: str | None, node: Any) -> str:
-        """Of what an operation is the backward."""
-        if op is not None:
-            return f"backward of {op}"
-        name = node.name().rpartition("::")[2]
-        if name == "AccumulateGrad":
-            return "adds a gradient to a parameter's"
-        return f"backward ({name}) of what was not traced"
-
-    def module_rule(self) -> str | None:
-        """The rule for modules that holds here."""
+    def here(self) -> str | None:
+        """The rule of the innermost module that has one."""
         module = module_calls.innermost()
         if module is None:
             return None
-        if id(module) not in self._module_rules:
-            self._module_rules = _module_rules()
-        return self._module_rules.get(id(module))
-
-    def _keep(
-        self, key: tuple[Any, ...], policy: Policy, decided: Decided
-    ) -> tuple[object, Decided]:
-        if len(self._known) >= _MOST:
-            self._known.clear()
-        self._known[key] = policy, decided  # with the policy: an id is given out again
-        return self._known[key]
+        if id(module) not in self._by_module:
+            self._by_module = _rules_by_module()
+        return self._by_module.get(id(module))
 
 
-def _module_rules() -> dict[int, str]:
+def _rules_by_module() -> dict[int, str]:
     found = {}
     for model, plan in attached_models():
         if plan is not None:
@@ -106,29 +118,16 @@ def _module_rules() -> dict[int, str]:
     return found
 
 
-@functools.lru_cache(maxsize=4096)
-def _decided(policy: Policy, name: str, device: str) -> Decided:
-    op = name.removeprefix("aten::")
-    found = policy.resolve(name if "." in name else f"{name}.default", device)
-    if name not in _rows(policy, device):
-        return Decided(op, None, found.reason.replace(f"{op}.default", op))
-    return Decided(op, str(found.rule), f"policy {policy.name!r}: {found.reason}")
-
-
 @functools.lru_cache(maxsize=64)
-def _rows(policy: Policy, device: str) -> frozenset[str]:
+def rows_of(policy: Policy, device: str) -> frozenset[str]:
+    """The operations that have a rule."""
     return frozenset(policy.expand(device)[0])
 
 
-def _why_off(region: str | None, module_rule: str | None) -> str:
-    if module_rule is not None:
-        return f"autocast is off here ([modules] {module_rule})"
-    return "not in a region" if region is None else f"autocast is off in the region at {region}"
-
-
+@functools.lru_cache(maxsize=4096)
 def _why_none(policy: Policy, op: str, device: str) -> str:
     try:
-        found = _decided(policy, op if "::" in op else f"aten::{op}", device)
+        found = decided(policy, op if "::" in op else f"aten::{op}", device)
     except PolicyError:
         return f"no row for {op} on {device} in the policy {policy.name!r}"
     if found.rule is None:

@@ -1,47 +1,63 @@
-"""The full trace of one thread: sees every operation that runs, and sums them up in rows.
+"""The full trace of one thread: sees every operation that runs, and adds them up in rows.
 
 Invariants:
 
-- what runs is run as it is: nothing is waited for, replaced or kept; times are the host's, from call to return;
-- an operation inside a decision (a rule that is being carried out) is the decision's; any other is a row of its own;
-- memory is bounded: rows by the tally, what is known of tensors and graph nodes by what is alive, or by two steps.
+- operations run as they are: the trace waits for nothing, replaces nothing and keeps no tensor; times are the host's,
+  from call to return;
+- an operation inside a decision (a rule that is being carried out) belongs to the decision; any other has its own row;
+- memory is bounded: rows by the tally, what is known of tensors by what is alive, of graph nodes by two steps.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.schema import Row
-from precast.diagnostics.tracing.call_sites import (
-    Names,
-    frame_above,
-    is_enabled,
-    read_stack,
-    region_around,
-)
+from precast.diagnostics.schema import Totals
+from precast.diagnostics.tracing.call_sites import Names, is_enabled, read_stack, region_around
 from precast.diagnostics.tracing.counting import Counts
 from precast.diagnostics.tracing.error_notes import note_on
 from precast.diagnostics.tracing.facts import Facts
-from precast.diagnostics.tracing.lineage import Lineage, Link, Up
-from precast.diagnostics.tracing.operators import Kind, floating_in, kind_of, tensors_of, text_of
-from precast.diagnostics.tracing.reasons import Decided, Reasons
+from precast.diagnostics.tracing.lineage import Lineage, Link, Site, Up
+from precast.diagnostics.tracing.operators import (
+    Cast,
+    Kind,
+    dtype_name,
+    dtype_of,
+    floating_in,
+    kind_of,
+    tensors_of,
+)
+from precast.diagnostics.tracing.reasons import (
+    Decided,
+    ModuleRules,
+    decided,
+    decided_alone,
+    policy_here,
+    reason_in_backward,
+)
 from precast.diagnostics.tracing.tally import Around, Place, Tally
 from precast.engine.operation import Operation, is_eligible
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
 
-__all__ = ["Inside", "Recorder"]
+__all__ = ["Recorder"]
 
 _MOST_NODES: Final = 200_000
+_MOST_TRAILED: Final = 8
+"""Of how many results of one operation the origin is noted."""
+_MOST_AT_ONCE: Final = 64
+"""How many nodes of the graph one operation is taken for the maker of."""
 _FP32: Final = ("fp32", "fp32_set_dtype", "fp32_append_dtype")
 _Texts = tuple[str, ...]
-Inside = Sequence[tuple[Tensor, Tensor, float]]
-"""Casts inside an operation: what was cast, to what, and the seconds."""
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 
 class _Node(NamedTuple):
@@ -51,47 +67,27 @@ class _Node(NamedTuple):
     place: Place
 
 
+@dataclass(slots=True)
 class _Decision:
     """A rule that is being carried out."""
 
-    __slots__ = (
-        "cast_bytes",
-        "cast_seconds",
-        "casts",
-        "decided",
-        "inputs",
-        "inside",
-        "links",
-        "op",
-        "place",
-        "policy",
-        "seconds",
-        "ups",
-        "wanting",
-    )
-
-    def __init__(self, op: Operation, policy: Policy, decided: Decided, place: Place) -> None:
-        self.op = op
-        self.policy = policy
-        self.decided = decided
-        self.place = place
-        self.inputs: _Texts = ()
-        self.links: list[Link | None] = []
-        self.wanting = 0
-        self.inside: list[tuple[int, float]] = []
-        self.casts = 0
-        self.cast_bytes = 0
-        self.cast_seconds = 0.0
-        self.seconds = 0.0
-        self.ups: list[Up] = []
-
-    @property
-    def at(self) -> tuple[str, str | None, str | None]:
-        return self.decided.op, self.place.module, self.place.source
+    op: Operation
+    policy: Policy
+    decided: Decided
+    place: Place
+    inputs: _Texts
+    links: list[Link | None]
+    """Where its floating-point inputs come from."""
+    wanting: int = 0
+    """How many of its inputs have another dtype than the rule wants."""
+    casts: int = 0
+    """How many casts the rule made, without those inside operations, which are in `sums` too."""
+    sums: Totals = field(default_factory=Totals)
+    ups: list[Up] = field(default_factory=list)
 
 
 class Recorder:
-    """Rows and all that findings need: is told of decisions by `begin` and `end`, of operations by `saw`."""
+    """Rows, and all that findings need; it is told of decisions by `begin` and `end`, of operations by `saw`."""
 
     def __init__(self, names: Names, counts: Counts) -> None:
         self.names = names
@@ -103,7 +99,7 @@ class Recorder:
         """Device type -> the policy that was last in force there."""
         self.facts = Facts()
         self.lineage = Lineage()
-        self._reasons = Reasons()
+        self._module_rules = ModuleRules()
         self._decisions: list[_Decision] = []
         self._nodes: dict[int, _Node] = {}
         self._nodes_before: dict[int, _Node] = {}
@@ -111,7 +107,7 @@ class Recorder:
         self.start()
 
     def start(self) -> None:
-        """From here on all is seen."""
+        """Everything is seen from here on."""
         self._sequence = _torch.next_sequence()
         self._decisions.clear()
 
@@ -125,20 +121,18 @@ class Recorder:
 
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A rule is about to be carried out."""
-        policy = self._reasons.policy_here(op.device_type)
+        policy = policy_here(op.device_type)
         self.policies[op.device_type] = policy
-        decided = self._reasons.decided(policy, op)
-        frame = frame_above(2)
-        source, owner, phase = read_stack(frame)
-        module = None if owner is None else self.names.of(owner, frame)
-        if _torch.current_node() is not None:
-            phase = "backward"  # as where a checkpoint runs again
-        place = Place(module, source, phase).forward()
-        decision = _Decision(op, policy, decided, place)
+        place = self._place_on_stack()
+        if _torch.current_node() is not None:  # as where a checkpoint runs again
+            place = place._replace(phase="backward")
         tensors = tensors_of(args, kwargs)
-        decision.inputs = tuple(map(text_of, tensors))
-        decision.links = [self.lineage.of(t) for t in tensors if t.dtype.is_floating_point]
-        if decided.rule == Rule.LOWER:
+        links = [self.lineage.of(t) for t in floating_in(tensors)]
+        found = decided(policy, op.name, op.device_type)
+        decision = _Decision(
+            op, policy, found, place.forward(), tuple(map(dtype_of, tensors)), links
+        )
+        if found.rule == Rule.LOWER:
             lower, device = op.lower_dtype(), op.device_type
             decision.wanting = sum(t.dtype is not lower and is_eligible(t, device) for t in tensors)
         self._decisions.append(decision)
@@ -146,17 +140,18 @@ class Recorder:
     def end(self, result: Any) -> None:
         """It has been carried out."""
         d = self._decisions.pop()
-        decided, outputs = d.decided, tensors_of((result,), {})
+        op, rule, _ = d.decided
+        outputs = tensors_of((result,), {})
         self._count(d, outputs)
         island = None
-        if d.ups and decided.rule in _FP32:
-            key = *d.at, d.op.device_type, d.policy.name
-            island = self.facts.island(key, d.ups, d.seconds - d.cast_seconds)
-        up = self.facts.carried(decided.op, d.links) or self.facts.moved(decided.op, d.ups)
-        sets = decided.rule in (Rule.LOWER, *_FP32)
+        if d.ups and rule in _FP32:
+            at = Site(op, d.place.module, d.place.source)
+            island = self.facts.island(at, d.op.device_type, d.policy.name, d.ups)
+        up = self.facts.carried(op, d.links, d.ups)
+        sets_dtype = rule in (Rule.LOWER, *_FP32)
         for tensor in floating_in(outputs):
-            parent = None if sets else _like(d.links, tensor.dtype)
-            link = self._link(tensor, decided, d.place, d.inputs, parent)
+            parent = None if sets_dtype else _like(d.links, tensor.dtype)
+            link = self._link(tensor, d.decided, d.place, d.inputs, parent)
             link.island = island
             link.up = up if tensor.dtype is torch.float32 else None
 
@@ -167,26 +162,26 @@ class Recorder:
         note_on(error, d.decided, d.op.device_type, d.policy, d.inputs, d.links, enabled=True)
 
     def _count(self, d: _Decision, outputs: list[Tensor]) -> None:
-        decided, device = d.decided, d.op.device_type
+        op, rule, _ = d.decided
         cached = max(0, d.wanting - d.casts) if outputs else 0
-        around = Around(region_around(device), self._reasons.module_rule(), device)
-        row = self.tally.row(d.place, decided, d.inputs, outputs, around)
+        row = self.tally.row(d.place, d.decided, d.inputs, outputs, self._around(d.op.device_type))
         if row is not None:
-            row.casts += d.casts
-            row.cast_bytes += d.cast_bytes
+            row.casts += d.sums.casts
+            row.cast_bytes += d.sums.cast_bytes
+            row.cast_seconds += d.sums.cast_seconds
+            row.seconds += d.sums.seconds
             row.cached += cached
-            row.seconds += d.seconds
-            row.cast_seconds += d.cast_seconds
-            _add_inside(row, d.inside)
         self.totals.cached += cached
-        if decided.rule is not None:
-            self.counts.add(decided.op, device, decided.rule, d.casts)
+        if rule is not None:
+            count = self.counts[op, d.op.device_type, rule]
+            count.calls += 1
+            count.casts += d.casts
 
     # --- operations ---
 
     def casting_here(self) -> list[str]:
-        """Device types on which what runs now is cast by autocast: not inside an operation that has a rule."""
-        if any(d.decided.rule is not None for d in self._decisions[-1:]):
+        """Device types on which autocast casts what runs now: none inside an operation that has a rule."""
+        if self._decisions and self._decisions[-1].decided.rule is not None:
             return []
         return [device for device in DEVICE_TYPES if is_enabled(device)]
 
@@ -198,115 +193,124 @@ class Recorder:
     def saw(
         self,
         func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: _Call,
         out: Any,
         seconds: float,
-        *,
-        inside: Inside = (),
+        inside: Sequence[Cast],
     ) -> None:
-        """An operation has run; `inside` are the casts in what it called in turn."""
+        """An operation has run; `inside` are the casts in the operations that it called."""
         kind = kind_of(func)
-        sequence = _torch.next_sequence()
-        made = sequence > self._sequence
+        made = _torch.next_sequence() > self._sequence
         if not self._decisions:
             if made or not kind.is_view:
-                self._saw_alone(kind, args, kwargs, out, seconds, inside=inside)
+                self._saw_alone(kind, call, out, seconds, inside)
             return
-        decision = self._decisions[-1]
+        d = self._decisions[-1]
         self.totals.seconds += seconds
-        decision.seconds += seconds
+        d.sums.seconds += seconds
         if made:
-            self._remember(_Node(decision.decided.op, decision.place))
-        if kind.may_cast:
-            for source, target in kind.casts(args, out):
-                self._cast_in(decision, source, target, seconds)
-        decision.inside += [self._sized(cast) for cast in inside]
+            self._remember(_Node(d.decided.op, d.place))
+        for cast in kind.casts(call[0], out, seconds):
+            self.tally.cast(cast, d.sums)
+            d.casts += 1
+            up = self._follow(cast, d.decided, d.place)
+            if up is not None:
+                d.ups.append(up)
+            self._link(cast.target, d.decided, d.place, (dtype_of(cast.source),), None)
+        for cast in inside:
+            self.tally.cast_inside(cast, d.sums)
 
-    def failed(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException
-    ) -> None:
+    def failed(self, func: Any, call: _Call, error: BaseException) -> None:
         """An operation has raised."""
-        tensors = floating_in(tensors_of(args, kwargs))
+        tensors = floating_in(tensors_of(*call))
         if self._decisions or not tensors:
             return
         device = tensors[0].device.type
-        policy = self._reasons.policy_here(device)
-        decided = self._reasons.alone(policy, kind_of(func).name, device, region_around(device))
+        policy, (region, module_rule, _) = policy_here(device), self._around(device)
+        found = decided_alone(policy, kind_of(func).name, device, region, module_rule)
         links = [self.lineage.of(t) for t in tensors]
-        enabled = is_enabled(device)
-        note_on(error, decided, device, policy, map(text_of, tensors), links, enabled=enabled)
+        inputs, enabled = map(dtype_of, tensors), is_enabled(device)
+        note_on(error, found, device, policy, inputs, links, enabled=enabled)
 
     def _saw_alone(
         self,
         kind: Kind,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: _Call,
         out: Any,
         seconds: float,
-        *,
-        inside: Inside,
+        inside: Sequence[Cast],
     ) -> None:
-        """Outside of all decisions: a row of its own."""
+        """Gives an operation outside of all decisions its own row."""
         place, reason = self._place()
-        tensors, outputs = tensors_of(args, kwargs), tensors_of((out,), {})
+        tensors, outputs = tensors_of(*call), tensors_of((out,), {})
         if not (tensors or outputs):
             return
         device = (outputs or tensors)[0].device.type
         if _torch.next_sequence() > self._sequence:
             place = place.forward()
             self._remember(_Node(kind.name, place))
-        elif place.phase == "other" and is_enabled(device):
+        elif is_enabled(device):
             place = place.forward()
         if kind.is_view:
             return
         self.totals.seconds += seconds
-        casts = kind.casts(args, out) if kind.may_cast else []
-        region = region_around(device)
+        casts = kind.casts(call[0], out, seconds)
+        around = self._around(device)
         if reason is None and casts:
             reason = "a cast that the program asks for"
         if reason is None:
-            policy = self._reasons.policy_here(device)
-            if region is not None:
+            policy = policy_here(device)
+            if around.region is not None:
                 self.policies[device] = policy
-            reason = self._reasons.alone(policy, kind.name, device, region).reason
-        decided = Decided(kind.name, None, reason)
-        inputs = tuple(map(text_of, tensors))
-        around = Around(region, self._reasons.module_rule(), device)
-        row = self.tally.row(place, decided, inputs, outputs, around)
-        sized = [self._sized(cast) for cast in inside]
+            module_rule = around.module_rule
+            _, _, reason = decided_alone(policy, kind.name, device, around.region, module_rule)
+        found = Decided(kind.name, None, reason)
+        inputs = tuple(map(dtype_of, tensors))
+        row = self.tally.row(place, found, inputs, outputs, around)
         if row is not None:
             row.seconds += seconds
-            _add_inside(row, sized)
-        if casts:
-            self._casts_alone(row, decided, place, casts, seconds / len(casts))
-        elif len(outputs) <= _MOST_TRAILED and place.phase != "optimizer":
-            self._trail(decided, place, tensors, inputs, outputs)
+        for cast in inside:
+            self.tally.cast_inside(cast, row)
+        for cast in casts:
+            self.tally.cast(cast, row)
+            if place.phase != "optimizer":
+                up = self._follow(cast, found, place) if place.phase != "backward" else None
+                self._link(cast.target, found, place, (dtype_of(cast.source),), None).up = up
+        if not casts and len(outputs) <= _MOST_TRAILED and place.phase != "optimizer":
+            self._trail(found, place, tensors, inputs, outputs)
+
+    def _place_on_stack(self) -> Place:
+        source, owner, phase = read_stack(sys._getframe())
+        module = None if owner is None else self.names.of(owner, sys._getframe())
+        return Place(module, source, phase)
 
     def _place(self) -> tuple[Place, str | None]:
-        """Where the operation that is being told of runs; why it has no rule, where the phase says so."""
-        frame = frame_above(4)  # what called `__torch_dispatch__`
-        source, owner, phase = read_stack(frame)
-        module = None if owner is None else self.names.of(owner, frame)
+        """Where the operation that is being told of runs; why it has no rule, if the phase says so."""
+        place = self._place_on_stack()
         graph_node = _torch.current_node()
         if graph_node is None:
             self._in_backward = False
-            reason = "a step of an optimizer" if phase == "optimizer" else None
-            return Place(module, source, phase), reason
+            return place, "a step of an optimizer" if place.phase == "optimizer" else None
         if not self._in_backward:
             self._in_backward = True
             self._count_saved()
-        if module is not None:  # a checkpoint runs again
-            return Place(module, source, "backward"), None
-        maker = self._maker(graph_node)
-        if maker is not None:
-            module, source = maker.place.module, maker.place.source or source
-        reason = self._reasons.backward(None if maker is None else maker.op, graph_node)
-        return Place(module, source, "backward"), reason
+        place = place._replace(phase="backward")
+        if place.module is not None:  # a checkpoint runs again
+            return place, None
+        number = _torch.sequence_of(graph_node)
+        maker = self._nodes.get(number) or self._nodes_before.get(number)
+        if maker is None:
+            return place, reason_in_backward(None, graph_node)
+        source = maker.place.source or place.source
+        place = Place(maker.place.module, source, "backward")
+        return place, reason_in_backward(maker.op, graph_node)
+
+    def _around(self, device: str) -> Around:
+        return Around(region_around(device), self._module_rules.here(), device)
 
     def _trail(
         self,
-        decided: Decided,
+        found: Decided,
         place: Place,
         tensors: list[Tensor],
         inputs: _Texts,
@@ -316,70 +320,26 @@ class Recorder:
         floating = floating_in(outputs)
         if not floating:
             return
-        links = [self.lineage.of(t) for t in tensors if t.dtype.is_floating_point]
-        up = self.facts.carried(decided.op, links)
+        links = [self.lineage.of(t) for t in floating_in(tensors)]
+        up = self.facts.carried(found.op, links, [])
         for tensor in floating:
             link = self.lineage.of(tensor) if any(tensor is given for given in tensors) else None
             if link is None:  # else it was written in place, and keeps its dtype
-                parent = _like(links, tensor.dtype)
-                link = self._link(tensor, decided, place, inputs, parent)
+                link = self._link(tensor, found, place, inputs, _like(links, tensor.dtype))
             link.up = up if tensor.dtype is torch.float32 else None
 
-    # --- casts ---
+    # --- what is known of graphs and tensors ---
 
-    def _sized(self, cast: tuple[Tensor, Tensor, float]) -> tuple[int, float]:
-        """Counts a cast inside an operation, which no rule asks for; its bytes and seconds."""
-        return self.tally.cast_inside(*cast), cast[2]
-
-    def _cast_in(self, d: _Decision, source: Tensor, target: Tensor, seconds: float) -> None:
-        size = self.tally.cast(source, target, seconds)
-        d.casts += 1
-        d.cast_bytes += size
-        d.cast_seconds += seconds
-        up = self._follow(d.at, d.decided.rule, source, target, seconds)
-        if up is not None:
-            d.ups.append(up)
-        self._link(target, d.decided, d.place, (text_of(source),), None)
-
-    def _casts_alone(
-        self,
-        row: Row | None,
-        decided: Decided,
-        place: Place,
-        casts: list[tuple[Tensor, Tensor]],
-        seconds: float,
-    ) -> None:
-        for source, target in casts:
-            size = self.tally.cast(source, target, seconds)
-            if row is not None:
-                row.casts += 1
-                row.cast_bytes += size
-                row.cast_seconds += seconds
-            if place.phase == "optimizer":
-                continue
-            at, in_backward = (decided.op, place.module, place.source), place.phase == "backward"
-            up = None if in_backward else self._follow(at, None, source, target, seconds)
-            self._link(target, decided, place, (text_of(source),), None).up = up
-
-    def _follow(
-        self,
-        at: tuple[str, str | None, str | None],
-        rule: str | None,
-        source: Tensor,
-        target: Tensor,
-        seconds: float,
-    ) -> Up | None:
-        """Looks for round trips, islands and weights that are cast again; gives a way up that begins here."""
-        size = target.numel() * target.element_size()
-        if source.element_size() < target.element_size():
-            return Up(*at, rule, source.dtype, seconds, size)
+    def _follow(self, cast: Cast, found: Decided, place: Place) -> Up | None:
+        """Looks for round trips, islands and weights that are cast again; returns a way up that begins here."""
+        at, source = Site(found.op, place.module, place.source), cast.source
+        if source.element_size() < cast.target.element_size():
+            return Up(*at, cast.seconds, cast.bytes, rule=found.rule, dtype=source.dtype)
         before = self.lineage.of(source)
         if before is not None:
-            self.facts.came_down(before, at, target.dtype, seconds, size)
-        self.facts.weights.saw(source, target.dtype, at, seconds, size)
+            self.facts.came_down(before, at, cast)
+        self.facts.weights.saw(at, cast)
         return None
-
-    # --- what is known of graphs and tensors ---
 
     def _remember(self, node: _Node) -> None:
         if len(self._nodes) > _MOST_NODES:
@@ -389,38 +349,21 @@ class Recorder:
             self._nodes[number] = node
         self._sequence = sequence
 
-    def _maker(self, graph_node: Any) -> _Node | None:
-        number = _torch.sequence_of(graph_node)
-        return self._nodes.get(number) or self._nodes_before.get(number)
-
     def _count_saved(self) -> None:
-        """Backward begins: what forward made and is still there is there for it; of all such moments the fullest."""
+        """Backward begins, and uses what forward made and is still there; the largest of all these sums is kept."""
         there: defaultdict[str, int] = defaultdict(int)
         for link in self.lineage.alive(self.totals.steps):
-            there[str(link.dtype).removeprefix("torch.")] += link.bytes
+            there[dtype_name(link.dtype)] += link.bytes
         if sum(there.values()) > sum(self.saved.values()):
             self.saved = dict(there)
 
     def _link(
-        self, tensor: Tensor, decided: Decided, place: Place, inputs: _Texts, parent: Link | None
+        self, tensor: Tensor, found: Decided, place: Place, inputs: _Texts, parent: Link | None
     ) -> Link:
         size = tensor.numel() * tensor.element_size()
-        link = Link(*decided, *place, inputs, tensor.dtype, parent, self.totals.steps, size)
+        link = Link(*found, *place, inputs, tensor.dtype, parent, self.totals.steps, size)
         self.lineage.put(tensor, link)
         return link
-
-
-def _add_inside(row: Row, sized: Iterable[tuple[int, float]]) -> None:
-    for size, seconds in sized:
-        row.casts += 1
-        row.cast_bytes += size
-        row.cast_seconds += seconds
-
-
-_MOST_TRAILED: Final = 8
-"""Of how many results of one operation the origin is noted."""
-_MOST_AT_ONCE: Final = 64
-"""How many nodes of the graph one operation is taken for the maker of."""
 
 
 def _like(links: list[Link | None], dtype: torch.dtype) -> Link | None:

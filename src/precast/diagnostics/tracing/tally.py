@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from precast.diagnostics.schema import Flow, Phase, Row, Totals
-from precast.diagnostics.tracing.operators import text_of
+from precast.diagnostics.tracing.operators import Cast, dtype_of
 from precast.diagnostics.tracing.reasons import Decided
 
 __all__ = ["MOST_ROWS", "Around", "Place", "Tally"]
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     phase: Phase
 
     def forward(self) -> Place:
-        """The same, but that what is in no module is part of forward as well."""
+        """The same place, with what runs outside of all modules taken for a part of forward."""
         return Place(self.module, self.source, "forward") if self.phase == "other" else self
 
 
@@ -38,15 +38,30 @@ class Around(NamedTuple):
     device: str
 
 
+class Flows(dict[tuple[str, str], Flow]):
+    """The casts by their dtypes; a missing pair of dtypes starts at zero."""
+
+    def __missing__(self, dtypes: tuple[str, str]) -> Flow:
+        flow = self[dtypes] = Flow(*dtypes)
+        return flow
+
+    def add(self, cast: Cast) -> None:
+        """Counts a cast."""
+        flow = self[dtype_of(cast.source), dtype_of(cast.target)]
+        flow.casts += 1
+        flow.bytes += cast.bytes
+        flow.seconds += cast.seconds
+
+
 class Tally:
     """The sums."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[Any, ...], Row] = {}
         self.totals = Totals()
-        self.flow: dict[tuple[str, str], Flow] = {}
-        self.inside: dict[tuple[str, str], Flow] = {}
-        """Of these, the casts inside operations, which no rule and no program asks for."""
+        self.flow = Flows()
+        self.inside = Flows()
+        """Of these casts, those inside operations, which no rule and no program asks for."""
         self.dropped = 0
 
     def row(
@@ -57,9 +72,9 @@ class Tally:
         outputs: list[Tensor],
         around: Around,
     ) -> Row | None:
-        """The row of a call, counted there; None where there are too many."""
+        """Counts a call in its row, which is returned; None if there are too many rows."""
         self.totals.calls += 1
-        output = tuple(map(text_of, outputs))
+        output = tuple(map(dtype_of, outputs))
         key = place, decided, inputs, output, around
         row = self.rows.get(key)
         if row is None:
@@ -74,29 +89,16 @@ class Tally:
         row.calls += 1
         return row
 
-    def cast(self, source: Tensor, target: Tensor, seconds: float) -> int:
-        """Counts a cast; gives the bytes that it wrote."""
-        size = target.numel() * target.element_size()
-        self.totals.casts += 1
-        self.totals.cast_bytes += size
-        self.totals.cast_seconds += seconds
-        _add(self.flow, source, target, size, seconds)
-        return size
+    def cast(self, cast: Cast, own: Row | Totals | None) -> None:
+        """Counts a cast in the totals and in the sums of its operation."""
+        self.flow.add(cast)
+        for sums in (self.totals, own):
+            if sums is not None:
+                sums.casts += 1
+                sums.cast_bytes += cast.bytes
+                sums.cast_seconds += cast.seconds
 
-    def cast_inside(self, source: Tensor, target: Tensor, seconds: float) -> int:
-        """Counts a cast inside an operation; gives the bytes that it wrote."""
-        size = self.cast(source, target, seconds)
-        _add(self.inside, source, target, size, seconds)
-        return size
-
-
-def _add(
-    flows: dict[tuple[str, str], Flow], source: Tensor, target: Tensor, size: int, seconds: float
-) -> None:
-    key = text_of(source), text_of(target)
-    flow = flows.get(key)
-    if flow is None:
-        flow = flows[key] = Flow(*key)
-    flow.casts += 1
-    flow.bytes += size
-    flow.seconds += seconds
+    def cast_inside(self, cast: Cast, own: Row | Totals | None) -> None:
+        """Counts a cast inside an operation."""
+        self.cast(cast, own)
+        self.inside.add(cast)

@@ -2,9 +2,9 @@
 
 Invariants:
 
-- where there is no trace there is nothing of it: no hook, no mode, no other code in a kernel;
-- a trace sees the thread that opened it, and PyTorch's own threads that work for that one in backward;
-- results, to the bit, and errors are what they are without it.
+- where no trace is open there is no hook, no mode, and no changed code in a kernel;
+- a trace sees the thread that opened it, and PyTorch's own threads that work for that thread in backward;
+- results, to the bit, and errors are the same as without a trace.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast._internal.locks import survives_fork
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.attachment.attachment import attached_models
-from precast.diagnostics.schema import Module, Row, TraceData
+from precast.diagnostics.schema import Module, TraceData
 from precast.diagnostics.tracing import call_sites
 from precast.diagnostics.tracing.call_sites import Names
 from precast.diagnostics.tracing.counting import Counter, Counts
@@ -29,11 +30,13 @@ from precast.diagnostics.tracing.explanation import Explanation
 from precast.diagnostics.tracing.findings import findings_of
 from precast.diagnostics.tracing.lineage import chain
 from precast.diagnostics.tracing.mode import Mode
+from precast.diagnostics.tracing.operators import dtype_of
 from precast.diagnostics.tracing.recorder import Recorder
 from precast.diagnostics.tracing.saved import SavedTrace
 from precast.engine import registration
 from precast.engine.operation import Operation
 from precast.errors import PrecastError
+from precast.policy.module_plan import outwards
 from precast.weights import held_gradients, weight_cache
 
 __all__ = ["Trace", "trace"]
@@ -44,13 +47,13 @@ def trace(model: nn.Module | None = None, *, full: bool = True) -> Trace:
     """Watches what runs inside ``with``: a row for each operation and place, with its rule and the reason.
 
     Args:
-        model: the model whose names the rows say. Without one: those of attached models, or else the class of the
-            outermost module that runs.
-        full: False counts how often each rule is carried out, and the casts that it makes, and sees no more; it costs
-            a few calls in Python for each operation with a rule.
+        model: the model whose module names the rows use. Without one, the names are those of attached models, or else
+            they start with the class of the outermost module that runs.
+        full: False counts how often each rule is carried out and the casts that it makes, and sees nothing else; it
+            costs a few Python calls for each operation with a rule.
 
     Returns:
-        The trace, to be entered by ``with``, as often as one likes: what it sees adds up.
+        The trace, for ``with``. It can be entered several times, and what it sees adds up.
 
     Raises:
         PrecastError: `model` is no module.
@@ -72,24 +75,23 @@ def trace(model: nn.Module | None = None, *, full: bool = True) -> Trace:
 
 
 class Trace(SavedTrace):
-    """What was seen while it was open; `trace` makes one.
+    """What ran while the trace was open; `trace` makes one.
 
     Attributes:
-        full: whether it sees every operation now, or counts.
+        full: whether the trace sees every operation now, or only counts.
     """
 
     def __init__(self, model: nn.Module | None = None, *, full: bool = True) -> None:
         models = [] if model is None else [model]
         models += [attached for attached, _ in attached_models() if attached is not model]
         self.full = full
-        self._names = Names(models)
         self._counts = Counts()
-        self._recorder = Recorder(self._names, self._counts)
+        self._recorder = Recorder(Names(models), self._counts)
         self._counter = Counter(self._counts)
         self._mode = Mode(self._recorder)
+        self._watcher: Recorder | Counter = self._counter
         self._depth = 0
         self._thread = 0
-        self._is_seeing = False
 
     @_torch.never_compiled
     def __enter__(self) -> Trace:
@@ -100,8 +102,8 @@ class Trace(SavedTrace):
         self._depth += 1
         if self._depth == 1:
             self._thread = threading.get_ident()
-            _watch()
-            self._go_on()
+            _change_open(1)
+            self._watch()
         return self
 
     @_torch.never_compiled
@@ -113,41 +115,41 @@ class Trace(SavedTrace):
     ) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._rest()
-            _unwatch()
+            self._stop_watching()
+            _change_open(-1)
 
     def pause(self) -> None:
-        """From here on only counts, as with ``full=False``."""
-        self._change(full=False)
+        """Only counts from here on, as with ``full=False``."""
+        self._set_full(False)
 
     def resume(self) -> None:
-        """From here on sees everything again."""
-        self._change(full=True)
+        """Sees everything again from here on."""
+        self._set_full(True)
 
     def explain(self, tensor: torch.Tensor) -> Explanation:
-        """How a tensor came to have its dtype: back to the rule, or the tensor, that decided it.
+        """How a tensor came to have its dtype: the steps back to the rule, or to the tensor, that decided it.
 
         Args:
-            tensor: any that was made while the full trace was open, and is still there.
+            tensor: any tensor that was made while the full trace was open.
 
         Raises:
-            PrecastError: it is no tensor.
+            PrecastError: `tensor` is no tensor.
         """
         if not isinstance(tensor, torch.Tensor):
             raise PrecastError(
                 f"trace.explain(tensor) got {type(tensor).__name__}. It takes a tensor."
             )
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return Explanation(dtype, chain(self._recorder.lineage.of(tensor)))
+        return Explanation(dtype_of(tensor), chain(self._recorder.lineage.of(tensor)))
 
     @property
     def data(self) -> TraceData:
-        """All of it as plain values, as it is now."""
+        """Everything seen so far, as plain values."""
         recorder, tally = self._recorder, self._recorder.tally
-        rows = sorted(tally.rows.values(), key=_by_time)
-        types = self._names.types
+        rows = sorted(tally.rows.values(), key=lambda row: -row.seconds)
         called = {row.module for row in rows if row.module is not None}
-        modules = [Module(name, types.get(name, "")) for name in _with_parents(called, types)]
+        called |= {outer for name in called for outer in outwards(name)}
+        types = recorder.names.types
+        modules = [Module(name, kind) for name, kind in types.items() if name in called]
         return TraceData(
             rows,
             recorder.totals,
@@ -156,7 +158,7 @@ class Trace(SavedTrace):
             modules,
             tally.dropped,
             findings_of(rows, recorder.totals, recorder.facts, recorder.policies),
-            list(self._counts.by_rule.values()),
+            list(self._counts.values()),
             self._notes(),
         )
 
@@ -178,29 +180,26 @@ class Trace(SavedTrace):
             )
         return notes
 
-    def _change(self, *, full: bool) -> None:
-        if full == self.full:
-            return
-        if self._depth:
-            self._rest()
+    def _set_full(self, full: bool) -> None:
+        if self._depth and full != self.full:
+            self._stop_watching()
+            self.full = full
+            self._watch()
         self.full = full
-        if self._depth:
-            self._go_on()
 
-    def _go_on(self) -> None:
-        self._is_seeing = self.full
+    def _watch(self) -> None:
+        self._watcher = self._recorder if self.full else self._counter
         if self.full:
             self._recorder.start()
             _torch.enter_mode(self._mode)
             _see_through(1)
-        _here.watching = (*_here.watching, self._recorder if self.full else self._counter)
-        _torch.set_inherited_tls(_LENT, _here.watching)
+        _here.watching = (*_here.watching, self._watcher)
+        _torch.set_inherited_tls(_INHERITED, _here.watching)
 
-    def _rest(self) -> None:
-        mine = self._recorder if self._is_seeing else self._counter
-        _here.watching = tuple(one for one in _here.watching if one is not mine)
-        _torch.set_inherited_tls(_LENT, _here.watching)
-        if self._is_seeing:
+    def _stop_watching(self) -> None:
+        _here.watching = tuple(one for one in _here.watching if one is not self._watcher)
+        _torch.set_inherited_tls(_INHERITED, _here.watching)
+        if self._watcher is self._recorder:
             _see_through(-1)
             _torch.leave_mode(self._mode)
 
@@ -212,21 +211,24 @@ class _Here(threading.local):
 
 
 _here: Final = _Here()
-_LENT: Final = "precast traces"
-_lock: Final = threading.Lock()
+_INHERITED: Final = "precast traces"
+# A thread that has this lock acquires those of the imported modules, so this one is created after them.
+_lock: Final = survives_fork(threading.Lock())
 _open = 0
 _seeing = 0
+_hooks: Final[list[Callable[[], None]]] = []
+"""Ends the one listener to optimizers that all traces share."""
 
 
-def _watcher(
+def _around_kernel(
     op: Operation,
     plain: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     skip: int,
 ) -> Any:
-    """Stands around every kernel at an autocast key while there is a trace in the process."""
-    watching = _here.watching or _torch.inherited_tls(_LENT) or ()
+    """Runs around every kernel at an autocast key while a trace is open in the process."""
+    watching = _here.watching or _torch.inherited_tls(_INHERITED) or ()
     if not watching or _torch.writes_graph():
         return plain(*args, **kwargs)
     own = args[skip:] if skip else args
@@ -249,32 +251,24 @@ def _stepped(_optimizer: Optimizer) -> None:
             one.stepped()
 
 
-# One listener for all traces.
-_hooks: Final[list[Callable[[], None]]] = []
-
-
-def _watch() -> None:
+def _change_open(change: int) -> None:
+    """Counts the open traces of the process: the first one changes the dispatcher, and the last one restores it."""
     global _open  # noqa: PLW0603 -- the dispatcher is one for the process
     with _lock:
-        _open += 1
-        if _open == 1:
-            registration.watch(_watcher)
-            _hooks.append(on_optimizer_step(after=_stepped))
-    call_sites.watch_regions()
-
-
-def _unwatch() -> None:
-    global _open  # noqa: PLW0603
-    call_sites.stop_watching_regions()
-    with _lock:
-        _open -= 1
-        if _open == 0:
+        _open += change
+        if change > 0:
+            if _open == 1:
+                registration.watch(_around_kernel)
+                _hooks.append(on_optimizer_step(after=_stepped))
+            call_sites.start_noting_regions(is_first=_open == 1)
+        elif _open == 0:
+            call_sites.stop_noting_regions()
             registration.unwatch()
             _hooks.pop()()
 
 
 def _see_through(change: int) -> None:
-    """Has the weight cache take no notice of the traces' modes, while there are any."""
+    """Counts the modes of traces: the weight cache takes no notice of them."""
     global _seeing  # noqa: PLW0603
     with _lock:
         _seeing += change
@@ -285,17 +279,3 @@ def _see_through(change: int) -> None:
         )
         weight_cache.see_modes(count, innermost)
         held_gradients.see_modes(count)
-
-
-def _by_time(row: Row) -> float:
-    return -row.seconds
-
-
-def _with_parents(called: set[str], types: dict[str, str]) -> list[str]:
-    """The modules that have rows, and those around them, in the order of the model."""
-    around = {
-        ".".join(parts[:n])
-        for parts in (name.split(".") for name in called)
-        for n in range(len(parts))
-    }
-    return [name for name in types if name in called | around]
