@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import os
 import sys
@@ -158,7 +159,9 @@ _regions: Final = _Regions()
 
 class _Listener:
     def entered(self) -> None:
-        region = sys._getframe(2)  # its `__enter__`
+        here = inspect.currentframe()
+        region = here and here.f_back and here.f_back.f_back  # its `__enter__`
+        assert region is not None
         device = getattr(region.f_locals.get("self"), "device", "")
         _regions.open.append((device, _outer_source(region.f_back) or "?"))
 

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -280,8 +280,9 @@ class Recorder:
             self._trail(found, place, tensors, inputs, outputs)
 
     def _place_on_stack(self) -> Place:
-        source, owner, phase = read_stack(sys._getframe())
-        module = None if owner is None else self.names.of(owner, sys._getframe())
+        frame = inspect.currentframe()
+        source, owner, phase = read_stack(frame)
+        module = None if owner is None else self.names.of(owner, frame)
         return Place(module, source, phase)
 
     def _place(self) -> tuple[Place, str | None]:
