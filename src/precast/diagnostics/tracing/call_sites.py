@@ -31,6 +31,7 @@ from precast.policy.policy import DEVICE_TYPES
 __all__ = [
     "Names",
     "Stack",
+    "frame_above",
     "is_enabled",
     "outermost_regions",
     "read_stack",
@@ -67,6 +68,17 @@ class Stack(NamedTuple):
     module: nn.Module | None
     """The innermost module that runs; None if backward calls the operation itself."""
     phase: Phase
+
+
+def frame_above(depth: int) -> FrameType | None:
+    """The frame of the caller's caller for 1, and further out for more.
+
+    Not the caller's own: a function that holds its own frame is a reference cycle, and keeps its arguments alive.
+    """
+    frame = inspect.currentframe()
+    for _ in range(depth + 1):
+        frame = frame.f_back if frame is not None else None
+    return frame
 
 
 def read_stack(frame: FrameType | None) -> Stack:
@@ -159,8 +171,7 @@ _regions: Final = _Regions()
 
 class _Listener:
     def entered(self) -> None:
-        here = inspect.currentframe()
-        region = here and here.f_back and here.f_back.f_back  # its `__enter__`
+        region = frame_above(2)  # its `__enter__`
         assert region is not None
         device = getattr(region.f_locals.get("self"), "device", "")
         _regions.open.append((device, _outer_source(region.f_back) or "?"))

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,13 @@ from torch import Tensor
 
 from precast import _torch
 from precast.diagnostics.schema import Totals
-from precast.diagnostics.tracing.call_sites import Names, is_enabled, read_stack, region_around
+from precast.diagnostics.tracing.call_sites import (
+    Names,
+    frame_above,
+    is_enabled,
+    read_stack,
+    region_around,
+)
 from precast.diagnostics.tracing.counting import Counts
 from precast.diagnostics.tracing.error_notes import note_on
 from precast.diagnostics.tracing.facts import Facts
@@ -123,15 +128,13 @@ class Recorder:
         """A rule is about to be carried out."""
         policy = policy_here(op.device_type)
         self.policies[op.device_type] = policy
-        place = self._place_on_stack()
+        place = self._place_on_stack().forward()
         if _torch.current_node() is not None:  # as where a checkpoint runs again
-            place = place._replace(phase="backward")
+            place = Place(place.module, place.source, "backward")
         tensors = tensors_of(args, kwargs)
         links = [self.lineage.of(t) for t in floating_in(tensors)]
         found = decided(policy, op.name, op.device_type)
-        decision = _Decision(
-            op, policy, found, place.forward(), tuple(map(dtype_of, tensors)), links
-        )
+        decision = _Decision(op, policy, found, place, tuple(map(dtype_of, tensors)), links)
         if found.rule == Rule.LOWER:
             lower, device = op.lower_dtype(), op.device_type
             decision.wanting = sum(t.dtype is not lower and is_eligible(t, device) for t in tensors)
@@ -280,7 +283,7 @@ class Recorder:
             self._trail(found, place, tensors, inputs, outputs)
 
     def _place_on_stack(self) -> Place:
-        frame = inspect.currentframe()
+        frame = frame_above(1)
         source, owner, phase = read_stack(frame)
         module = None if owner is None else self.names.of(owner, frame)
         return Place(module, source, phase)
@@ -295,7 +298,7 @@ class Recorder:
         if not self._in_backward:
             self._in_backward = True
             self._count_saved()
-        place = place._replace(phase="backward")
+        place = Place(place.module, place.source, "backward")
         if place.module is not None:  # a checkpoint runs again
             return place, None
         number = _torch.sequence_of(graph_node)
