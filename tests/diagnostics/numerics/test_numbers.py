@@ -34,13 +34,27 @@ def counted(*tensors: Tensor) -> Counts:
 # --- formats ---
 
 
+BITS = {  # of the exponent and of the mantissa
+    "float32": (8, 23),
+    "float16": (5, 10),
+    "bfloat16": (8, 7),
+    "float8_e4m3fn": (4, 3),
+    "float8_e5m2": (5, 2),
+}
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_formats_numbers_are_those_of_pytorch(name: str) -> None:
-    format, info = FORMATS[name], torch.finfo(getattr(torch, name))
-    assert format.largest == info.max
-    assert format.smallest_normal == info.smallest_normal
-    assert format.smallest_subnormal == info.smallest_normal * info.eps
-    assert 2.0**-format.mantissa_bits == info.eps
+def test_a_formats_numbers_are_those_of_its_definition(name: str) -> None:
+    exponent_bits, mantissa_bits = BITS[name]
+    format, steps = FORMATS[name], 2**mantissa_bits
+    lowest = 2 - 2 ** (exponent_bits - 1)  # of the exponents of normal numbers
+    assert format.infinities is (name != "float8_e4m3fn")
+    if format.infinities:  # all of the largest exponent is infinity and NaN
+        assert format.largest == (2 - 1 / steps) * 2.0 ** (1 - lowest)
+    else:  # of the largest exponent one pattern is NaN
+        assert format.largest == (2 - 2 / steps) * 2.0 ** (2 - lowest)
+    assert format.smallest_normal == 2.0**lowest
+    assert format.smallest_subnormal == 2.0 ** (lowest - mantissa_bits)
 
 
 @pytest.mark.parametrize("name", WHAT_IF)

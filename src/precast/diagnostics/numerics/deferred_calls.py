@@ -1,45 +1,61 @@
-"""Calls of modules and gradients that wait to be looked at, many in a row.
+"""Calls of modules and gradients that wait to be looked at, so that many are looked at in a row.
 
 Between two modules of a training step the caches of the processor are full of weights, so whatever runs there for a
 moment is slow: a call that is looked at by itself costs 100 µs, one of many in a row half of that.
 
 Invariants:
-- they are looked at in the order in which they came;
-- what waits is bounded: `_MOST` of them, and about `_ELEMENTS` numbers;
-- of what is written in place while it waits, no numbers are taken, and its like waits no more.
+- calls are looked at in the order in which they came;
+- at most `_MOST` of them wait, with about `_ELEMENTS` numbers;
+- where a tensor is written in place while it waits, no numbers of it are taken, and later calls of its key do not wait.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence, Set
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.numerics.model_hooks import unseen
+from precast.diagnostics.numerics.tally import Key
 
-__all__ = ["DeferredCalls", "Key"]
+__all__ = ["DeferredCalls", "unseen_by_modes"]
 
-Key = tuple[str, str]
-"""Kind and name of what waits."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Look = Callable[[Any, Sequence[Tensor], Set[int]], None]
-"""Looks at something: it, its tensors, and the ``id`` of those that were written while it waited."""
+"""Looks at a call, which is its first argument; the others are the call's tensors, and the ``id`` of each that was
+written while it waited."""
 _Entry = tuple[Key, Sequence[Tensor], Sequence[int], Look, Any]
-"""A name, the tensors, their versions when they began to wait, what looks, and at what."""
+"""The key, the tensors, their versions when they began to wait, what looks, and the call."""
 
 _MOST: Final = 64
 _ELEMENTS: Final = 1 << 22
-_NONE: Final[frozenset[int]] = frozenset()
+
+
+def unseen_by_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Hides what a function computes from the program's dispatch modes, as it is no part of the program."""
+
+    @functools.wraps(function)
+    def hidden(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _torch.dispatch_modes():
+            return function(*args, **kwargs)
+        with _torch.without_dispatch():
+            return function(*args, **kwargs)
+
+    return hidden
 
 
 class DeferredCalls:
-    """What waits in one step.
+    """The calls of one step that wait.
 
     Args:
-        hurried: what was written while it waited, in this step or in one before; added to.
-        counts: whether all is looked at as it comes; then it waits only so that it is known whether it could.
+        hurried: keys of which a tensor was written while it waited, in this step or in one before; added to.
+        counts: whether every call is looked at as it comes. It waits nevertheless, so that it becomes known whether one
+            of its tensors is written meanwhile.
     """
 
     def __init__(self, hurried: set[Key], *, counts: bool) -> None:
@@ -56,7 +72,7 @@ class DeferredCalls:
         return bool(tensors) and tensors[-1] is tensor and versions[-1] == _torch.version_of(tensor)
 
     def add(self, key: Key, tensors: Sequence[Tensor], look: Look, what: Any) -> None:
-        """Has something looked at, soon or now."""
+        """Has a call looked at, soon or now."""
         # Each function that is called here, and each attribute, is slow for the same reason: there are few.
         versions = []
         elements = self._elements
@@ -65,7 +81,7 @@ class DeferredCalls:
                 break
             try:
                 versions.append(_torch.version_of(tensor))
-            except RuntimeError:  # made in inference mode: nobody counts what is written
+            except RuntimeError:  # made in inference mode, where PyTorch counts no writes
                 break
             elements += tensor.numel()
         waits = len(versions) == len(tensors)
@@ -79,28 +95,27 @@ class DeferredCalls:
                 self.look()
 
     def look_now(self, key: Key, tensors: Sequence[Tensor], look: Look, what: Any) -> None:
-        """Has it looked at, after all that waits."""
+        """Has a call looked at now, after all that wait."""
         if not self._counts:
             self.look()
-        unseen(self._look, [(key, tensors, (), look, what)])
+        self._look([(key, tensors, (), look, what)])
 
     def look(self) -> None:
-        """Looks at all that waits."""
+        """Looks at all that wait."""
         if self._entries:
             entries, self._entries, self._elements = self._entries, [], 0
-            unseen(self._look, entries)
+            self._look(entries)
 
+    @unseen_by_modes
     @torch.no_grad()
     def _look(self, entries: list[_Entry]) -> None:
         for key, tensors, versions, look, what in entries:
-            stale = _NONE
-            for tensor, version in zip(tensors, versions, strict=False):  # none if it did not wait
-                if _torch.version_of(tensor) != version:
-                    stale |= {id(tensor)}
+            pairs = zip(tensors, versions, strict=False)  # no versions if it did not wait
+            stale = {id(t) for t, version in pairs if _torch.version_of(t) != version}
             if stale:
                 self._hurried.add(key)
             look(what, tensors, stale)
 
 
 def _not_again(_what: Any, _tensors: Sequence[Tensor], _stale: Set[int]) -> None:
-    """Does nothing: it was looked at."""
+    """Does nothing: the call was looked at when it came."""

@@ -4,85 +4,59 @@ Invariants:
 - a copy of a model, by `deepcopy` or pickle, is not watched: its hooks do nothing;
 - what `torch.compile` or `torch.export` traces has none of this in it: of a compiled part, outputs and gradients are
   seen where it ends;
-- after `remove` nothing is left on the model.
+- after the stack that `install` gives is closed, nothing is left on the model.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from contextlib import ExitStack
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-)
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim.optimizer import Optimizer
 
 from precast import _torch
 from precast._internal.locks import ForkSafeLock
 from precast._torch.optimizer_hooks import on_optimizer_step
+from precast.diagnostics.numerics.running_step import RunningStep, may_write
+from precast.diagnostics.numerics.tally import Key
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import name_of_each
 
-__all__ = ["Installed", "Optimizers", "Watcher", "follow", "install", "may_write", "unseen"]
+__all__ = ["follow", "install"]
 
 
-R = TypeVar("R")
-
-
-class Taker(Protocol):
-    """Who takes what modules were given and what they gave."""
-
-    def given(self, name: str, args: Any, kwargs: Any) -> None:
-        """A module is about to run, one of those that may write what they are given."""
-
-    def called(
-        self, key: tuple[str, str], module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        """A module has ended."""
-
-
-class Watcher(Protocol):
-    """Who is told."""
+class _Watcher(Protocol):
+    """A monitor, as its hooks see it; the methods of `Monitor` say when each is called."""
 
     mutex: ForkSafeLock
-    """Who has it may tell."""
 
     @property
-    def running_whole(self) -> Taker | None:
-        """Who is told of each module that ends while this thread calls the whole model."""
+    def running_whole(self) -> RunningStep | None: ...
 
-    def begins(self) -> None:
-        """The whole model is called."""
+    def begins(self) -> None: ...
 
-    def ends(self) -> None:
-        """It has ended, well or not."""
+    def ends(self) -> None: ...
 
-    def saw_given(self, name: str, args: Any, kwargs: Any) -> None:
-        """A module is about to run, and nobody takes what it is given."""
+    def given(self, name: str, args: Any, kwargs: Any) -> None: ...
 
-    def saw_call(
-        self, key: tuple[str, str], module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        """A module has ended, and nobody takes it."""
+    def called(self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None: ...
 
-    def steps_now(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+    def steps_now(self, optimizer: Optimizer) -> None: ...
 
-    def has_stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+    def has_stepped(self, optimizer: Optimizer) -> None: ...
 
-    def updated(self, scale: Any) -> None:
-        """A scaler of PyTorch's ends its iteration."""
+    def updated(self, scale: Any) -> None: ...
 
 
 class _Watched:
-    """The forward hooks of one module."""
+    """The forward hooks of one module; in a copy of the model, hooks that tell nobody."""
 
     def __init__(
-        self, watcher: Watcher | None = None, name: str = "", is_whole: bool = False
+        self, watcher: _Watcher | None = None, name: str = "", is_whole: bool = False
     ) -> None:
         self._watcher = watcher
         self.is_whole = is_whole
@@ -93,41 +67,33 @@ class _Watched:
 
     @_torch.runs_uncompiled
     def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        watcher = self._watcher
-        if torch.compiler.is_dynamo_compiling() or watcher is None or not _torch.is_real():
-            return
-        with watcher.mutex.lock:
-            running = watcher.running_whole
-            if running is None:
-                unseen(watcher.saw_given, self._key[1], args, kwargs)
-            else:
-                running.given(self._key[1], args, kwargs)
+        watcher = self._told()
+        if watcher is not None:
+            with watcher.mutex.lock:
+                (watcher.running_whole or watcher).given(self._key[1], args, kwargs)
 
     @_torch.runs_uncompiled
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        watcher = self._watcher
-        if torch.compiler.is_dynamo_compiling() or watcher is None or not _torch.is_real():
-            return
-        with watcher.mutex.lock:
-            running = watcher.running_whole
-            if running is None:
-                unseen(watcher.saw_call, self._key, module, args, kwargs, output)
-            else:
-                running.called(self._key, module, args, kwargs, output)
+        watcher = self._told()
+        if watcher is not None:
+            with watcher.mutex.lock:
+                (watcher.running_whole or watcher).called(self._key, module, args, kwargs, output)
 
     @_torch.runs_uncompiled
     def begin(self, _module: nn.Module, _args: Any) -> None:
-        if (
-            not torch.compiler.is_dynamo_compiling()
-            and self._watcher is not None
-            and _torch.is_real()
-        ):
-            unseen(self._watcher.begins)
+        watcher = self._told()
+        if watcher is not None:
+            watcher.begins()
 
     @_torch.runs_uncompiled
     def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.compiler.is_dynamo_compiling() and self._watcher is not None:
-            unseen(self._watcher.ends)
+            self._watcher.ends()
+
+    def _told(self) -> _Watcher | None:
+        """The monitor that is told; None in a copy of the model, and where no numbers are computed."""
+        is_traced = torch.compiler.is_dynamo_compiling() or not _torch.is_real()
+        return None if is_traced else self._watcher
 
     def around(self, module: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """All of these around a call, where hooks would change what the module does."""
@@ -144,55 +110,22 @@ class _Watched:
                 self.end(module, args, None)
 
 
-class Optimizers:
-    """Tells which optimizers have parameters of a model."""
-
-    def __init__(self, model: weakref.ref[nn.Module]) -> None:
-        self._model = model
-        self._known = WeakIdKeyDictionary()  # not by what they equal: some are unhashable
-
-    def __call__(self, optimizer: Optimizer) -> bool:
-        """Whether one has."""
-        model = self._model()
-        if optimizer in self._known or model is None:
-            return model is not None
-        of_model = set(map(id, model.parameters()))
-        if any(id(p) in of_model for group in optimizer.param_groups for p in group["params"]):
-            self._known[optimizer] = True
-            return True
-        return False
-
-
-class Installed:
-    """Hooks that are there until `remove`."""
-
-    def __init__(self, removes: list[Callable[[], None]]) -> None:
-        self._removes = removes
-
-    def remove(self) -> None:
-        """Takes them off. Does nothing the second time."""
-        while self._removes:
-            self._removes.pop()()
-
-
-def install(model: nn.Module, watcher: Watcher) -> Installed:
-    """Puts hooks on each module of `model`, once, and on all optimizers."""
-    removes: list[Callable[[], None]] = []
-    asked = {id(m) for layer in _layers_asked_for_hooks(model) for m in layer.modules()}
+def install(model: nn.Module, watcher: _Watcher) -> ExitStack:
+    """Puts hooks on each module of `model`, once, and on all optimizers; closing the stack takes them off."""
+    stack = ExitStack()
+    # These leave PyTorch's fast path if they, or modules in them, have hooks.
+    layers = (m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer))
+    asked_for_hooks = {id(module) for layer in layers for module in layer.modules()}
     for name, module in name_of_each(model):
         hook = _Watched(watcher, name, module is model)
-        if id(module) in asked:
-            removes.append(_torch.on_call_without_hooks(module, hook.around))
+        if id(module) in asked_for_hooks:
+            stack.callback(_torch.on_call_without_hooks(module, hook.around))
         else:
-            removes += [handle.remove for handle in _hooks_on(module, hook)]
+            for handle in _hooks_on(module, hook):
+                stack.callback(handle.remove)
     before, after = _telling(watcher, "steps_now"), _telling(watcher, "has_stepped")
-    removes.append(on_optimizer_step(before=before, after=after))
-    return Installed(removes)
-
-
-def _layers_asked_for_hooks(model: nn.Module) -> list[nn.Module]:
-    """Those that leave PyTorch's fast path if they, or modules in them, have hooks."""
-    return [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    stack.callback(on_optimizer_step(before=before, after=after))
+    return stack
 
 
 def _hooks_on(module: nn.Module, hook: _Watched) -> list[Any]:
@@ -206,15 +139,7 @@ def _hooks_on(module: nn.Module, hook: _Watched) -> list[Any]:
     return handles
 
 
-def may_write(module: nn.Module) -> bool:
-    """Whether a module may write what it is given, itself or by what it calls: all but PyTorch's that call no other."""
-    known = type(module).__module__.startswith("torch.nn.modules.")
-    return (
-        not known or bool(getattr(module, "inplace", False)) or any(True for _ in module.children())
-    )
-
-
-def follow(scaler: Any, watcher: Watcher) -> Callable[[], None]:
+def follow(scaler: Any, watcher: _Watcher) -> Callable[[], None]:
     """Hears of the updates of a scaler of PyTorch's, which tells nobody; what undoes that is returned."""
     if scaler is None or isinstance(scaler, GradScaler):
         return lambda: None
@@ -234,20 +159,12 @@ def follow(scaler: Any, watcher: Watcher) -> Callable[[], None]:
     return leave
 
 
-def _telling(watcher: Watcher, method: str) -> Any:
+def _telling(watcher: _Watcher, method: str) -> Any:
     known = weakref.ref(watcher)  # hooks on optimizers are the process's, and must not keep a model
 
     def tell(optimizer: Optimizer) -> None:
         there = known()
         if there is not None:
-            unseen(getattr(there, method), optimizer)
+            getattr(there, method)(optimizer)
 
     return tell
-
-
-def unseen(call: Callable[..., R], *args: Any) -> R:
-    """Calls without the program's dispatch modes seeing what is computed: that is no part of it."""
-    if not _torch.dispatch_modes():
-        return call(*args)
-    with _torch.without_dispatch():
-        return call(*args)

@@ -1,11 +1,11 @@
 """monitor: the health of a model's numbers, step by step: what under- and overflows, and where it began.
 
 Invariants:
-- results keep their bits: what is watched is read, never written, and draws no random numbers;
+- results keep their bits: what is watched is read, never written, and no random numbers are drawn;
 - nothing waits for the device but in steps that are counted or skipped, where somebody asks, and after `_UNREAD` steps;
 - what is kept is bounded: the counts of `keep` steps, the extremes of the latest ones;
-- one thread at a time is in here;
-- after `detach`, or when the model is gone, nothing is left of it.
+- one thread at a time runs a method of a monitor;
+- after `detach`, or when the model is gone, nothing is left on the model, its optimizers and its scaler.
 
 A step ends where a forward begins after an optimizer with parameters of the model has stepped, or a scaler has skipped
 its step: so an iteration with several optimizers is one, and so is one that accumulates gradients. As long as no
@@ -21,43 +21,37 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
-from precast._internal import atomic_write
+from precast._internal import atomic_write, events
 from precast._internal.display import Card, Displayed
-from precast._internal.events import (
-    HealthEvent,
-    NonfiniteOrigin,
-    ScalerDiagnosis,
-    StepEvent,
-    emit,
-    observed,
-    witnesses,
-)
+from precast._internal.events import HealthEvent, NonfiniteOrigin, ScalerDiagnosis, StepEvent
 from precast._internal.locks import ForkSafeLock, synchronized
-from precast.diagnostics.numerics.deferred_calls import Key
-from precast.diagnostics.numerics.display import card
+from precast.diagnostics.numerics.deferred_calls import unseen_by_modes
 from precast.diagnostics.numerics.history import History
-from precast.diagnostics.numerics.model_hooks import Installed, Optimizers, follow, install, unseen
+from precast.diagnostics.numerics.model_hooks import follow, install
 from precast.diagnostics.numerics.nonfinite_origin import plain
 from precast.diagnostics.numerics.numbering import Numbering
 from precast.diagnostics.numerics.record import Record
 from precast.diagnostics.numerics.running_step import RunningStep
 from precast.diagnostics.numerics.samples import Samples, figures
-from precast.diagnostics.numerics.settings import check
-from precast.errors import OutputError, PrecastWarning
+from precast.diagnostics.numerics.tally import Key
+from precast.errors import MonitorError, OutputError, PrecastWarning
 from precast.policy.module_names import names_in
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
 
 DEFAULT_EVERY: Final = 200
-"""After the first steps. One that is counted may cost two; the others, a few hundredths more (docs/performance.md)."""
+"""After the first steps. A step that is counted may cost as much as two; another one costs a few hundredths more
+(docs/performance.md)."""
 _UNREAD: Final = 256
 
 
@@ -77,8 +71,9 @@ def monitor(
             8 ... 128, and in every 200th, so that a short run is seen, too. In the others only the extremes of each
             tensor are taken, on the device, so that what first became infinite or NaN is known in any step.
         scaler: a `torch.amp.GradScaler`, so that steps that it skips are known. `precast.GradScaler` need not be given.
-        ring: a file that has the latest steps after each step that is counted or skipped: for a process that is killed.
-        keep: how many counted steps are kept; more are thinned out.
+        ring: a file to which the latest steps are written after each step that is counted or skipped, so that they are
+            there when the process is killed.
+        keep: how many counted steps are kept; where there are more, every other one is dropped.
 
     Returns:
         The monitor, which watches as long as the model lives, or until its `detach`.
@@ -96,15 +91,33 @@ def monitor(
         >>> watched.first is None
         True
     """
-    check(model, DEFAULT_EVERY if every is None else every, keep, scaler)
+    _check(model, DEFAULT_EVERY if every is None else every, keep, scaler)
     return Monitor(model, every, scaler, None if ring is None else Path(ring), keep)
 
 
+def _check(model: Any, every: Any, keep: Any, scaler: Any) -> None:
+    """Refuses what `monitor` cannot be given."""
+    if not isinstance(model, nn.Module):
+        raise MonitorError(
+            f"monitor(model) got {type(model).__name__}. It takes a torch.nn.Module: the model, or a part of it."
+        )
+    for name, value, least in (("every", every, 1), ("keep", keep, 2)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise MonitorError(
+                f"monitor({name}={value!r}): give a whole number of steps, at least {least}."
+            )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise MonitorError(
+            f"monitor(scaler=...) got {type(scaler).__name__}. It takes a torch.amp.GradScaler; a precast.GradScaler "
+            "need not be given."
+        )
+
+
 class _Here(threading.local):
-    """What each thread keeps of the call of the model that it makes."""
+    """What belongs to one thread."""
 
     whole: Any = None
-    """The step of the call of the whole model."""
+    """The step of the call of the whole model that the thread makes."""
 
 
 class Monitor(Displayed):
@@ -125,18 +138,18 @@ class Monitor(Displayed):
         self.mutex = ForkSafeLock()
         self._here = _Here()
         self._hurried: set[Key] = set()
-        """What may not wait to be looked at."""
+        """The keys of what may not wait to be looked at."""
         self._over = False
         """Whether the step that runs ends where the next forward begins."""
         self._stepped_by: set[int] = set()
         """Optimizers that have stepped in the step that runs."""
         self._trains = False
-        self._is_mine = Optimizers(self._model)
+        self._mine = WeakIdKeyDictionary()
+        """Optimizers that are known to have parameters of the model, by identity: some cannot be hashed."""
         self._installed = install(model, self)
         self._leave_scaler = follow(scaler, self)
-        witnesses.append(self)
-        self._end = weakref.finalize(model, _end, weakref.ref(self), self._installed)
-        self._end.atexit = False
+        events.witnesses.append(self)
+        weakref.finalize(model, _end, weakref.ref(self), self._installed).atexit = False
 
     @property
     @synchronized
@@ -181,19 +194,17 @@ class Monitor(Displayed):
     @synchronized
     def end_step(self) -> None:
         """Ends the step now, for loops without an optimizer of `torch.optim`."""
-        model = self._model()
-        if self._running is not None and model is not None:
-            self._running.count_parameters(model, None, scaled=False)
+        self._count_parameters(None, scaled=False)
         self._finish(self._running)
 
     @synchronized
     def detach(self) -> None:
         """Stops watching; what was seen stays. A second call does nothing."""
         self._finish_if_over()
-        self._installed.remove()
+        self._installed.close()
         self._leave_scaler()
-        if self in witnesses:
-            witnesses.remove(self)
+        if self in events.witnesses:
+            events.witnesses.remove(self)
 
     def __enter__(self) -> Monitor:
         return self
@@ -203,24 +214,29 @@ class Monitor(Displayed):
 
     @synchronized
     def _card(self) -> Card:
-        return card(self.steps, self._samples, self.first)
+        return self._samples.card(self.steps, self.first)
 
-    # What hooks on modules and optimizers tell (`watching.Watcher`).
+    # What hooks on modules, optimizers and a scaler of PyTorch's tell.
 
     @property
     def running_whole(self) -> RunningStep | None:
-        """The step that runs, while this thread calls the whole model: what its modules give may wait till it ends."""
+        """The step that runs, while this thread calls the whole model; the hooks then tell it, and not the monitor.
+
+        So what its modules give may wait until the call ends.
+        """
         running: RunningStep | None = self._here.whole  # another thread may have ended the step
         return None if running is None or running.is_over else running
 
     @synchronized
+    @unseen_by_modes
     def begins(self) -> None:
         """The whole model is called."""
         self._here.whole = None if _torch.in_backward() else self._running_now(whole=True)
 
     @synchronized
+    @unseen_by_modes
     def ends(self) -> None:
-        """It has ended, well or not."""
+        """The call of the whole model has ended, by an exception or not."""
         running, self._here.whole = self.running_whole, None
         if running is None:
             return
@@ -233,13 +249,15 @@ class Monitor(Displayed):
             running.is_over, self._running, self.numbering.begun = True, None, self.steps
 
     @synchronized
-    def saw_given(self, name: str, args: Any, kwargs: Any) -> None:
+    @unseen_by_modes
+    def given(self, name: str, args: Any, kwargs: Any) -> None:
         """A module begins that is called by itself."""
         if not _torch.in_backward() and (running := self._running_now()) is not None:
             running.given(name, args, kwargs, now=True)
 
     @synchronized
-    def saw_call(self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    @unseen_by_modes
+    def called(self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A module has ended that was called by itself, or by a checkpoint in backward."""
         if not _torch.in_backward():
             running = self._running_now()
@@ -249,13 +267,15 @@ class Monitor(Displayed):
             self._running.called_again(key[1], output)
 
     @synchronized
+    @unseen_by_modes
     def steps_now(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: its gradients are there."""
         if self._is_mine(optimizer):
             if id(optimizer) in self._stepped_by:  # no forward was seen between: it is compiled
                 self._finish(self._running)
-            self.numbering.ask(self._open().record, optimizer)
-            self._open().look()  # while the gradients are in the processor's caches
+            running = self._open()
+            self.numbering.ask(running.record, optimizer)
+            running.look()  # while the gradients are in the processor's caches
             scaled = getattr(optimizer, "grad_scale", None) is not None
             self._count_parameters(optimizer, scaled=scaled)
 
@@ -274,9 +294,18 @@ class Monitor(Displayed):
         return {} if model is None else names_in(model, parameters)
 
     @synchronized
+    @unseen_by_modes
     def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
         """Where the step of `optimizer`, which is skipped, went wrong; waits for the device."""
-        return unseen(self._first_of, optimizer)
+        running = self._running
+        if running is None or not self._is_mine(optimizer):
+            return None
+        self.numbering.ask(running.record, optimizer)
+        self._count_parameters(optimizer, scaled=False)
+        if running.record.first is None:
+            self._history.read()  # what is usual in good steps
+            running.record.first = self._history.first_in(running.so_far(), optimizer)
+        return running.record.first
 
     @synchronized
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
@@ -284,7 +313,7 @@ class Monitor(Displayed):
         if self._running is None or not self._is_mine(optimizer):
             return
         record = self._running.record
-        self.numbering.tell(record, event.step)
+        record.number_told(event.step)
         record.scale = event.scale
         if record.skipped is not True:
             record.skipped = event.skipped
@@ -294,7 +323,7 @@ class Monitor(Displayed):
             self._keep_ring()
 
     def judged(self, verdict: ScalerDiagnosis) -> None:
-        """What no lower scale mends is the scaler's to say."""
+        """Nothing: the scaler itself says what no lower scale mends."""
 
     @synchronized
     def updated(self, scale: Any) -> None:
@@ -304,10 +333,23 @@ class Monitor(Displayed):
             self._running.record.skipped = not self._stepped_by
             self._over = True
 
-    # From here on the names are ours alone.
+    # The step that runs, and its end.
+
+    def _is_mine(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has parameters of the model."""
+        model = self._model()
+        if model is None or optimizer in self._mine:
+            return model is not None
+        of_model = set(map(id, model.parameters()))
+        is_mine = any(
+            id(p) in of_model for group in optimizer.param_groups for p in group["params"]
+        )
+        if is_mine:
+            self._mine[optimizer] = True
+        return is_mine
 
     def _running_now(self, *, whole: bool = False) -> RunningStep | None:
-        """The step that a call belongs to, of the whole model or of a part; None where it is not looked at."""
+        """The step that a call of the model, or of a part of it, belongs to; None for an evaluation within training."""
         model, learns = self._model(), torch.is_grad_enabled()
         if model is None or (self._trains and not learns and not model.training):
             return None
@@ -344,23 +386,11 @@ class Monitor(Displayed):
         if self._over:
             self._finish(self._running)
 
-    def _first_of(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
-        running = self._running
-        if running is None or not self._is_mine(optimizer):
-            return None
-        self.numbering.ask(running.record, optimizer)
-        self._count_parameters(optimizer, scaled=False)
-        record = running.record
-        if record.first is None:
-            self._history.read()  # what is usual in good steps
-            record.first = self._history.first_in(running.so_far(), optimizer)
-        return record.first
-
     def _begin_training(self) -> None:
-        """What a trial before training did is dropped, and steps are counted from 0."""
+        """Forgets the calls before training, and counts steps from 0."""
         self._trains = True
         self._running, self._over = None, False
-        self.numbering.restart()
+        self.numbering = Numbering()
         self._samples.clear()
         self._history = History(self._model)
 
@@ -384,11 +414,11 @@ class Monitor(Displayed):
         """Reads the counts of a step that is over."""
         counts = record.counts()
         self._samples.add(record.number, counts)
-        if observed():
+        if events.observed():
             rows = ({"kind": k, "name": n, **figures(c)} for (k, n), c in counts.items())
-            emit(HealthEvent(record.number, tuple(rows)))
+            events.emit(HealthEvent(record.number, tuple(rows)))
 
-    def _count_parameters(self, optimizer: Optimizer, *, scaled: bool) -> None:
+    def _count_parameters(self, optimizer: Optimizer | None, *, scaled: bool) -> None:
         model = self._model()
         if self._running is not None and model is not None:
             self._running.count_parameters(model, optimizer, scaled=scaled)
@@ -399,7 +429,7 @@ class Monitor(Displayed):
         ring = {"first": plain(self._first_so_far()), "ring": self._ring_so_far()}
         try:
             _write(self._path, ring)
-        except OutputError as error:  # it is tried again; no reason to end a training
+        except OutputError as error:  # no reason to end a training; the next step tries again
             warnings.warn(f"monitor(ring=...): {error}", PrecastWarning, stacklevel=2)
 
 
@@ -407,9 +437,9 @@ def _write(path: Path, value: dict[str, Any]) -> None:
     atomic_write.replace(path, json.dumps(value, allow_nan=False).encode())
 
 
-def _end(monitor: weakref.ref[Monitor], installed: Installed) -> None:
+def _end(monitor: weakref.ref[Monitor], installed: ExitStack) -> None:
     """The model is gone."""
-    installed.remove()
+    installed.close()
     there = monitor()
     if there is not None:
         there.detach()

@@ -1,8 +1,8 @@
-"""The numbers of a monitor's steps, so that a moment has one number.
+"""The numbers of a monitor's steps: what a run, a scaler and a monitor say of one moment has one number.
 
-A number is the process's where a step tracker counts, else a scaler's where there is one, else the monitor's own count.
+A step has the process's number where a step tracker counts, else a scaler's where there is one, else the monitor's own.
 
-Invariants: no number is given twice, and later steps have higher ones.
+Invariant: no number is given twice, and later steps have higher ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Numbering"]
 
 
 class Numbering:
-    """Counts.
+    """Counts the steps.
 
     Attributes:
         begun: how many steps have begun.
@@ -24,10 +24,6 @@ class Numbering:
     """
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """What was counted so far was no training."""
         self.begun = self.ended = self._next = 0
 
     def new(self) -> int:
@@ -36,15 +32,10 @@ class Numbering:
         return self.begun - 1
 
     def ask(self, record: Record, optimizer: Optimizer | None) -> None:
-        """Gives a step the process's number, if somebody counts; `optimizer` is about to take it, None in inference."""
+        """Gives a step the process's number, if a tracker counts; `optimizer` is about to step, None in inference."""
         for tracker in events.step_trackers[:1]:
-            record.number_told(
-                tracker.number if optimizer is None else tracker.before_step(optimizer)
-            )
-
-    def tell(self, record: Record, number: int) -> None:
-        """Gives a step the number that its scaler says."""
-        record.number_told(number)
+            number = tracker.number if optimizer is None else tracker.before_step(optimizer)
+            record.number_told(number)
 
     def fix(self, record: Record) -> None:
         """Gives a step the number that it has if it ends now."""

@@ -1,9 +1,9 @@
 """What is noted of one training step: the extremes of each tensor in the order of time, and, if asked for, its counts.
 
 Invariants:
-- noting waits for no device, and holds no tensor of the program's but weakly: of each there are two numbers;
+- noting waits for no device, and keeps only weak references to the program's tensors: of each there are two numbers;
 - a tensor that several modules hand on, or take, is noted once;
-- a step's notes are bounded: what comes after `MOST` is counted, and not looked at.
+- a step's notes are bounded: tensors after the first `MOST` are not looked at.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 from precast import _torch
 from precast._internal import pytree
 from precast._internal.events import NonfiniteOrigin
-from precast.diagnostics.numerics.tally import NARROW, Counts, Tally, countable
+from precast.diagnostics.numerics.tally import NARROW, Counts, Key, Tally, countable
 
-__all__ = ["MOST", "Extremes", "Record", "Slot", "Step", "read", "tensors_in"]
+__all__ = ["MOST", "Extremes", "Record", "Slot", "Step", "is_finite", "read", "tensors_in"]
 
 MOST: Final = 20_000
 
@@ -37,43 +38,34 @@ class Slot(NamedTuple):
     kind: str
     """ "output", "input" or "gradient"."""
     name: str
-    """Of the module whose it is."""
+    """The module that gave it or took it."""
     dtype: str
     inputs: tuple[int, ...]
-    """Of an output: the places of the slots that it was made from; of an input that was written since a module gave it,
-    the place of that output."""
+    """For an output: the places of the slots that it was made from. For an input that was written since a module gave
+    it: the place of that output."""
     call: int = 1
     """Which call of the module in the step it was."""
 
+    @property
+    def key(self) -> Key:
+        """Kind and name."""
+        return self.kind, self.name
+
 
 class Missed(NamedTuple):
-    """What was written in place before it was looked at, so that nobody knows what was in it before."""
+    """A tensor that was written in place before it was looked at, so that nobody knows what was in it before."""
 
-    kind: str
-    """ "output" or "input"."""
     name: str
-    """Of the module."""
+    """The module that gave it or took it."""
     place: int
     """How many slots there were before it."""
     seen: int | None
     """The place at which the tensor was looked at afterwards, if it was."""
 
 
-class _Part(NamedTuple):
-    """What was noted on one device in one dtype."""
-
-    dtype: str
-    noted: list[tuple[int, tuple[Tensor, Tensor]]]
-    """Places, and the extremes there."""
-
-
-_Known = tuple[weakref.ref[Tensor], int, int]
-"""A tensor that was noted, its version then, and the place of its slot."""
-
-
 @dataclass(eq=False)
 class Step:
-    """A step that is over; its extremes may still be on the device."""
+    """A step as it is kept; its extremes may still be on the device."""
 
     number: int
     slots: tuple[Slot, ...]
@@ -85,8 +77,9 @@ class Step:
     names: tuple[str, ...]
     """Parameters whose gradients were not finite, where a scaler has skipped the step."""
     seconds: float
-    dropped: int
     missed: tuple[Missed, ...] = ()
+    extremes: list[Extremes] = field(default_factory=list)
+    """Those of each slot, once `read` has filled them in."""
 
     @property
     def loss_scale(self) -> float | None:
@@ -100,15 +93,14 @@ class Record:
 
     number: int
     begun: float
-    tallies: dict[tuple[str, str], Tally] | None
-    """Kind and name of each tensor -> its counts, in a step in which they are asked for."""
+    tallies: dict[Key, Tally] | None
+    """The counts of each tensor, in a step in which they are asked for."""
     slots: list[Slot] = field(default_factory=list)
     scale: Tensor | float | None = None
     skipped: bool | Tensor | None = None
     first: NonfiniteOrigin | None = None
     names: tuple[str, ...] = ()
-    dropped: int = 0
-    scaled: set[tuple[str, str]] = field(default_factory=set)
+    scaled: set[Key] = field(default_factory=set)
     """Parameters whose gradients were counted with the loss's scale on them."""
     without_gradient: Counter[str] = field(default_factory=Counter)
     """Modules that ran in a checkpoint without a graph: their gradients come when it runs again."""
@@ -117,40 +109,37 @@ class Record:
     told: int | None = None
     """The number that a scaler, or a run, gives the step."""
     _missed: list[tuple[weakref.ref[Tensor], Missed]] = field(default_factory=list)
-    _parts: dict[tuple[torch.device, torch.dtype], _Part] = field(default_factory=dict)
-    _known: dict[int, _Known] = field(default_factory=dict)
+    _noted: defaultdict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """By device and dtype: places of slots, and the extremes there."""
+    _known: dict[int, tuple[weakref.ref[Tensor], int, int]] = field(default_factory=dict)
+    """By ``id``: a tensor that was noted, its version then, and the place of its slot."""
 
     def number_told(self, number: int) -> None:
-        """Somebody else, a scaler or a run, gives the step a number: so do we."""
+        """A scaler, or a run, gives the step a number, which becomes ours."""
         self.told = self.number = number
         self.first = self.first and self.first.numbered(number)
 
     def note(
         self, kind: str, name: str, tensor: Tensor, inputs: tuple[int, ...] = (), call: int = 1
     ) -> Tensor | None:
-        """Notes a tensor, where no graph is made; what was looked at of it, None where nothing was."""
+        """Notes a tensor, where no graph is made; returns what was looked at of it, None where nothing was."""
         memory = countable(tensor)
         if memory is None or not memory.numel() or (memory.is_cuda and _torch.is_captured(memory)):
             return None
         place = len(self.slots)
         if place >= MOST:
-            self.dropped += 1
             return None
         low, high = torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
-        part = self._part(memory.device, memory.dtype)
+        noted = self._noted[memory.device, memory.dtype]
         # A signal may have the step closed anywhere: each statement leaves it whole.
-        self.slots.append(Slot(kind, name, part.dtype, inputs, call))
-        part.noted.append((place, (low, high)))
+        self.slots.append(Slot(kind, name, _name_of(memory.dtype), inputs, call))
+        noted.append((place, low, high))
         if kind != "gradient":
             self._found(tensor, place)
             self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), place
         return memory
-
-    def _part(self, device: torch.device, dtype: torch.dtype) -> _Part:
-        part = self._parts.get((device, dtype))
-        if part is None:
-            part = self._parts[device, dtype] = _Part(str(dtype).removeprefix("torch."), [])
-        return part
 
     def place_of(self, tensor: Tensor, *, unchanged: bool = True) -> int | None:
         """The place of a tensor that was noted; where `unchanged`, only if it was not written since."""
@@ -162,24 +151,23 @@ class Record:
             return None
         return place
 
-    def miss(self, kind: str, name: str, tensor: Tensor) -> None:
-        """A tensor was written in place before it was looked at."""
+    def miss(self, name: str, tensor: Tensor) -> None:
+        """A tensor that a module gave or took was written in place before it was looked at."""
         if len(self._missed) < MOST and all(ref() is not tensor for ref, _ in self._missed):
-            missed = Missed(kind, name, len(self.slots), None)
-            self._missed.append((weakref.ref(tensor), missed))
+            self._missed.append((weakref.ref(tensor), Missed(name, len(self.slots), None)))
 
     def _found(self, tensor: Tensor, place: int) -> None:
         for k, (ref, missed) in enumerate(self._missed):
             if missed.seen is None and ref() is tensor:
-                self._missed[k] = ref, Missed(missed.kind, missed.name, missed.place, place)
+                self._missed[k] = ref, missed._replace(seen=place)
 
-    def tally(self, kind: str, name: str) -> Tally:
-        """The counts of a tensor."""
+    def tally(self, key: Key) -> Tally:
+        """The counts of a tensor, in a step in which they are asked for."""
         assert self.tallies is not None
-        return self.tallies.setdefault((kind, name), Tally())
+        return self.tallies.setdefault(key, Tally())
 
-    def counts(self) -> dict[tuple[str, str], Counts]:
-        """What the tallies say, gradients without the loss's scale; waits for the device."""
+    def counts(self) -> dict[Key, Counts]:
+        """The counts of all tensors, gradients without the loss's scale; waits for the device."""
         scale = 1.0 if self.scale is None else float(self.scale)
         power = -round(math.log2(scale)) if scale > 0 else 0
         found = {}
@@ -189,49 +177,56 @@ class Record:
         return found
 
     def close(self, seconds: float) -> Step:
-        """What stays of the step."""
-        noted = [part.noted for part in self._parts.values() if part.noted]
+        """The step as it is kept."""
         parts = [
-            ([place for place, _ in one], torch.stack([n for _, both in one for n in both]))
-            for one in noted
+            ([each[0] for each in noted], torch.stack([n for each in noted for n in each[1:]]))
+            for noted in self._noted.values()
+            if noted
         ]
         return Step(
-            self.number,
-            tuple(self.slots),
-            parts,
-            self.scale,
-            self.skipped,
-            self.first,
-            self.names,
-            seconds,
-            self.dropped,
-            tuple(missed for _, missed in self._missed),
+            number=self.number,
+            slots=tuple(self.slots),
+            parts=parts,
+            scale=self.scale,
+            skipped=self.skipped,
+            first=self.first,
+            names=self.names,
+            seconds=seconds,
+            missed=tuple(missed for _, missed in self._missed),
         )
 
 
-def read(steps: Iterable[Step]) -> list[list[Extremes]]:
-    """The extremes of each slot of each step; waits for the device, once for each device and dtype."""
-    steps = list(steps)
-    groups: dict[Any, list[tuple[int, list[int], Tensor]]] = defaultdict(list)
-    for number, step in enumerate(steps):
+def read(steps: Iterable[Step]) -> None:
+    """Fills in the extremes of steps; waits for the device, once for each device and dtype."""
+    groups: dict[Any, list[tuple[Step, list[int], Tensor]]] = defaultdict(list)
+    for step in steps:
+        step.extremes = [(0.0, 0.0)] * len(step.slots)
         for places, numbers in step.parts:
-            groups[numbers.device, numbers.dtype].append((number, places, numbers))
-    found: list[list[Extremes]] = [[(0.0, 0.0)] * len(step.slots) for step in steps]
+            groups[numbers.device, numbers.dtype].append((step, places, numbers))
     for group in groups.values():
         values = iter(torch.cat([numbers for _, _, numbers in group]).tolist())
-        for number, places, _ in group:
+        for step, places, _ in group:
             for place in places:
-                found[number][place] = (next(values), next(values))
-    return found
+                step.extremes[place] = (next(values), next(values))
+
+
+def is_finite(extremes: Extremes) -> bool:
+    """Whether all numbers of a tensor are finite."""
+    return math.isfinite(extremes[0]) and math.isfinite(extremes[1])
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a module's arguments or output, in any nesting."""
+    """The tensors in a module's arguments or output, in any nesting; the usual cases take a short way."""
     if type(value) is Tensor:
         return [value]
     if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
         return [value[0]]
     return pytree.tensors_in(value)
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,6 +1,6 @@
-"""The step that runs: takes calls of modules, gradients and parameters, and notes what they say.
+"""The step that runs: takes calls of modules, gradients and parameters, and notes them in a record.
 
-Invariants: as of a record; what a checkpoint runs again in backward is noted once.
+Invariants: those of a record; what a checkpoint runs again in backward is noted once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.locks import ForkSafeLock
-from precast.diagnostics.numerics.deferred_calls import DeferredCalls, Key
-from precast.diagnostics.numerics.model_hooks import may_write
+from precast.diagnostics.numerics.deferred_calls import DeferredCalls
 from precast.diagnostics.numerics.record import Record, Step, tensors_in
-from precast.diagnostics.numerics.tally import countable
+from precast.diagnostics.numerics.tally import Key, countable
 from precast.diagnostics.numerics.underflow_zeros import Lost, Operation, operation
 from precast.policy.module_names import named_parameters
 
-__all__ = ["RunningStep"]
+__all__ = ["RunningStep", "may_write"]
 
 
 _Call = tuple[str, nn.Module, Any, Any, Any, bool]
@@ -31,13 +30,14 @@ _Call = tuple[str, nn.Module, Any, Any, Any, bool]
 
 
 class _Made(NamedTuple):
-    """What a gradient is of."""
+    """The output that a gradient belongs to."""
 
     name: str
+    """The module that gave it."""
     place: int | None = None
-    """Of the output in the record, if it is there."""
+    """Where the output is in the record, if it is there."""
     known: Operation | None = None
-    """What made it, in a step that is counted."""
+    """The operation that made it, in a step that is counted."""
     before: int | None = None
     """The place of what it was made from, if that is one tensor."""
     call: int = 1
@@ -48,9 +48,9 @@ class RunningStep:
     """A record that is being written.
 
     Args:
-        record: of this step.
-        hurried: what may not wait to be looked at, of all steps; added to.
-        mutex: held by the thread that is in here.
+        record: the record of this step.
+        hurried: the keys of what may not wait to be looked at, of all steps; added to.
+        mutex: held by the thread that calls a method of this.
     """
 
     def __init__(self, record: Record, hurried: set[Key], mutex: ForkSafeLock) -> None:
@@ -60,6 +60,7 @@ class RunningStep:
         self._mutex = mutex
         self._thread: int | None = None
         self.is_over = False
+        self.look = self._waiting.look
 
     def is_called_here(self) -> bool:
         """Whether the call of the whole model that this step is can be this thread's; from now on it is."""
@@ -74,11 +75,11 @@ class RunningStep:
 
         Args:
             key: "output", and the name of the module.
-            module: this.
-            args: what it was given.
-            kwargs: this, too.
+            module: the module.
+            args: the arguments that it was given.
+            kwargs: its keyword arguments.
             output: what it gave.
-            now: whether to look at it at once; else `look` is called before backward begins.
+            now: whether to look at the call at once; else `look` is called before backward begins.
         """
         call = key[1], module, args, kwargs, output, torch.is_grad_enabled()
         if now:
@@ -90,23 +91,12 @@ class RunningStep:
             self._waiting.add(key, tensors, self._look_at_call, call)
 
     def given(self, name: str, args: Any, kwargs: Any, *, now: bool = False) -> None:
-        """A module is about to run that may write what it is given.
-
-        Args:
-            name: of the module.
-            args: what it is given.
-            kwargs: this, too.
-            now: whether to look at it at once.
-        """
+        """A module of this name is about to run that may write its arguments; `now` as in `called`."""
         tensors = tensors_in((args, kwargs) if kwargs else args)
         if not tensors or all(map(self._waiting.is_latest, tensors)):
             return
         take = self._waiting.look_now if now else self._waiting.add
         take(("input", name), tensors, self._look_at_given, name)
-
-    def look(self) -> None:
-        """Looks at what still waits."""
-        self._waiting.look()
 
     def called_again(self, name: str, output: Any) -> None:
         """A checkpoint runs a module again: gradients come only now where it first ran without a graph."""
@@ -122,8 +112,8 @@ class RunningStep:
         """Counts the gradients of an optimizer's parameters, once a step; of all where none is given.
 
         Args:
-            model: whose parameters.
-            optimizer: whose of these.
+            model: the model that the parameters belong to.
+            optimizer: the optimizer that steps on some of them.
             scaled: whether the gradients still have the loss's scale, as those of fused optimizers do.
         """
         record = self.record
@@ -139,8 +129,7 @@ class RunningStep:
             memory = countable(parameter.grad)
             if memory is None or (mine is not None and id(parameter) not in mine):
                 continue
-            record.tally(*key).add(memory)
-            record.tally(*key).add_lost(self._lost.of_parameter(parameter, memory))
+            self._count(key, memory, self._lost.of_parameter(parameter, memory))
             if scaled:
                 record.scaled.add(key)
 
@@ -155,11 +144,11 @@ class RunningStep:
         return self.so_far()
 
     def _look_at_given(self, name: str, tensors: Sequence[Tensor], stale: Set[int]) -> None:
-        """What a module is given is looked at where no module gave it so: then it was made between modules."""
+        """Notes the arguments of a module that no module gave as they are: those were made between modules."""
         number = self.record.calls[name] + 1
         for tensor in tensors:
             if id(tensor) in stale:
-                self.record.miss("input", name, tensor)
+                self.record.miss(name, tensor)
             elif self.record.place_of(tensor) is None:
                 self._note_input(name, number, tensor)
 
@@ -172,16 +161,15 @@ class RunningStep:
         inputs = self._inputs(name, number, given, stale, was_given=may_write(module))
         for tensor in tensors_in(output):
             if id(tensor) in stale:
-                record.miss("output", name, tensor)
+                record.miss(name, tensor)
                 continue
             if record.place_of(tensor) is not None:
-                continue  # another module's, handed on
+                continue  # the output of another module, handed on
             memory = record.note("output", name, tensor, inputs, number)
             if memory is None:
                 continue
             if record.tallies is not None:
-                record.tally("output", name).add(memory)
-                record.tally("output", name).add_lost(None if known is None else known.lost(memory))
+                self._count(("output", name), memory, known.lost(memory) if known else None)
             if tensor.requires_grad:
                 before = inputs[0] if len(inputs) == 1 else None
                 self._follow(tensor, _Made(name, len(record.slots) - 1, known, before, number))
@@ -191,7 +179,7 @@ class RunningStep:
     def _inputs(
         self, name: str, number: int, given: list[Tensor], stale: Set[int], *, was_given: bool
     ) -> tuple[int, ...]:
-        """The places of what a module was given; `was_given` where that was looked at before it ran."""
+        """The places of a module's arguments; `was_given` where these were looked at before it ran."""
         places = []
         for tensor in given:
             place = self.record.place_of(tensor, unchanged=not was_given)
@@ -202,7 +190,7 @@ class RunningStep:
         return tuple(places)
 
     def _note_input(self, name: str, number: int, tensor: Tensor) -> int | None:
-        """Notes what was made between modules; its place, if it is looked at."""
+        """Notes a tensor that was made between modules; returns its place, if it is looked at."""
         before = self.record.place_of(tensor, unchanged=False)
         inputs = () if before is None else (before,)
         memory = self.record.note("input", name, tensor, inputs, number)
@@ -211,7 +199,7 @@ class RunningStep:
     def _follow(self, tensor: Tensor, made: _Made) -> None:
         """Has the gradient of a tensor noted when backward reaches it."""
         if tensor.grad_fn is None:
-            return  # of a leaf the hook would stay
+            return  # a leaf would keep the hook
         key, add, look = ("gradient", made.name), self._waiting.add, self._look_at_gradient
         mutex = self._mutex
 
@@ -227,8 +215,19 @@ class RunningStep:
     def _look_at_gradient(self, made: _Made, tensors: Sequence[Tensor], stale: Set[int]) -> None:
         [gradient] = tensors
         memory = None if stale else self.record.note("gradient", made.name, gradient, (), made.call)
-        if memory is None or self.record.tallies is None:
-            return
-        tally = self.record.tally("gradient", made.name)
+        if memory is not None and self.record.tallies is not None:
+            lost = self._lost.back(made.place, made.known, made.before, memory)
+            self._count(("gradient", made.name), memory, lost)
+
+    def _count(self, key: Key, memory: Tensor, lost: Tensor | None) -> None:
+        tally = self.record.tally(key)
         tally.add(memory)
-        tally.add_lost(self._lost.back(made.place, made.known, made.before, memory))
+        tally.add_lost(lost)
+
+
+def may_write(module: nn.Module) -> bool:
+    """Whether a module may write its arguments, itself or by what it calls: all but PyTorch's that call no other."""
+    known = type(module).__module__.startswith("torch.nn.modules.")
+    return (
+        not known or bool(getattr(module, "inplace", False)) or any(True for _ in module.children())
+    )

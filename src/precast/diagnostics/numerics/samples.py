@@ -1,6 +1,6 @@
-"""The steps whose numbers were counted, a bounded number of them, and what they say as plain data.
+"""The steps whose numbers were counted, a bounded number of them, and what they say: as plain data, and displayed.
 
-Invariants: what is given away needs no PyTorch to read, and holds neither infinity nor NaN.
+Invariant: what is given away needs no PyTorch to read, and holds neither infinity nor NaN.
 """
 
 from __future__ import annotations
@@ -8,55 +8,57 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from precast._internal.display import Card, size
+from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.bins import exponents, what_if
-from precast.diagnostics.numerics.tally import Counts
+from precast.diagnostics.numerics.tally import Counts, Key
 
 __all__ = ["Samples", "figures"]
 
-Key = tuple[str, str]
-"""A tensor's kind and name."""
-
 
 class Samples:
-    """Counts of tensors, by step."""
+    """Counts of tensors, by step; at most `keep` steps."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._steps: list[tuple[int, Mapping[Key, Counts]]] = []
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
     def add(self, step: int, counts: Mapping[Key, Counts]) -> None:
-        """Keeps a step; where there are too many, every other one is dropped, but for this."""
+        """Keeps a step; where there are too many, every other one is dropped, but never this one."""
         self._steps.append((step, counts))
         if len(self._steps) > self._keep:
             self._steps = [*self._steps[:-1:2], self._steps[-1]]
 
     def clear(self) -> None:
-        """Forgets them."""
+        """Forgets all steps."""
         self._steps = []
 
-    def latest(self) -> tuple[int, Mapping[Key, Counts]] | None:
-        """The step that was counted last, and its counts; None before the first."""
-        return self._steps[-1] if self._steps else None
+    def card(self, steps: int, first: NonfiniteOrigin | None) -> Card:
+        """What a monitor of so many steps shows of itself; the table has the step that was counted last."""
+        facts = [size(steps, "step"), f"{len(self._steps):,} of them counted"]
+        if first is not None:
+            facts.append(f"first {first.what} in step {first.step}: {first.kind} of {first.name!r}")
+        if not self._steps:
+            return Card("Monitor", facts)
+        latest, counts = self._steps[-1]
+        rows = [_row(*item) for item in sorted(counts.items(), key=lambda item: -_badness(item[1]))]
+        columns = ("tensor", "kind", "largest", "zeros", "infinite", "NaN")
+        return Card("Monitor", facts, columns, rows, f"tensors in step {latest}")
 
     def as_list(self, order: Iterable[Key]) -> list[dict[str, Any]]:
-        """One entry a tensor, in the order given; of those that were counted."""
-        keys = dict.fromkeys(key for key in order)
-        keys |= dict.fromkeys(key for _, counts in self._steps for key in counts)
-        return [entry for key in keys if (entry := self._entry(key))]
+        """One entry for each tensor that was counted: first those of `order`, in that order."""
+        counted = dict.fromkeys(key for _, counts in self._steps for key in counts)
+        first = dict.fromkeys(key for key in order if key in counted)
+        return [self._entry(key) for key in first | counted]
 
     def _entry(self, key: Key) -> dict[str, Any]:
         mine = [(step, counts[key]) for step, counts in self._steps if key in counts]
-        if not mine:
-            return {}
-        kind, name = key
         rows = [figures(counts) for _, counts in mine]
         found = [row.pop("exponents") for row in rows]
         low = min((e for row in found for e in row), default=0)
         high = max((e for row in found for e in row), default=-1)
         counted = [[row.get(e, 0) for e in range(low, high + 1)] for row in found]
+        kind, name = key
         return {
             "name": name,
             "kind": kind,
@@ -68,7 +70,7 @@ class Samples:
 
 
 def figures(counts: Counts) -> dict[str, Any]:
-    """Of one tensor in one step: the numbers, and "exponents": exponent -> how many."""
+    """The figures of one tensor in one step, with "exponents": binary exponent -> how many numbers."""
     is_some_finite = counts.infinite + counts.nan < counts.elements
     return {
         "exponents": exponents(counts.magnitudes),
@@ -83,3 +85,15 @@ def figures(counts: Counts) -> dict[str, Any]:
         "maximum": counts.magnitudes.maximum if is_some_finite else None,
         "rms": counts.rms if is_some_finite else None,
     }
+
+
+def _badness(counts: Counts) -> float:
+    """Infinite for a tensor that has numbers which are not finite, else its largest number."""
+    return float("inf") if counts.infinite or counts.nan else counts.magnitudes.maximum
+
+
+def _row(key: Key, counts: Counts) -> tuple[object, ...]:
+    kind, name = key
+    largest, zeros = f"{counts.magnitudes.maximum:.4g}", counts.zeros / max(1, counts.elements)
+    bad = counts.infinite or None, counts.nan or None
+    return name or "the model", kind, largest, f"{zeros:.0%}", *bad

@@ -2,9 +2,9 @@
 
 Invariants:
 - nothing waits for the device until `Tally.read`, but off the CPU where the program wants deterministic algorithms;
-- a tensor is looked at in pieces, so that memory does not grow with it; it is not changed, nor is its graph;
-- a number is what it is in float32: float16, bfloat16 and 8-bit types exactly, float64 rounded, where what float32 has
-  no number for becomes its smallest or its largest.
+- a tensor is looked at in pieces, so that memory does not grow with it; neither it nor its graph is changed;
+- a number is counted as what it is in float32: those of float16, bfloat16 and 8 bits exactly, those of float64 rounded,
+  and where float32 has no such number, as its smallest or its largest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import struct
 from array import array
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,10 +23,13 @@ from precast.diagnostics.numerics.bins import BINS, SHIFT, Magnitudes
 from precast.diagnostics.numerics.formats import FORMATS
 from precast.grad_scaler.memory import memory_of
 
-__all__ = ["NARROW", "Counts", "Tally", "countable"]
+__all__ = ["NARROW", "Counts", "Key", "Tally", "countable"]
+
+Key = tuple[str, str]
+"""A tensor of a model: its kind ("output", "input", "gradient" or "parameter") and its name."""
 
 NARROW: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
-"""What has no comparisons of its own."""
+"""The dtypes for which PyTorch has no comparisons."""
 _USUAL: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _LAYOUTS: Final = frozenset(
     {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr}
@@ -37,6 +40,12 @@ _LARGE_PIECE: Final = 1 << 22  # float32 counts of a piece are exact up to 2**24
 _INFINITY: Final = 0x7F800000
 _KEYS: Final = (0x7FFFFFFF >> SHIFT) + 2  # zero, the bins, and those of infinity and NaN
 
+# The smallest normal number and the largest. Those of float64 are no numbers of float32, so none equals them.
+_LIMITS: Final = {
+    getattr(torch, name): (format.smallest_normal, format.largest)
+    for name, format in FORMATS.items()
+} | {torch.float64: (0.0, math.nan)}
+
 
 def _key(value: float) -> int:
     """Where a magnitude of float32 is counted."""
@@ -44,17 +53,7 @@ def _key(value: float) -> int:
     return ((bits - 1) >> SHIFT) + 1
 
 
-_LIMITS: Final = {
-    getattr(torch, name): (format.smallest_normal, format.largest)
-    for name, format in FORMATS.items()
-} | {torch.float64: (0.0, math.nan)}
-"""The smallest normal number and the largest; of float64, neither is one of float32's."""
-
-
-_KEYS_OF: Final = {
-    dtype: (_key(smallest), _key(largest)) for dtype, (smallest, largest) in _LIMITS.items()
-}
-"""Where these are counted."""
+_KEYS_OF_LIMITS: Final = {dtype: tuple(map(_key, limits)) for dtype, limits in _LIMITS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class Counts:
     elements: int
     zeros: int
     lost: int | None
-    """Zeros that are known to be made by underflow; None where nobody can know."""
+    """Zeros that are known to be made by underflow; None where that cannot be known."""
     subnormal: int
     infinite: int
     saturated: int
@@ -84,17 +83,15 @@ class Counts:
 class Tally:
     """Sums of one tensor's counts, or of several tensors'."""
 
-    __slots__ = ("_bins", "_largest", "_lost", "_special", "_squares", "elements", "power")
+    __slots__ = ("_lost", "_sums", "elements", "power")
 
     def __init__(self) -> None:
         self.elements = 0
         self.power = 0
-        """What is to be read as itself times ``2**power``."""
-        self._bins: Any = None
-        self._special: Any = None
-        self._largest: Any = None
-        self._squares: Any = None
-        self._lost: Any = None
+        """The tensor's numbers stand for themselves times ``2**power``."""
+        self._sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        """Counts by key, those of `_special`, the sum of squares, and the largest."""
+        self._lost: Tensor | None = None
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
@@ -112,53 +109,44 @@ class Tally:
 
     def read(self) -> Counts:
         """The sums; waits for the device."""
-        if self._bins is None:
+        if self._sums is None:
             return Counts(self.elements, 0, None, 0, 0, 0, 0, 0.0, Magnitudes(0, array("q"), 0.0))
-        bins = self._bins.cpu()
-        subnormal, infinite, saturated = self._special.tolist()
+        bins = self._sums[0].cpu()
+        subnormal, infinite, saturated = self._sums[1].tolist()
+        squares, largest = map(float, self._sums[2:])
         used = bins[1 : BINS + 1].nonzero().flatten()
         low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
         counts = array("q", bins[low + 1 : high + 1].tolist())
         if high == BINS and infinite:  # infinity is the upper edge of the last bin
             counts[-1] -= infinite
-        magnitudes = Magnitudes(low, counts, float(self._largest), self.power)
         return Counts(
-            self.elements,
-            int(bins[0]),
-            None if self._lost is None else int(self._lost),
-            subnormal,
-            infinite,
-            saturated,
-            int(bins[BINS + 1 :].sum()),
-            math.ldexp(float(self._squares), 2 * self.power),
-            magnitudes,
+            elements=self.elements,
+            zeros=int(bins[0]),
+            lost=None if self._lost is None else int(self._lost),
+            subnormal=subnormal,
+            infinite=infinite,
+            saturated=saturated,
+            nan=int(bins[BINS + 1 :].sum()),
+            squares=math.ldexp(squares, 2 * self.power),
+            magnitudes=Magnitudes(low, counts, largest, self.power),
         )
 
     def _add(self, piece: Tensor, dtype: torch.dtype) -> None:
         magnitude = piece.abs()
         bits = magnitude.view(torch.int32)
         # One less, so that an edge belongs to the bin below it; the shift of zero's -1 is -1.
-        keys = (bits - 1).bitwise_right_shift_(SHIFT).add_(1)
-        bins = _counted(keys)
+        bins = _counted((bits - 1).bitwise_right_shift_(SHIFT).add_(1))
         special = _special(magnitude, bits, bins, dtype)
         if _may_have(bins, BINS, _KEYS):
             magnitude.nan_to_num_(0.0, 0.0, 0.0)
         largest = magnitude.amax()
         wide = magnitude.to(torch.float32 if piece.device.type == "mps" else torch.float64)
         squares = torch.dot(wide, wide)
-        if self._bins is None:
-            self._bins, self._special, self._largest, self._squares = (
-                bins,
-                special,
-                largest,
-                squares,
-            )
-            return
-        # Not in place: some may have been made in inference mode, where nothing may write to them afterwards.
-        self._bins = self._bins + bins
-        self._special = self._special + special
-        self._largest = torch.maximum(self._largest, largest)
-        self._squares = self._squares + squares
+        if self._sums is not None:
+            # Not in place: a sum that was made in inference mode may not be written outside of it.
+            bins, special = self._sums[0] + bins, self._sums[1] + special
+            squares, largest = self._sums[2] + squares, torch.maximum(self._sums[3], largest)
+        self._sums = bins, special, squares, largest
 
 
 def countable(tensor: Tensor) -> Tensor | None:
@@ -189,7 +177,7 @@ def _in_float32(piece: Tensor) -> Tensor:
 def _special(magnitude: Tensor, bits: Tensor, bins: Tensor, dtype: torch.dtype) -> Tensor:
     """How many are subnormal, infinite, saturated, of shape (3,)."""
     smallest, largest = _LIMITS[dtype]
-    low, high = _KEYS_OF[dtype]
+    low, high = _KEYS_OF_LIMITS[dtype]
     found = [bins.new_zeros(())] * 3
     if _may_have(bins, 1, low + 1):
         found[0] = torch.count_nonzero((magnitude < smallest) & (bits != 0))
