@@ -159,7 +159,7 @@ class Record:
     def _found(self, tensor: Tensor, place: int) -> None:
         for k, (ref, missed) in enumerate(self._missed):
             if missed.seen is None and ref() is tensor:
-                self._missed[k] = ref, missed._replace(seen=place)
+                self._missed[k] = ref, Missed(missed.name, missed.place, place)
 
     def tally(self, key: Key) -> Tally:
         """The counts of a tensor, in a step in which they are asked for."""
