@@ -218,7 +218,7 @@ def test_what_is_not_on_the_list_is_not_patched() -> None:
     from precast._torch import patches
 
     with pytest.raises(AssertionError, match="is not in PATCHES"):
-        patches.replace_name("torch", "matmul", None)
+        patches.replace_names("torch", matmul=None)
 
 
 def test_what_somebody_else_has_put_on_top_stays() -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's own mixed precision: open regions, the fused operations of a scaler, and what a scaler knows.
+"""PyTorch's own mixed precision: how many regions are open, a scaler's fused operations, and what a scaler knows.
 
 Invariants:
 
@@ -7,14 +7,11 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 __all__ = [
     "autocast_nesting",
     "check_and_unscale_",
-    "deprecation_of",
     "found_infs_of",
     "scale_of",
     "update_scale_",
@@ -24,7 +21,7 @@ _nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
 
 def autocast_nesting() -> int:
-    """How many of PyTorch's regions and precast's this thread is in; nothing reads it without changing it (2.13)."""
+    """How many regions of PyTorch's and precast's this thread is in; PyTorch can only change that number (2.13)."""
     increment, decrement = _nesting
     increment()
     return decrement()
@@ -49,7 +46,7 @@ def update_scale_(
     backoff: float,
     interval: int,
 ) -> None:
-    """Adapts scale and tracker in place on their device, without waiting for the verdict; no public way (2.13)."""
+    """Adapts scale and tracker in place, on their device, so that the host need not know `found_inf` (2.13)."""
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
 
 
@@ -63,9 +60,3 @@ def found_infs_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch
     """What a scaler of PyTorch's found in this iteration, nonzero where a gradient was not finite (2.13)."""
     state = scaler._per_optimizer_states.get(id(optimizer), {})
     return list(state.get("found_inf_per_device", {}).values())
-
-
-def deprecation_of(function: Any) -> str | None:
-    """What PyTorch says of a deprecated function; that attribute is public in Python 3.13 alone (2.13)."""
-    text: str | None = getattr(function, "__deprecated__", None)
-    return text

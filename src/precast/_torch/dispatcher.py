@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,24 +42,13 @@ __all__ = [
 Kernel = Callable[..., Any]
 """What stands behind a dispatch key: called as ``kernel(keyset, *args, **kwargs)``."""
 
-# The dispatcher's autocast keys have no public list by device type (2.13); PrivateUse1 is the odd name.
-_KEY_NAMES = {
-    "cpu": "AutocastCPU",
-    "cuda": "AutocastCUDA",
-    "mps": "AutocastMPS",
-    "xpu": "AutocastXPU",
-    "mtia": "AutocastMTIA",
-    "maia": "AutocastMAIA",
-    "hpu": "AutocastHPU",
-    "ipu": "AutocastIPU",
-    "xla": "AutocastXLA",
-}
+_WITH_OWN_KEY = ("cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "ipu", "xla")
+"""The device types whose autocast key has their name; nothing public lists them (2.13)."""
 
 
-@cache
 def autocast_key(device_type: str) -> str:
     """Name of the dispatch key that PyTorch switches on for autocast on `device_type`."""
-    return _KEY_NAMES.get(device_type, "AutocastPrivateUse1")
+    return f"Autocast{device_type.upper() if device_type in _WITH_OWN_KEY else 'PrivateUse1'}"
 
 
 def dispatch_key(device_type: str) -> Any:

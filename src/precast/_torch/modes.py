@@ -20,7 +20,6 @@ __all__ = [
     "cast_without_torch_function",
     "count_other_modes",
     "dispatch_modes",
-    "enter_mode",
     "function_modes",
     "innermost_dispatch_mode",
     "innermost_other_mode",
@@ -58,11 +57,6 @@ class ObservingMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-def enter_mode(mode: ObservingMode) -> None:
-    """Begins a mode; its methods have no types (2.13)."""
-    mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def leave_mode(mode: ObservingMode) -> None:
@@ -122,13 +116,12 @@ def innermost_dispatch_mode() -> Any:
 
 
 def _other_modes() -> list[Any]:
-    """The dispatch modes of this thread that do more than observe, outermost first (2.13)."""
     modes = map(torch._C._get_dispatch_stack_at, range(dispatch_modes()))
     return [mode for mode in modes if not isinstance(mode, ObservingMode)]
 
 
 def count_other_modes() -> int:
-    """How many they are."""
+    """How many dispatch modes of this thread do more than observe (2.13)."""
     return len(_other_modes())
 
 
@@ -154,9 +147,7 @@ def writes_graph() -> bool:
 # number that it computed, is no part of it (2.13).
 without_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
-_DisableTorchFunction = torch._C.DisableTorchFunction
-
-without_torch_function: Callable[[], Any] = _DisableTorchFunction
+without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
 """A context whose operations no subclass and no function mode hears: they are no calls of the program's (2.13)."""
 
 
@@ -165,7 +156,7 @@ def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> tor
     cast = _CASTS.get(dtype)
     if cast is not None and type(tensor) in _WITHOUT_TORCH_FUNCTION and not function_modes():
         return cast(tensor)
-    with _DisableTorchFunction():
+    with without_torch_function():
         return tensor.to(dtype) if cast is None else cast(tensor)
 
 

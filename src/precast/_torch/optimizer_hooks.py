@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch.optim.optimizer import (
@@ -21,20 +22,26 @@ from torch.optim.optimizer import (
 
 from precast._internal.locks import survives_fork
 
-__all__ = ["Listener", "on_optimizer_step"]
+__all__ = ["on_optimizer_step"]
 
-Listener = Callable[[Optimizer], Any]
-_Listeners = tuple[tuple[object, Listener], ...]
-"""Each with what tells it from others, as one function may listen twice."""
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Listener:
+    """Two functions that are called around each step; equal to no other, as one function may listen twice."""
+
+    before: Callable[[Optimizer], Any] | None
+    after: Callable[[Optimizer], Any] | None
+
 
 _lock: Final = survives_fork(threading.RLock())
 _handles: Final[list[Any]] = []
-_before: _Listeners = ()
-_after: _Listeners = ()
+_listeners: tuple[_Listener, ...] = ()
 
 
 def on_optimizer_step(
-    *, before: Listener | None = None, after: Listener | None = None
+    *,
+    before: Callable[[Optimizer], Any] | None = None,
+    after: Callable[[Optimizer], Any] | None = None,
 ) -> Callable[[], None]:
     """Calls `before` and `after` around each step of each optimizer; what ends that is returned.
 
@@ -42,39 +49,34 @@ def on_optimizer_step(
         before: called with the optimizer, whose gradients are there.
         after: called with the optimizer, which has written its parameters.
     """
-    mine = object()
+    mine = _Listener(before, after)
     with _lock:
-        _listen(
-            (*_before, *((mine, each) for each in (before,) if each)),
-            (*_after, *((mine, each) for each in (after,) if each)),
-        )
+        _tell(*_listeners, mine)
 
     def end() -> None:
         with _lock:
-            _listen(
-                tuple(each for each in _before if each[0] is not mine),
-                tuple(each for each in _after if each[0] is not mine),
-            )
+            _tell(*(each for each in _listeners if each is not mine))
 
     return end
 
 
-def _listen(before: _Listeners, after: _Listeners) -> None:
-    global _before, _after
-    _before, _after = before, after
-    if not _handles and (before or after):
+def _tell(*listeners: _Listener) -> None:
+    global _listeners  # noqa: PLW0603 -- a tuple, so that a step goes on with those with whom it began
+    _listeners = listeners
+    if listeners and not _handles:
         _handles.append(register_optimizer_step_pre_hook(_begins))
         _handles.append(register_optimizer_step_post_hook(_ends))
-    elif _handles and not (before or after):
-        while _handles:
-            _handles.pop().remove()
+    while _handles and not listeners:
+        _handles.pop().remove()
 
 
 def _begins(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for _, listener in _before:
-        listener(optimizer)
+    for listener in _listeners:
+        if listener.before:
+            listener.before(optimizer)
 
 
 def _ends(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for _, listener in _after:
-        listener(optimizer)
+    for listener in _listeners:
+        if listener.after:
+            listener.after(optimizer)

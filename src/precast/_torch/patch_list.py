@@ -48,11 +48,10 @@ class Patch:
     begins: str
     """The feature that makes the patch when it is first used."""
     ends: str
-    seen: str
-    """The versions of PyTorch on which it was seen to work; what differs between them."""
+    seen: str = "2.11 to 2.15"
+    """The versions of PyTorch on which it was seen to work, and what differs between them."""
 
 
-_ALL: Final = "2.11 to 2.15"
 _INSTALLED: Final = "precast.install()", "when the last installation ends"
 
 PATCHES: Final = (
@@ -62,7 +61,6 @@ PATCHES: Final = (
         "A program that clears PyTorch's weight cache means ours, too; nothing public tells of it.",
         "when a policy's kernels are registered, for the first region or installation",
         "when they are taken off, with the last installation",
-        _ALL,
     ),
     Patch(
         "torch.compiler.config",
@@ -70,7 +68,6 @@ PATCHES: Final = (
         "The compiler's cache on disk must tell policies apart; a plain tag would hide the user's own.",
         "when the kernels of a policy unlike PyTorch's are registered",
         "when they are taken off, with the last installation",
-        _ALL,
     ),
     Patch(
         "torch.utils.checkpoint",
@@ -82,7 +79,7 @@ PATCHES: Final = (
         "it runs again, as `context_fn` belongs to the caller.",
         "when the first region is opened, or the first module with a rule is called",
         "when the kernels are taken off, with the last installation",
-        _ALL + "; the second name exists since 2.14, and the first calls it",
+        "2.11 to 2.15; the second name exists since 2.14, and the first calls it",
     ),
     Patch(
         "torch.utils.checkpoint:CheckpointFunction",
@@ -90,7 +87,6 @@ PATCHES: Final = (
         "The same for reentrant checkpoints, which have no `context_fn`.",
         "with the one above",
         "with the one above",
-        _ALL,
     ),
     Patch(
         "torch.amp.autocast_mode:_UnmanagedAutocast",
@@ -98,7 +94,7 @@ PATCHES: Final = (
         "A graph holds PyTorch's regions only: one of them that names a policy is opened as ours.",
         "when torch.compile first traces a region of precast",
         f"{WITH_THE_PROCESS}: a compiled graph may run at any time",
-        _ALL + "; 2.11 has no such class, and torch.autocast itself is patched",
+        "2.11 to 2.15; 2.11 has no such class, and torch.autocast itself is patched",
     ),
     Patch(
         "torch:autocast",
@@ -106,7 +102,6 @@ PATCHES: Final = (
         "TorchScript's optimiser knows PyTorch's policy alone, and is off in PyTorch's regions under another one.",
         "precast.install() of a policy unlike PyTorch's",
         _INSTALLED[1],
-        _ALL,
     ),
     *(
         Patch(
@@ -114,7 +109,6 @@ PATCHES: Final = (
             names,
             "Code that is imported later and says PyTorch's name gets precast's scaler or decorator.",
             *_INSTALLED,
-            _ALL,
         )
         for owner, names in (
             ("torch", ("GradScaler",)),
@@ -135,7 +129,6 @@ PATCHES: Final = (
         "model from torch.compile warns of them.",
         "precast.install() of a policy with rules for modules; precast run",
         "when the last of those ends",
-        _ALL,
     ),
     Patch(
         "torch.distributed:ProcessGroup",
@@ -144,7 +137,6 @@ PATCHES: Final = (
         "calls these methods, whoever imported which of its functions; DDP's own calls do not come by.",
         "precast.attach() with held weights",
         "when the last attachment ends",
-        _ALL,
     ),
     Patch(
         "torch",
@@ -153,7 +145,6 @@ PATCHES: Final = (
         "excluded, so that PyTorch's own flags say nothing there.",
         "the first precast.trace() that opens",
         "the last one that closes",
-        _ALL,
     ),
     Patch(
         "torch.autograd",
@@ -162,7 +153,6 @@ PATCHES: Final = (
         "and never the tensor. Tensor.backward looks the function up there.",
         "precast run",
         "when the program ends, or its report is complete",
-        _ALL,
     ),
     Patch(
         "torch.amp:GradScaler",
@@ -170,7 +160,6 @@ PATCHES: Final = (
         "A report tells which steps PyTorch's own scaler skipped; it has no hooks.",
         "precast run",
         "when the program ends, or its report is complete",
-        _ALL,
     ),
 )
 """Everything of PyTorch's that precast replaces."""

@@ -37,7 +37,7 @@ __all__ = [
     "on_module_call",
     "on_regions",
     "on_scaler_call",
-    "replace_name",
+    "replace_names",
     "replace_regions",
     "set_compile_cache_tag",
     "unwrap_checkpoints",
@@ -45,7 +45,6 @@ __all__ = [
 ]
 
 _lock = survives_fork(threading.RLock())
-_ABSENT: Final = object()
 Stop = Callable[[], None]
 
 
@@ -54,60 +53,74 @@ def _check_listed(owner: str, name: str) -> None:
     assert listed, f"{owner} {name} is not in PATCHES"
 
 
-def _put(owner: str, name: str, value: object) -> Stop:
-    """Replaces one name that is listed; calling what this returns puts back what was there."""
-    _check_listed(owner, name)
+def replace_names(owner: str, **values: object) -> Stop:
+    """Gives names of a module or class of PyTorch's other values; calling what this returns ends that.
+
+    Args:
+        owner: the module or class, as `patch_list.Patch.owner` spells it.
+        values: the names, all of which are listed, and their new values.
+    """
+    for name in values:
+        _check_listed(owner, name)
     where = pkgutil.resolve_name(owner)
-    original = vars(where).get(name, _ABSENT)
-    setattr(where, name, value)
+    originals = {name: vars(where)[name] for name in values}
+    for name, value in values.items():
+        setattr(where, name, value)
 
     def stop() -> None:
-        if vars(where).get(name) is not value:
-            return  # somebody has replaced it after us, and calls us
-        if original is _ABSENT:
-            delattr(where, name)
-        else:
-            setattr(where, name, original)
-
-    return stop
-
-
-def _together(stops: list[Stop]) -> Stop:
-    def stop() -> None:
-        for end in stops:
-            end()
+        for name, original in originals.items():
+            if (
+                vars(where).get(name) is values[name]
+            ):  # else somebody has replaced it after us, and calls us
+                setattr(where, name, original)
 
     return stop
 
 
 class _Shared:
-    """A patch that several ask for, in any thread, and that is made once."""
+    """A patch that is made for the first who asks for it, in any thread, and tells its listeners something."""
 
-    def __init__(self, make: Callable[[], list[Stop]]) -> None:
+    def __init__(self, make: Callable[[list[Any]], list[Stop]]) -> None:
         self._make = make
         self._stops: list[Stop] = []
+        self._listeners: list[Any] = []
 
     def begin(self) -> None:
         """Makes the patch. Does nothing where it is made already."""
         if not self._stops:
             with _lock:
-                self._stops = self._stops or self._make()
+                self._stops = self._stops or self._make(self._listeners)
 
     def end(self) -> None:
         """Ends the patch. Does nothing where there is none."""
         with _lock:
             while self._stops:
                 self._stops.pop()()
+            self._listeners.clear()  # somebody may go on calling what was patched
+            self._listeners = []
 
+    def tell(self, *listeners: Any) -> None:
+        """Has the patch tell these, and no others; without any, it ends."""
+        with _lock:
+            self._listeners[:] = listeners
+            if listeners:
+                self.begin()
+            else:
+                self.end()
 
-def replace_name(module: str, name: str, stand_in: object) -> Stop:
-    """Puts a function or class of precast's in the place of PyTorch's; calling what this returns ends that."""
-    return _put(module, name, stand_in)
+    def add(self, listener: Any) -> Stop:
+        """Has the patch tell this one after the others; calling what is returned ends that."""
+        with _lock:
+            self.tell(*self._listeners, listener)
+
+        def stop() -> None:
+            with _lock:
+                self.tell(*(known for known in self._listeners if known is not listener))
+
+        return stop
 
 
 # --- the weight cache ---
-
-_clearing: Final[list[Callable[[], None]]] = []
 
 
 def on_cleared_cache(clear: Callable[[], None] | None) -> None:
@@ -115,24 +128,20 @@ def on_cleared_cache(clear: Callable[[], None] | None) -> None:
 
     All regions look up `torch.clear_autocast_cache` when they end.
     """
-    _clearing[:] = [] if clear is None else [clear]
-    if clear is None:
-        _cleared_cache.end()
-    else:
-        _cleared_cache.begin()
+    _cleared_cache.tell(*([clear] if clear else []))
 
 
-def _hear_cleared_cache() -> list[Stop]:
+def _hear_cleared_cache(listeners: list[Callable[[], None]]) -> list[Stop]:
     pytorchs = torch.clear_autocast_cache
 
     @never_compiled
     def clear_autocast_cache() -> None:
         """Drops the lower-precision copies of weights, PyTorch's and precast's."""
-        for clear in _clearing:
+        for clear in listeners:
             clear()
         pytorchs()
 
-    return [_put("torch", "clear_autocast_cache", clear_autocast_cache)]
+    return [replace_names("torch", clear_autocast_cache=clear_autocast_cache)]
 
 
 _cleared_cache: Final = _Shared(_hear_cleared_cache)
@@ -161,7 +170,7 @@ def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _patch_checkpoints() -> list[Stop]:
+def _patch_checkpoints(_: list[Any]) -> list[Stop]:
     module: Any = torch.utils.checkpoint
     name = "_checkpoint_without_reentrant_generator"
     name += "_impl" if hasattr(module, f"{name}_impl") else ""
@@ -177,8 +186,8 @@ def _patch_checkpoints() -> list[Stop]:
 
     kind = "torch.utils.checkpoint:CheckpointFunction"
     return [
-        _put("torch.utils.checkpoint", name, not_reentrant),
-        _put(kind, "forward", staticmethod(reentrant)),
+        replace_names("torch.utils.checkpoint", **{name: not_reentrant}),
+        replace_names(kind, forward=staticmethod(reentrant)),
     ]
 
 
@@ -222,14 +231,10 @@ def exit_region(region: Any, *exc_info: Any) -> Any:
     return _exit(region, *exc_info) if ours is None else ours.__exit__(*exc_info)
 
 
-def _patch_graph_regions() -> list[Stop]:
-    return _replace_methods(enter_region, exit_region, in_graphs=True)
-
-
-def _replace_methods(enter: Any, leave: Any, *, in_graphs: bool) -> list[Stop]:
-    graphs = in_graphs and _GRAPHS_HAVE_THEIR_OWN
-    owner = "torch.amp.autocast_mode:_UnmanagedAutocast" if graphs else "torch:autocast"
-    return [_put(owner, "__enter__", enter), _put(owner, "__exit__", leave)]
+def _patch_graph_regions(_: list[Any]) -> list[Stop]:
+    graphs = "torch.amp.autocast_mode:_UnmanagedAutocast"
+    owner = graphs if _GRAPHS_HAVE_THEIR_OWN else "torch:autocast"
+    return [replace_names(owner, __enter__=enter_region, __exit__=exit_region)]
 
 
 _GRAPHS_HAVE_THEIR_OWN: Final = hasattr(torch.amp.autocast_mode, "_UnmanagedAutocast")  # since 2.12
@@ -243,8 +248,7 @@ def replace_regions(enter: Callable[..., Any], leave: Callable[..., Any]) -> Sto
     """
     if not _GRAPHS_HAVE_THEIR_OWN:
         _graph_regions.begin()  # first, as it stays when this ends: there, both replace the same methods
-    stops = _replace_methods(enter, leave, in_graphs=False)
-    return _together(stops)
+    return replace_names("torch:autocast", __enter__=enter, __exit__=leave)
 
 
 class RegionListener(Protocol):
@@ -260,40 +264,38 @@ class RegionListener(Protocol):
         """Autocast is switched on or off."""
 
 
-_region_stops: Final[list[Stop]] = []
-
-
 def on_regions(listener: RegionListener | None) -> None:
     """Has a listener told of all regions, PyTorch's and precast's; None ends that.
 
     All regions look up the functions that count them and that switch autocast.
     """
-    while _region_stops:
-        _region_stops.pop()()
-    if listener is None:
-        return
-    told = [listener]
+    _regions.tell(*([listener] if listener else []))
+
+
+def _hear_regions(listeners: list[RegionListener]) -> list[Stop]:
     increment, decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     set_enabled: Any = torch.set_autocast_enabled
 
     def autocast_increment_nesting() -> int:
-        for one in told:
+        for one in listeners:
             one.entered()
         return increment()
 
     def autocast_decrement_nesting() -> int:
-        for one in told:
+        for one in listeners:
             one.left()
         return decrement()
 
     def set_autocast_enabled(*args: Any) -> None:
         set_enabled(*args)
-        for one in told:
+        for one in listeners:
             one.switched(*(args if len(args) == 2 else ("cuda", *args)))
 
     ours = (autocast_increment_nesting, autocast_decrement_nesting, set_autocast_enabled)
-    stops = [_put("torch", function.__name__, never_compiled(function)) for function in ours]
-    _region_stops.extend((*stops, told.clear))
+    return [replace_names("torch", **{each.__name__: never_compiled(each) for each in ours})]
+
+
+_regions: Final = _Shared(_hear_regions)
 
 
 # --- backward passes, calls of modules, scalers ---
@@ -309,11 +311,10 @@ def on_backward(tell: Callable[[Any, Any], None]) -> Stop:
         tell(tensors, grad_tensors)
         backward(tensors, grad_tensors, *args, **kwargs)
 
-    return _put("torch.autograd", "backward", told)
+    return replace_names("torch.autograd", backward=told)
 
 
 Outermost = Callable[[torch.nn.Module, Callable[[], Any]], Any]
-_outermost: list[Outermost] = []
 
 
 def on_module_call(outermost: Outermost) -> Stop:
@@ -321,21 +322,10 @@ def on_module_call(outermost: Outermost) -> Stop:
 
     Of several, each is what the one after it runs. Calling what this returns ends it.
     """
-    with _lock:
-        _module_calls.begin()
-        _outermost.append(outermost)
-
-    def stop() -> None:
-        with _lock:
-            if outermost in _outermost:
-                _outermost.remove(outermost)
-            if not _outermost:
-                _module_calls.end()
-
-    return stop
+    return _module_calls.add(outermost)
 
 
-def _patch_module_calls() -> list[Stop]:
+def _patch_module_calls(listeners: list[Outermost]) -> list[Stop]:
     kind: Any = torch.nn.Module
     call = kind.__call__
     here = threading.local()
@@ -347,11 +337,11 @@ def _patch_module_calls() -> list[Stop]:
             return call(module, *args, **kwargs)
         here.inside = True
         try:
-            return _made_by(tuple(_outermost), module, lambda: call(module, *args, **kwargs))
+            return _made_by(tuple(listeners), module, lambda: call(module, *args, **kwargs))
         finally:
             here.inside = False
 
-    return [_put("torch.nn:Module", "__call__", __call__)]
+    return [replace_names("torch.nn:Module", __call__=__call__)]
 
 
 def _made_by(
@@ -377,7 +367,7 @@ def on_scaler_call(name: str, act: Callable[..., Any]) -> Stop:
         given = args or tuple(kwargs.values())
         return act(scaler, lambda: plain(scaler, *args, **kwargs), *given)
 
-    return _put("torch.amp:GradScaler", name, called)
+    return replace_names("torch.amp:GradScaler", **{name: called})
 
 
 # --- collectives ---
@@ -397,12 +387,9 @@ def on_collectives(tell: Callable[[list[torch.Tensor]], None]) -> Stop:
 
         return told
 
-    stops = [
-        _put("torch.distributed:ProcessGroup", name, telling(getattr(group, name)))
-        for name in WRITING_COLLECTIVES
-        if name in vars(group)
-    ]
-    return _together(stops)
+    names = [name for name in WRITING_COLLECTIVES if name in vars(group)]
+    calls = {name: telling(getattr(group, name)) for name in names}
+    return replace_names("torch.distributed:ProcessGroup", **calls)
 
 
 def _tensors_of(values: Any) -> Iterator[torch.Tensor]:

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 import time
@@ -35,9 +36,8 @@ def set_inherited_tls(key: str, value: object) -> None:
     They inherit this thread's dispatch keys, autocast's too, and nothing that Python knows as thread-local (2.13).
     """
     if VERSION < (2, 12):
-        _count_reference(
-            value
-        )  # PyTorch takes a reference that it has not counted, and gives it back one day
+        # PyTorch takes a reference that it has not counted, and gives it back one day.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     if (thread := threading.get_native_id()) not in _lenders:
         _note_lender(thread)
     torch._C._stash_obj_in_tls(key, value)
@@ -74,9 +74,3 @@ def _await_lenders() -> None:
     for thread in _lenders - alive:
         while _runs(thread) and time.monotonic() < until:
             time.sleep(0.001)
-
-
-def _count_reference(value: object) -> None:
-    import ctypes
-
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

@@ -58,4 +58,4 @@ def in_forward_mode() -> bool:
 
 def is_real() -> bool:
     """Whether what runs in this thread gives numbers: nothing is traced, no `torch.func` transform is running."""
-    return not is_tracing() and torch._C._functorch.peek_interpreter_stack() is None
+    return not is_tracing() and not is_functorch_active()

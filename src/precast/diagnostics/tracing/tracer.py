@@ -191,7 +191,7 @@ class Trace(SavedTrace):
         self._watcher = self._recorder if self.full else self._counter
         if self.full:
             self._recorder.start()
-            _torch.enter_mode(self._mode)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
             _see_through(1)
         _here.watching = (*_here.watching, self._watcher)
         _torch.set_inherited_tls(_INHERITED, _here.watching)

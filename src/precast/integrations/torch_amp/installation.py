@@ -172,7 +172,7 @@ def _meaning(bound: BoundPolicy | None) -> str | None:
 def _replace_names() -> None:
     stand_ins = [*FUNCTIONS, *(SCALERS if _installations[-1].replaces_scalers else ())]
     for module, name, stand_in in stand_ins:
-        _replaced.append(_torch.replace_name(module.__name__, name, stand_in))
+        _replaced.append(_torch.replace_names(module.__name__, **{name: stand_in}))
     if not all(bound is None or bound.is_pytorchs for bound in map(_bound_policy, DEVICE_TYPES)):
         _replaced.append(_torch.replace_regions(_enter, _exit))
     let_be_pickled(installed=_installations[-1].replaces_scalers)

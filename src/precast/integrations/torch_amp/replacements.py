@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import torch
 
-from precast import _torch
 from precast._internal.callers import callers_level
 from precast.autocast_mode.custom_function import custom_bwd, custom_fwd
 from precast.grad_scaler.scaler import GradScaler
@@ -146,7 +145,7 @@ def _old_custom_bwd(bwd: Any) -> Any:
 
 def _warn_old(function: Any) -> None:
     """Warns as a deprecated function of PyTorch's does, in its words."""
-    text = _torch.deprecation_of(function)
+    text = getattr(function, "__deprecated__", None)
     if text is not None:
         warnings.warn(text, FutureWarning, stacklevel=callers_level())
 
