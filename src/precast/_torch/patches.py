@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 _lock = survives_fork(threading.RLock())
+_INHERITED: Final = object()
 Stop = Callable[[], None]
 
 
@@ -63,15 +64,17 @@ def replace_names(owner: str, **values: object) -> Stop:
     for name in values:
         _check_listed(owner, name)
     where = pkgutil.resolve_name(owner)
-    originals = {name: vars(where)[name] for name in values}
+    originals = {name: vars(where).get(name, _INHERITED) for name in values}
     for name, value in values.items():
         setattr(where, name, value)
 
     def stop() -> None:
         for name, original in originals.items():
-            if (
-                vars(where).get(name) is values[name]
-            ):  # else somebody has replaced it after us, and calls us
+            if vars(where).get(name) is not values[name]:
+                continue  # somebody has replaced it after us, and calls us
+            if original is _INHERITED:
+                delattr(where, name)
+            else:
                 setattr(where, name, original)
 
     return stop
