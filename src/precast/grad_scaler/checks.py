@@ -17,8 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast.grad_scaler.distributed import chosen_for
-from precast.grad_scaler.found_inf import FoundInf, found_inf_so_far, total_found_inf
-from precast.grad_scaler.gradients import largest
+from precast.grad_scaler.gradients import FoundInf, found_inf_so_far, largest, total_found_inf
 from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
 from precast.grad_scaler.optimizer_state import OptimizerState
 

@@ -16,7 +16,7 @@ combine what they find.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 from precast._internal.callers import callers_level
@@ -25,7 +25,7 @@ from precast.errors import BrokenModelError, PrecastWarning
 from precast.grad_scaler.settings import LOW_SCALE, Limits, OnVerdict
 from precast.grad_scaler.step_history import Iteration, StepHistory
 
-__all__ = ["diagnose", "diagnose_closed"]
+__all__ = ["act_on", "diagnoses"]
 
 Reason = Literal["weights", "loss", "floor", "skips"]
 
@@ -56,32 +56,26 @@ _CAUSES = {
 }
 
 
-def diagnose_closed(history: StepHistory, limits: Limits, wait: bool) -> None:
-    """Closes open iterations; of what is diagnosed, observers and witnesses are told, then `on_verdict` is carried out.
+def diagnoses(history: StepHistory, limits: Limits, wait: bool) -> Iterator[ScalerDiagnosis]:
+    """Closes open iterations, and yields what is diagnosed of them.
 
     Args:
         history: Whose open iterations.
-        limits: What the user allows, and what is to happen.
+        limits: What the user allows.
         wait: Whether to wait for iterations of which only the device knows whether they were skipped.
-
-    Raises:
-        BrokenModelError: There is a diagnosis, and `on_verdict` is ``"raise"``.
     """
     for iteration in history.close(wait):
-        diagnosis = diagnose(iteration, history, limits)
-        if diagnosis is not None:
-            _act_on(diagnosis, limits.on_verdict)
+        reason = _reason(iteration, history, limits)
+        if reason is not None:
+            yield _diagnosis(reason, iteration, history, limits)
 
 
-def diagnose(iteration: Iteration, history: StepHistory, limits: Limits) -> ScalerDiagnosis | None:
-    """The diagnosis of an iteration that was closed just now; None if a lower scale or the next batch may help."""
-    if not history.counters.consecutive_skips:
-        return None
-    reason = _reason(iteration, history, limits)
-    return None if reason is None else _diagnosis(reason, iteration, history, limits)
+def act_on(diagnosis: ScalerDiagnosis, on_verdict: OnVerdict) -> None:
+    """Tells observers and witnesses of a diagnosis, then raises or warns if the user wants that.
 
-
-def _act_on(diagnosis: ScalerDiagnosis, on_verdict: OnVerdict) -> None:
+    Raises:
+        BrokenModelError: `on_verdict` is ``"raise"``.
+    """
     emit(diagnosis)
     for witness in tuple(witnesses):
         witness.judged(diagnosis)
@@ -92,10 +86,11 @@ def _act_on(diagnosis: ScalerDiagnosis, on_verdict: OnVerdict) -> None:
 
 
 def _reason(iteration: Iteration, history: StepHistory, limits: Limits) -> Reason | None:
+    """Why neither a lower scale nor the next batch can help after an iteration; None if one of them may."""
     bad_losses, most_losses = history.bad_losses, limits.max_nonfinite_losses
     most_skips = limits.max_consecutive_skips
     is_stuck = history.stuck >= _SURE
-    if bad_losses >= _SURE_OF_PARAMETERS and any(_bad_parameters(iteration)):
+    if bad_losses >= _SURE_OF_PARAMETERS and any(e.details.parameters for e in _skipped(iteration)):
         return "weights"
     if most_losses is not None and bad_losses > most_losses:
         return "loss"
@@ -111,31 +106,39 @@ def _reason(iteration: Iteration, history: StepHistory, limits: Limits) -> Reaso
 def _diagnosis(
     reason: Reason, iteration: Iteration, history: StepHistory, limits: Limits
 ) -> ScalerDiagnosis:
-    names = tuple(_bad_gradients(iteration))
-    firsts = (event.first for event in iteration.events if event.skipped)
-    first = next(filter(None, firsts), None)
-    began = f"{first.message} " if first else ""
+    skipped = _skipped(iteration)
+    names = tuple(_name(iteration, event, name) for event in skipped for name in event.names)
+    broken = skipped if reason == "weights" else []
+    weights = [
+        _name(iteration, event, name) for event in broken for name in event.details.parameters
+    ]
+    first = next(filter(None, (event.first for event in skipped)), None)
     count, scale = history.counters.consecutive_skips, float(iteration.scale)
-    scales = ", ".join(f"{value:g}" for value in _latest_scales(history))
-    like = f", like the {count - 1} before it" if count > 1 else ""
     cause = _CAUSES[reason].format(
         bad_losses=history.bad_losses,
         count=count,
         floor=limits.min_scale,
         scale=scale,
         stuck=history.stuck,
-        weights=_listed(tuple(_bad_parameters(iteration))) if reason == "weights" else "",
+        weights=_listed(weights),
     )
-    gradients = f"the gradients of {_listed(names)}" if names else "gradients"
     # A step's number is the iteration's, but where a tracker counts the steps of the process.
-    step = next((e.step for e in iteration.events if e.skipped), iteration.number)
+    step = skipped[0].step if skipped else iteration.number
     which = "iteration" if step == iteration.number else "step"
+    like = f", like the {count - 1} before it" if count > 1 else ""
+    gradients = f"the gradients of {_listed(names)}" if names else "gradients"
+    scales = ", ".join(f"{float(event.scale):g}" for event in list(history.events)[-_SHOWN:])
+    began = f"{first.message} " if first else ""
     message = (
-        f"{which} {step} was skipped{like}: "
-        f"{gradients} were not finite at scale {scale:g} (scales of the latest steps: {scales}). "
-        f"{_changed(iteration)} {began}{cause} on_verdict='warn' or 'ignore' goes on skipping."
+        f"{which} {step} was skipped{like}: {gradients} were not finite at scale {scale:g} "
+        f"(scales of the latest steps: {scales}). {_changed(iteration)} {began}{cause} "
+        "on_verdict='warn' or 'ignore' goes on skipping."
     )
     return ScalerDiagnosis(reason, step, scale, names, message, first)
+
+
+def _skipped(iteration: Iteration) -> list[StepEvent]:
+    return [event for event in iteration.events if event.skipped]
 
 
 def _changed(iteration: Iteration) -> str:
@@ -147,25 +150,11 @@ def _changed(iteration: Iteration) -> str:
     return f"The skipped step changed no parameter; {which} of the same iteration took the step."
 
 
-def _bad_gradients(iteration: Iteration) -> Iterator[str]:
-    """The parameters whose gradients were not finite, with their optimizer if the iteration had several."""
-    return (_of(iteration, e, name) for e in iteration.events if e.skipped for name in e.names)
-
-
-def _bad_parameters(iteration: Iteration) -> Iterator[str]:
-    """The parameters that are not finite themselves, in the same words."""
-    skipped = (event for event in iteration.events if event.skipped)
-    return (_of(iteration, event, name) for event in skipped for name in event.details.parameters)
-
-
-def _of(iteration: Iteration, event: StepEvent, name: str) -> str:
+def _name(iteration: Iteration, event: StepEvent, name: str) -> str:
+    """The name of a parameter in an event; with its optimizer if the iteration had several."""
     return f"optimizer {event.optimizer}: {name}" if len(iteration.events) > 1 else name
 
 
-def _latest_scales(history: StepHistory) -> list[float]:
-    return [float(event.scale) for event in list(history.events)[-_SHOWN:]]
-
-
-def _listed(names: tuple[str, ...]) -> str:
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(f"`{name}`" for name in names[:_SHOWN]) + more

@@ -9,9 +9,10 @@ Invariants: nothing waits for a device but copies to the CPU, `bad_gradients`, `
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -20,21 +21,26 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.callers import callers_level
-from precast.errors import PrecastWarning
-from precast.grad_scaler.found_inf import FoundInf
+from precast.errors import PrecastWarning, ScalerError
 from precast.grad_scaler.memory import are_finite, is_finite, local, memory_of, moved
 from precast.grad_scaler.optimizers import parameters_of
 from precast.weights.low_precision_gradients import factors_of
 
 __all__ = [
+    "FoundInf",
     "Place",
     "bad_gradients",
     "bad_parameters",
     "clipped",
+    "found_inf_so_far",
     "largest",
     "reciprocal",
+    "total_found_inf",
     "unscaled",
 ]
+
+FoundInf = dict[torch.device, Tensor]
+"""For each device with gradients a float32 tensor of shape (): nonzero if a gradient there was not finite."""
 
 Place = tuple[int, int, Tensor]
 """A parameter of an optimizer: the number of its group, its place there, itself."""
@@ -84,6 +90,36 @@ def unscaled(
         by = inverse if later is None else torch.ones_like(inverse)
         _torch.check_and_unscale_(memories, found[device], moved(by, device))
     return found
+
+
+def total_found_inf(
+    device: torch.device | None, each: Iterable[FoundInf], where: str = "for this optimizer."
+) -> Tensor:
+    """The sum of what was found for several optimizers, shape ().
+
+    Args:
+        device: Where the sum is wanted; None is the first device that something was found on.
+        each: What was found for each optimizer.
+        where: Ends the first sentence of the error.
+
+    Raises:
+        ScalerError: No gradients were checked.
+    """
+    found = [number for one in each for number in one.values()]
+    if found:
+        to = device or found[0].device
+        return functools.reduce(torch.add, (moved(number, to) for number in found))
+    raise ScalerError(
+        f"No inf checks were recorded {where} "  # PyTorch's words, which programs look for
+        "That is, no gradients were checked in this iteration: no parameter of the optimizer has one, or "
+        "step() was not called. Call scale(loss).backward(), step(optimizer), then update(); leave "
+        "an optimizer out whose parameters took no part in the loss."
+    )
+
+
+def found_inf_so_far(scale: Tensor, found: FoundInf) -> Tensor:
+    """The sum of what was found for one optimizer, on the scale's device; zero if nothing was checked yet."""
+    return total_found_inf(scale.device, [found]) if found else torch.zeros_like(scale)
 
 
 @torch.no_grad()

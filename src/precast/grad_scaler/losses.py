@@ -22,7 +22,7 @@ from precast import _torch
 from precast._internal.display import Card, Displayed, size
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler.disabled import when_disabled
-from precast.grad_scaler.found_inf import total_found_inf
+from precast.grad_scaler.gradients import total_found_inf
 from precast.grad_scaler.optimizers import temporary_attributes
 from precast.grad_scaler.scaler import GradScaler
 from precast.grad_scaler.state_dict import ScalerState, by_loss, read

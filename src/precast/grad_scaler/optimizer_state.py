@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from precast.errors import ScalerError
-from precast.grad_scaler.found_inf import FoundInf, total_found_inf
+from precast.grad_scaler.gradients import FoundInf
 from precast.grad_scaler.nonfinite import NonfiniteDetails
 from precast.grad_scaler.optimizers import parameters_of
 from precast.weights import low_precision_gradients
 
-__all__ = ["BackwardWatch", "OptimizerState", "known_outcome", "outcome"]
+__all__ = ["BackwardWatch", "OptimizerState", "known_outcome"]
 
 
 @dataclass(eq=False, slots=True)
@@ -44,22 +44,21 @@ class OptimizerState:
     """Whether `step` is what calls `unscale_`: then nobody can change the gradients between the two."""
     _watch: BackwardWatch | None = None
 
+    def scale_of_gradients(self, now: Tensor) -> Tensor:
+        """The scale of its gradients; a copy of the scale that is `now` if none was needed."""
+        return now.clone() if self.scale is None else self.scale
+
     @property
     def device(self) -> torch.device | None:
         """The device of the scale; None while no scale was needed."""
         return None if self.scale is None else self.scale.device
 
     def allow(self, call: str) -> None:
-        """Refuses a call of the scaler ("unscale_", "step") that comes too late."""
+        """Refuses a call of the scaler ("unscale_", "step", or "closure", a step with one) that comes too late."""
         if (call, self.stage) in _TOO_LATE:
             raise ScalerError(_TOO_LATE[call, self.stage])
         if self._watch is not None and self._watch.added:
             raise ScalerError(_MIXED)
-
-    def allow_closure(self) -> None:
-        """Refuses a step with a closure after `unscale_`."""
-        if self.stage is not OptState.READY:
-            raise ScalerError(_CLOSURE_AFTER_UNSCALE)
 
     def divide_low_precision(self, inverse: Tensor) -> None:
         """Prepares 16-bit gradients that are held beside the parameters: `inverse` is one by the scale."""
@@ -71,7 +70,7 @@ class OptimizerState:
 
     def watch_for_backward(self) -> None:
         """From now on a backward pass must not reach these gradients: they are unscaled already."""
-        if self.stage is OptState.UNSCALED and self._watch is None and not self.is_stepping:
+        if self.stage is OptState.UNSCALED and not self.is_stepping:
             self._watch = BackwardWatch(parameters_of(self.optimizer))
 
     def set_stage(self, stage: OptState) -> None:
@@ -98,17 +97,6 @@ def known_outcome(states: Sequence[OptimizerState]) -> bool | None:
     """Whether any step of these optimizers was skipped; None if only the device knows."""
     decided = [state.skipped for state in states]
     return any(decided) if all(isinstance(each, bool) for each in decided) else None
-
-
-def outcome(states: Sequence[OptimizerState], scale: Tensor) -> tuple[Tensor, bool | Tensor]:
-    """The scale of an iteration, and whether a step was skipped; a tensor if only the device knows.
-
-    `states` are those of optimizers whose gradients were checked; `scale` is the scale now.
-    """
-    known = known_outcome(states)
-    scale = states[0].scale if states[0].scale is not None else scale.clone()
-    found = (state.found_inf for state in states)
-    return scale, total_found_inf(scale.device, found) if known is None else known
 
 
 class BackwardWatch:
@@ -148,15 +136,15 @@ _TOO_LATE = {
         "step() was called twice for an optimizer since the last update(): call update() once, at "
         "the end of each iteration, after the steps of all optimizers."
     ),
+    ("closure", OptState.UNSCALED): (
+        "step() got a closure after unscale_(): the closure computes new gradients, which "
+        "step() unscales itself. Leave unscale_() out; clip inside the closure on scaled "
+        "gradients, with max_norm times scaler.get_scale()."
+    ),
 }
 _MIXED = (
     "backward() added scaled gradients to those that unscale_() had unscaled: their sum means "
     "nothing, and no parameter was changed. Call unscale_() after the last backward(). After an "
     "iteration that was broken off (an exception, Ctrl-C) call optimizer.zero_grad() and "
     "scaler.update(), then begin the next one."
-)
-_CLOSURE_AFTER_UNSCALE = (
-    "step() got a closure after unscale_(): the closure computes new gradients, which "
-    "step() unscales itself. Leave unscale_() out; clip inside the closure on scaled "
-    "gradients, with max_norm times scaler.get_scale()."
 )

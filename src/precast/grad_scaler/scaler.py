@@ -35,18 +35,23 @@ from precast.grad_scaler import settings
 from precast.grad_scaler import state_dict as state_dicts
 from precast.grad_scaler.checks import GradientChecks
 from precast.grad_scaler.closures import closure_in, step_with_closure
-from precast.grad_scaler.diagnosis import diagnose_closed
+from precast.grad_scaler.diagnosis import act_on, diagnoses
 from precast.grad_scaler.disabled import when_disabled
 from precast.grad_scaler.display import card
-from precast.grad_scaler.found_inf import FoundInf, found_inf_so_far, total_found_inf
-from precast.grad_scaler.gradients import clipped, reciprocal, unscaled
+from precast.grad_scaler.gradients import (
+    FoundInf,
+    clipped,
+    found_inf_so_far,
+    reciprocal,
+    total_found_inf,
+    unscaled,
+)
 from precast.grad_scaler.memory import moved
-from precast.grad_scaler.optimizer_state import OptimizerState, known_outcome, outcome
+from precast.grad_scaler.optimizer_state import OptimizerState, known_outcome
 from precast.grad_scaler.optimizers import step_given_scaler, takes_scaler, temporary_attributes
 from precast.grad_scaler.outputs import map_losses
 from precast.grad_scaler.per_optimizer_states import PerOptimizerStates
-from precast.grad_scaler.scale_update import adapt_scale, set_scale
-from precast.grad_scaler.search import NoSearch, ScaleSearch, search_for
+from precast.grad_scaler.search import ScaleSearch, no_search, search_for
 from precast.grad_scaler.settings import OnVerdict
 from precast.grad_scaler.step_history import Counters, StepHistory
 
@@ -132,14 +137,14 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
         self._limits = settings.DEFAULT_LIMITS
-        self._search: ScaleSearch = NoSearch()
+        self._search = no_search()
         self._scale: Tensor | None = None
         self._growth_tracker: Tensor | None = None
         self._optimizer_states: dict[int, OptimizerState] = {}
         self._iterations = 0
         if self._enabled:  # settings that are never used may have any value
-            self._search, first = search_for(init_scale, min_scale, max_scale)
-            vars(self).update(settings.checked_attributes(first, given))
+            self._search, given["init_scale"] = search_for(init_scale, min_scale, max_scale)
+            vars(self).update(settings.checked_attributes(given))
         self._step_history = StepHistory(int(history) if self._enabled else 0)
         reduce = settings.require_function("reduce_found_inf", reduce_found_inf)
         self._checks = GradientChecks(reduce)
@@ -260,27 +265,24 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
             BrokenModelError: Neither a lower scale nor the next batch can help; the scale is left as it is.
             ScalerError: No gradients were checked in this iteration, or `new_scale` is not allowed.
         """
-        scale, tracker = self._check_scale_growth_tracker("update")
+        scale, _ = self._check_scale_growth_tracker("update")
         states = list(self._optimizer_states.values())
         searching, measured = self._search.is_searching, self._measures()
-        found_inf = None
-        if new_scale is None:
-            each = (state.found_inf for state in states)
-            found_inf = total_found_inf(scale.device, each, "prior to update.")
-        else:
-            new_scale = settings.new_scale_from(new_scale, self._device, self._limits)
-        interval = 0 if found_inf is None or searching else self._growth_interval
-        known = self._finish(states, interval, wait=measured)
         if new_scale is not None:
-            set_scale(scale, new_scale, self._limits)
+            new_scale = settings.new_scale_from(new_scale, self._device, self._limits)
+            self._finish(states, 0, wait=measured)
+            self._set_scale(new_scale)
             return
-        if found_inf is not None and not searching:
-            factors = self._growth_factor, self._backoff_factor, self._growth_interval
-            adapt_scale(scale, tracker, found_inf, factors, self._limits, skipped=known)
+        each = (state.found_inf for state in states)
+        found_inf = total_found_inf(scale.device, each, "prior to update.")
+        interval = 0 if searching else self._growth_interval
+        known = self._finish(states, interval, wait=measured)
+        if not searching:
+            self._adapt_scale(found_inf, known)
         if measured:
             done, peaks = self._iterations - 1, [state.largest_gradient for state in states]
-            found = self._search.after(done, float(scale), peaks, self._step_history, self._limits)
-            set_scale(scale, found, self._limits)
+            history, limits = self._step_history, self._limits
+            self._set_scale(self._search.after(done, float(scale), peaks, history, limits))
 
     @_torch.never_compiled
     def last_step(self, optimizer: Optimizer) -> StepEvent | None:
@@ -419,7 +421,7 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         state.scale = scale.clone()
-        found = self._check(state, torch.ones_like(scale))
+        found = self._check(state)
         if state.largest_gradient is not None and state.stage is OptState.READY:
             state.largest_gradient /= scale
         return found
@@ -470,10 +472,10 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         """Takes over a state that was read and checked; None changes nothing."""
         if state is None:
             return
-        vars(self).update(state.settings())
+        vars(self).update(state.attributes)
         history = self._step_history
-        history.resume(state.growth_tracker)
-        self._search = ScaleSearch(history.counters.backoffs) if state.searching else NoSearch()
+        history.resume(self._init_growth_tracker)
+        self._search = ScaleSearch(history.counters.backoffs) if state.searching else no_search()
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(self._init_scale)
             self._growth_tracker.fill_(self._init_growth_tracker)
@@ -507,21 +509,28 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         scale, _ = self._check_scale_growth_tracker("unscale_")
         inverse, state.scale = reciprocal(scale)
         state.divide_low_precision(inverse)
-        self._check(state, inverse, allow_fp16=False)
+        self._check(state, inverse)
         if state.found_inf:  # else there was nothing to unscale; later gradients are still scaled
             state.stage = OptState.UNSCALED
 
-    def _check(self, state: OptimizerState, inverse: Tensor, allow_fp16: bool = True) -> FoundInf:
-        how, measure = self._unscale_grads_, self._measures()
-        return self._checks.check(state, inverse, how, allow_fp16=allow_fp16, measure=measure)
+    def _check(self, state: OptimizerState, inverse: Tensor | None = None) -> FoundInf:
+        """Checks the gradients of an optimizer, after multiplying them by `inverse` if there is one."""
+        by = (
+            torch.ones_like(self._check_scale_growth_tracker("step")[0])
+            if inverse is None
+            else inverse
+        )
+        alone, measure = inverse is None, self._measures()
+        return self._checks.check(
+            state, by, self._unscale_grads_, allow_fp16=alone, measure=measure
+        )
 
     def _step_if_finite(self, state: OptimizerState, args: Any, kwargs: Any) -> Result:
-        scale, _ = self._check_scale_growth_tracker("step")
         if state.stage is OptState.READY:
             state.is_stepping = True
             self.unscale_(state.optimizer)
         else:  # whoever called unscale_ may have written to the gradients since
-            self._check(state, torch.ones_like(scale))
+            self._check(state)
         if self._checks.is_bad(state):
             return None, True
         return state.optimizer.step(*args, **kwargs), False
@@ -538,13 +547,13 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
             self._check_inf_per_device(optimizer)
             grad_scale = scale if grad_scale is None else scale * grad_scale
         else:  # whoever called unscale_ may have written to the gradients since
-            self._check(state, torch.ones_like(scale))
+            self._check(state)
         found_inf = found_inf_so_far(scale, state.found_inf)
         with temporary_attributes(optimizer, grad_scale=grad_scale, found_inf=found_inf):
             return optimizer.step(*args, **kwargs), found_inf
 
     def _step_closure(self, state: OptimizerState, closure: Any, args: Any, kwargs: Any) -> Result:
-        state.allow_closure()
+        state.allow("closure")
         try:
             how = self._unscale, self._checks
             result, skipped = step_with_closure(state, closure, args, kwargs, *how)
@@ -557,8 +566,7 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
 
     def _report_step(self, state: OptimizerState, seconds: float) -> None:
         assert state.skipped is not None
-        now, _ = self._check_scale_growth_tracker("step")
-        scale = now.clone() if state.scale is None else state.scale
+        scale = state.scale_of_gradients(self._check_scale_growth_tracker("step")[0])
         number = list(self._optimizer_states).index(id(state.optimizer))
         seen, step = self._checks.details_of(state), after_step(state.optimizer, self._iterations)
         event = StepEvent(number, step, scale, state.skipped, seconds, seen)
@@ -575,7 +583,9 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         if _torch.is_captured(now) or not checked:
             self._step_history.discard_iteration()
         else:
-            self._step_history.end_iteration(self._iterations, *outcome(checked, now), interval)
+            scale, found = checked[0].scale_of_gradients(now), (s.found_inf for s in checked)
+            skipped = total_found_inf(scale.device, found) if known is None else known
+            self._step_history.end_iteration(self._iterations, scale, skipped, interval)
         self._optimizer_states.clear()
         self._checks.forget_losses()
         self._iterations += 1
@@ -588,10 +598,33 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
     def _diagnose(self, wait: bool) -> None:
         """Diagnoses the iterations of which it is known by now whether they were skipped, or all."""
         try:
-            diagnose_closed(self._step_history, self._limits, wait)
+            for diagnosis in diagnoses(self._step_history, self._limits, wait):
+                act_on(diagnosis, self._limits.on_verdict)
         except BrokenModelError:
             self._check_scale_growth_tracker("update")[1].zero_()  # as after any skipped iteration
             raise
+
+    def _set_scale(self, value: float | Tensor) -> None:
+        """Sets the scale, in place, to the nearest number between the limits; NaN counts as below them."""
+        low, high = self._limits.min_scale, self._limits.max_scale
+        scale, _ = self._check_scale_growth_tracker("update")
+        scale.copy_(value).nan_to_num_(nan=low).clamp_(low, high)  # type: ignore[arg-type]
+
+    def _adapt_scale(self, found_inf: Tensor, skipped: bool | None) -> None:
+        """Lowers the scale after a skipped iteration, and raises it after enough good ones; waits for no device.
+
+        Args:
+            found_inf: Nonzero if the iteration was skipped, shape ().
+            skipped: Whether it was skipped; None if only the device knows.
+        """
+        scale, tracker = self._check_scale_growth_tracker("update")
+        growth, backoff, interval = self._growth_factor, self._backoff_factor, self._growth_interval
+        _torch.update_scale_(
+            scale, tracker, found_inf, growth=growth, backoff=backoff, interval=interval
+        )
+        low, high = self._limits.min_scale, self._limits.max_scale
+        if skipped is not False or growth < 1.0 or high < settings.LARGEST_SCALE:
+            scale.clamp_(low, high)
 
     def _measures(self) -> bool:
         """Whether the gradients of this iteration are measured."""

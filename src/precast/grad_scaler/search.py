@@ -13,16 +13,17 @@ so all processes that decide together also measure together, and find one scale.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from precast.grad_scaler.settings import AUTO, Limits
+from precast.grad_scaler.settings import Limits
 from precast.grad_scaler.step_history import StepHistory
 
-__all__ = ["FALL", "FIRST", "NoSearch", "ScaleSearch", "fitting", "search_for"]
+__all__ = ["FALL", "FIRST", "ScaleSearch", "fitting", "no_search", "search_for"]
 
 FIRST = 2.0**10
 """The scale of the first iteration: low enough for gradients up to 64, and losses of small ones keep their bits."""
@@ -44,10 +45,15 @@ _MOST_BACKOFFS = 100  # that count: beyond, the room would not stay a finite num
 
 def search_for(init_scale: Any, floor: Any, ceiling: Any) -> tuple[ScaleSearch, Any]:
     """The search that ``init_scale="auto"`` asks for, and the scale to begin with, not checked yet."""
-    if not (isinstance(init_scale, str) and init_scale == AUTO):
-        return NoSearch(), init_scale
+    if not (isinstance(init_scale, str) and init_scale == "auto"):
+        return no_search(), init_scale
     first = max(FIRST, floor) if isinstance(floor, int | float) else FIRST
     return ScaleSearch(), min(first, ceiling) if isinstance(ceiling, int | float) else first
+
+
+def no_search() -> ScaleSearch:
+    """In the place of a search where the scale was given: it has ended, and no iteration is ever measured again."""
+    return ScaleSearch(found_at=sys.maxsize)
 
 
 def fitting(peak: float) -> float:
@@ -60,25 +66,22 @@ class ScaleSearch:
 
     Args:
         backoffs: How often the scale was lowered before the search began.
-
-    Attributes:
         found_at: The number of the iteration that found the scale; None before.
     """
 
-    def __init__(self, backoffs: int = 0) -> None:
-        self.found_at: int | None = None
-        self._before = backoffs
+    def __init__(self, backoffs: int = 0, found_at: int | None = None) -> None:
+        self._before, self._found_at = backoffs, found_at
 
     @property
     def is_searching(self) -> bool:
         """Whether the first scale is still to be found."""
-        return self.found_at is None
+        return self._found_at is None
 
     def measures(self, iteration: int, growth_interval: int) -> bool:
         """Whether this iteration's gradients are measured."""
-        if self.found_at is None:
+        if self._found_at is None:
             return True
-        since = iteration - self.found_at
+        since = iteration - self._found_at
         return 1 <= since < growth_interval and since & (since - 1) == 0
 
     def after(
@@ -101,7 +104,7 @@ class ScaleSearch:
             history: Its steps are in it.
             limits: Where the scale has to stay.
         """
-        searching, counters = self.found_at is None, history.counters
+        searching, counters = self.is_searching, history.counters
         backoffs = min(counters.backoffs - self._before, _MOST_BACKOFFS)
         if counters.consecutive_skips:
             return max(scale * FALL, limits.min_scale) if searching else scale
@@ -110,20 +113,7 @@ class ScaleSearch:
             return min(max(scale, min(scale / FALL, HIGHEST)), limits.max_scale)
         if peak == 0.0 or not math.isfinite(peak):
             return scale
-        self.found_at = iteration if searching else self.found_at
+        self._found_at = iteration if searching else self._found_at
         room = ROOM * 2.0**backoffs if backoffs or searching else SMALLER_ROOM
         found = min(max(fitting(peak * room), limits.min_scale), limits.max_scale)
         return found if searching else max(found, scale)
-
-
-class NoSearch(ScaleSearch):
-    """In the place of a search: the scale was given."""
-
-    @property
-    def is_searching(self) -> bool:
-        """Whether the first scale is still to be found."""
-        return False
-
-    def measures(self, iteration: int, growth_interval: int) -> bool:  # noqa: ARG002
-        """Whether this iteration's gradients are measured."""
-        return False

@@ -9,6 +9,7 @@ import math
 import numbers
 import operator
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
@@ -18,13 +19,12 @@ from torch import Tensor
 
 from precast._internal.callers import callers_level
 from precast.errors import PrecastWarning, ScalerError
+from precast.policy.values import shown
 
 __all__ = [
-    "AUTO",
     "DEFAULT_LIMITS",
     "LARGEST_SCALE",
     "LOW_SCALE",
-    "MOST",
     "MOST_TRACKED",
     "Limits",
     "OnVerdict",
@@ -44,13 +44,9 @@ LARGEST_SCALE = torch.finfo(torch.float32).max  # the scale is a float32 tensor
 LOW_SCALE = 2.0**-14
 """Float16's smallest normal number: what overflows float16 at this scale is larger than 10**9."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # 2**-126: its inverse is still finite
-MOST = 2**63 - 1
-"""The largest whole number that PyTorch takes."""
+_MOST = 2**63 - 1  # the largest whole number that PyTorch takes
 MOST_TRACKED = 2**31 - 1
 """The largest that fits in the growth tracker, an int32 tensor."""
-_MOST_SHOWN = 200
-AUTO = "auto"
-"""The `init_scale` that is found in the first steps."""
 
 OnVerdict = Literal["raise", "warn", "ignore"]
 
@@ -74,32 +70,25 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
-def require_number(
-    name: str,
-    value: Any,
-    above: float = 0.0,
-    below: float = math.inf,
-) -> float:
+def require_number(name: str, value: Any, above: float = 0.0, below: float = math.inf) -> float:
     """`value` as a float strictly between two bounds; an error that names `name` otherwise."""
     number = number_in(value) if isinstance(value, numbers.Real) else math.nan
     if above < number < below:
         return number
     bounds = f"above {above}" + (f" and below {below:.4g}" if below < math.inf else " and finite")
-    raise ScalerError(f"{name} must be a number {bounds}; got {_shown(value)}.")
+    raise ScalerError(f"{name} must be a number {bounds}; got {shown(value)}.")
 
 
-def require_count(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
+def require_count(name: str, value: Any, least: int = 1, most: int = _MOST) -> int:
     """`value` as an int between two; an error that names `name` otherwise."""
     try:
         count = operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError is that of tensors
         count = least - 1
-    if count < least or count > most:
-        end = "" if count < least else f" and at most 2**{most.bit_length()} - 1"
-        raise ScalerError(
-            f"{name} must be a whole number, {least} or more{end}; got {_shown(value)}."
-        )
-    return count
+    if least <= count <= most:
+        return count
+    end = f" and at most 2**{most.bit_length()} - 1" if count > most else ""
+    raise ScalerError(f"{name} must be a whole number, {least} or more{end}; got {shown(value)}.")
 
 
 def require_flag(name: str, value: Any) -> bool:
@@ -107,14 +96,14 @@ def require_flag(name: str, value: Any) -> bool:
     try:
         return bool(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ScalerError(f"{name} must be True or False; got {_shown(value)}.") from error
+        raise ScalerError(f"{name} must be True or False; got {shown(value)}.") from error
 
 
 def require_function(name: str, value: Any) -> Any:
     """`value` if it can be called, or is None; an error that names `name` otherwise."""
     if value is None or callable(value):
         return value
-    raise ScalerError(f"{name} must be a function or None; got {_shown(value)}.")
+    raise ScalerError(f"{name} must be a function or None; got {shown(value)}.")
 
 
 def number_in(value: Any) -> float:
@@ -127,69 +116,48 @@ def number_in(value: Any) -> float:
         return math.nan
 
 
-def _shown(value: Any) -> str:
-    """What an error says of a value: not more than a line, and never another error."""
-    try:
-        text = repr(value)
-    except Exception:  # whatever it is, the error is about the setting
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def checked_attributes(init_scale: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a scaler as its attributes, each in its range.
-
-    Args:
-        init_scale: The scale to begin with.
-        given: All arguments of the scaler.
+def checked_attributes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a scaler as its attributes.
 
     Raises:
         ScalerError: One is out of its range.
     """
-    attributes: dict[str, Any] = {
-        "_init_scale": require_number("init_scale", init_scale, below=LARGEST_SCALE),
+    first = require_number("init_scale", given["init_scale"], below=LARGEST_SCALE)
+    require_count("history", given["history"], least=0)
+    return {
+        "_init_scale": first,
         "_growth_factor": require_number("growth_factor", given["growth_factor"], above=1.0),
         "_backoff_factor": require_number("backoff_factor", given["backoff_factor"], below=1.0),
         "_growth_interval": require_count("growth_interval", given["growth_interval"]),
+        "_limits": checked_limits(first, given),
     }
-    first, floor, ceiling = attributes["_init_scale"], given["min_scale"], given["max_scale"]
-    attributes["_limits"] = checked_limits(first, floor, ceiling, given)
-    require_count("history", given["history"], least=0)
-    return attributes
 
 
-def checked_limits(init_scale: float, floor: Any, ceiling: Any, rest: dict[str, Any]) -> Limits:
+def checked_limits(init_scale: float, given: Mapping[str, Any]) -> Limits:
     """Limits around an `init_scale` that was checked; a limit of None makes room for it."""
+    floor, ceiling, action = given["min_scale"], given["max_scale"], given["on_verdict"]
     if init_scale < _SMALLEST_SCALE:
         raise ScalerError(f"init_scale must be at least 2**-126; got {init_scale!r}.")
-    low = min(DEFAULT_LIMITS.min_scale, init_scale)
+    low, high = min(DEFAULT_LIMITS.min_scale, init_scale), LARGEST_SCALE
     if floor is not None:
         low = require_number("min_scale", floor, below=LARGEST_SCALE)
+    if ceiling is not None:
+        high = min(require_number("max_scale", ceiling), LARGEST_SCALE)
     if low < _SMALLEST_SCALE:
         raise ScalerError(f"min_scale must be at least 2**-126; got {floor!r}.")
-    high = LARGEST_SCALE
-    if ceiling is not None:
-        high = require_number("max_scale", ceiling, below=math.inf)
-        high = min(high, LARGEST_SCALE)
     if not low <= init_scale <= high:
         raise ScalerError(
             f"init_scale must be between min_scale and max_scale, {low:g} and {high:g}; got "
             f"{init_scale:g}. Change one of the three."
         )
-    action = rest["on_verdict"]
     if action not in get_args(OnVerdict):
-        raise ScalerError(f"on_verdict must be 'raise', 'warn' or 'ignore'; got {_shown(action)}.")
-    return Limits(
-        low,
-        high,
-        _count_or_none("max_consecutive_skips", rest["max_consecutive_skips"], 1),
-        _count_or_none("max_nonfinite_losses", rest["max_nonfinite_losses"], 0),
-        action,
-    )
+        raise ScalerError(f"on_verdict must be 'raise', 'warn' or 'ignore'; got {shown(action)}.")
 
+    def count(name: str, least: int) -> int | None:
+        return None if given[name] is None else require_count(name, given[name], least)
 
-def _count_or_none(name: str, value: Any, least: int) -> int | None:
-    return None if value is None else require_count(name, value, least)
+    skips, losses = count("max_consecutive_skips", 1), count("max_nonfinite_losses", 0)
+    return Limits(low, high, skips, losses, action)
 
 
 def device_type_of(device: Any) -> str:
@@ -198,7 +166,7 @@ def device_type_of(device: Any) -> str:
         return torch.device(device).type
     except (RuntimeError, TypeError, ValueError) as error:
         raise ScalerError(
-            f"GradScaler's first argument is the device; {_shown(device)} is none that PyTorch knows. "
+            f"GradScaler's first argument is the device; {shown(device)} is none that PyTorch knows. "
             "Write GradScaler('cuda'), GradScaler('cpu') or another device type."
         ) from error
 

@@ -8,11 +8,10 @@ Invariants: a state dict is read and checked whole before any of it is used.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from precast._internal.callers import callers_level
@@ -38,36 +37,18 @@ _NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_gro
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """What a state dict says; None for what it does not say."""
+    """What a state dict says."""
 
-    scale: float
-    growth_tracker: int
-    growth_factor: float | None = None
-    backoff_factor: float | None = None
-    growth_interval: int | None = None
-    limits: Limits | None = None
-    searching: bool | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """What it says of a scaler's settings, as the scaler's attributes."""
-        attributes = {
-            "_growth_factor": self.growth_factor,
-            "_backoff_factor": self.backoff_factor,
-            "_growth_interval": self.growth_interval,
-            "_limits": self.limits,
-            "_init_scale": self.scale,
-            "_init_growth_tracker": self.growth_tracker,
-        }
-        return {name: value for name, value in attributes.items() if value is not None}
+    attributes: dict[str, Any]
+    """Of the scaler's attributes those that it says something of; `_init_scale` and `_init_growth_tracker` always."""
+    searching: bool = False
+    """Whether the first scale was still searched for."""
 
 
 def precast_entry(limits: Limits, searching: bool) -> dict[str, Any]:
     """The entry beside PyTorch's five numbers, in a dictionary that is empty if there is nothing to say."""
-    unusual = {
-        name: value
-        for name, value in dataclasses.asdict(limits).items()
-        if value != getattr(DEFAULT_LIMITS, name)
-    }
+    usual = asdict(DEFAULT_LIMITS)
+    unusual = {name: value for name, value in asdict(limits).items() if value != usual[name]}
     if not unusual and not searching:
         return {}
     return {"precast": {"version": _VERSION, "limits": unusual, "searching": searching}}
@@ -84,7 +65,9 @@ def read(state: Mapping[str, Any], limits: Limits) -> ScalerState | None:
         return None
     is_apex = "loss_scaler0" in state or "loss_scale" in state
     found = _of_apex(state) if is_apex else _of_torch(state)
-    return dataclasses.replace(found, scale=_within(found.scale, found.limits or limits))
+    own = found.attributes
+    own["_init_scale"] = _within(own["_init_scale"], own.get("_limits", limits))
+    return found
 
 
 def of_pytorchs(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +97,12 @@ def _of_torch(state: Mapping[str, Any]) -> ScalerState:
             f"{', '.join(map(str, state))}. Give what state_dict() of a GradScaler returned, "
             "PyTorch's, Apex's or precast's; the empty one of a scaler that was off loads too."
         )
+    attributes = {
+        **_scale_and_tracker(state, "scale", "_growth_tracker"),
+        "_growth_factor": require_number("growth_factor", state["growth_factor"]),
+        "_backoff_factor": require_number("backoff_factor", state["backoff_factor"]),
+        "_growth_interval": require_count("growth_interval", state["growth_interval"]),
+    }
     own = _mapping(state.get("precast", {}), "'precast' in its state")
     version = require_count("version", own.get("version", 0), least=0) if own else 0
     if version > _VERSION:
@@ -123,27 +112,21 @@ def _of_torch(state: Mapping[str, Any]) -> ScalerState:
             PrecastWarning,
             stacklevel=callers_level(),
         )
-        own = {}
-    return ScalerState(
-        _number(state, "scale"),
-        require_count("_growth_tracker", state["_growth_tracker"], 0, MOST_TRACKED),
-        require_number("growth_factor", state["growth_factor"]),
-        require_number("backoff_factor", state["backoff_factor"]),
-        require_count("growth_interval", state["growth_interval"]),
-        _limits(_mapping(own.get("limits", {}), "its limits")) if own else None,
-        require_flag("searching", own.get("searching")) if own else None,
-    )
+    elif own:
+        attributes["_limits"] = _limits(_mapping(own.get("limits", {}), "its limits"))
+        return ScalerState(attributes, require_flag("searching", own.get("searching")))
+    return ScalerState(attributes)
 
 
 def _limits(state: Mapping[str, Any]) -> Limits:
     """The defaults with the limits of `state` in place of some, checked."""
-    known = {field.name for field in dataclasses.fields(Limits)}
-    unknown = sorted(str(key) for key in state if key not in known)
+    usual = asdict(DEFAULT_LIMITS)
+    unknown = sorted(str(key) for key in state if key not in usual)
     if unknown:
         raise ScalerError(f"load_state_dict() got limits that no scaler has: {', '.join(unknown)}.")
-    given = {**dataclasses.asdict(DEFAULT_LIMITS), **state}
-    floor = require_number("min_scale", given.pop("min_scale"), below=LARGEST_SCALE)
-    return checked_limits(floor, floor, given.pop("max_scale"), given)
+    given = {**usual, **state}
+    floor = require_number("min_scale", given["min_scale"], below=LARGEST_SCALE)
+    return checked_limits(floor, given)
 
 
 def _of_apex(state: Mapping[str, Any]) -> ScalerState:
@@ -152,18 +135,18 @@ def _of_apex(state: Mapping[str, Any]) -> ScalerState:
     missing = [key for key in ("loss_scale", "unskipped") if key not in scaler]
     if missing:
         raise ScalerError(f"load_state_dict() got a state of Apex without {', '.join(missing)}.")
-    return ScalerState(
-        _number(scaler, "loss_scale"),
-        require_count("unskipped", scaler["unskipped"], 0, MOST_TRACKED),
-    )
+    return ScalerState(_scale_and_tracker(scaler, "loss_scale", "unskipped"))
 
 
-def _number(state: Mapping[str, Any], key: str) -> float:
-    value = state[key]
-    number = number_in(value)
+def _scale_and_tracker(state: Mapping[str, Any], scale: str, tracker: str) -> dict[str, Any]:
+    """The two numbers that every state has, under the names that this one has for them."""
+    number = number_in(state[scale])
     if math.isnan(number) or number < 0:
-        raise ScalerError(f"load_state_dict() got {key}={value!r}: it must be a positive number.")
-    return number
+        raise ScalerError(
+            f"load_state_dict() got {scale}={state[scale]!r}: it must be a positive number."
+        )
+    good_iterations = require_count(tracker, state[tracker], 0, MOST_TRACKED)
+    return {"_init_scale": number, "_init_growth_tracker": good_iterations}
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from precast import _torch
 from precast._internal.events import StepEvent
 
-__all__ = ["Counters", "Iteration", "PendingNumber", "StepHistory"]
+__all__ = ["Counters", "Iteration", "StepHistory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,40 +40,30 @@ class Counters:
     """Times the scale was lowered, or would have been but for `min_scale`."""
 
 
-class PendingNumber:
-    """A number that a device is still computing, on its way to where it can be read without waiting."""
-
-    __slots__ = ("_arrived", "_host")
-
-    def __init__(self, number: Tensor) -> None:
-        self._host, self._arrived = _torch.copy_to_host_async(number)
-
-    def has_arrived(self) -> bool:
-        """Whether `read` would not wait."""
-        return self._arrived is None or bool(self._arrived.query())
-
-    def read(self) -> float:
-        """The number; waits until it has arrived."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        value: Any = self._host.tolist()  # memory of the CPU, read without an operation
-        return float(value)
-
-
 @dataclass(frozen=True, slots=True)
 class Iteration:
     """One iteration of training, as `update` ends it."""
 
     number: int
     scale: Tensor
-    skipped: bool | PendingNumber
     events: tuple[StepEvent, ...]
     interval: int
     """Good iterations until the scale grows; 0 if the scale was set by hand."""
+    skipped: bool | Tensor
+    """Whether a step was skipped; a number in the CPU's memory if the device decided."""
+    arrived: Any = None
+    """The event on the device after which that number can be read; None if it can be read now."""
+
+    def is_known(self) -> bool:
+        """Whether `was_skipped` would not wait."""
+        return self.arrived is None or bool(self.arrived.query())
 
     def was_skipped(self) -> bool:
         """Whether a step was skipped; waits for an answer of the device that has not arrived."""
-        return self.skipped if isinstance(self.skipped, bool) else bool(self.skipped.read())
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        # `tolist` reads the CPU's memory without running an operation.
+        return bool(self.skipped.tolist() if isinstance(self.skipped, Tensor) else self.skipped)
 
 
 class StepHistory:
@@ -125,18 +115,17 @@ class StepHistory:
 
     def resume(self, good_iterations: int) -> None:
         """A state was loaded: iterations from before it and after it do not count as following each other."""
-        for _ in self.close(wait=True):
-            pass
-        self.good_iterations, self.bad_losses = good_iterations, 0
-        self.stuck, self._lowest = 0, math.inf
+        deque(self.close(wait=True), maxlen=0)
+        self.good_iterations = good_iterations
+        self.bad_losses, self.stuck, self._lowest = 0, 0, math.inf
         self.counters = replace(self.counters, consecutive_skips=0)
 
     def end_iteration(
         self, number: int, scale: Tensor, skipped: bool | Tensor, interval: int
     ) -> None:
         """The iteration that runs is over; `skipped` is a tensor if only the device knows."""
-        known = skipped if isinstance(skipped, bool) else PendingNumber(skipped)
-        self._open.append(Iteration(number, scale, known, tuple(self._running), interval))
+        answer = _torch.copy_to_host_async(skipped) if isinstance(skipped, Tensor) else (skipped,)
+        self._open.append(Iteration(number, scale, tuple(self._running), interval, *answer))
         self._running = []
 
     def discard_iteration(self) -> None:
@@ -145,10 +134,7 @@ class StepHistory:
 
     def close(self, wait: bool = False) -> Iterator[Iteration]:
         """Closes and yields open iterations, the oldest first: those whose answer has arrived, or all."""
-        while self._open:
-            skipped = self._open[0].skipped
-            if not (wait or isinstance(skipped, bool) or skipped.has_arrived()):
-                return
+        while self._open and (wait or self._open[0].is_known()):
             iteration = self._open.popleft()
             self._count(iteration)
             yield iteration
@@ -168,13 +154,11 @@ class StepHistory:
             before.growths + grown,
             before.backoffs + (skipped and iteration.interval > 0),
         )
-        bad_loss = skipped and not all(event.loss_finite for event in events)
+        if not skipped:
+            self.bad_losses, self.stuck, self._lowest = 0, 0, math.inf
+            return
+        bad_loss = not all(event.loss_finite for event in events)
         self.bad_losses = self.bad_losses + 1 if bad_loss else 0
-        self._count_stuck(float(iteration.scale) if skipped else math.inf)
-
-    def _count_stuck(self, scale: float) -> None:
-        """Counts for how many skipped iterations the scale has not fallen; infinity, for a good one, ends the count."""
-        scale = max(scale, self._floor)
-        fell = scale < self._lowest or scale == math.inf
-        self.stuck = int(scale < math.inf) if fell else self.stuck + 1
-        self._lowest = scale if scale == math.inf else min(scale, self._lowest)
+        scale = max(float(iteration.scale), self._floor)
+        self.stuck = 1 if scale < self._lowest else self.stuck + 1
+        self._lowest = min(scale, self._lowest)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.events import ScalerDiagnosis, StepEvent, after_step
-from precast.grad_scaler.diagnosis import diagnose
+from precast.grad_scaler.diagnosis import diagnoses
 from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
 from precast.grad_scaler.settings import DEFAULT_LIMITS, Limits
 from precast.grad_scaler.step_history import StepHistory
@@ -140,10 +140,8 @@ class ScalerObserver:
         self._diagnose(seen, wait=False)
 
     def _diagnose(self, seen: _Seen, wait: bool) -> None:
-        for iteration in seen.history.close(wait):
-            diagnosis = diagnose(iteration, seen.history, seen.limits)
-            if diagnosis is not None:
-                self._diagnosed(diagnosis)
+        for diagnosis in diagnoses(seen.history, seen.limits, wait):
+            self._diagnosed(diagnosis)
 
     def _of(self, scaler: Any) -> _Seen:
         if scaler not in self._seen:
