@@ -16,7 +16,7 @@ from torch import nn
 
 from precast.errors import PrecastWarning, ScalerError
 from precast.grad_scaler.scaler import GradScaler
-from precast.grad_scaler.search import FIRST, SMALLER_ROOM, fitting
+from precast.grad_scaler.next_scale import FIRST, SMALLER_ROOM, fitting
 from tests.support.scaling import bits, make_parameter, sgd, started
 
 Tensor = torch.Tensor

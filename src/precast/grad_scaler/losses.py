@@ -23,9 +23,9 @@ from precast._internal.display import Card, Displayed, size
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler.disabled import when_disabled
 from precast.grad_scaler.gradients import total_found_inf
-from precast.grad_scaler.optimizers import temporary_attributes
+from precast.grad_scaler.optimizers import parameters_of, temporary_attributes
 from precast.grad_scaler.scaler import GradScaler
-from precast.grad_scaler.state_dict import ScalerState, by_loss, read
+from precast.grad_scaler.state_dict import by_loss, read
 
 __all__ = ["LossScalers"]
 
@@ -88,8 +88,9 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
                 f"backward({name!r}, loss) needs the optimizers whose parameters the loss trains: "
                 "their gradients are unscaled at once."
             )
-        parameters = _parameters(optimizers)
-        scaler.allow(optimizers, len(parameters))
+        every = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        parameters = list({id(parameter): parameter for parameter in every}.values())
+        scaler.allow(optimizers, shared=len(parameters) < len(every))
         before = [_put_aside(parameter) for parameter in parameters]
         try:
             scaler.take(loss, optimizers, retain_graph)
@@ -107,17 +108,17 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
             ScalerError: No loss had its `backward` for `optimizer` in this iteration.
         """
         begun = time.perf_counter()
-        taking = [s for s in self._scalers.values() if s.is_enabled() and s.knows(optimizer)]
+        taking = [s for s in self._scalers.values() if s.knows(optimizer)]
         if not taking:
-            if any(scaler.is_enabled() for scaler in self._scalers.values()):
+            if any(scaler.is_enabled() for scaler in self.values()):
                 raise ScalerError(
                     "step() was called for an optimizer that no backward(name, loss, optimizer) "
                     "of this iteration had, or had gradients for."
                 )
             return optimizer.step()  # type: ignore[return-value, no-any-return, unused-ignore]
         found = torch.stack([scaler.found(optimizer) for scaler in taking])
+        decided: list[Any]
         result: float | None = None
-        decided: list[bool | Tensor]
         if _torch.handles_scaling(optimizer):
             decided = list(found.unbind())
             with temporary_attributes(optimizer, grad_scale=None, found_inf=found.amax()):
@@ -137,13 +138,13 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
         Raises:
             BrokenModelError: As `GradScaler.update`, for the first of the losses; it has ended for all.
         """
-        broken: list[BrokenModelError] = []
+        broken = []
         for scaler in self._scalers.values():
-            if scaler.is_used():
-                try:
+            try:
+                if scaler.is_used():
                     scaler.update()
-                except BrokenModelError as error:
-                    broken.append(error)
+            except BrokenModelError as error:
+                broken.append(error)
         if broken:
             raise broken[0]
 
@@ -163,15 +164,16 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
                 f"load_state_dict() got the states of {', '.join(map(str, state_dict)) or 'nothing'}; "
                 f"the losses here are {', '.join(self._scalers)}."
             )
-        read = {name: scaler.read(state_dict[name]) for name, scaler in self._scalers.items()}
-        for name, scaler in self._scalers.items():
-            scaler.take_over(read[name])
+        enabled = {name: s for name, s in self._scalers.items() if s.is_enabled()}
+        states = {name: read(state_dict[name], s._limits) for name, s in enabled.items()}
+        for name, scaler in enabled.items():
+            scaler._take_over(states[name])
 
     def _card(self) -> Card:
-        cards = ((name, *scaler._card().facts) for name, scaler in self._scalers.items())
         columns = ("loss", "scale", "steps", "skipped", "")
-        facts = [size(len(self._scalers), "loss", "losses")]
-        return Card("LossScalers", facts, columns, [_filled(row, 5) for row in cards])
+        cards = [(name, *scaler._card().facts) for name, scaler in self._scalers.items()]
+        rows = [(*row, *[None] * (len(columns) - len(row))) for row in cards]
+        return Card("LossScalers", [size(len(rows), "loss", "losses")], columns, rows)
 
     def _of(self, name: str) -> _LossScaler:
         if name not in self._scalers:
@@ -184,10 +186,6 @@ _WHOLE = (
     "unscaled the gradients of all losses: clip them as they are, and call step(optimizer) and "
     "update() of the LossScalers."
 )
-
-
-def _filled(row: tuple[str, ...], columns: int) -> tuple[str | None, ...]:
-    return (*row, *[None] * (columns - len(row)))
 
 
 class _LossScaler(GradScaler):
@@ -204,21 +202,20 @@ class _LossScaler(GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:  # noqa: ARG002
         raise ScalerError(_WHOLE.format("step"))
 
-    def allow(self, optimizers: Iterable[Optimizer], parameters: int) -> None:
-        """Refuses a backward pass whose gradients could not be unscaled; `parameters` counts the different ones."""
-        if not self.is_enabled():
-            return
-        if sum(len(group["params"]) for o in optimizers for group in o.param_groups) > parameters:
+    def allow(self, optimizers: Iterable[Optimizer], shared: bool) -> None:
+        """Refuses a backward pass whose gradients could not be unscaled.
+
+        Args:
+            optimizers: Whose parameters it has gradients for.
+            shared: Whether two of them have a parameter in common.
+        """
+        if shared and self.is_enabled():
             raise ScalerError(
                 "backward() got optimizers that share a parameter, whose gradient would be unscaled "
                 "twice. Give each parameter to one optimizer."
             )
-        known = [self._state_of(optimizer) for optimizer in optimizers if self.knows(optimizer)]
-        if any(state.stage is OptState.STEPPED for state in known):
-            raise ScalerError(
-                "backward() was called after step() for the same optimizer: call update() first, "
-                "which ends the iteration."
-            )
+        for optimizer in filter(self.knows, optimizers):
+            self._state_of(optimizer).allow("backward")
 
     def take(self, loss: Tensor, optimizers: tuple[Optimizer, ...], retain_graph: bool) -> None:
         """Runs backward under this scale, and unscales and checks the gradients."""
@@ -230,17 +227,12 @@ class _LossScaler(GradScaler):
             if not state.found_inf:  # the loss does not reach its parameters
                 del self._optimizer_states[id(optimizer)]
 
-    def read(self, state: Any) -> ScalerState | None:
-        """A state that was read and checked; None if it changes nothing."""
-        return read(state, self._limits) if self.is_enabled() else None
-
-    def take_over(self, state: ScalerState | None) -> None:
-        self._take_over(state)
-
     def knows(self, optimizer: Optimizer) -> bool:
+        """Whether the loss has had gradients for an optimizer in this iteration."""
         return id(optimizer) in self._optimizer_states
 
     def is_used(self) -> bool:
+        """The same for any optimizer."""
         return bool(self._optimizer_states)
 
     def found(self, optimizer: Optimizer) -> Tensor:
@@ -259,20 +251,15 @@ class _LossScaler(GradScaler):
 
 
 def _names(names: object) -> list[str]:
-    given = (
-        list(names) if isinstance(names, Iterable) and not isinstance(names, str | Tensor) else []
-    )
+    given: list[Any] = []
+    if isinstance(names, Iterable) and not isinstance(names, str | Tensor):
+        given = list(names)
     if all(isinstance(name, str) for name in given) and 0 < len(set(given)) == len(given):
         return given
     raise ScalerError(
         "LossScalers needs a list of texts, with a different name for each loss: "
         f'LossScalers("cpu", ["fit", "penalty"]); got {names!r}.'
     )
-
-
-def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return list({id(p): p for group in groups for p in group["params"]}.values())
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ class OptimizerState:
         return None if self.scale is None else self.scale.device
 
     def allow(self, call: str) -> None:
-        """Refuses a call of the scaler ("unscale_", "step", or "closure", a step with one) that comes too late."""
+        """Refuses a call that comes too late: "unscale_", "step", "closure" (a step with one), a loss's "backward"."""
         if (call, self.stage) in _TOO_LATE:
             raise ScalerError(_TOO_LATE[call, self.stage])
         if self._watch is not None and self._watch.added:
@@ -135,6 +135,10 @@ _TOO_LATE = {
     ("step", OptState.STEPPED): (
         "step() was called twice for an optimizer since the last update(): call update() once, at "
         "the end of each iteration, after the steps of all optimizers."
+    ),
+    ("backward", OptState.STEPPED): (
+        "backward() was called after step() for the same optimizer: call update() first, which "
+        "ends the iteration."
     ),
     ("closure", OptState.UNSCALED): (
         "step() got a closure after unscale_(): the closure computes new gradients, which "

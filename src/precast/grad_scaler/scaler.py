@@ -28,10 +28,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal.display import Card
+from precast._internal.display import Card, Displayed
 from precast._internal.events import StepEvent, after_step, emit, witnesses
 from precast.errors import BrokenModelError, ScalerError
-from precast.grad_scaler import settings
+from precast.grad_scaler import next_scale, settings
 from precast.grad_scaler import state_dict as state_dicts
 from precast.grad_scaler.checks import GradientChecks
 from precast.grad_scaler.closures import closure_in, step_with_closure
@@ -51,7 +51,6 @@ from precast.grad_scaler.optimizer_state import OptimizerState, known_outcome
 from precast.grad_scaler.optimizers import step_given_scaler, takes_scaler, temporary_attributes
 from precast.grad_scaler.outputs import map_losses
 from precast.grad_scaler.per_optimizer_states import PerOptimizerStates
-from precast.grad_scaler.search import ScaleSearch, no_search, search_for
 from precast.grad_scaler.settings import OnVerdict
 from precast.grad_scaler.step_history import Counters, StepHistory
 
@@ -63,7 +62,8 @@ _HISTORY = 100  # steps, unless the user says how many
 Result = tuple[float | None, bool | Tensor]  # of the optimizer's step; and whether it was skipped
 
 
-class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before they call `unscale_`
+# It is one of PyTorch's, as trainers ask isinstance() before they call `unscale_`.
+class GradScaler(Displayed, torch.amp.GradScaler):
     """Scales losses, unscales and checks gradients, and adapts the scale, like `torch.amp.GradScaler`.
 
     In addition, it reports what each step did (`last_step`, `history`, `counters`), keeps the scale within limits, and
@@ -129,21 +129,20 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in {"self", "__class__"}}
         self._device = settings.device_type_of(device)
-        self._enabled = settings.require_flag("enabled", enabled) and settings.is_usable(
-            self._device
-        )
+        enabled = settings.require_flag("enabled", enabled)
+        self._enabled = enabled and settings.is_usable(self._device)
         self._init_scale: Any = init_scale
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
         self._limits = settings.DEFAULT_LIMITS
-        self._search = no_search()
+        self._search = next_scale.ScaleSearch(False)
         self._scale: Tensor | None = None
         self._growth_tracker: Tensor | None = None
         self._optimizer_states: dict[int, OptimizerState] = {}
         self._iterations = 0
         if self._enabled:  # settings that are never used may have any value
-            self._search, given["init_scale"] = search_for(init_scale, min_scale, max_scale)
+            self._search, given = next_scale.search_for(given)
             vars(self).update(settings.checked_attributes(given))
         self._step_history = StepHistory(int(history) if self._enabled else 0)
         reduce = settings.require_function("reduce_found_inf", reduce_found_inf)
@@ -219,8 +218,9 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         """
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
+        found_inf = self._found_inf_per_device(optimizer)
         how = max_norm, norm_type, error_if_nonfinite, foreach
-        return clipped(optimizer, *how, found_inf=self._found_inf_per_device(optimizer))
+        return clipped(optimizer, *how, found_inf=found_inf)
 
     @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -265,24 +265,24 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
             BrokenModelError: Neither a lower scale nor the next batch can help; the scale is left as it is.
             ScalerError: No gradients were checked in this iteration, or `new_scale` is not allowed.
         """
-        scale, _ = self._check_scale_growth_tracker("update")
+        scale, tracker = self._check_scale_growth_tracker("update")
         states = list(self._optimizer_states.values())
         searching, measured = self._search.is_searching, self._measures()
         if new_scale is not None:
             new_scale = settings.new_scale_from(new_scale, self._device, self._limits)
             self._finish(states, 0, wait=measured)
-            self._set_scale(new_scale)
+            next_scale.set_scale(scale, new_scale, self._limits)
             return
-        each = (state.found_inf for state in states)
-        found_inf = total_found_inf(scale.device, each, "prior to update.")
-        interval = 0 if searching else self._growth_interval
-        known = self._finish(states, interval, wait=measured)
+        found = (state.found_inf for state in states)
+        found_inf = total_found_inf(scale.device, found, "prior to update.")
+        known = self._finish(states, 0 if searching else self._growth_interval, wait=measured)
         if not searching:
-            self._adapt_scale(found_inf, known)
+            factors = self._growth_factor, self._backoff_factor, self._growth_interval
+            next_scale.adapt_scale(scale, tracker, found_inf, factors, self._limits, skipped=known)
         if measured:
             done, peaks = self._iterations - 1, [state.largest_gradient for state in states]
-            history, limits = self._step_history, self._limits
-            self._set_scale(self._search.after(done, float(scale), peaks, history, limits))
+            best = self._search.after(done, float(scale), peaks, self._step_history, self._limits)
+            next_scale.set_scale(scale, best, self._limits)
 
     @_torch.never_compiled
     def last_step(self, optimizer: Optimizer) -> StepEvent | None:
@@ -397,17 +397,10 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         if "_optimizer_states" in state:
             vars(self).update({**state, "_optimizer_states": {}})
         else:
-            make: Any = type(self).__init__
-            make(self, state["_device"], enabled=False)
+            GradScaler.__init__(self, state["_device"], enabled=False)
             if state["_enabled"]:
                 self._enabled, self._step_history = True, StepHistory(_HISTORY)
                 self.load_state_dict(state_dicts.of_pytorchs(state))
-
-    def __repr__(self) -> str:
-        return self._card().text()
-
-    def _repr_html_(self) -> str:
-        return self._card().html()
 
     # Up to the next comment the names are those of torch.amp.GradScaler: optimizers with a scaling of their own call
     # them, libraries read them, and fine-tuning scripts put a function of their own in the place of `_unscale_grads_`.
@@ -475,7 +468,7 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         vars(self).update(state.attributes)
         history = self._step_history
         history.resume(self._init_growth_tracker)
-        self._search = ScaleSearch(history.counters.backoffs) if state.searching else no_search()
+        self._search = next_scale.ScaleSearch(state.searching, history.counters.backoffs)
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(self._init_scale)
             self._growth_tracker.fill_(self._init_growth_tracker)
@@ -515,15 +508,10 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
 
     def _check(self, state: OptimizerState, inverse: Tensor | None = None) -> FoundInf:
         """Checks the gradients of an optimizer, after multiplying them by `inverse` if there is one."""
-        by = (
-            torch.ones_like(self._check_scale_growth_tracker("step")[0])
-            if inverse is None
-            else inverse
-        )
-        alone, measure = inverse is None, self._measures()
-        return self._checks.check(
-            state, by, self._unscale_grads_, allow_fp16=alone, measure=measure
-        )
+        alone, how, measure = inverse is None, self._unscale_grads_, self._measures()
+        if inverse is None:
+            inverse = torch.ones_like(self._check_scale_growth_tracker("step")[0])
+        return self._checks.check(state, inverse, how, allow_fp16=alone, measure=measure)
 
     def _step_if_finite(self, state: OptimizerState, args: Any, kwargs: Any) -> Result:
         if state.stage is OptState.READY:
@@ -603,28 +591,6 @@ class GradScaler(torch.amp.GradScaler):  # as trainers ask isinstance() before t
         except BrokenModelError:
             self._check_scale_growth_tracker("update")[1].zero_()  # as after any skipped iteration
             raise
-
-    def _set_scale(self, value: float | Tensor) -> None:
-        """Sets the scale, in place, to the nearest number between the limits; NaN counts as below them."""
-        low, high = self._limits.min_scale, self._limits.max_scale
-        scale, _ = self._check_scale_growth_tracker("update")
-        scale.copy_(value).nan_to_num_(nan=low).clamp_(low, high)  # type: ignore[arg-type]
-
-    def _adapt_scale(self, found_inf: Tensor, skipped: bool | None) -> None:
-        """Lowers the scale after a skipped iteration, and raises it after enough good ones; waits for no device.
-
-        Args:
-            found_inf: Nonzero if the iteration was skipped, shape ().
-            skipped: Whether it was skipped; None if only the device knows.
-        """
-        scale, tracker = self._check_scale_growth_tracker("update")
-        growth, backoff, interval = self._growth_factor, self._backoff_factor, self._growth_interval
-        _torch.update_scale_(
-            scale, tracker, found_inf, growth=growth, backoff=backoff, interval=interval
-        )
-        low, high = self._limits.min_scale, self._limits.max_scale
-        if skipped is not False or growth < 1.0 or high < settings.LARGEST_SCALE:
-            scale.clamp_(low, high)
 
     def _measures(self) -> bool:
         """Whether the gradients of this iteration are measured."""
