@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from precast.errors import PrecastWarning, ScalerError
-from precast.grad_scaler.scaler import GradScaler
 from precast.grad_scaler.next_scale import FIRST, SMALLER_ROOM, fitting
+from precast.grad_scaler.scaler import GradScaler
 from tests.support.scaling import bits, make_parameter, sgd, started
 
 Tensor = torch.Tensor
