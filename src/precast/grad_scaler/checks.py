@@ -64,15 +64,15 @@ class GradientChecks:
         allow_fp16: bool,
         measure: bool,
     ) -> FoundInf:
-        """Multiplies an optimizer's gradients by `inverse` and checks them, in all processes.
+        """Multiplies an optimizer's gradients by `inverse`, float32 of shape (), and checks them, in all processes.
 
         Args:
             state: Of the optimizer; what is found is added to its `found_inf`.
-            inverse: Float32, shape (); 1.0 to check alone.
+            inverse: 1.0 to check alone.
             unscale: The scaler's `_unscale_grads_`, which programs may have replaced.
             allow_fp16: Whether float16 gradients are checked without a warning.
-            measure: Whether the largest gradient is looked for, too. A second check does not look again: the
-                gradients may have been clipped in between.
+            measure: Whether the largest gradient is looked for, too; only by the first check, as the gradients may be
+                clipped after it.
         """
         before = found_inf_so_far(inverse, state.found_inf)
         found = unscale(state.optimizer, inverse, before, allow_fp16)

@@ -60,15 +60,9 @@ def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scale
     unscale: Callable[[OptimizerState], None],
     checks: GradientChecks,
 ) -> tuple[Any, bool]:
-    """Steps an optimizer with a closure.
+    """Steps an optimizer with a closure, which is also among the arguments of its `step`, `args` and `kwargs`.
 
-    Args:
-        state: Of the optimizer.
-        closure: The user's closure, which `args` or `kwargs` hold, too.
-        args: Of the optimizer's `step`.
-        kwargs: Of the optimizer's `step`.
-        unscale: Unscales the optimizer's gradients and checks them.
-        checks: Says what was found, in all processes.
+    `unscale` unscales the optimizer's gradients and checks them; `checks` says what was found, in all processes.
 
     Returns:
         What the step returned, and whether it was skipped, that is, undone.

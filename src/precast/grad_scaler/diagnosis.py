@@ -57,12 +57,9 @@ _CAUSES = {
 
 
 def diagnoses(history: StepHistory, limits: Limits, wait: bool) -> Iterator[ScalerDiagnosis]:
-    """Closes open iterations, and yields what is diagnosed of them.
+    """Closes open iterations of `history`, and yields what is diagnosed of them.
 
-    Args:
-        history: Whose open iterations.
-        limits: What the user allows.
-        wait: Whether to wait for iterations of which only the device knows whether they were skipped.
+    `wait`: whether to wait for those of which only the device knows whether they were skipped.
     """
     for iteration in history.close(wait):
         reason = _reason(iteration, history, limits)

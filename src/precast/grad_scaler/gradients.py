@@ -72,14 +72,9 @@ def unscaled(
 ) -> FoundInf:
     """Multiplies all gradients of an optimizer by `inverse` in place, and checks them.
 
-    Args:
-        optimizer: Whose gradients.
-        inverse: Float32, shape ().
-        found_inf: What was found before, float32, shape (); it is not changed.
-        allow_fp16: Whether float16 gradients are unscaled without a warning.
-
     Returns:
-        On each device with gradients a copy of `found_inf`, which is 1.0 if a gradient there was not finite.
+        On each device with gradients a copy of `found_inf`, what was found before; it is 1.0 if a gradient there was
+        not finite. Float16 gradients get a warning, unless `allow_fp16` says otherwise.
     """
     found: FoundInf = {}
     for (device, dtype, later), memories in _by_kind(optimizer).items():
@@ -95,15 +90,10 @@ def unscaled(
 def total_found_inf(
     device: torch.device | None, each: Iterable[FoundInf], where: str = "for this optimizer."
 ) -> Tensor:
-    """The sum of what was found for several optimizers, shape ().
-
-    Args:
-        device: Where the sum is wanted; None is the first device that something was found on.
-        each: What was found for each optimizer.
-        where: Ends the first sentence of the error.
+    """The sum of what was found for `each` of several optimizers, shape (), on `device` or the first that has some.
 
     Raises:
-        ScalerError: No gradients were checked.
+        ScalerError: No gradients were checked; `where` ends its first sentence.
     """
     found = [number for one in each for number in one.values()]
     if found:

@@ -9,8 +9,9 @@ finite, and only the scales of those losses are lowered.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -90,7 +91,12 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
             )
         every = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         parameters = list({id(parameter): parameter for parameter in every}.values())
-        scaler.allow(optimizers, shared=len(parameters) < len(every))
+        if len(parameters) < len(every) and scaler.is_enabled():
+            raise ScalerError(
+                "backward() got optimizers that share a parameter, whose gradient would be unscaled "
+                "twice. Give each parameter to one optimizer."
+            )
+        scaler.allow_backward(optimizers)
         before = [_put_aside(parameter) for parameter in parameters]
         try:
             scaler.take(loss, optimizers, retain_graph)
@@ -164,10 +170,9 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
                 f"load_state_dict() got the states of {', '.join(map(str, state_dict)) or 'nothing'}; "
                 f"the losses here are {', '.join(self._scalers)}."
             )
-        enabled = {name: s for name, s in self._scalers.items() if s.is_enabled()}
-        states = {name: read(state_dict[name], s._limits) for name, s in enabled.items()}
-        for name, scaler in enabled.items():
-            scaler._take_over(states[name])
+        every = [scaler.read(state_dict[name]) for name, scaler in self._scalers.items()]
+        for take_over in every:
+            take_over()
 
     def _card(self) -> Card:
         columns = ("loss", "scale", "steps", "skipped", "")
@@ -202,18 +207,8 @@ class _LossScaler(GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:  # noqa: ARG002
         raise ScalerError(_WHOLE.format("step"))
 
-    def allow(self, optimizers: Iterable[Optimizer], shared: bool) -> None:
-        """Refuses a backward pass whose gradients could not be unscaled.
-
-        Args:
-            optimizers: Whose parameters it has gradients for.
-            shared: Whether two of them have a parameter in common.
-        """
-        if shared and self.is_enabled():
-            raise ScalerError(
-                "backward() got optimizers that share a parameter, whose gradient would be unscaled "
-                "twice. Give each parameter to one optimizer."
-            )
+    def allow_backward(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuses a backward pass after the step of an optimizer in the same iteration."""
         for optimizer in filter(self.knows, optimizers):
             self._state_of(optimizer).allow("backward")
 
@@ -226,6 +221,11 @@ class _LossScaler(GradScaler):
             state.stage = OptState.READY  # the same loss may come again, in accumulation
             if not state.found_inf:  # the loss does not reach its parameters
                 del self._optimizer_states[id(optimizer)]
+
+    def read(self, state: Any) -> Callable[[], None]:
+        """Reads and checks a state; what is returned takes it over."""
+        found = read(state, self._limits) if self.is_enabled() else None
+        return functools.partial(self._take_over, found)
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether the loss has had gradients for an optimizer in this iteration."""

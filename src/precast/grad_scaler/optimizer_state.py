@@ -1,15 +1,19 @@
-"""What one optimizer has done since the latest `update`: which calls came, what was found in its gradients.
+"""What each optimizer has done since the latest `update`: which calls came, what was found in its gradients.
 
-Invariants: a call that comes too late is refused with an error that says what to do; whether a step is taken is the
-scaler's to decide.
+Libraries read and write this under the names of PyTorch's scaler: `_per_optimizer_states` and its entries.
+
+Invariants:
+- a call that comes too late is refused with an error that says what to do; whether a step is taken is the scaler's to
+  decide;
+- reading the state of an optimizer that the scaler has not met in this iteration adds nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,12 +25,16 @@ from precast.grad_scaler.nonfinite import NonfiniteDetails
 from precast.grad_scaler.optimizers import parameters_of
 from precast.weights import low_precision_gradients
 
-__all__ = ["BackwardWatch", "OptimizerState", "known_outcome"]
+__all__ = ["BackwardWatch", "OptimizerState", "PerOptimizerStates"]
+
+
+_ENTRIES: Final = {"stage": "stage", "found_inf_per_device": "found_inf"}
+"""PyTorch's name -> the attribute of `OptimizerState`."""
 
 
 @dataclass(eq=False, slots=True)
-class OptimizerState:
-    """What one optimizer has done in this iteration."""
+class OptimizerState(MutableMapping[str, Any]):
+    """What one optimizer has done in this iteration; for programs it is a mapping that has the entries of PyTorch's."""
 
     optimizer: Any
     """Held, so that no other optimizer gets its id before the iteration ends; None until the scaler meets it."""
@@ -42,7 +50,31 @@ class OptimizerState:
     """The largest unscaled gradient, while the first scale is searched for."""
     is_stepping: bool = False
     """Whether `step` is what calls `unscale_`: then nobody can change the gradients between the two."""
+    when_written: Callable[[], object] = lambda: None
+    """Called when a program has written an entry."""
     _watch: BackwardWatch | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, _ENTRIES[name])
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self, _ENTRIES[name], OptState(value) if name == "stage" else value)
+        if self.stage is OptState.READY and self._watch is not None:  # nothing is unscaled any more
+            self._watch.end()
+            self._watch = None
+        self.when_written()
+
+    def __delitem__(self, name: str) -> None:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_ENTRIES)
+
+    def __len__(self) -> int:
+        return len(_ENTRIES)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
     def scale_of_gradients(self, now: Tensor) -> Tensor:
         """The scale of its gradients; a copy of the scale that is `now` if none was needed."""
@@ -73,13 +105,6 @@ class OptimizerState:
         if self.stage is OptState.UNSCALED and not self.is_stepping:
             self._watch = BackwardWatch(parameters_of(self.optimizer))
 
-    def set_stage(self, stage: OptState) -> None:
-        """For programs that set the stage themselves: back at READY, nothing counts as unscaled any more."""
-        self.stage = stage
-        if stage is OptState.READY and self._watch is not None:
-            self._watch.end()
-            self._watch = None
-
     def conclude(self, skipped: bool) -> None:
         """A step with a closure is over: what one call of the closure found need not hold for the whole step."""
         self.found_inf = {d: torch.full_like(v, skipped) for d, v in self.found_inf.items()}
@@ -93,10 +118,55 @@ class OptimizerState:
             self._watch.end()
 
 
-def known_outcome(states: Sequence[OptimizerState]) -> bool | None:
-    """Whether any step of these optimizers was skipped; None if only the device knows."""
-    decided = [state.skipped for state in states]
-    return any(decided) if all(isinstance(each, bool) for each in decided) else None
+class PerOptimizerStates(MutableMapping[Any, OptimizerState]):
+    """``id(optimizer)`` -> its state; a view. Any other key gives the state of one that has done nothing."""
+
+    def __init__(self, states: dict[Any, OptimizerState]) -> None:
+        self._states = states
+
+    def __getitem__(self, key: Any) -> OptimizerState:
+        if key in self._states:
+            return self._states[key]
+        state = OptimizerState(None)
+        state.when_written = lambda: self._states.setdefault(key, state)
+        return state
+
+    def __setitem__(self, key: Any, state: Mapping[str, Any]) -> None:
+        self[key].update(state)
+
+    def __delitem__(self, key: Any) -> None:
+        self._states.pop(key).end()
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._states
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(tuple(self._states))
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As a dictionary's: `default` for an optimizer that the scaler has not met."""
+        return self._states.get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As a dictionary's."""
+        if default and key not in self:
+            return default[0]
+        state = dict(self[key])
+        del self[key]
+        return state
+
+    def replace(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Takes over what a program puts in the place of all of them."""
+        kept = {key: dict(state) for key, state in states.items()}
+        self.clear()
+        for key, state in kept.items():
+            self[key] = state
 
 
 class BackwardWatch:

@@ -22,12 +22,9 @@ T = TypeVar("T")
 def map_losses(
     outputs: T, scaled: Callable[[Tensor], Tensor], scale_later: Callable[[Any], Any]
 ) -> T:
-    """`outputs` with `scaled` of each loss in place of it.
+    """`outputs`, a loss or containers of losses, with `scaled` of each loss in place of it.
 
-    Args:
-        outputs: A loss, or containers of losses; other tensors and leaves stay as they are.
-        scaled: Of one loss.
-        scale_later: Maps the elements of iterators and sets, which become lazy ``map`` objects, as in PyTorch.
+    Iterators and sets become lazy ``map`` objects of `scale_later`, as in PyTorch.
 
     Raises:
         ScalerError: `outputs` holds something, but no tensor.

@@ -47,10 +47,9 @@ from precast.grad_scaler.gradients import (
     unscaled,
 )
 from precast.grad_scaler.memory import moved
-from precast.grad_scaler.optimizer_state import OptimizerState, known_outcome
+from precast.grad_scaler.optimizer_state import OptimizerState, PerOptimizerStates
 from precast.grad_scaler.optimizers import step_given_scaler, takes_scaler, temporary_attributes
 from precast.grad_scaler.outputs import map_losses
-from precast.grad_scaler.per_optimizer_states import PerOptimizerStates
 from precast.grad_scaler.settings import OnVerdict
 from precast.grad_scaler.step_history import Counters, StepHistory
 
@@ -566,7 +565,8 @@ class GradScaler(Displayed, torch.amp.GradScaler):
     def _finish(self, states: list[OptimizerState], interval: int, wait: bool) -> bool | None:
         """Writes the iteration down and diagnoses it. Returns whether it was skipped, None if only the device knows."""
         checked = [state for state in states if state.found_inf]
-        known = known_outcome(checked)
+        decided = [state.skipped for state in checked]
+        known = any(decided) if all(isinstance(each, bool) for each in decided) else None
         now, _ = self._check_scale_growth_tracker("update")
         if _torch.is_captured(now) or not checked:
             self._step_history.discard_iteration()

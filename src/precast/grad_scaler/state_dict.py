@@ -72,12 +72,8 @@ def read(state: Mapping[str, Any], limits: Limits) -> ScalerState | None:
 
 def of_pytorchs(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict of a scaler of PyTorch's that has these attributes: a pickle has nothing else."""
-    names = ("growth_factor", "backoff_factor", "growth_interval")
-    return {
-        "scale": attributes["_init_scale"],
-        "_growth_tracker": attributes["_init_growth_tracker"],
-        **{name: attributes[f"_{name}"] for name in names},
-    }
+    other = {"scale": "_init_scale", "_growth_tracker": "_init_growth_tracker"}
+    return {name: attributes[other.get(name, f"_{name}")] for name in _NUMBERS}
 
 
 def by_loss(state: Mapping[str, Any], losses: Iterable[str]) -> Mapping[str, Any]:
