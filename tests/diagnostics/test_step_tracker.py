@@ -11,10 +11,7 @@ from torch import nn
 
 import precast
 from precast._internal import events
-from precast.cli.run.exit_status import ExitStatus
-from precast.cli.run.output_files import Rank
 from precast.cli.run.run_observer import RunObserver
-from precast.cli.run.target import Target
 from precast.errors import BrokenModelError
 from tests.support.reports import document_of
 
@@ -74,9 +71,7 @@ def run_of(program: Callable[[], None], steps: tuple[int, int]) -> Any:
     finally:
         watch.stop()
         precast.uninstall()
-    return document_of(
-        Target("train.py", False), Rank(), "torch", ending=ExitStatus(), seconds=1.0, watch=watch
-    )
+    return document_of(watch, "torch")
 
 
 def precasts() -> Any:

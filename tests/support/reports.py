@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from precast.cli.run import terminal_summary
-from precast.cli.run.document import document_of as _document_of
+from precast.cli.run.run_observer import RunObserver
 from precast.diagnostics import schema
 from precast.diagnostics.records import as_json, from_json
 from precast.diagnostics.report import between as _between
-from precast.diagnostics.report import numbers, ranks, run_summary
+from precast.diagnostics.report import document, numbers, ranks, run_summary
 from precast.diagnostics.report import tree as _tree
 
 __all__ = [
@@ -52,8 +52,12 @@ def summary(plain: Any, where: list[str]) -> str:
     return terminal_summary.summary(_read(plain), where)
 
 
-def document_of(*args: Any, **named: Any) -> Any:
-    return as_json(_document_of(*args, **named))
+def document_of(watch: RunObserver, policy: str) -> Any:
+    """The document of a program that was watched in this process, as `precast run` makes it."""
+    made = document.blank(["train.py"], policy)
+    made.run.seconds = 1.0
+    watch.describe(made)
+    return as_json(made)
 
 
 def between(plain: Any, first: Any, dtype: str) -> _between.Between | None:

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 main.add_command(run_command.run)
-main.add_command(run_command.report)
+main.add_command(run_command.report_)
 
 
 @main.command(short_help="Train in float32 and in mixed precision, and compare.")

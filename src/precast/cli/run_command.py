@@ -1,42 +1,30 @@
 """The commands `precast run` and `precast report`.
 
-Invariants: torch is imported when the program that is run imports it, and never for `report`.
-Exit codes of `run`: the program's own; where nothing was run 2, asked for wrongly, or 1, an extra is missing.
+Invariants: torch is imported when the program that is run imports it, and never for `report`. The exit code of `run` is
+the program's; where nothing was run it is 2 if the command was used wrongly, and 1 if an extra is missing.
 """
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import click
 
 from precast.errors import MissingExtraError
 
-__all__ = ["report", "run"]
+__all__ = ["report_", "run"]
 
 _DEFAULT = Path("precast-report.html")
 
 
-class _Steps(click.ParamType[tuple[int, int]]):
-    """A:B, with A below B."""
-
-    name = "A:B"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        begin, colon, end = str(value).partition(":")
-        if not (colon and begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
-            self.fail(
-                f"{value!r} are no steps; write the first and the one after the last, counted from 0, as in 2:5",
-                param,
-                ctx,
-            )
-        return int(begin), int(end)
+def _steps(text: str) -> tuple[int, int]:
+    """The type of an option A:B, with A below B."""
+    begin, _, end = text.partition(":")
+    if not (begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
+        raise click.BadParameter(
+            f"{text!r} are no steps; write the first and the one after the last, counted from 0, as in 2:5"
+        )
+    return int(begin), int(end)
 
 
 @click.command(
@@ -65,12 +53,14 @@ class _Steps(click.ParamType[tuple[int, int]]):
 )
 @click.option(
     "--steps",
-    type=_Steps(),
-    default=(2, 5),
-    help="Steps to trace in detail: from A up to B, without B; counted from 0.  [default: 2:5]",
+    type=_steps,
+    metavar="A:B",
+    default="2:5",
+    show_default=True,
+    help="Steps to trace in detail: from A up to B, without B; counted from 0.",
 )
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser at the end.")
-@click.option("--health", is_flag=True, help="RunObserver for overflow and underflow, too.")
+@click.option("--health", is_flag=True, help="Watch for overflow and underflow, too.")
 def run(
     program: str | None,
     arguments: tuple[str, ...],
@@ -91,30 +81,34 @@ def run(
     """
     if program is None:
         raise click.UsageError("Name a script, as in `precast run train.py`.")
-    from precast.cli.run import session
     from precast.cli.run.output_files import OutputFiles, rank_from_environment
+    from precast.cli.run.session import Session
     from precast.cli.run.target import Target
+    from precast.diagnostics import report
 
     _refuse_no_policy(policy)
-    if _makes_page(page or (_DEFAULT if opens else None), as_json):
+    try:
+        report.needed()
         page = page or _DEFAULT
-    places = OutputFiles(
+    except MissingExtraError:
+        if page or opens or not as_json:
+            raise  # else the data, which were asked for, are made without it
+    files = OutputFiles(
         page and page.absolute(), as_json and as_json.absolute(), rank_from_environment()
     )
     target = Target(program, is_module, arguments)
     try:
         target.check()
-        places.check()
+        files.check()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    session.run(session.Request(target, places, policy, steps, health, opens))
+    Session(target, files, policy, steps, health, opens).run()
 
 
 def _refuse_no_policy(policy: str) -> None:
     """Before anything runs; what is wrong in a file is known when PyTorch is there."""
-    folder = resources.files("precast.policy").joinpath("presets")
-    files = [each.name for each in folder.iterdir() if each.name.endswith(".toml")]
-    presets = sorted(name.removesuffix(".toml") for name in files)
+    folder = Path(__file__).parents[1] / "policy/presets"
+    presets = sorted(path.stem for path in folder.glob("*.toml"))
     if policy not in presets and not Path(policy).exists():
         raise click.UsageError(
             f"no policy {policy!r}: neither a preset nor a file. Allowed: {', '.join(presets)}, or the path of a TOML "
@@ -122,20 +116,7 @@ def _refuse_no_policy(policy: str) -> None:
         )
 
 
-def _makes_page(page: Path | None, as_json: Path | None) -> bool:
-    """Whether there is a page: not where what makes it is missing, and data are all that was asked for."""
-    from precast.diagnostics import report as report_
-
-    try:
-        report_.needed()
-    except MissingExtraError:
-        if page is not None or as_json is None:
-            raise
-        return False
-    return True
-
-
-@click.command(short_help="Make the report of a run from its data.")
+@click.command("report", short_help="Make the report of a run from its data.")
 @click.argument(
     "documents",
     metavar="FILE...",
@@ -157,14 +138,14 @@ def _makes_page(page: Path | None, as_json: Path | None) -> bool:
     metavar="FILE",
     help="Write the merged data, too.",
 )
-def report(documents: tuple[Path, ...], output: Path, as_json: Path | None) -> None:
+def report_(documents: tuple[Path, ...], output: Path, as_json: Path | None) -> None:
     """Make the report of a run from the files of `precast run --json`, one for each rank."""
     if not documents:
         raise click.UsageError("Name the files that `precast run --json` wrote, one for each rank.")
-    from precast.diagnostics import report as report_
+    from precast.diagnostics import report
 
-    merged = report_.merge([report_.load(path) for path in documents])
+    merged = report.merge([report.load(path) for path in documents])
     if as_json is not None:
-        report_.save(merged, as_json)
-    report_.write(merged, output)
+        report.save(merged, as_json)
+    report.write(merged, output)
     click.echo(str(output))

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from precast.cli.run.exit_status import ExitStatus
-from precast.cli.run.output_files import Rank
 from precast.cli.run.run_observer import RunObserver
-from precast.cli.run.target import Target
 from precast.diagnostics import report
 from precast.diagnostics.report.page import html
 from precast.diagnostics.report.words import shortened
@@ -44,9 +41,7 @@ def seen(
     finally:
         watch.stop()
         precast.uninstall()
-    made: Any = document_of(
-        Target("train.py", False), Rank(), policy, ending=ExitStatus(), seconds=1.0, watch=watch
-    )
+    made: Any = document_of(watch, policy)
     made["run"]["compiled"] = False  # what other tests of this process have compiled
     return made
 

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -134,30 +135,23 @@ class ExitWatcher:
         """In the listener's thread: the main one may be in the midst of an operation, and the program ends now."""
         if number not in _FATAL or self._dying or signal.getsignal(number) is not signal.SIG_DFL:
             return  # it is the program's to handle, or the main thread does
-        if self._get(number) != self._die:
-            return
-        self._ending = ExitStatus("interrupted", 128 + number, signal.Signals(number).name)
-        done = _thread.allocate_lock()
-        done.acquire()
-        _thread.start_new_thread(self._end_and_release, (done,))
-        done.acquire(timeout=_MOST_FOR_A_REPORT)
-        die_of(number)
+        if self._get(number) == self._die:
+            _thread.start_new_thread(_die_late, (number,))
+            self._die(number)
 
-    def _end_and_release(self, done: Any) -> None:
-        try:
-            self._end()
-        finally:
-            done.release()
-
-    def _die(self, number: int, _frame: FrameType | None) -> None:
+    def _die(self, number: int, _frame: FrameType | None = None) -> None:
         self._dying = True
-        name = signal.Signals(number).name
-        self._ending = ExitStatus("interrupted", 128 + number, name)
+        self._ending = ExitStatus("interrupted", 128 + number, signal.Signals(number).name)
         try:
             self._end()
         finally:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            die_of(number)
+
+
+def _die_late(number: int) -> None:
+    """Ends the process in some seconds if no report is written by then."""
+    time.sleep(_MOST_FOR_A_REPORT)
+    die_of(number)
 
 
 def _die_of_an_interrupt() -> None:
@@ -221,9 +215,9 @@ def _of_the_program(error: BaseException, traceback: TracebackType | None) -> Tr
 
 
 def _goes_on_in_ours(outer_is_ours: bool, traceback: TracebackType) -> bool:
-    """Whether a frame is ours, or PyTorch's way from one of ours to an operation."""
-    from_ours = outer_is_ours and traceback.tb_frame.f_globals.get("__name__") == "torch._ops"
-    return from_ours or _is_ours(traceback)
+    """Whether a frame is ours, or the way from one of ours to an operation of PyTorch's or to the program's module."""
+    module = traceback.tb_frame.f_globals.get("__name__")
+    return (outer_is_ours and module in {"torch._ops", "runpy"}) or _is_ours(traceback)
 
 
 def _is_ours(traceback: TracebackType) -> bool:

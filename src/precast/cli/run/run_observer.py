@@ -23,7 +23,8 @@ from precast.cli.run.trace_window import TraceWindow
 from precast.diagnostics import schema
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
 from precast.diagnostics.records import from_json
-from precast.diagnostics.schema import Health, ModuleRules, PolicyName
+from precast.diagnostics.report.numbers import numeric_findings
+from precast.diagnostics.schema import Document, Health, ModuleRules, PolicyName
 from precast.diagnostics.step_tracker import StepTracker
 from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in
@@ -85,29 +86,24 @@ class RunObserver:
         """Ends it; the policy stays in force, for what the program does at its exit."""
         self._ends.close()
 
-    def devices(self) -> list[str]:
-        """The device types that were computed on."""
-        return ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
-
-    def rules(self) -> ModuleRules | None:
-        """What became of the policy's rules for modules, if it has some."""
-        if not self.policy.modules:
-            return None
-        rules = self._installed.rules
-        return ModuleRules(rules.models, list(rules.problems))
-
-    def named_policy(self) -> PolicyName:
-        """The policy, as the document has it."""
-        policy = self.policy
-        return PolicyName(policy.name, policy.fingerprint, whole_file(policy))
-
-    def compiles(self) -> bool:
-        """Whether `torch.compile` has compiled something: in it nothing is counted."""
-        return _torch.has_compiled()
-
-    def health(self) -> Health | None:
-        """What the monitor saw."""
-        return None if self._monitor is None else from_json(Health, self._monitor.as_dict())
+    def describe(self, document: Document) -> None:
+        """Writes into the document of this process what was seen of it."""
+        run, history, policy = document.run, self.steps.history, self.policy
+        run.devices = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
+        run.policy = PolicyName(policy.name, policy.fingerprint, whole_file(policy))
+        run.steps, run.skipped = history.count, history.skipped
+        run.nonfinite_losses = history.nonfinite
+        run.first_nonfinite_loss = history.first_nonfinite
+        run.elsewhere, run.traced = self.window.elsewhere, self.window.traced
+        run.compiled = _torch.has_compiled()
+        if policy.modules:
+            rules = self._installed.rules
+            run.module_rules = ModuleRules(rules.models, list(rules.problems))
+        document.steps, document.verdicts = history.kept(), self._verdicts
+        document.counts, document.trace = self.window.counts(), self.window.data()
+        if self._monitor is not None:
+            document.health = from_json(Health, self._monitor.as_dict())
+        document.findings = numeric_findings(document)
 
     # What a gradient scaler asks and tells (`events.Witness`).
 
@@ -137,10 +133,6 @@ class RunObserver:
                 schema.ScalerDiagnosis(step, verdict.reason, verdict.scale, names)
             )
         self._judged_at = step
-
-    def verdicts(self) -> list[schema.ScalerDiagnosis]:
-        """Where no lower scale would have helped."""
-        return self._verdicts
 
     def _model(self) -> nn.Module | None:
         return None if self._largest is None else self._largest[1]()

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from precast.cli.run.document import document_of
 from precast.cli.run.exit_status import ExitStatus, ExitWatcher
 from precast.cli.run.import_hook import when_torch_is_loaded
 from precast.cli.run.module_isolation import ModuleIsolation
@@ -26,144 +25,139 @@ if TYPE_CHECKING:
     from precast.cli.run.run_observer import RunObserver
     from precast.diagnostics.schema import Document
 
-__all__ = ["Request", "run"]
+__all__ = ["Session"]
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `precast run` was asked for.
+@dataclass
+class Session:
+    """One run of a program.
 
     Attributes:
-        target: the program.
-        places: where the report goes.
+        target: the program, which has been checked.
+        files: where the report goes, checked too.
         policy: the name of a preset, or the path of a policy file.
         traced: the first step that is traced in full, and the first that no longer is.
-        health: whether numbers are looked at, too.
+        health: whether the model's numbers are watched, too.
         opens: whether the page is shown in a browser at the end.
     """
 
     target: Target
-    places: OutputFiles
-    policy: str = "torch"
-    traced: tuple[int, int] = (2, 5)
-    health: bool = False
-    opens: bool = False
+    files: OutputFiles
+    policy: str
+    traced: tuple[int, int]
+    health: bool
+    opens: bool
 
-
-def run(request: Request) -> None:
-    """Runs the program; returns where it ended by itself. Target and places have been checked.
-
-    Raises:
-        SystemExit, Interrupted: as `ExitWatcher.run`.
-    """
-    _Session(request).run()
-
-
-class _Session:
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._watch: RunObserver | None = None
+    def __post_init__(self) -> None:
+        self._observer: RunObserver | None = None
         self._refused = False
-        self._apart = ModuleIsolation()
+        self._isolation = ModuleIsolation()
         self._listen: Callable[[], None] = lambda: None
         self._began = time.perf_counter()
-        # Now, as the program may change the folder: paths in messages are as they were asked for.
-        self._here = Path.cwd()
+        self._folder = (
+            Path.cwd()
+        )  # messages say paths from here, also when the program has changed the folder
 
     def run(self) -> None:
-        when_torch_is_loaded(self._look_on)
-        target, endings = self._request.target, ExitWatcher(self._finish)
-        self._listen = endings.listener.listen
-        endings.run(lambda: target.run(self._apart.begin))
+        """Runs the program; returns if it ended by itself.
 
-    def _look_on(self) -> None:
-        """PyTorch is there; a program that cannot run as asked ends here."""
-        with self._apart.ours():
-            self._watch_program()
+        Raises:
+            SystemExit, Interrupted: as `ExitWatcher.run`.
+        """
+        when_torch_is_loaded(self._observe)
+        watcher = ExitWatcher(self._finish)
+        self._listen = watcher.listener.listen
+        watcher.run(lambda: self.target.run(self._isolation.begin))
 
-    def _watch_program(self) -> None:
+    def _observe(self) -> None:
+        """Watches from here on, as PyTorch is there now; a policy that cannot be read ends the program."""
         try:
-            from precast.cli.run.run_observer import RunObserver
+            with self._isolation.ours():
+                from precast.cli.run.run_observer import RunObserver
 
-            request = self._request
-            watch = RunObserver(request.policy, request.traced, request.health, self._listen)
-            watch.start()
+                observer = RunObserver(self.policy, self.traced, self.health, self._listen)
+                observer.start()
         except PrecastError as error:
             self._refused = True
             _say(f"Error: {error}\n")
             sys.exit(2)
-        self._watch = watch
+        self._observer = observer
 
-    def _finish(self, ending: ExitStatus) -> None:
+    def _finish(self, status: ExitStatus) -> None:
         if self._refused:
             return
         try:
-            with self._apart.ours():
-                document = self._document(ending)
-                where = _write(document, self._request.places, self._here)
+            with self._isolation.ours():
+                document = self._document(status)
+                where = _write(document, self.files, self._folder)
                 _say(summary(document, where))
-                if self._request.opens and ending.how != "interrupted":
-                    _open(self._request.places)
+                if self.opens and status.how != "interrupted":
+                    _open(self.files)
         except BaseException as error:  # nothing that fails here is the program's failure
             _say(said(f"there is no report: {type(error).__name__}: {error}"))
 
-    def _document(self, ending: ExitStatus) -> Document:
-        seconds = time.perf_counter() - self._began
-        if self._watch is not None:
-            self._watch.stop()
-        request = self._request
-        rank, watch = request.places.rank, self._watch
-        return document_of(
-            request.target, rank, request.policy, ending=ending, seconds=seconds, watch=watch
-        )
+    def _document(self, status: ExitStatus) -> Document:
+        from precast.diagnostics.report import blank
+
+        document = blank(self.target.command, self.policy)
+        run, rank = document.run, self.files.rank
+        run.seconds = time.perf_counter() - self._began
+        run.ended, run.code, run.message = status.how, status.code, status.message
+        run.rank, run.world_size = rank.number, rank.of
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer.describe(document)
+        return document
 
 
-def _write(document: Document, places: OutputFiles, here: Path) -> list[str]:
-    """Writes what was asked for, or the same elsewhere; says where it is."""
+def _write(document: Document, files: OutputFiles, folder: Path) -> list[str]:
+    """Writes what was asked for, or the same elsewhere; returns sentences that say where it is."""
     try:
-        return _write_to(document, places, here)
+        return _write_to(document, files, folder)
     except OutputError as error:
         problem = str(error)
     try:
-        return [problem, *_write_to(document, places.elsewhere(), here)]
+        return [problem, *_write_to(document, files.elsewhere(), folder)]
     except OSError as error:
         return [problem, f"no other place was found for it either: {error}"]
 
 
-def _write_to(document: Document, places: OutputFiles, here: Path) -> list[str]:
-    from precast.diagnostics import report
-
-    written = []
-    if places.own_json is not None:
-        report.save(document, places.own_json)
-        written.append(places.own_json)
-    if places.own_report is not None:
-        report.write(document, places.own_report)
-        written.append(places.own_report)
-    if places.rank.of > 1:
-        written += _merge(places)
-    return ["written: " + ", ".join(_shown(path, here) for path in written)]
+def _write_to(document: Document, files: OutputFiles, folder: Path) -> list[str]:
+    written = _save(document, files.own_json, files.own_report)
+    if files.rank.of > 1:
+        written += _merge(files)
+    shown = (path.relative_to(folder) if path.is_relative_to(folder) else path for path in written)
+    return ["written: " + ", ".join(map(str, shown))]
 
 
-def _merge(places: OutputFiles) -> list[Path]:
-    """Merges what is there of all ranks: the last to end has all. One that ends meanwhile is seen, and merged too."""
+def _merge(files: OutputFiles) -> list[Path]:
+    """Merges the documents that are there: the last rank to end finds all. Once more if one came meanwhile."""
     from precast.diagnostics import report
 
     merged: list[Path] = []
-    while (found := places.documents_of_ranks()) != merged:
+    written: list[Path] = []
+    while (found := files.documents_of_ranks()) != merged:
         merged = found
         document = report.merge([report.load(path) for path in found])
-        if places.json is not None:
-            report.save(document, places.json)
-        if places.report is not None:
-            report.write(document, places.report)
-    return [path for path in (places.json, places.report) if path is not None]
+        written = _save(document, files.json, files.report)
+    return written
 
 
-def _open(places: OutputFiles) -> None:
+def _save(document: Any, json: Path | None, page: Path | None) -> list[Path]:
+    """Writes the data and the page, where there is a path for them; returns what was written."""
+    from precast.diagnostics import report
+
+    if json is not None:
+        report.save(document, json)
+    if page is not None:
+        report.write(document, page)
+    return [path for path in (json, page) if path is not None]
+
+
+def _open(files: OutputFiles) -> None:
     """Shows the page; of several processes one does."""
-    page = places.report
-    if page is None or places.rank.number not in {None, 0}:
+    page = files.report
+    if page is None or files.rank.number not in {None, 0}:
         return
     import webbrowser
 
@@ -171,12 +165,8 @@ def _open(places: OutputFiles) -> None:
         _say(said(f"no browser was found to open {page}"))
 
 
-def _shown(path: Path, here: Path) -> str:
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
 def _say(text: str) -> None:
-    """On the process's own stderr; a program that closed it hears nothing, and ends as it would."""
+    """Writes to the process's own stderr; where the program closed that nothing is said, and it ends as it would."""
     try:
         if sys.__stderr__ is not None:
             sys.__stderr__.write(text)

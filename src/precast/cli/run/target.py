@@ -1,19 +1,19 @@
-"""What is run, a script or a module, and how it becomes `__main__`.
+"""The program that is run, a script or a module, and how it becomes `__main__`.
 
 Invariants: the program finds what Python itself would have given it: `__main__` with its attributes, `sys.argv`,
-`sys.path[0]`, line numbers and source; and `__main__` stays it until the process ends, for pickles, for processes that
-are spawned, and for what runs at exit. Nothing here imports torch.
+`sys.path[0]`, line numbers and source. It stays `__main__` until the process ends, because pickles, spawned processes
+and exit functions look for it there. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from pkgutil import get_importer
 from types import CodeType, ModuleType
 from typing import Any
@@ -59,94 +59,56 @@ class Target:
         """Runs the program as `__main__`; what it raises is raised here.
 
         Args:
-            starts: called when `sys.path` is the program's, before anything of it is imported or run.
+            starts: called when `sys.path` is the program's, before anything of the program is imported or run.
         """
-        if self.is_module:
-            _first_in_path(os.getcwd())
-            starts()
-            main, code = self._as_module()
-        elif self.is_stdin:
-            _first_in_path("")
-            starts()
-            main, code = self._as_stdin()
-        else:
-            main, code = self._as_script(starts)
-        exec(code, vars(main))
-
-    def _as_stdin(self) -> tuple[ModuleType, CodeType]:
         sys.argv[:] = [self.name, *self.arguments]
-        main = _new_main(BuiltinImporter, "<stdin>")
-        return main, compile(sys.stdin.buffer.read(), "<stdin>", "exec", dont_inherit=True)
-
-    def _as_script(self, starts: Callable[[], None]) -> tuple[ModuleType, CodeType]:
         path = os.path.abspath(self.name)
-        sys.argv[:] = [self.name, *self.arguments]
-        importer: Any = get_importer(path)  # of a folder or an archive
-        if importer is not None:
-            _first_in_path(path)
-            starts()
-            spec = importer.find_spec("__main__")
-            if spec is None:
-                sys.exit(f"{sys.executable}: can't find '__main__' module in {path!r}")
-            return _main_of(spec)
-        _first_in_path(os.path.dirname(os.path.realpath(path)))
-        starts()
-        if path.endswith(".pyc"):
-            compiled = SourcelessFileLoader("__main__", path)
-            code = compiled.get_code("__main__")
-            assert code is not None  # unreadable code is an ImportError
-            return _new_main(compiled, path), code
-        loader = SourceFileLoader("__main__", path)
-        # Not `get_code`, which would leave a compiled copy of the script beside it.
-        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
-        return _new_main(loader, path), code
-
-    def _as_module(self) -> tuple[ModuleType, CodeType]:
-        sys.argv[:] = ["-m", *self.arguments]  # while its packages are imported
-        spec = _spec_of(self.name)
-        sys.argv[0] = str(spec.origin)
-        return _main_of(spec)
+        if self.is_module:
+            sys.argv[0] = "-m"  # while its packages are imported
+            _as_python_does(os.getcwd(), self.name, starts)
+        elif self.is_stdin:
+            _first_in_path("", starts)
+            _run(sys.stdin.buffer.read(), BuiltinImporter, "<stdin>")
+        elif get_importer(path) is not None:  # it is a folder or an archive
+            _as_python_does(path, "__main__", starts)
+        else:
+            _first_in_path(os.path.dirname(os.path.realpath(path)), starts)
+            compiled = path.endswith(".pyc")
+            loader = (SourcelessFileLoader if compiled else SourceFileLoader)("__main__", path)
+            # The source is compiled here: `get_code` would leave a compiled copy of the script beside it.
+            code = loader.get_code("__main__") if compiled else loader.get_data(path)
+            _run(code, loader, path)
 
 
-def _first_in_path(folder: str) -> None:
-    """Puts `folder` where Python has put that of the command `precast`, unless it was asked for no such entry."""
+def _first_in_path(folder: str, starts: Callable[[], None]) -> None:
+    """Puts `folder` where Python has put that of the command `precast`, unless Python was told to put none there."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
+    starts()
 
 
-def _spec_of(name: str) -> ModuleSpec:
-    """Where a module is, or a package's `__main__`; ends the program with Python's words where there is none."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(f"{error.name}."):
-            raise
-        spec = None
-    if spec is None:
-        sys.exit(f"{sys.executable}: No module named {name}")
-    if spec.submodule_search_locations is None:
-        return spec
-    inner = importlib.util.find_spec(f"{name}.__main__")
-    if inner is None:
-        because = f"{name!r} is a package and cannot be directly executed"
-        sys.exit(f"{sys.executable}: No module named {name}.__main__; {because}")
-    return inner
+def _as_python_does(folder: str, name: str, starts: Callable[[], None]) -> None:
+    """Runs a module, or the `__main__` of a folder or an archive, by the function by which Python itself does."""
+    is_container = name == "__main__"
+    if is_container and sys.flags.safe_path:
+        sys.path.insert(0, folder)  # Python is told of no other place where the program is
+    _first_in_path(folder, starts)
+    _new_main()
+    runpy._run_module_as_main(name, alter_argv=not is_container)  # type: ignore[attr-defined]
 
 
-def _main_of(spec: ModuleSpec) -> tuple[ModuleType, CodeType]:
-    loader: Any = spec.loader
-    code = loader.get_code(spec.name)
-    if code is None:
-        sys.exit(f"{sys.executable}: No code object available for {spec.name}")
-    main = _new_main(loader, str(spec.origin))
-    vars(main).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
-    return main, code
+def _run(source: bytes | CodeType | None, loader: Any, path: str) -> None:
+    assert source is not None  # unreadable code is an ImportError
+    if isinstance(source, bytes):
+        source = compile(source, path, "exec", dont_inherit=True)
+    main = _new_main()
+    vars(main).update(__file__=path, __loader__=loader)
+    exec(source, vars(main))
 
 
-def _new_main(loader: Any, path: str) -> ModuleType:
+def _new_main() -> ModuleType:
     """A fresh `__main__`, with what Python puts there before the first line of a script runs."""
     main = ModuleType("__main__")
-    main.__file__, main.__loader__ = path, loader
     vars(main).update(__builtins__=builtins, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main
     return main

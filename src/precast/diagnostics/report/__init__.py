@@ -3,7 +3,7 @@
 Nothing in this folder loads torch: a document can be read where there is none.
 """
 
-from precast.diagnostics.report.document import load, merge, save, validate
+from precast.diagnostics.report.document import blank, load, merge, save, validate
 from precast.diagnostics.report.page import html, needed, write
 
-__all__ = ["html", "load", "merge", "needed", "save", "validate", "write"]
+__all__ = ["blank", "html", "load", "merge", "needed", "save", "validate", "write"]

@@ -1,4 +1,4 @@
-"""What a run leaves behind, as JSON: checked, loaded, saved whole or not at all, the ranks of one run merged.
+"""What a run leaves behind, as JSON: made, checked, loaded, saved whole or not at all, the ranks of one run merged.
 
 Invariants: what `save` writes `load` reads, with a verdict made anew; both refuse what is not as `schema.py` says, and
 say where. Keys that the schema does not name are kept. A merged document holds those of the ranks as they were, the
@@ -7,7 +7,10 @@ lowest rank first.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -19,15 +22,44 @@ from precast._internal import atomic_write, version
 from precast.diagnostics.records import MismatchError, as_json, from_json
 from precast.diagnostics.report.notebook import Shown
 from precast.diagnostics.report.ranks import summary_of_ranks
-from precast.diagnostics.schema import VERSION, Document, HealthModule, Merged
+from precast.diagnostics.schema import VERSION, Document, HealthModule, Merged, PolicyName, Run
 from precast.errors import ReportError
 
-__all__ = ["checked", "documents", "load", "merge", "save", "validate"]
+__all__ = ["blank", "checked", "documents", "load", "merge", "save", "validate"]
 
 _PER_STEP = (
     *("zeros", "underflow_zeros", "subnormal", "overflow", "saturated", "nan"),
     *("maximum", "rms", "elements"),
 )
+
+
+def blank(command: list[str], policy: str) -> Document:
+    """The document of a run of which nothing was seen yet: what is run, by which versions, on which machine.
+
+    It can always be made, also for a program that ended before it loaded PyTorch. The caller fills in the rest.
+    """
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "not installed"
+    run = Run(
+        command=command,
+        ended="ended",
+        code=0,
+        message=None,
+        seconds=0.0,
+        rank=None,
+        world_size=1,
+        torch=torch,
+        python=platform.python_version(),
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        devices=[],
+        policy=PolicyName(policy),
+        steps=0,
+        skipped=0,
+        traced=None,
+    )
+    return Document(VERSION, version.__version__, _now(), run, [], [], None, None, [])
 
 
 def validate(document: object, name: str = "the document") -> dict[str, Any]:
@@ -120,11 +152,15 @@ def merge(parts: Sequence[Document | Merged | dict[str, Any]]) -> Shown:
     merged = {
         "schema": VERSION,
         "precast": version.__version__,
-        "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "made": _now(),
         "ranks": sorted(ranks, key=lambda each: each["run"]["rank"] or 0),
     }
     validate(merged)
     return Shown(merged)
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _refuse_strangers(ranks: list[dict[str, Any]]) -> None:
