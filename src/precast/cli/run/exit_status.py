@@ -137,9 +137,9 @@ class ExitWatcher:
             return  # it is the program's to handle, or the main thread does
         if self._get(number) == self._die:
             _thread.start_new_thread(_die_late, (number,))
-            self._die(number)
+            self._die(number, None)
 
-    def _die(self, number: int, _frame: FrameType | None = None) -> None:
+    def _die(self, number: int, _frame: FrameType | None) -> None:
         self._dying = True
         self._ending = ExitStatus("interrupted", 128 + number, signal.Signals(number).name)
         try:
