@@ -1,9 +1,9 @@
-"""How a program ends, and that it ends as it would without us.
+"""How a program ends: finds that out, has the report written, and lets the program end as it would without precast.
 
 Invariants: in whatever way this process ends, as long as Python still runs, `finish` is called once, as the last thing
-that it does: after the program's threads and its own exit functions. What the program's parent sees (exit code, signal,
-what is on stderr before) is what it would have seen. A segmentation fault, SIGKILL and `os.exec...` end a process
-without a word.
+that the process does: after the program's threads and its own exit functions. What the program's parent sees (exit
+code, signal, what is on stderr before) is what it would have seen. No report is written where a segmentation fault,
+SIGKILL or `os.exec...` ends the process, because Python does not run then.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _DEFECTS: Final = (AssertionError, AttributeError, KeyError, NameError, TypeErro
 
 
 class Interrupted(BaseException):
-    """Ctrl-C ended the program, and its traceback is printed: what is left is to die of SIGINT, as Python does."""
+    """Ctrl-C ended the program, and its traceback has been printed; the process has yet to die of SIGINT."""
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How it ended, in the words of the document."""
+    """How the program ended, in the words of `schema.Run`."""
 
     how: Literal["ended", "exit", "exception", "interrupted"] = "ended"
     code: int = 0
@@ -47,10 +47,10 @@ class ExitStatus:
 
 
 class ExitWatcher:
-    """Sees the end of this process coming, by every way there is; made before the program starts.
+    """Notices the end of this process, whatever ends it; made before the program starts.
 
     Args:
-        finish: called with the ending, once.
+        finish: called once, with how the program ended.
     """
 
     def __init__(self, finish: Callable[[ExitStatus], None]) -> None:
@@ -78,8 +78,8 @@ class ExitWatcher:
         """Runs the program.
 
         Raises:
-            SystemExit: the program did, or failed; what was raised is printed then, by `sys.excepthook`.
-            Interrupted: by Ctrl-C; printed as well.
+            SystemExit: the program raised it, or failed; then `sys.excepthook` has printed what was raised.
+            Interrupted: Ctrl-C ended the program; this has been printed as well.
         """
         try:
             program()
@@ -104,14 +104,16 @@ class ExitWatcher:
                     _die_of_an_interrupt()
 
     def _forget(self) -> None:
-        """In a process that was forked off: it ends as it likes."""
+        """Called in a process that was forked off, whose end is not watched."""
         self._finish = None
         for number in _FATAL:
-            if signal.getsignal(number) is signal.SIG_DFL:  # ours counts as that, see below
+            if (
+                signal.getsignal(number) is signal.SIG_DFL
+            ):  # also where the handler is ours, see below
                 signal.signal(number, signal.SIG_DFL)
 
     def _hear_signals(self) -> None:
-        """Programs look whether somebody handles a signal before they do, so ours are not to be seen."""
+        """Handles the fatal signals. Programs ask who handles one before they do so themselves: ours are hidden."""
         get, set_ = signal.getsignal, signal.signal
         ours, self._get = self._die, get
 
@@ -132,9 +134,9 @@ class ExitWatcher:
         signal.getsignal, signal.signal = getsignal, setsignal
 
     def _heard(self, number: int) -> None:
-        """In the listener's thread: the main one may be in the midst of an operation, and the program ends now."""
+        """Called in the listener's thread, as the main one may be in the midst of an operation: ends the program now."""
         if number not in _FATAL or self._dying or signal.getsignal(number) is not signal.SIG_DFL:
-            return  # it is the program's to handle, or the main thread does
+            return  # the program handles it, or the main thread does already
         if self._get(number) == self._die:
             _thread.start_new_thread(_die_late, (number,))
             self._die(number, None)
@@ -167,7 +169,7 @@ def _die_of_an_interrupt() -> None:
 
 def _of_exit(exit: SystemExit) -> ExitStatus:
     if exit.code is None or isinstance(exit.code, int):
-        return ExitStatus("exit", (exit.code or 0) & 0xFF, None)
+        return ExitStatus("exit", (exit.code or 0) & 0xFF)
     return ExitStatus("exit", 1, str(exit.code))
 
 
@@ -180,45 +182,35 @@ def _said(error: BaseException) -> str:
 
 
 def _print(error: BaseException) -> None:
-    """As Python does with what nobody caught, without our frames."""
-    for each in _chain(error):
+    """Prints an exception as Python prints one that nobody caught, without precast's frames."""
+    chain = [error]
+    for each in chain:  # grows meanwhile
         each.__traceback__ = _of_the_program(each, each.__traceback__)
+        inner = (each.__cause__, each.__context__)
+        chain += [e for e in inner if e is not None and not any(e is known for known in chain)]
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
     sys.excepthook(type(error), error, sys.last_traceback)
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """An exception and all that it was raised from or while handling."""
-    found = [error]
-    for each in found:
-        inner = (each.__cause__, each.__context__)
-        found += [e for e in inner if e is not None and not any(e is f for f in found)]
-    return found
-
-
 def _of_the_program(error: BaseException, traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback without frames of precast's, unless it is precast that is broken."""
-    frames = []
+    """The traceback without frames of precast's, unless it is precast that is broken.
+
+    Frames that lead from one of precast's to an operation of PyTorch's, or to the program's module, are left out, too.
+    """
+    kept: list[TracebackType] = []
+    whole, is_ours, is_left_out = traceback, False, False
     while traceback is not None:
-        frames.append(traceback)
+        frame = traceback.tb_frame
+        is_ours = frame.f_code.co_filename.startswith((_PACKAGE + os.sep, "<precast"))
+        leads_on = frame.f_globals.get("__name__") in {"torch._ops", "runpy"}
+        is_left_out = is_ours or (is_left_out and leads_on)
+        kept += [] if is_left_out else [traceback]
         traceback = traceback.tb_next
-    if frames and _is_ours(frames[-1]) and isinstance(error, _DEFECTS):
-        return frames[0]
-    ours = list(itertools.accumulate(frames, _goes_on_in_ours, initial=False))[1:]
-    kept = [frame for frame, is_ours in zip(frames, ours, strict=True) if not is_ours]
-    for frame, inner in itertools.pairwise([*kept, None]):
-        if frame is not None:
-            frame.tb_next = inner
+    if is_ours and isinstance(error, _DEFECTS):
+        return whole
+    for outer, inner in itertools.pairwise([*kept, None]):
+        if outer is not None:
+            outer.tb_next = inner
     return kept[0] if kept else None
-
-
-def _goes_on_in_ours(outer_is_ours: bool, traceback: TracebackType) -> bool:
-    """Whether a frame is ours, or the way from one of ours to an operation of PyTorch's or to the program's module."""
-    module = traceback.tb_frame.f_globals.get("__name__")
-    return (outer_is_ours and module in {"torch._ops", "runpy"}) or _is_ours(traceback)
-
-
-def _is_ours(traceback: TracebackType) -> bool:
-    return traceback.tb_frame.f_code.co_filename.startswith((_PACKAGE + os.sep, "<precast"))

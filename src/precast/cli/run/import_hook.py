@@ -1,7 +1,11 @@
 """Calls a function when the program has loaded PyTorch, before its next line runs.
 
-Invariants: a program that never loads it never waits for it; what the program does before (set variables of the
-environment that PyTorch reads when it is loaded) has its effect.
+Invariants: a program that never loads PyTorch never waits for it; what the program does before (it may set variables of
+the environment that PyTorch reads when it is loaded) has its effect; the hook is gone once it has acted.
+
+It is not wrapt's `when_imported`, because that acts as soon as torch is whole, while a module of precast's that imports
+it (a program may begin with `precast.autocast`) is not; leaves its finder in `sys.meta_path`; and takes a tenth of a
+second to import.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -26,7 +31,7 @@ def when_torch_is_loaded(act: Callable[[], None]) -> None:
 
 
 class _TorchImportHook(MetaPathFinder):
-    """Waits in the import system. Modules of precast's may be what loads PyTorch: then they have to be whole, too."""
+    """Watches imports of torch, and of precast's modules, which may be what loads it: they must be whole as well."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -34,44 +39,26 @@ class _TorchImportHook(MetaPathFinder):
         self._asking = False
 
     def find_spec(self, fullname: str, *_: Sequence[str] | ModuleType | None) -> ModuleSpec | None:
+        """Has the other finders find the module, and its loader call `_execute` once instead of its own method."""
         if self._asking or not (fullname == "torch" or fullname.startswith("precast.")):
             return None
-        self._asking = True  # the others
+        self._asking = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Watched(spec.loader, self)
+            vars(spec.loader)["exec_module"] = partial(self._execute, spec.loader)
         return spec
 
-    def executed(self, run: Callable[[], None]) -> None:
+    def _execute(self, loader: Any, module: ModuleType) -> None:
         """Runs a module's code; after the outermost that has loaded PyTorch it is time to act."""
+        vars(loader).pop("exec_module", None)
         self._depth += 1
         try:
-            run()
+            loader.exec_module(module)
         finally:
             self._depth -= 1
         if self._depth == 0 and sys.modules.get("torch") is not None and self in sys.meta_path:
             sys.meta_path.remove(self)
             self._act()
-
-
-class _Watched(Loader):
-    """A module's own loader, which steps aside as soon as it has been asked to load."""
-
-    def __init__(self, loader: Any, herald: _TorchImportHook) -> None:
-        self._loader = loader
-        self._herald = herald
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._herald.executed(lambda: self._loader.exec_module(module))
