@@ -134,7 +134,7 @@ class ExitWatcher:
         signal.getsignal, signal.signal = getsignal, setsignal
 
     def _heard(self, number: int) -> None:
-        """Called in the listener's thread, as the main one may be in the midst of an operation: ends the program now."""
+        """Ends the program, from the listener's thread: the main one may be in the midst of an operation."""
         if number not in _FATAL or self._dying or signal.getsignal(number) is not signal.SIG_DFL:
             return  # the program handles it, or the main thread does already
         if self._get(number) == self._die:
