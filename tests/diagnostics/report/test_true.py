@@ -147,8 +147,13 @@ def test_what_is_compiled_is_not_said_to_have_no_mixed_precision() -> None:
     assert "not known" in summary_of(made)["headline"]
     assert summary_of(made)["first"] is None
     watch = RunObserver("torch", (2, 5), health=False)
-    program()
-    assert watch.compiles()
+    watch.start()
+    try:
+        program()
+    finally:
+        watch.stop()
+        precast.uninstall()
+    assert document_of(watch, "torch")["run"]["compiled"]
     torch.compiler.reset()
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import builtins
 import os
-import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from pkgutil import get_importer
+from runpy import _run_module_as_main  # type: ignore[attr-defined]
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -94,7 +94,7 @@ def _as_python_does(folder: str, name: str, starts: Callable[[], None]) -> None:
         sys.path.insert(0, folder)  # Python is told of no other place where the program is
     _first_in_path(folder, starts)
     _new_main()
-    runpy._run_module_as_main(name, alter_argv=not is_container)  # type: ignore[attr-defined]
+    _run_module_as_main(name, alter_argv=not is_container)
 
 
 def _run(source: bytes | CodeType | None, loader: Any, path: str) -> None:
