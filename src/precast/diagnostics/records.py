@@ -2,9 +2,10 @@
 
 Invariants:
 
-- what `as_json` gives is strict JSON, and `from_json` of it equals what it was made from;
-- `from_json` passes over keys that the type does not name, as later versions may say more, and refuses everything else
-  that is not of the type, with the place, what is wanted and what is there;
+- what `as_json` returns is strict JSON, and `from_json` makes an equal value of it;
+- `from_json` ignores keys that the type does not have, as later versions may add some. Everything else that is not of
+  the type is an error, which says where it is, what is wanted and what is there;
+- the types are dataclasses, plain values, literals, lists, dictionaries, and each of these or None;
 - a bool is no number, a number is finite, and a whole number may be written with a fraction of zero, as in "3.0".
 """
 
@@ -46,11 +47,11 @@ class MismatchError(ValueError):
 def may_be_missing(
     default: Any = None, *, factory: Callable[[], Any] | None = None, is_left_out: bool = False
 ) -> Any:
-    """A field whose key files may lack, as earlier versions did not write it.
+    """A field whose key is missing in the files of earlier versions.
 
     Args:
-        default: the value of a file that lacks the key.
-        factory: makes that value, where each needs its own.
+        default: the value where the key is missing.
+        factory: makes that value, if each needs its own.
         is_left_out: whether None is written as no key, rather than as null.
     """
     about = {"may_be_missing": True, "is_left_out": is_left_out}
@@ -60,12 +61,12 @@ def may_be_missing(
 
 
 def written_as(key: str) -> Any:
-    """A field whose key in JSON is no name that Python allows, or is not the field's own."""
+    """A field whose key in JSON is another one, as where Python does not allow the name."""
     return dataclasses.field(metadata={"key": key})
 
 
 class Key(NamedTuple):
-    """One key of a type, as JSON has it."""
+    """One key of a dataclass."""
 
     name: str
     field: str
@@ -92,7 +93,7 @@ def keys_of(kind: Any) -> tuple[Key, ...]:
 
 
 def as_json(value: Any) -> Any:
-    """Dataclasses as objects, also inside of lists and of dictionaries; all else as it is."""
+    """Makes objects of dataclasses, also in lists and in dictionaries; everything else stays as it is."""
     if dataclasses.is_dataclass(value):
         kind: Any = type(value)
         said = ((key, getattr(value, key.field)) for key in keys_of(kind))
@@ -109,15 +110,15 @@ def as_json(value: Any) -> Any:
 
 
 def from_json(wanted: type[_T], value: object, path: str = "") -> _T:
-    """A value of the type `wanted` from what `as_json` gave, or a file had.
+    """Makes a value of the type `wanted` from what `as_json` returned, or a file contains.
 
     Args:
-        wanted: a dataclass, or a type made of lists, dictionaries, unions and literals of them.
-        value: from JSON; it is not changed.
-        path: where the value stands, for messages.
+        wanted: the type.
+        value: the value from JSON; it is not changed.
+        path: where the value is, for messages.
 
     Raises:
-        MismatchError: it is not of that type.
+        MismatchError: the value is not of that type.
 
     Examples:
         >>> from_json(dict[str, list[int]], {"a": [1, 2.5]})
@@ -128,89 +129,57 @@ def from_json(wanted: type[_T], value: object, path: str = "") -> _T:
     return cast("_T", _read(wanted, value, path))
 
 
-def _read(wanted: Any, value: object, path: str) -> Any:
-    kind, inner = _taken_apart(wanted)
-    if kind is None:
-        return _scalar(wanted, value, path)
-    if kind is dict and not inner:
-        return _record(wanted, value, path)
-    if kind is Union:
-        return _union(wanted, inner, value, path)
-    if kind is Literal:
-        if not (isinstance(value, str) and value in inner):
-            raise _wrong(path, wanted, value)
+def _read(wanted: Any, value: Any, path: str) -> Any:
+    kind, origin, inner = _taken_apart(wanted)
+    if kind is Any or (value is None and kind is not wanted):
         return value
-    if not isinstance(value, kind):
-        raise _wrong(path, wanted, value)
-    if isinstance(value, list):
+    if not _fits(value, kind, origin):
+        what = f"{_wanted(wanted)} is wanted, and {_shown(value)} is there"
+        raise MismatchError(f"{path or 'the document'}: {what}")
+    if origin is list:
         return [_read(inner[0], each, f"{path}[{i}]") for i, each in enumerate(value)]
-    items = cast("dict[str, Any]", value).items()
-    return {key: _read(inner[1], each, _joined(path, key)) for key, each in items}
+    if origin is dict and inner:
+        return {key: _read(inner[1], each, _joined(path, key)) for key, each in value.items()}
+    if origin is dict:
+        return _record(kind, value, path)
+    return int(value) if kind is int else value
 
 
 @cache
-def _taken_apart(wanted: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What kind of type it is, and of what; a dataclass is a `dict` of nothing, and None stands for a plain value."""
-    if dataclasses.is_dataclass(wanted):
-        return dict, ()
-    kind = get_origin(wanted)
-    return Union if kind is UnionType else kind, get_args(wanted)
+def _taken_apart(wanted: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The type without None, the Python type of its values, and what is in them; a dataclass is read from a `dict`."""
+    kind = wanted
+    if get_origin(wanted) in (Union, UnionType):
+        [kind] = (each for each in get_args(wanted) if each is not NoneType)
+    origin = dict if dataclasses.is_dataclass(kind) else get_origin(kind) or kind
+    return kind, origin, get_args(kind)
 
 
-def _record(wanted: Any, value: object, path: str) -> Any:
-    if not isinstance(value, dict):
-        raise _wrong(path, wanted, value)
-    given = {
-        key.field: _read(key.wanted, value[key.name], _joined(path, key.name))
-        for key in keys_of(wanted)
-        if key.name in value
-    }
-    for key in keys_of(wanted):
-        if key.name not in value and not key.may_be_missing:
-            where = _joined(path, key.name)
+def _fits(value: Any, kind: Any, origin: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    if kind is int and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, origin)
+
+
+def _record(kind: Any, value: dict[str, Any], path: str) -> Any:
+    given = {}
+    for key in keys_of(kind):
+        where = _joined(path, key.name)
+        if key.name in value:
+            given[key.field] = _read(key.wanted, value[key.name], where)
+        elif not key.may_be_missing:
             raise MismatchError(f"{where}: is missing; {_wanted(key.wanted)} is wanted")
-    return wanted(**given)
-
-
-def _union(wanted: Any, kinds: tuple[Any, ...], value: object, path: str) -> Any:
-    if value is None and NoneType in kinds:
-        return None
-    others = [kind for kind in kinds if kind is not NoneType]
-    if len(others) == 1 and _taken_apart(others[0])[0] is not None:
-        return _read(others[0], value, path)  # the message says what is wrong inside
-    for kind in others:
-        try:
-            return _read(kind, value, path)
-        except MismatchError:
-            continue
-    raise _wrong(path, wanted, value)
-
-
-def _scalar(wanted: Any, value: object, path: str) -> Any:
-    if wanted is Any:
-        return value
-    if isinstance(value, bool) or wanted is bool:
-        fits = isinstance(value, bool) and wanted is bool
-    elif wanted is float:
-        fits = isinstance(value, int | float) and math.isfinite(value)
-    elif wanted is int and isinstance(value, float):
-        if value.is_integer():
-            return int(value)
-        fits = False
-    else:
-        fits = isinstance(value, wanted)
-    if not fits:
-        raise _wrong(path, wanted, value)
-    return value
+    return kind(**given)
 
 
 def _joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def _wrong(path: str, wanted: Any, value: object) -> MismatchError:
-    what = f"{_wanted(wanted)} is wanted, and {_shown(value)} is there"
-    return MismatchError(f"{path or 'the document'}: {what}")
 
 
 def _wanted(kind: Any) -> str:

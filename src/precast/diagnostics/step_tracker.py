@@ -1,15 +1,15 @@
-"""Where a step of a program ends, and what was in it.
+"""Finds where each step of a program ends, and its loss, scale and duration.
 
 Invariants:
 
-- in a program that trains a step is an optimizer's, done, or skipped by a scaler; optimizers that step one after the
-  other on the gradients of the same backward passes are in one step;
-- in one that does not, a step is a module's call from outside of all modules. A call that records gradients may belong
-  to training: it is a step when the module is called again before a backward pass. Steps before the first backward
-  pass are forgotten when it comes, and the count begins anew;
-- while one tracker runs, its numbers are those of all who tell of a step (`events.step_trackers`);
-- nothing here is an operation of the program's or waits for a device; nothing but numbers is kept of a step;
-- one thread at a time is in here, but for what the program computes.
+- in a program that trains, a step is one of an optimizer, or one that a scaler skips; optimizers that step one after
+  the other on the gradients of the same backward passes share a step;
+- in a program that does not train, a step is a module's call from outside of all modules. A call that records gradients
+  may belong to training: it is a step when the module is called again before a backward pass. The first backward pass
+  discards the steps before it, and the count starts anew;
+- while a tracker runs, all events use its numbers (`events.step_trackers`);
+- nothing here runs an operation of the program or waits for a device, and only numbers are kept of a step;
+- one thread at a time runs the methods, except while the program computes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -35,17 +36,19 @@ from precast.diagnostics.schema import Step
 
 __all__ = ["StepTracker"]
 
-_MOST_ON_THEIR_WAY: Final = 64  # steps, before the oldest is waited for
-_MOST_LOSSES: Final = 1024  # of one step that are added up
+_MOST_UNREAD: Final = 64
+"""So many steps may have numbers that a device still computes, before the oldest is waited for."""
+_MOST_LOSSES: Final = 1024
+"""At most so many losses of one step are added up."""
 
 
 class StepTracker:
     """Finds the steps of this process and numbers them: for a report, for monitors, and for gradient scalers.
 
     Args:
-        boundary: called with the number of each step that begins, before anything in it is computed: 0 at the start,
-            and once more where what looked like inference was the beginning of training.
-        outermost: called with each module that is called from outside of all modules, before it runs.
+        boundary: called with the number of each step before anything in it is computed: with 0 at the start, and once
+            more if what looked like inference was the beginning of training.
+        outermost: called with each module that is called from outside of all modules, before the module runs.
     """
 
     def __init__(
@@ -56,23 +59,21 @@ class StepTracker:
         self.mutex = ForkSafeLock()
         self._boundary = boundary
         self._outermost = outermost
-        self._number = 0
+        self.number = 0
+        """The number of the step that runs."""
         self._losses: list[_Number] = []
         self._began: float | None = None
         self._call_began: float | None = None
-        self._called: set[int] = set()  # modules, while nobody knows whether it is training
+        self._called: set[int] = set()
+        """The ids of modules that were called in this step, as long as the program may be training or not."""
         self._stepping = False
         self._done: deque[_Done] = deque()
-        self._open_for_facts = False  # the latest of those
+        self._last_is_open = False
+        """Whether further optimizers may still take part in the latest step of these."""
         self._stop: list[Callable[[], None]] = []
 
-    @property
-    def number(self) -> int:
-        """Of the step that runs."""
-        return self._number
-
     def start(self) -> None:
-        """Begins to look."""
+        """Starts to watch the program."""
         events.step_trackers.append(self)
         self._stop = [
             lambda: events.step_trackers.remove(self),
@@ -84,7 +85,7 @@ class StepTracker:
 
     @synchronized
     def stop(self) -> None:
-        """Looks no more, and waits for numbers that are on their way."""
+        """Stops watching, and waits for the numbers that devices still compute."""
         while self._stop:
             self._stop.pop()()
         if self._called and not self.trains:
@@ -95,13 +96,13 @@ class StepTracker:
     def before_step(self, optimizer: Optimizer) -> int:
         """The number of the step that an optimizer is about to take or to skip."""
         known = self._open_step()
-        return self._number if known is None or id(optimizer) in known.optimizers else known.step
+        return self.number if known is None or id(optimizer) in known.optimizers else known.step
 
     @synchronized
     def after_step(self, optimizer: Optimizer) -> int:  # noqa: ARG002 -- as `StepNumbers` has it
         """The number of the step that an optimizer has just taken or skipped."""
         known = self._open_step()
-        return self._number if known is None else known.step
+        return self.number if known is None else known.step
 
     @synchronized
     def scaled(self, event: StepEvent) -> None:
@@ -148,9 +149,9 @@ class StepTracker:
     def _backward(self, roots: object, gradients: object) -> None:
         self._train()
         if not self._stepping:
-            self._open_for_facts = False
+            self._last_is_open = False
         elif self._losses:
-            return  # a closure's: the first is the one that the step returns
+            return  # of the losses of a closure, the step returns the first
         if gradients is None and len(self._losses) < _MOST_LOSSES:
             tensors = roots if isinstance(roots, list | tuple) else [roots]
             self._losses += [_Number(t) for t in tensors if isinstance(t, Tensor) and _is_a_loss(t)]
@@ -170,76 +171,71 @@ class StepTracker:
     # --- steps ---
 
     def _train(self) -> None:
-        """What was seen so far was no inference."""
+        """Notes that the program trains: what was seen so far was no inference."""
         if self.trains:
             return
         self.trains = True
-        if self._number:
-            self.history, self._number, self._began = KeptSteps(), 0, self._call_began
+        if self.number:
+            self.history, self.number, self._began = KeptSteps(), 0, self._call_began
             self._done.clear()
             self._boundary(0)
 
     def _open_step(self) -> _Done | None:
         """The latest step that is over, while further optimizers may still take part in it."""
-        return self._done[-1] if self.trains and self._done and self._open_for_facts else None
+        return self._done[-1] if self.trains and self._done and self._last_is_open else None
 
     def _end(self) -> _Done:
         now = time.perf_counter()
         began = self._call_began if self._began is None else self._began
-        step = _Done(self._number, None if began is None else now - began, self._losses)
-        self._losses, self._began, self._open_for_facts = [], now, True
-        self._number += 1
+        step = _Done(self.number, None if began is None else now - began, self._losses)
+        self._losses, self._began, self._last_is_open = [], now, True
+        self.number += 1
         self._called.clear()
         self._settle()
         self._done.append(step)
-        self._boundary(self._number)
+        self._boundary(self.number)
         return step
 
     def _settle(self, wait: bool = False) -> None:
         while self._done:
-            if not (wait or self._done[0].is_known() or len(self._done) > _MOST_ON_THEIR_WAY):
+            if not (wait or self._done[0].is_known() or len(self._done) > _MOST_UNREAD):
                 return
             self.history.add(self._done.popleft().known())
 
 
 class _Number:
-    """A number of the program's, read when its device has computed it, without waiting."""
+    """A number of the program, read when its device has computed it, without waiting; None if it cannot be read."""
 
-    __slots__ = ("_event", "_tensor", "_value")
+    __slots__ = ("_unread", "_value")
 
     def __init__(self, number: Tensor | float) -> None:
-        self._event: Any = None
-        self._tensor: Tensor | None = None
-        self._value: float | None = None
+        self._value: float | None = None if isinstance(number, Tensor) else number
+        self._unread: tuple[Tensor, Any] | None = None
+        """A copy on the host, and the event of its being written."""
         if not isinstance(number, Tensor):
-            self._value = number
             return
-        try:
-            with _torch.without_dispatch():
-                self._tensor, self._event = _torch.copy_to_host_async(number.detach())
-                if self._event is None:
-                    self._value, self._tensor = float(self._tensor), None
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # a tensor without contents, one of a strange kind
-            self._tensor = None
+        with _torch.without_dispatch(), suppress(RuntimeError, TypeError, ValueError):
+            copy, event = _torch.copy_to_host_async(number.detach())
+            if event is None:
+                self._value = float(copy)
+            else:
+                self._unread = copy, event
 
     def is_known(self) -> bool:
-        return self._tensor is None or self._event.query()
+        return self._unread is None or self._unread[1].query()
 
     def value(self) -> float | None:
-        if self._tensor is not None:
-            self._event.synchronize()
+        if self._unread is not None:
+            copy, event = self._unread
+            event.synchronize()
             with _torch.without_dispatch():
-                self._value, self._tensor = float(self._tensor), None
+                self._value, self._unread = float(copy), None
         return self._value
 
 
 @dataclass(slots=True)
 class _Done:
-    """A step that is over, and what is still on its way."""
+    """A step that is over, with numbers that may not be known yet."""
 
     step: int
     seconds: float | None

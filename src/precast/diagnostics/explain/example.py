@@ -1,14 +1,14 @@
 """`precast explain --model --example`: what each module of a model ran, in one call that is traced.
 
-Invariants: the call leaves the model as it was: no gradients, no state of training, no hooks; and PyTorch's random
-numbers go on as if it had not been.
+Invariants: the call leaves the model as it was: without gradients or hooks, and in training where it was. PyTorch's
+random numbers continue as if there had been no call.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ def ran_in(model: nn.Module, policy: Policy, example: Any) -> Ran:
 
     Args:
         model: the model; its device is that of its first parameter, or else the CPU.
-        policy: of the region, and of the model's modules.
-        example: the model's arguments as a tuple, its keyword arguments as a dict, or its one argument.
+        policy: the policy of the region and of the model's modules.
+        example: the model's arguments as a tuple, its keyword arguments as a dict, or its only argument.
 
     Raises:
         PrecastError: the model fails on the example.
@@ -42,12 +42,14 @@ def ran_in(model: nn.Module, policy: Policy, example: Any) -> Ran:
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     args, kwargs = _arguments(example)
-    with ExitStack() as around:
-        for each in (_evaluating(model), _same_random_numbers(device), _attached(model, policy)):
-            around.enter_context(each)
-        around.enter_context(torch.no_grad())
-        seen = around.enter_context(trace(model))
-        around.enter_context(autocast(device.type, policy=policy))
+    with (
+        _evaluating(model),
+        _same_random_numbers(device),
+        _attached(model, policy),
+        torch.no_grad(),
+        trace(model) as seen,
+        autocast(device.type, policy=policy),
+    ):
         try:
             model(*args, **kwargs)
         except Exception as error:
@@ -100,7 +102,7 @@ def _by_module(rows: list[Row]) -> Ran:
         rows, key=lambda row: (min(row.output, default=""), row.rule is None, row.op)
     ):
         dtype = next((each for each in row.output if "float" in each), None)
-        if row.module is None or dtype is None or not row.inputs:  # made from nothing: no precision
+        if row.module is None or dtype is None or not row.inputs:  # nothing was computed
             continue
         operations = found.setdefault(row.module, {}).setdefault(dtype, [])
         if row.op not in operations:

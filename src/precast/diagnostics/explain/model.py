@@ -1,15 +1,14 @@
 """`precast explain --model`: what a policy means for a model, as a tree.
 
-Invariants: nothing is printed here, the functions return what a console prints or plain values for JSON; siblings that
-are numbered and alike, with all that is in them, are one line.
+Invariants: nothing is printed here; the functions return what a console prints, or plain values for JSON. Numbered
+siblings that are alike, with everything in them, are one line.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,61 +61,58 @@ _OPERATIONS: dict[type[nn.Module], str] = {
     nn.LogSoftmax: "log_softmax.int",
     nn.CrossEntropyLoss: "cross_entropy_loss",
 }
-"""What modules of exactly these types call."""
+"""The operation that modules of exactly these types call."""
 
 
 def load_model(where: str) -> nn.Module:
-    """The model that `package.module:factory` makes; also a class, or a model itself, in place of the factory.
+    """The model that `package.module:factory` makes; the factory may be a class, or a model itself.
 
     Raises:
         ValueError: there is no such thing.
         PrecastError: it is there, and fails.
     """
-    named = _place(where, "the model", "MODULE:FACTORY, as in my_package.models:build")
-    with _importable_from_here():
-        made = _found(_import(named[0]), named[1], where)
-        if not isinstance(made, nn.Module):
-            made = _call(made, where)
+    form = "MODULE:FACTORY, as in my_package.models:build"
+    made = _load(where, "the model", form, lambda found: not isinstance(found, nn.Module))
     if not isinstance(made, nn.Module):
         raise PrecastError(f"{where} made a {type(made).__name__}, which is no torch.nn.Module")
     return made
 
 
 def load_example(where: str) -> Any:
-    """The example input `package.module:name`: a value, or what a function of that name gives.
+    """The example input `package.module:name`: a value, or what a function of that name returns.
 
     Raises:
         ValueError: there is no such thing.
         PrecastError: it is there, and fails.
     """
-    named = _place(where, "the example", "MODULE:NAME, as in my_package.models:example")
-    with _importable_from_here():
-        found = _found(_import(named[0]), named[1], where)
-        return _call(found, where) if callable(found) else found
+    return _load(where, "the example", "MODULE:NAME, as in my_package.models:example", callable)
 
 
-def _place(where: str, what: str, form: str) -> tuple[str, str]:
-    """The module and the path in it that `module:path` names."""
+def _load(where: str, what: str, form: str, is_called: Callable[[Any], bool]) -> Any:
+    """What `module:path` names, or what it returns when it is called."""
     module_name, colon, path = where.partition(":")
     if not (module_name and colon and path):
         raise ValueError(f"{what} is {where!r}; write {form}")
-    return module_name, path
+    # As with `python -m`, modules in the current folder can be imported; for an installed command they cannot.
+    sys.path.insert(0, "")
+    try:
+        found = _found(_import(module_name), path, where)
+        return _call(found, where) if is_called(found) else found
+    finally:
+        sys.path.remove("")
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A plan, with the number of parameters in each module, and what the operation of each known one runs in.
-
-    Attributes:
-        operations: name of a module -> its operation -> device type -> what that runs in, in a region. Of modules
-            whose type is known, that is one of `torch.nn`'s own; what others compute is not known without a run.
-        ran: what an example ran in each module; None without an example.
-    """
+    """A plan, with the number of parameters in each module, and what the operation of each known one runs in."""
 
     plan: Plan
     parameters: dict[str, int]
-    operations: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
-    ran: Ran | None = None
+    operations: dict[str, dict[str, dict[str, str]]]
+    """Name of a module -> its operation -> device type -> the dtype in a region, for modules of `torch.nn`'s own types;
+    what others compute is not known without a run."""
+    ran: Ran | None
+    """What an example ran in each module; None without an example."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -128,18 +124,26 @@ class ModelReport:
 
     def render(self) -> RenderableType:
         """The plan as a tree, and what matches nothing."""
-        root = _tree_of(self)
+        root = self._tree()
         parameters = f"{self.parameters['']:,} parameters, counted below at each module"
         head = f"{root.module.kind} with the policy {self.plan.policy.name!r}; {parameters}"
         complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
+        known = Text(_KNOWN if self.ran is None else _RAN)
         return Group(
-            Text(head),
-            Text(_KNOWN if self.ran is None else _RAN),
-            Text(),
-            _branch(root),
-            *([Text()] if complaints else []),
-            *complaints,
+            Text(head), known, Text(), _branch(root), *([Text()] * bool(complaints)), *complaints
         )
+
+    def _tree(self) -> _Node:
+        nodes: dict[str, _Node] = {}
+        for module in self.plan.modules:
+            parent = next((outer for outer in outwards(module.name) if outer in nodes), "")
+            label = module.name.removeprefix(f"{parent}.") if parent else module.name
+            nodes[module.name] = _Node(label, module, self._row(module))
+            if module.name:
+                nodes[parent].children.append(nodes[module.name])
+        for node in reversed(nodes.values()):  # those inside first
+            node.children = list(_runs(node.children))
+        return nodes[""]
 
     def _row(self, module: PlannedModule) -> dict[str, Any]:
         return {
@@ -157,10 +161,10 @@ class ModelReport:
 
 
 def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelReport:
-    """What the module rules of a policy mean for a model, and with an example what each module ran.
+    """What the module rules of a policy mean for a model and, with an example, what each module ran.
 
     Raises:
-        PolicyError: they cannot be carried out.
+        PolicyError: the rules cannot be carried out.
         PrecastError: the model fails on the example.
     """
     modules = modules_by_name(model)
@@ -184,16 +188,6 @@ def _runs_in(policy: Policy, inside: Inside, op: str, device: str) -> str:
     if rule == "lower" and inside.dtype:
         return str(inside.dtype)
     return "float32" if rule.startswith("fp32") else _WORDS.get(rule, rule)
-
-
-@contextmanager
-def _importable_from_here() -> Iterator[None]:
-    """Modules in the current folder can be imported, as with `python -m`; for an installed command they cannot."""
-    sys.path.insert(0, "")
-    try:
-        yield
-    finally:
-        sys.path.remove("")
 
 
 def _import(name: str) -> Any:
@@ -242,41 +236,15 @@ class _Node:
 
     label: str
     module: PlannedModule
-    parameters: int
-    operations: dict[str, dict[str, str]] = field(default_factory=dict)
-    ran: dict[str, list[str]] | None = None
+    row: dict[str, Any]
+    """The module as plain values."""
     children: list[_Node] = field(default_factory=list)
 
     @property
-    def likeness(self) -> tuple[object, ...]:
+    def likeness(self) -> list[object]:
         """What makes two nodes alike, whatever they are called."""
-        module = self.module
-        plan = (module.kind, module.rule, module.pattern, module.inside.precision)
-        said = (*plan, self.parameters, repr(self.operations), repr(self.ran))
-        below = tuple((child.label, child.likeness) for child in self.children)
-        return *said, repr(module.inside.state), below
-
-
-def _tree_of(report: ModelReport) -> _Node:
-    nodes: dict[str, _Node] = {}
-    for module in report.plan.modules:
-        parent = next((outer for outer in outwards(module.name) if outer in nodes), "")
-        label = module.name.removeprefix(f"{parent}.") if parent else module.name
-        nodes[module.name] = _Node(
-            label,
-            module,
-            report.parameters[module.name],
-            report.operations.get(module.name, {}),
-            None if report.ran is None else report.ran.get(module.name, {}),
-        )
-        if module.name:
-            nodes[parent].children.append(nodes[module.name])
-    return _collapsed(nodes[""])
-
-
-def _collapsed(node: _Node) -> _Node:
-    node.children = list(_runs([_collapsed(child) for child in node.children]))
-    return node
+        below = [(child.label, child.likeness) for child in self.children]
+        return [self.row | {"name": ""}, repr(self.module.inside.state), below]
 
 
 def _runs(nodes: list[_Node]) -> Iterator[_Node]:
@@ -287,10 +255,7 @@ def _runs(nodes: list[_Node]) -> Iterator[_Node]:
         while end < len(nodes) and _follows(nodes[end], nodes[end - 1]):
             end += 1
         first, last = nodes[start], nodes[end - 1]
-        if first is not last:
-            label = f"{first.label}-{last.label}"
-            first = replace(first, label=label)
-        yield first
+        yield first if first is last else replace(first, label=f"{first.label}-{last.label}")
         start = end
 
 
@@ -310,12 +275,12 @@ def _branch(node: _Node, tree: Tree | None = None) -> Tree:
 
 
 def _line(node: _Node) -> Text:
-    module = node.module
+    module, parameters = node.module, node.row["parameters"]
     line = Text(node.label or "model", "bold").append(f" {module.kind}", "not bold")
-    if node.parameters:
+    if parameters:
         each = " each" if "-" in node.label and node.label[0].isdecimal() else ""
-        line.append(f" {_short(node.parameters)}{each}", "not bold dim")
-    line.append(_behind(node), "not bold cyan")
+        line.append(f" {_short(parameters)}{each}", "not bold dim")
+    line.append(_behind(node.row, is_leaf=not node.children), "not bold cyan")
     if module.rule is None:
         precision = module.inside.precision
         return line if precision == "lower" else line.append(f" {precision}", "not bold dim")
@@ -324,18 +289,15 @@ def _line(node: _Node) -> Text:
     return line.append(f" by {module.pattern!r}{reason}", "not bold")
 
 
-def _behind(node: _Node) -> str:
+def _behind(row: dict[str, Any], *, is_leaf: bool) -> str:
     """What the module's operations run in; with an example, what they ran in."""
-    if node.ran is None:
-        known = node.operations.items()
+    if "ran" not in row:
+        known = row["operations"].items()
         return "".join(f" ({op} in {_by_device(devices)})" for op, devices in known)
-    if not node.ran:
-        return (
-            " (no floating-point operation in the example)"
-            if node.parameters and not node.children
-            else ""
-        )
-    return f" ({'; '.join(f'{_named(ops)} in {dtype}' for dtype, ops in node.ran.items())})"
+    if row["ran"]:
+        return f" ({'; '.join(f'{_named(ops)} in {dtype}' for dtype, ops in row['ran'].items())})"
+    is_empty = row["parameters"] and is_leaf
+    return " (no floating-point operation in the example)" if is_empty else ""
 
 
 def _named(ops: list[str]) -> str:

@@ -1,7 +1,7 @@
-"""`precast explain OP`: what a policy does with one operation, what others do, and an example that was run.
+"""`precast explain OP`: what a policy does with one operation, what other policies do, and an example that was run.
 
-Invariants: nothing is printed here; what is called PyTorch's rule is that of the policy `torch`, which tests compare
-with PyTorch's own kernels; an example is shown only if it ran just now and gave what stands beside it.
+Invariants: nothing is printed here; PyTorch's rule is that of the policy `torch`, which tests compare with PyTorch's
+own kernels; an example is shown only if it has just run, with the result that is shown.
 """
 
 from __future__ import annotations
@@ -31,23 +31,20 @@ _SHAPES: Final = ((2, 2), (1, 2, 2), (1, 1, 4, 4), (2,), (1, 1, 2, 4, 4))
 
 @dataclass(frozen=True)
 class OperationReport:
-    """What a policy says of one operation.
-
-    Attributes:
-        policy: its name.
-        operation: as it was asked for.
-        module: the name of the module that it is in, or None.
-        devices: device type -> overload, or the operation where all do the same -> rule and reason.
-        presets: preset -> device type -> what it says there, as `devices` but rules alone.
-        example: some lines of Python, with `torch` and `precast` imported, and what they print.
-    """
+    """What a policy says of one operation."""
 
     policy: str
+    """The name of the policy."""
     operation: str
+    """The operation, as it was asked for."""
     module: str | None
+    """The name of the module that it is in, or None."""
     devices: dict[str, dict[str, Resolution]]
+    """Device type -> overload, or the operation where all overloads do the same -> rule and reason."""
     presets: dict[str, dict[str, dict[str, str]]]
+    """Preset -> device type -> overload or operation, as in `devices` -> rule."""
     example: tuple[str, str]
+    """Some lines of Python, with `torch` and `precast` imported, and what they print."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -65,7 +62,7 @@ class OperationReport:
         }
 
     def render(self) -> RenderableType:
-        """The rule and its reason for each device type that was asked for, then how others differ."""
+        """The rule and its reason for each device type that was asked for, then those of other policies."""
         inside = "" if self.module is None else f" in {self.module!r}"
         lines: list[RenderableType] = []
         for device, overloads in self.devices.items():
@@ -94,29 +91,26 @@ def explain_operation(
     """What a policy says of one operation, and why.
 
     Args:
-        operation: as a policy spells it.
-        policy: whose rules are asked for.
+        operation: the operation, as a policy spells it.
+        policy: the policy whose rules are asked for.
         devices: device types.
-        module: the name of the module that it is in.
+        module: the name of the module that the operation is in.
 
     Raises:
         PolicyError: there is no such operation or device type; the nearest names are in the message.
     """
     found = {device: _resolutions(operation, policy, device, module) for device in devices}
-    presets = {name: _rules(operation, Policy.load(name)) for name in _torch_first()}
+    torch_first = sorted(Policy.presets(), key=lambda name: (name != "torch", name))
+    presets = {name: _rules(operation, Policy.load(name)) for name in torch_first}
     return OperationReport(
         policy.name, operation, module, found, presets, _example(operation, policy, devices)
     )
 
 
-def _torch_first() -> list[str]:
-    return sorted(Policy.presets(), key=lambda name: (name != "torch", name))
-
-
 def _resolutions(
     operation: str, policy: Policy, device: str, module: str | None
 ) -> dict[str, Resolution]:
-    """By overload where they differ; else all under the operation's name."""
+    """What a policy says of each overload; of all under the operation's name, if they do the same."""
     try:
         return {operation: policy.resolve(operation, device, module)}
     except PolicyError:
@@ -129,7 +123,7 @@ def _resolutions(
 
 
 def _rules(operation: str, policy: Policy) -> dict[str, dict[str, str]]:
-    """Device types with a rule, those of the policy's tables."""
+    """The rules on those device types where the operation has one."""
     rules = {}
     for device in DEVICE_TYPES:
         found = _resolutions(operation, policy, device, None)
@@ -153,8 +147,9 @@ def _grouped(devices: dict[str, dict[str, str]]) -> str:
 
 
 def _example(operation: str, policy: Policy, devices: tuple[str, ...]) -> tuple[str, str]:
-    """A call of the operation in a region, if one can be made up that runs here; else what PyTorch's rule is."""
-    like = next((d for d in devices if _has_rule(operation, policy, d)), devices[0])
+    """A call of the operation in a region, if one is found that runs here; else PyTorch's rule."""
+    with_rule = _rules(operation, policy)
+    like = next((device for device in devices if device in with_rule), devices[0])
     name, found = next(iter(_resolutions(operation, policy, like, None).items()))
     if policy.name in Policy.presets() and found.rule is not Rule.BANNED:
         chosen = policy if like == "cpu" else policy.retarget("cpu", like=like)
@@ -166,11 +161,6 @@ def _example(operation: str, policy: Policy, devices: tuple[str, ...]) -> tuple[
     name = next(iter(pytorchs))
     code = f'policy = precast.Policy.load("torch")\nprint(policy.resolve("{name}", "{like}").rule)'
     return code, str(pytorchs[name].rule)
-
-
-def _has_rule(operation: str, policy: Policy, device: str) -> bool:
-    found = _resolutions(operation, policy, device, None)
-    return any(r.rule is not Rule.KEEP for r in found.values())
 
 
 def _program(policy: Policy, like: str, x: str, call: str) -> str:
@@ -185,7 +175,7 @@ def _program(policy: Policy, like: str, x: str, call: str) -> str:
 
 
 def _calls(name: str, rule: Rule) -> Iterator[tuple[str, str]]:
-    """Calls that may work, and their tensor: the public function of that name, else the operator; several shapes."""
+    """Tensors of several shapes, and calls that may take them: of the public function of that name, or the operator."""
     key, overload = split(canonical(name))
     schemas = _torch.operator_overloads(key)
     schema = schemas.get("" if overload in {None, "default"} else str(overload))
@@ -204,9 +194,10 @@ def _calls(name: str, rule: Rule) -> Iterator[tuple[str, str]]:
 
 
 def _spelled(name: str) -> Iterator[str]:
-    for home in ("torch", "torch.nn.functional"):
-        if hasattr(eval(home, {"torch": torch}), name):
-            yield f"{home}.{name}"
+    """The names by which Python may know the operation."""
+    for module in (torch, torch.nn.functional):
+        if hasattr(module, name):
+            yield f"{module.__name__}.{name}"
     for home in ("linalg", "fft"):
         if name.startswith(f"{home}_"):
             yield f"torch.{home}.{name.removeprefix(f'{home}_')}"
@@ -214,7 +205,7 @@ def _spelled(name: str) -> Iterator[str]:
 
 
 def _argument(argument: Any, shape: tuple[int, ...], rule: Rule, place: int) -> str | None:
-    """`x` and what else an argument can be; where dtypes are promoted there are two."""
+    """The text of an argument: `x` for a tensor, in another dtype behind the first where dtypes are promoted."""
     other = "x.bfloat16()" if rule is Rule.PROMOTE else "x"
     values = {"Tensor": other if place else "x", "List[Tensor]": f"[x, {other}]"}
     values |= {"Optional[Tensor]": values["Tensor"], "List[int]": f"[{shape[-1]}]", "bool": "False"}

@@ -1,7 +1,7 @@
 """`precast doctor`: what this machine can do in each dtype, measured, and the one setting to use.
 
-Invariants: the recommendation is a function of the measured reports alone, and its reason quotes
-the numbers that decided; nothing is printed here, `render` returns what a console prints.
+Invariants: the recommendation follows from the measured reports alone, and its reason quotes the numbers that decided.
+Nothing is printed here; `render` returns what a console prints.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from precast.diagnostics.hardware.machine import DtypeReport, Speed, dtypes_of, measure
+from precast.diagnostics.hardware.machine import DtypeReport, dtypes_of, measure
 
 __all__ = [
     "Diagnosis",
@@ -30,27 +30,25 @@ __all__ = [
     "times",
 ]
 
-_WORTH_IT: Final = 1.1  # a training step must be this much faster for a 16-bit dtype to be advised
-_OVER_BFLOAT16: Final = 1.25  # what float16 must win over bfloat16 to pay for a scaler
+_WORTH_IT: Final = 1.1
+"""A 16-bit dtype is recommended if a training step is at least so many times as fast as in float32."""
+_OVER_BFLOAT16: Final = 1.25
+"""float16 is recommended if it is more than so many times as fast as bfloat16, since it needs a scaler."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The one setting that follows from the measurements.
-
-    Attributes:
-        device: device type to train on, such as "cuda".
-        dtype: "bfloat16", "float16" or, where neither pays, "float32".
-        scaler: whether training needs a gradient scaler: with float16 only.
-        reason: why, with the numbers.
-        code: the line to write.
-    """
+    """The one setting that follows from the measurements."""
 
     device: str
+    """The device type to train on, such as "cuda"."""
     dtype: str
+    """"bfloat16", "float16" or, if neither is faster, "float32"."""
     scaler: bool
+    """Whether training needs a gradient scaler, as it does with float16."""
     reason: str
     code: str
+    """The line to write; "" for float32."""
 
 
 @dataclass(frozen=True)
@@ -97,27 +95,24 @@ def diagnose(advance: Callable[[str], None] = lambda _: None) -> Diagnosis:
     """Measures the CPU and the accelerator, if there is one: about a second for each dtype.
 
     Args:
-        advance: told what is measured next, such as "bfloat16 on cpu".
+        advance: is told what is measured next, such as "bfloat16 on cpu".
     """
     reports = []
-    for device in _measured_devices():
+    for device in (torch.device("cpu"), *_accelerators()[:1]):
         for dtype in dtypes_of(device):
             advance(f"{dtype} on {device}")
             reports.append(measure(device, dtype))
+    devices = (Device("cpu", _cpu()), *(Device(str(each), _gpu(each)) for each in _accelerators()))
     return Diagnosis(
-        torch=torch.__version__,
-        python=platform.python_version(),
-        devices=tuple(_devices()),
-        reports=tuple(reports),
-        recommendation=recommend(reports),
+        torch.__version__, platform.python_version(), devices, tuple(reports), recommend(reports)
     )
 
 
 def recommend(reports: Sequence[DtypeReport]) -> Recommendation:
     """The setting for training that follows from `reports`: on the accelerator if one was measured.
 
-    bfloat16 has float32's range and needs no scaler, so float16 has to be clearly faster to be
-    advised; where neither is faster than float32, float32 is.
+    bfloat16 has float32's range and needs no scaler, so float16 has to be clearly faster to be recommended. If neither
+    is faster than float32, float32 is recommended.
     """
     device = next((r.device for r in reports if r.device != "cpu"), "cpu")
     speed = {
@@ -130,13 +125,9 @@ def recommend(reports: Sequence[DtypeReport]) -> Recommendation:
     device_type = torch.device(device).type
     if speed.get(dtype, 0.0) < _WORTH_IT:
         return Recommendation(device_type, "float32", False, _why_not(device, speed), "")
-    return Recommendation(
-        device_type,
-        dtype,
-        dtype == "float16",
-        _why(device, dtype, speed),
-        f'with precast.autocast("{device_type}", dtype=torch.{dtype}):',
-    )
+    code = f'with precast.autocast("{device_type}", dtype=torch.{dtype}):'
+    why = _why(device, dtype, speed)
+    return Recommendation(device_type, dtype, dtype == "float16", why, code)
 
 
 def render(diagnosis: Diagnosis) -> RenderableType:
@@ -148,12 +139,6 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     return Group(*parts, Text(), _advice(diagnosis.recommendation))
 
 
-def _measured_devices() -> list[torch.device]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    cpu = torch.device("cpu")
-    return [cpu] if accelerator is None else [cpu, torch.device(accelerator.type, 0)]
-
-
 def processor(device: torch.device) -> str:
     """What the processor or GPU is called; the type of the device where it has no name."""
     if device.type == "cpu":
@@ -162,24 +147,25 @@ def processor(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _devices() -> list[Device]:
-    vector = torch.backends.cpu.get_cpu_capability()
-    name = processor(torch.device("cpu"))
-    devices = [Device("cpu", f"{name}, {torch.get_num_threads()} threads, {vector}")]
+def _accelerators() -> list[torch.device]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        count = torch.accelerator.device_count()
-        devices += [_accelerator(torch.device(accelerator.type, i)) for i in range(count)]
-    return devices
+    if accelerator is None:
+        return []
+    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
 
 
-def _accelerator(device: torch.device) -> Device:
+def _cpu() -> str:
+    vector = torch.backends.cpu.get_cpu_capability()
+    return f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} threads, {vector}"
+
+
+def _gpu(device: torch.device) -> str:
     if device.type != "cuda":
-        return Device(str(device), device.type)
+        return device.type
     properties = torch.cuda.get_device_properties(device)
     memory = properties.total_memory / 2**30
     capability = f"compute capability {properties.major}.{properties.minor}"
-    return Device(str(device), f"{properties.name}, {memory:.0f} GiB, {capability}")
+    return f"{properties.name}, {memory:.0f} GiB, {capability}"
 
 
 def _why(device: str, dtype: str, speed: dict[str, float]) -> str:
@@ -227,40 +213,29 @@ def _table(device: str, reports: Sequence[DtypeReport]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("units")
     for report in reports:
-        cells = [_cell(speed) for speed in report.speeds]
+        cells = ["none" if s.ratio is None else times(s.ratio) for s in report.speeds]
         units = " ".join(report.units) or "-"
-        table.add_row(report.dtype, Text(report.verdict, _STYLE[report.verdict]), *cells, units)
+        style = {"native": "green", "unsupported": "red"}.get(report.verdict, "yellow")
+        table.add_row(report.dtype, Text(report.verdict, style), *cells, units)
     return table
 
 
-_STYLE: Final = {
-    "native": "green",
-    "partly native": "yellow",
-    "emulated": "yellow",
-    "unsupported": "red",
-}
-
-
-def _cell(speed: Speed) -> str:
-    return "none" if speed.ratio is None else times(speed.ratio)
-
-
 def times(ratio: float) -> str:
-    """A ratio with as many digits as it is worth: 6.1x, 0.011x."""
+    """A ratio with two significant digits or so: 6.1x, 0.011x."""
     return f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2g}x"
 
 
 def _errors(reports: Sequence[DtypeReport]) -> list[RenderableType]:
-    """Why a cell says "none": PyTorch's own words."""
-    lines = []
+    """PyTorch's own error for each cell that says "none"."""
+    errors: dict[tuple[str, str], list[str]] = {}
     for report in reports:
-        errors: dict[str, list[str]] = {}
         for speed in report.speeds:
             if speed.error is not None:
-                errors.setdefault(speed.error, []).append(speed.operation)
-        for error, operations in errors.items():
-            lines.append(f"{report.dtype}, {', '.join(operations)}: {error}")
-    return [Text(line, "dim") for line in lines]
+                errors.setdefault((report.dtype, speed.error), []).append(speed.operation)
+    return [
+        Text(f"{dtype}, {', '.join(operations)}: {error}", "dim")
+        for (dtype, error), operations in errors.items()
+    ]
 
 
 def _advice(recommendation: Recommendation) -> RenderableType:

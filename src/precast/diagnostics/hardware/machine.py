@@ -1,15 +1,15 @@
-"""What a device does in each dtype, measured: speeds beside float32's, and the verdict from them.
+"""What a device does in each dtype, measured: its speed compared with float32's, and the verdict that follows.
 
 Invariants:
 
-- a verdict comes from measured time alone, never from a list of hardware; what the hardware says
-  of itself is reported beside it;
-- a ratio compares the best time of each dtype, both timed in turns: other load on the machine only
-  ever adds time, so the best is what the machine can do, and it hits both alike;
-- the CPU is measured on one thread: what units a core has does not depend on how many cores there
-  are, and threads that wait for each other measure the other load on the machine;
-- sizes grow until one run is long enough to measure, so an emulated dtype, which may be a thousand
-  times slower, costs no more to measure than a native one.
+- a verdict comes from measured time alone, never from a list of hardware; what the hardware says of itself is reported
+  beside it;
+- a ratio compares the best time of each dtype, both timed in turns: other load on the machine only adds time, to both
+  alike, so the best time is what the machine can do;
+- the CPU is measured on one thread: which units a core has does not depend on the number of cores, and with more
+  threads the time would depend on the other load on the machine;
+- sizes grow until one run is long enough to measure, so an emulated dtype, which may be a thousand times slower, costs
+  no more to measure than a native one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -49,19 +50,16 @@ Prepare = Callable[[torch.device, str, int], Run]
 
 @dataclass(frozen=True)
 class Speed:
-    """One operation in one dtype, beside the same operation in float32.
-
-    Attributes:
-        operation: "matmul", "convolution" or "convolution backward".
-        seconds: best time of one run; None where the dtype is unsupported.
-        float32_seconds: the same, in float32 at the same size.
-        error: first line of PyTorch's error where the dtype is unsupported.
-    """
+    """One operation in one dtype, and the same operation in float32."""
 
     operation: str
+    """"matmul", "convolution" or "convolution backward"."""
     seconds: float | None = None
+    """The best time of one run; None if the dtype is unsupported."""
     float32_seconds: float | None = None
+    """The best time in float32, at the same size."""
     error: str | None = None
+    """The first line of PyTorch's error if the dtype is unsupported."""
 
     @property
     def ratio(self) -> float | None:
@@ -73,19 +71,16 @@ class Speed:
 
 @dataclass(frozen=True)
 class DtypeReport:
-    """What one device does in one dtype.
-
-    Attributes:
-        device: as `str(torch.device)` says it.
-        dtype: one of `DTYPES`.
-        speeds: one for each operation measured.
-        units: what the hardware says that it has for this dtype, such as "amx_bf16".
-    """
+    """What one device does in one dtype."""
 
     device: str
+    """As in `str(torch.device)`."""
     dtype: str
+    """One of `DTYPES`."""
     speeds: tuple[Speed, ...]
+    """One for each operation that was measured."""
     units: tuple[str, ...] = ()
+    """What the hardware says that it has for this dtype, such as "amx_bf16"."""
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -125,12 +120,7 @@ def dtypes_of(device: torch.device) -> tuple[str, ...]:
 
 
 def measure(device: torch.device, dtype: str) -> DtypeReport:
-    """Times matmul, convolution and its backward in `dtype` and in float32, in about a second.
-
-    Args:
-        device: where to measure.
-        dtype: one of `dtypes_of(device)`.
-    """
+    """Times matmul, convolution and its backward in one of `dtypes_of(device)` and in float32, in about a second."""
     with _one_thread():
         speeds = tuple(_speed(name, run, device, dtype) for name, run in _OPERATIONS.items())
     return DtypeReport(str(device), dtype, speeds, _units(device, dtype))
@@ -231,15 +221,13 @@ def _matmul(device: torch.device, dtype: str, level: int) -> Run:
     left, right = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     if dtype.startswith("float8"):
         return _scaled_matmul(left, right, getattr(torch, dtype))
-    if dtype in {"float32", "tf32"}:
-        return _with_float32_as(dtype, lambda: left @ right)
-    left, right = left.to(getattr(torch, dtype)), right.to(getattr(torch, dtype))
-    return lambda: left @ right
+    left, right = left.to(_stored_as(dtype)), right.to(_stored_as(dtype))
+    return _float32_as(dtype)(lambda: left @ right)
 
 
 def _scaled_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Run:
-    # 8-bit matmul takes a scale for each operand and a column-major right one. That one is e4m3
-    # beside e5m2 too, as in training: CUDA has no product of two e5m2 matrices.
+    # An 8-bit matmul takes a scale for each operand, and the right operand in column-major order. The right one is
+    # e4m3 even if the left one is e5m2, as in training: CUDA has no product of two e5m2 matrices.
     lowered, weight = left.to(dtype), right.to(torch.float8_e4m3fn).t()
     one, whole = torch.ones((), device=left.device), F.ScalingType.TensorWise
     return lambda: F.scaled_mm(lowered, weight, one, whole, one, whole)
@@ -247,30 +235,30 @@ def _scaled_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Run:
 
 def _convolution(device: torch.device, dtype: str, level: int) -> Run:
     inputs, weight = _convolution_tensors(device, dtype, level)
-    return _with_float32_as(dtype, lambda: F.conv2d(inputs, weight, padding=1))
+    return _float32_as(dtype)(lambda: F.conv2d(inputs, weight, padding=1))
 
 
 def _convolution_backward(device: torch.device, dtype: str, level: int) -> Run:
     inputs, weight = (t.requires_grad_() for t in _convolution_tensors(device, dtype, level))
-    output = _with_float32_as(dtype, lambda: F.conv2d(inputs, weight, padding=1))()
+    with _float32_as(dtype):
+        output = F.conv2d(inputs, weight, padding=1)
     gradient = torch.ones_like(output)
-    return _with_float32_as(
-        dtype,
-        lambda: torch.autograd.grad(output, (inputs, weight), gradient, retain_graph=True),
-    )
+    grad = torch.autograd.grad
+    return _float32_as(dtype)(lambda: grad(output, (inputs, weight), gradient, retain_graph=True))
 
 
 def _convolution_tensors(device: torch.device, dtype: str, level: int) -> tuple[Tensor, Tensor]:
     images, channels, side = _CONVOLUTIONS[_kind(device)][level]
     inputs = torch.randn(images, channels, side, side, device=device)
     weight = torch.randn(channels, channels, 3, 3, device=device)
-    return _lowered(inputs, dtype), _lowered(weight, dtype)
-
-
-def _lowered(tensor: Tensor, dtype: str) -> Tensor:
     # channels_last is the layout that 16-bit convolutions are written for, on CPUs and GPUs.
-    to = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
-    return tensor.to(to, memory_format=torch.channels_last)
+    to = partial(Tensor.to, dtype=_stored_as(dtype), memory_format=torch.channels_last)
+    return to(inputs), to(weight)
+
+
+def _stored_as(dtype: str) -> torch.dtype:
+    found: torch.dtype = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    return found
 
 
 _OPERATIONS: Final[dict[str, Prepare]] = {
@@ -284,25 +272,17 @@ def _kind(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else "accelerator"
 
 
-def _with_float32_as(dtype: str, run: Callable[[], Any]) -> Callable[[], Any]:
-    """`run` with float32 computed as tf32 or, where the reference is meant, in all its 24 bits."""
-    precision = "tf32" if dtype == "tf32" else "ieee"
-
-    def pinned() -> Any:
-        with _float32_precision(precision):
-            return run()
-
-    return pinned
-
-
 @contextmanager
-def _float32_precision(precision: str) -> Iterator[None]:
-    # cuDNN's convolutions use tf32 unless told not to, which would hide it from the comparison.
+def _float32_as(dtype: str) -> Iterator[None]:
+    """Computes float32 as tf32 for "tf32", else in all its 24 bits; also decorates a function.
+
+    cuDNN's convolutions use tf32 unless told not to, which would make float32 look as fast as tf32.
+    """
     switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     before = [switch.fp32_precision for switch in switches]
     try:
         for switch in switches:
-            switch.fp32_precision = precision
+            switch.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
         yield
     finally:
         for switch, was in zip(switches, before, strict=True):

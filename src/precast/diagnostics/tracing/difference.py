@@ -1,4 +1,4 @@
-"""Two traces beside each other: which operations run in other dtypes or under other rules, and what that costs."""
+"""Compares two traces: which operations have other dtypes or other rules, and what that costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Changed", "Difference"]
 
 @dataclass(slots=True)
 class Changed:
-    """One operation in one place, in two traces; None in the one that has it not."""
+    """One operation in one place, in two traces; None for a trace that does not have it."""
 
     module: str | None
     op: str
@@ -30,16 +30,16 @@ class Changed:
 
 @dataclass(slots=True, repr=False)
 class Difference(Displayed):
-    """What is otherwise in the second of two traces."""
+    """What differs in the second of two traces."""
 
     rows: list[Changed]
-    """Operations with another rule, other dtypes, or another number of casts a call."""
+    """Operations with another rule, other dtypes, or another number of casts per call."""
     totals: Totals
-    """The second's less the first's."""
+    """The totals of the second trace minus those of the first."""
 
     @classmethod
     def between(cls, first: TraceData, second: TraceData) -> Difference:
-        """What differs, the dearest first; times alone make no difference."""
+        """What differs, with what costs most first; a difference in time alone does not count."""
         before, after = _by_place(first), _by_place(second)
         rows = [
             Changed(*place, before.get(place), after.get(place))
@@ -47,10 +47,8 @@ class Difference(Displayed):
             if _meaning(before.get(place)) != _meaning(after.get(place))
         ]
         rows.sort(key=lambda row: -max(r.seconds for r in (row.before, row.after) if r is not None))
-        pairs = zip(
-            dataclasses.astuple(second.totals), dataclasses.astuple(first.totals), strict=True
-        )
-        return cls(rows, Totals(*(mine - other for mine, other in pairs)))
+        was, now = dataclasses.asdict(first.totals), dataclasses.asdict(second.totals)
+        return cls(rows, Totals(**{name: now[name] - was[name] for name in was}))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -74,7 +72,7 @@ _Place = tuple[str | None, str, str, str | None]
 
 
 def _by_place(traced: TraceData) -> dict[_Place, Row]:
-    """One row a place: those of several kinds of inputs together."""
+    """One row for each place, with several kinds of inputs added up."""
     found: dict[_Place, Row] = {}
     for row in sorted(traced.rows, key=lambda row: (row.inputs, row.output)):
         place = row.module, row.op, row.phase, row.source

@@ -1,4 +1,4 @@
-"""What a trace adds to an error about dtypes: which operation, which rules led there, the line that mends it."""
+"""What a trace adds to an error about dtypes: the operation, the rules that led there, and how to avoid the error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def note_on(  # noqa: PLR0917
     *,
     enabled: bool,
 ) -> None:
-    """Adds a note to an error that is about dtypes that differ; leaves all others alone, and those that have one."""
+    """Adds a note to an error about dtypes that differ, unless it has one; leaves all other errors alone."""
     floating = [dtype for dtype in inputs if "float" in dtype]
     if not isinstance(error, RuntimeError) or len(set(floating)) < 2:
         return
@@ -47,7 +47,7 @@ def note_on(  # noqa: PLR0917
 
 
 def _ways(links: Iterable[Link | None]) -> Iterable[str]:
-    """How each dtype came about."""
+    """Which operation decided each dtype."""
     said = set()
     for link in links:
         steps = chain(link)

@@ -1,4 +1,4 @@
-"""Why a tensor has its dtype: the operations on its way there, as plain values.
+"""Why a tensor has its dtype: the operations that led to it, as plain values.
 
 Invariants: nothing here needs PyTorch; dtypes are text ("bfloat16").
 """
@@ -14,7 +14,7 @@ __all__ = ["Explanation", "LineageStep"]
 
 @dataclass(frozen=True, slots=True)
 class LineageStep:
-    """One operation on a tensor's way to its dtype."""
+    """One of the operations that led to a tensor's dtype."""
 
     op: str
     module: str | None
@@ -40,7 +40,7 @@ class Explanation(Displayed):
 
     dtype: str
     steps: list[LineageStep]
-    """The latest first; the last one is the rule, the cast or the first operation seen that decided."""
+    """The latest step first; the last one decided: a rule, a cast, or the first operation that was seen."""
 
     def _card(self) -> Card:
         facts = [self.dtype, size(len(self.steps), "step") if self.steps else "not followed"]

@@ -1,37 +1,49 @@
-"""A trace as what it saw: rows, totals and findings; in a file, from a file, and beside another."""
+"""What a trace saw: rows, totals and findings. It can be written to a file, read from one, and compared with another.
+
+Invariant: nothing here needs PyTorch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from precast._internal import atomic_write
 from precast._internal.display import Card, Displayed, milliseconds, size
 from precast._internal.version import __version__
-from precast.diagnostics.schema import Count, Finding, Flow, Module, Row, Totals, TraceData
+from precast.diagnostics.schema import (
+    VERSION,
+    Count,
+    Finding,
+    Flow,
+    Module,
+    Row,
+    Totals,
+    TraceData,
+)
 from precast.diagnostics.tracing.difference import Difference
 from precast.errors import PrecastError
 
 __all__ = ["SavedTrace"]
 
-SCHEMA: Final = 1
-
 
 class SavedTrace(Displayed):
-    """What a trace saw, whether it is open, closed, or read from a file; needs no PyTorch."""
+    """What a trace saw, whether the trace is open, closed, or read from a file."""
+
+    def __init__(self, data: TraceData) -> None:
+        self._data = data
 
     @property
-    @abstractmethod
     def data(self) -> TraceData:
-        """All of it as plain values."""
+        """Everything as plain values."""
+        return self._data
 
     @property
     def rows(self) -> list[Row]:
-        """One for each operation, place and kind of inputs; what took the most time first."""
+        """A row for each operation, place and kind of inputs; those that took the most time come first."""
         return self.data.rows
 
     @property
@@ -41,7 +53,7 @@ class SavedTrace(Displayed):
 
     @property
     def findings(self) -> list[Finding]:
-        """What could be better, with its cost and the remedy; the dearest first."""
+        """What could be better, what it costs and how to improve it; what costs most comes first."""
         return self.data.findings
 
     @property
@@ -56,7 +68,7 @@ class SavedTrace(Displayed):
 
     @property
     def saved(self) -> dict[str, int]:
-        """Dtype -> bytes that forward had made and that were there when backward began: of the pass with the most."""
+        """Dtype -> bytes that forward made and that still existed when backward began, of the pass with the most."""
         return self.data.saved
 
     @property
@@ -66,7 +78,7 @@ class SavedTrace(Displayed):
 
     @property
     def dropped(self) -> int:
-        """Calls that have no row, as there were too many kinds of them; the totals have them."""
+        """How many calls have no row, as there were too many kinds of calls; the totals have them."""
         return self.data.dropped
 
     @property
@@ -83,17 +95,17 @@ class SavedTrace(Displayed):
         """What `as_dict` gave.
 
         Raises:
-            PrecastError: it is none.
+            PrecastError: `plain` is no trace.
         """
-        return _Loaded(TraceData.from_dict(plain))
+        return SavedTrace(TraceData.from_dict(plain))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as JSON, whole or not at all; `precast report` reads it.
+        """Writes the trace as JSON, whole or not at all; `precast report` reads it.
 
         Raises:
-            OutputError: it could not be written; what was there stays.
+            OutputError: the file could not be written; what was there stays.
         """
-        document = {"schema": SCHEMA, "precast": __version__, "trace": self.as_dict()}
+        document = {"schema": VERSION, "precast": __version__, "trace": self.as_dict()}
         atomic_write.replace(Path(path), (json.dumps(document, allow_nan=False) + "\n").encode())
 
     @staticmethod
@@ -107,14 +119,14 @@ class SavedTrace(Displayed):
             document = json.loads(Path(path).read_bytes())
         except (OSError, ValueError) as error:
             raise PrecastError(f"cannot read a trace from {os.fspath(path)}: {error}") from error
-        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        if not isinstance(document, dict) or document.get("schema") != VERSION:
             raise PrecastError(
-                f"{os.fspath(path)} is no trace of schema {SCHEMA}: save one with trace.save(path)"
+                f"{os.fspath(path)} is no trace of schema {VERSION}: save one with trace.save(path)"
             )
         return SavedTrace.from_dict(document.get("trace") or {})
 
     def diff(self, other: SavedTrace) -> Difference:
-        """What is otherwise in `other`: operations in other dtypes or under other rules, and what they cost."""
+        """What differs in `other`: operations with other dtypes or other rules, and what they cost."""
         return Difference.between(self.data, other.data)
 
     def _card(self) -> Card:
@@ -138,17 +150,8 @@ def _cells(row: Row) -> tuple[object, ...]:
 
 
 def _card_of_counts(counts: list[Count]) -> Card:
-    """Of a trace that only counted."""
-    calls, casts = (sum(getattr(count, name) for count in counts) for name in ("calls", "casts"))
+    """How a trace that only counted is displayed."""
+    calls, casts = sum(count.calls for count in counts), sum(count.casts for count in counts)
     facts = [f"{size(calls, 'call')} with a rule", size(casts, "cast"), "only counted"]
     rows = [(c.op, c.device, c.rule, c.calls, c.casts) for c in counts]
     return Card("Trace", facts, ("operation", "device type", "rule", "calls", "casts"), rows)
-
-
-class _Loaded(SavedTrace):
-    def __init__(self, data: TraceData) -> None:
-        self._data = data
-
-    @property
-    def data(self) -> TraceData:
-        return self._data
