@@ -168,12 +168,14 @@ def _fits(value: Any, kind: Any, origin: Any) -> bool:
 
 
 def _record(kind: Any, value: dict[str, Any], path: str) -> Any:
-    given = {}
+    given = {
+        key.field: _read(key.wanted, value[key.name], _joined(path, key.name))
+        for key in keys_of(kind)
+        if key.name in value
+    }
     for key in keys_of(kind):
-        where = _joined(path, key.name)
-        if key.name in value:
-            given[key.field] = _read(key.wanted, value[key.name], where)
-        elif not key.may_be_missing:
+        if key.name not in value and not key.may_be_missing:
+            where = _joined(path, key.name)
             raise MismatchError(f"{where}: is missing; {_wanted(key.wanted)} is wanted")
     return kind(**given)
 

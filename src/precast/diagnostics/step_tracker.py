@@ -153,8 +153,11 @@ class StepTracker:
         elif self._losses:
             return  # of the losses of a closure, the step returns the first
         if gradients is None and len(self._losses) < _MOST_LOSSES:
-            tensors = roots if isinstance(roots, list | tuple) else [roots]
-            self._losses += [_Number(t) for t in tensors if isinstance(t, Tensor) and _is_a_loss(t)]
+            several = roots if isinstance(roots, list | tuple) else [roots]
+            tensors = [each for each in several if isinstance(each, Tensor)]
+            self._losses += [
+                _Number(each) for each in tensors if each.numel() == 1 and each.is_floating_point()
+            ]
 
     @synchronized
     def _optimizer_begins(self, _optimizer: Optimizer) -> None:
@@ -259,7 +262,3 @@ class _Done:
         skipped = any(number.value() for number in self.skipped)
         first = recorded(self.first and self.first.numbered(self.step))
         return Step(self.step, loss, scale, skipped, list(self.names), self.seconds, first)
-
-
-def _is_a_loss(root: Tensor) -> bool:
-    return root.numel() == 1 and root.is_floating_point()

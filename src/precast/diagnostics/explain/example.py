@@ -42,10 +42,13 @@ def ran_in(model: nn.Module, policy: Policy, example: Any) -> Ran:
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     args, kwargs = _arguments(example)
+    devices = [] if device.type in {"cpu", "meta"} else [device]
+    with warnings.catch_warnings(action="ignore"):  # the report itself says what matches nothing
+        attachment = attach(model, policy, hold=False)
     with (
+        attachment,
         _evaluating(model),
-        _same_random_numbers(device),
-        _attached(model, policy),
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
         torch.no_grad(),
         trace(model) as seen,
         autocast(device.type, policy=policy),
@@ -78,22 +81,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         mha.set_fastpath_enabled(is_fused)
         for module in training:
             module.training = True
-
-
-@contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    devices = [] if device.type in {"cpu", "meta"} else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        yield
-
-
-@contextmanager
-def _attached(model: nn.Module, policy: Policy) -> Iterator[None]:
-    with warnings.catch_warnings():  # the report says itself what matches nothing
-        warnings.simplefilter("ignore")
-        attachment = attach(model, policy, hold=False)
-    with attachment:
-        yield
 
 
 def _by_module(rows: list[Row]) -> Ran:

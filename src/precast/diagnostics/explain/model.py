@@ -168,7 +168,12 @@ def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelRepo
         PrecastError: the model fails on the example.
     """
     modules = modules_by_name(model)
-    counts = {name: _numbers_in(module) for name, module in modules.items()}
+    counts = {
+        name: sum(
+            0 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters()
+        )
+        for name, module in modules.items()
+    }
     planned = plan(model, policy)
     insides = {module.name: module.inside for module in planned.modules}
     known = {
@@ -221,10 +226,6 @@ def _call(factory: Any, where: str) -> Any:
         return factory()
     except Exception as error:
         raise PrecastError(f"{where}() failed: {type(error).__name__}: {error}") from error
-
-
-def _numbers_in(module: nn.Module) -> int:
-    return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters())
 
 
 # --- the tree ---

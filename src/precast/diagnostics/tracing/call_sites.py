@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from types import CodeType, FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ from precast.policy.policy import DEVICE_TYPES
 
 __all__ = [
     "Names",
-    "Stack",
     "frame_above",
     "is_enabled",
     "outermost_regions",
@@ -60,16 +59,6 @@ _NO_PROGRAM: Final = (
 )
 
 
-class Stack(NamedTuple):
-    """What the stack says about an operation."""
-
-    source: str | None
-    """The innermost line of the program."""
-    module: nn.Module | None
-    """The innermost module that runs; None if backward calls the operation itself."""
-    phase: Phase
-
-
 def frame_above(depth: int) -> FrameType | None:
     """The frame of the caller's caller for 1, and further out for more.
 
@@ -81,21 +70,25 @@ def frame_above(depth: int) -> FrameType | None:
     return frame
 
 
-def read_stack(frame: FrameType | None) -> Stack:
-    """Reads the stack from `frame` outwards."""
+def read_stack(frame: FrameType | None) -> tuple[str | None, nn.Module | None, Phase]:
+    """Reads the stack from `frame` outwards.
+
+    Returns:
+        The innermost line of the program; the innermost module, unless backward calls the operation itself; the phase.
+    """
     source: str | None = None
     while frame is not None:
         kind, _ = _kinds.get(id(frame.f_code)) or _learnt(frame.f_code)
         if kind == _PROGRAM:
             source = source or _line(frame)
         elif kind == _MODULE:
-            return Stack(source or _outer_source(frame), frame.f_locals["self"], "forward")
+            return source or _outer_source(frame), frame.f_locals["self"], "forward"
         elif kind == _BACKWARD:
-            return Stack(source, None, "backward")
+            return source, None, "backward"
         elif kind == _OPTIMIZER:
-            return Stack(source or _outer_source(frame), None, "optimizer")
+            return source or _outer_source(frame), None, "optimizer"
         frame = frame.f_back
-    return Stack(source, None, "other")
+    return source, None, "other"
 
 
 def _outer_source(frame: FrameType | None) -> str | None:

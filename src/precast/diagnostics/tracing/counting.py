@@ -14,14 +14,8 @@ from torch import Tensor
 
 from precast import _torch
 from precast.diagnostics.schema import Count
+from precast.diagnostics.tracing import reasons
 from precast.diagnostics.tracing.call_sites import outermost_regions
-from precast.diagnostics.tracing.reasons import (
-    decided,
-    has_policy_of_precast,
-    policy_here,
-    rows_of,
-    torchs_policy,
-)
 from precast.engine.operation import Operation
 from precast.engine.thread_state import regions
 from precast.policy.policy import Policy, Rule
@@ -54,7 +48,7 @@ class Counter:
 
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A rule is about to be carried out."""
-        policy = policy_here(op.device_type)
+        policy = reasons.policy_here(op.device_type)
         key = id(policy), op.name, op.device_type
         known = self._known.get(key)
         if known is None:
@@ -73,11 +67,11 @@ class Counter:
         """It has raised."""
 
     def _look(self, policy: Policy, op: Operation) -> _Known:
-        device, found = op.device_type, decided(policy, op.name, op.device_type)
+        device, found = op.device_type, reasons.decided(policy, op.name, op.device_type)
         if found.rule is None:  # it has a kernel for the sake of another policy
             return policy, None, None
         count, rule = self.counts[found.op, device, found.rule], Rule(found.rule)
-        is_pytorchs = op.name in rows_of(torchs_policy(), device)
+        is_pytorchs = op.name in reasons.rows_of(reasons.torchs_policy(), device)
         if rule is Rule.PROMOTE and policy.mixed == "promote" and not is_pytorchs:
             return policy, count, None  # it casts only where the operation raises
         casts = {Rule.LOWER: self._lowered, Rule.FP32: _raised, Rule.PROMOTE: _promoted}
@@ -95,7 +89,7 @@ class Counter:
     def _has_copy(self, op: Operation, leaf: Tensor, dtype: torch.dtype) -> bool:
         if not torch.is_autocast_cache_enabled():
             return False
-        if has_policy_of_precast(op.device_type):
+        if reasons.has_policy_of_precast(op.device_type):
             return regions.cache.has(leaf, dtype)
         if not leaf.requires_grad or torch.is_inference_mode_enabled():
             return False  # PyTorch's cache takes neither

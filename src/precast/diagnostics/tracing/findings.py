@@ -10,12 +10,14 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from precast.diagnostics.report.words import plural
 from precast.diagnostics.schema import Cost, Finding, Row, Totals, Where
 from precast.diagnostics.tracing.facts import Facts
 from precast.diagnostics.tracing.lineage import Noticed, Site
+from precast.diagnostics.tracing.operators import dtype_name
 from precast.errors import PolicyError
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
@@ -49,33 +51,30 @@ def findings_of(
         search.in_float32(),
         search.spread(),
     )
-    return sorted((each for kind in kinds for each in sorted(kind, key=_dear)[:MOST]), key=_dear)
+    most = (finding for kind in kinds for finding in sorted(kind, key=_dear)[:MOST])
+    return sorted(most, key=_dear)
 
 
 def _dear(finding: Finding) -> tuple[float, int]:
     return -(finding.cost.seconds or 0.0), -(finding.cost.bytes or 0)
 
 
+@dataclass(frozen=True)
 class _Search:
     """Looks for the findings of one trace."""
 
-    def __init__(
-        self, rows: list[Row], totals: Totals, facts: Facts, policies: Mapping[str, Policy]
-    ) -> None:
-        self._rows = rows
-        self._seconds = totals.seconds
-        self._facts = facts
-        self._policies = policies
+    rows: list[Row]
+    totals: Totals
+    facts: Facts
+    policies: Mapping[str, Policy]
 
     def round_trips(self) -> Iterator[Finding]:
         """Tensors that were cast to float32 and back, and only moved in between."""
-        devices = {row.op: row.device for row in self._rows}
-        trips = self._facts.round_trips.values()
-        for some in _alike(
-            trips, lambda trip: (_site(trip), trip.dtype, trip.rule, _site(trip.back))
-        ):
+        devices = {row.op: row.device for row in self.rows}
+        trips = self.facts.round_trips.values()
+        for some in _alike(trips, lambda t: (_site(t), t.dtype, t.rule, _site(t.back))):
             trip = some[0]
-            dtype, here = str(trip.dtype).removeprefix("torch."), _places(some)
+            dtype, here = dtype_name(trip.dtype), _places(some)
             title = (
                 f"{trip.op}{here} casts {dtype} to float32, and "
                 f"{trip.back.op}{_places([each.back for each in some])} casts it back: "
@@ -91,7 +90,7 @@ class _Search:
 
     def islands(self) -> Iterator[Finding]:
         """Operations that a rule runs in float32 between operations in 16 bits."""
-        islands = self._facts.islands.values()
+        islands = self.facts.islands.values()
         for some in _alike(islands, lambda island: (island.op, island.device, island.policy)):
             if not any(island.returned for island in some):
                 continue  # what follows wants float32, as the end of a loss does
@@ -110,7 +109,7 @@ class _Search:
 
     def casts_again(self) -> Iterator[Finding]:
         """Weights that were cast more than once while they stayed the same."""
-        for some in _alike((cast for cast in self._facts.weights if cast.again), _site):
+        for some in _alike((cast for cast in self.facts.weights if cast.again), _site):
             most = max(some, key=lambda cast: cast.casts)
             casts, again = sum(cast.casts for cast in some), sum(cast.again for cast in some)
             title = (
@@ -126,9 +125,9 @@ class _Search:
 
     def in_float32(self) -> Iterator[Finding]:
         """Operations that are worth 16 bits and ran in float32, though nothing asked for that."""
-        if not any(row.rule == "lower" for row in self._rows):
+        if not any(row.rule == "lower" for row in self.rows):
             return
-        for some in _alike(filter(_is_unexpected, self._rows), _of_row):
+        for some in _alike(filter(_is_unexpected, self.rows), _of_row):
             row, policy = some[0], None
             if row.region is None:
                 do = f'Open the region around it, too: with precast.autocast("{row.device}"): ...'
@@ -141,7 +140,7 @@ class _Search:
 
     def spread(self) -> Iterator[Finding]:
         """Operations without a rule whose inputs have two dtypes: PyTorch gives the wider one."""
-        spreading = filter(_is_spreading, self._rows)
+        spreading = filter(_is_spreading, self.rows)
         for some in _alike(spreading, lambda row: (_of_row(row), *row.inputs)):
             row = some[0]
             title = (
@@ -167,13 +166,13 @@ class _Search:
         dearest = max(some, key=lambda each: each.seconds)
         seconds = sum(each.seconds for each in some)
         sizes = [each.bytes for each in some if isinstance(each, Noticed)]
-        share = min(1.0, seconds / self._seconds) if self._seconds else None
+        share = min(1.0, seconds / self.totals.seconds) if self.totals.seconds else None
         cost = Cost(seconds, sum(sizes) if sizes else None, share)
         where = Where(dearest.module, dearest.op, dearest.source)
         return Finding(kind, title, cost, suggestion, policy, where)
 
     def _policy(self, op: str, rule: str, device: str) -> str | None:
-        return _file(self._policies.get(device) or Policy.load("default"), op, rule, device)
+        return _file(self.policies.get(device) or Policy.load("default"), op, rule, device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,7 +19,6 @@ from torch import Tensor
 from precast import _torch
 from precast.diagnostics.schema import Phase
 from precast.diagnostics.tracing.explanation import LineageStep
-from precast.diagnostics.tracing.operators import dtype_name
 
 __all__ = ["MOVES", "Lineage", "Link", "Noticed", "Site", "Up"]
 
@@ -71,16 +70,13 @@ class Up(Noticed):
 class Link:
     """What wrote a storage."""
 
-    op: str
-    rule: str | None
-    reason: str
-    module: str | None
-    source: str | None
+    step: LineageStep
     phase: Phase
-    inputs: tuple[str, ...]
     dtype: torch.dtype
     parent: Link | None
-    step: int
+    """What gave the result its dtype, if no rule did."""
+    iteration: int
+    """How many steps of optimizers came before."""
     bytes: int
     up: Up | None = None
     """The cast that brought these numbers from 16 bits, if 16 bits still hold them."""
@@ -134,19 +130,18 @@ class Lineage:
             ref.key = id(storage)
         self._links[ref.key] = ref, link
 
-    def alive(self, step: int) -> Iterator[Link]:
-        """What forward made in a step, as far as it is still in memory."""
+    def alive(self, iteration: int) -> Iterator[Link]:
+        """What forward made in an iteration, as far as it is still in memory."""
         for _, link in list(self._links.values()):
-            if link.step == step and link.phase == "forward":
+            if link.iteration == iteration and link.phase == "forward":
                 yield link
 
 
 def chain(link: Link | None) -> list[LineageStep]:
     """The steps back to the one that decided a dtype, the latest first."""
-    steps: list[LineageStep] = []
+    steps = []
     while link is not None:
-        made = list(link.inputs), dtype_name(link.dtype)
-        steps.append(LineageStep(link.op, link.module, link.source, *made, link.rule, link.reason))
+        steps.append(link.step)
         link = link.parent
     return steps
 

@@ -17,12 +17,12 @@ __all__ = [
     "Decided",
     "ModuleRules",
     "decided",
-    "decided_alone",
     "has_policy_of_precast",
     "policy_here",
-    "reason_in_backward",
     "rows_of",
     "torchs_policy",
+    "why_alone",
+    "why_in_backward",
 ]
 
 
@@ -66,7 +66,7 @@ def decided(policy: Policy, name: str, device: str) -> Decided:
     return Decided(op, str(found.rule), f"policy {policy.name!r}: {found.reason}")
 
 
-def decided_alone(
+def why_alone(
     policy: Policy, op: str, device: str, region: str | None, module_rule: str | None
 ) -> Decided:
     """Why no rule was carried out for an operation that ran."""
@@ -81,7 +81,7 @@ def decided_alone(
     return Decided(op, None, reason)
 
 
-def reason_in_backward(op: str | None, node: Any) -> str:
+def why_in_backward(op: str | None, node: Any) -> str:
     """Which operation a graph node is the backward of."""
     if op is not None:
         return f"backward of {op}"

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from precast import _torch
 from precast.diagnostics.schema import Totals
+from precast.diagnostics.tracing import reasons
 from precast.diagnostics.tracing.call_sites import (
     Names,
     frame_above,
@@ -29,6 +30,7 @@ from precast.diagnostics.tracing.call_sites import (
 )
 from precast.diagnostics.tracing.counting import Counts
 from precast.diagnostics.tracing.error_notes import note_on
+from precast.diagnostics.tracing.explanation import LineageStep
 from precast.diagnostics.tracing.facts import Facts
 from precast.diagnostics.tracing.lineage import Lineage, Link, Site, Up
 from precast.diagnostics.tracing.operators import (
@@ -40,14 +42,7 @@ from precast.diagnostics.tracing.operators import (
     kind_of,
     tensors_of,
 )
-from precast.diagnostics.tracing.reasons import (
-    Decided,
-    ModuleRules,
-    decided,
-    decided_alone,
-    policy_here,
-    reason_in_backward,
-)
+from precast.diagnostics.tracing.reasons import Decided, ModuleRules
 from precast.diagnostics.tracing.tally import Around, Place, Tally
 from precast.engine.operation import Operation, is_eligible
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
@@ -63,13 +58,6 @@ _FP32: Final = ("fp32", "fp32_set_dtype", "fp32_append_dtype")
 _Texts = tuple[str, ...]
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
-
-
-class _Node(NamedTuple):
-    """What made a node of the graph."""
-
-    op: str
-    place: Place
 
 
 @dataclass(slots=True)
@@ -106,8 +94,9 @@ class Recorder:
         self.lineage = Lineage()
         self._module_rules = ModuleRules()
         self._decisions: list[_Decision] = []
-        self._nodes: dict[int, _Node] = {}
-        self._nodes_before: dict[int, _Node] = {}
+        self._nodes: dict[int, tuple[str, Place]] = {}
+        """The number of a node of the graph -> the operation that made it, and where."""
+        self._nodes_before: dict[int, tuple[str, Place]] = {}
         self._in_backward = False
         self.start()
 
@@ -126,14 +115,14 @@ class Recorder:
 
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A rule is about to be carried out."""
-        policy = policy_here(op.device_type)
+        policy = reasons.policy_here(op.device_type)
         self.policies[op.device_type] = policy
         place = self._place_on_stack().forward()
         if _torch.current_node() is not None:  # as where a checkpoint runs again
             place = Place(place.module, place.source, "backward")
         tensors = tensors_of(args, kwargs)
         links = [self.lineage.of(t) for t in floating_in(tensors)]
-        found = decided(policy, op.name, op.device_type)
+        found = reasons.decided(policy, op.name, op.device_type)
         decision = _Decision(op, policy, found, place, tuple(map(dtype_of, tensors)), links)
         if found.rule == Rule.LOWER:
             lower, device = op.lower_dtype(), op.device_type
@@ -212,7 +201,7 @@ class Recorder:
         self.totals.seconds += seconds
         d.sums.seconds += seconds
         if made:
-            self._remember(_Node(d.decided.op, d.place))
+            self._remember(d.decided.op, d.place)
         for cast in kind.casts(call[0], out, seconds):
             self.tally.cast(cast, d.sums)
             d.casts += 1
@@ -229,8 +218,8 @@ class Recorder:
         if self._decisions or not tensors:
             return
         device = tensors[0].device.type
-        policy, (region, module_rule, _) = policy_here(device), self._around(device)
-        found = decided_alone(policy, kind_of(func).name, device, region, module_rule)
+        policy, (region, module_rule, _) = reasons.policy_here(device), self._around(device)
+        found = reasons.why_alone(policy, kind_of(func).name, device, region, module_rule)
         links = [self.lineage.of(t) for t in tensors]
         inputs, enabled = map(dtype_of, tensors), is_enabled(device)
         note_on(error, found, device, policy, inputs, links, enabled=enabled)
@@ -251,7 +240,7 @@ class Recorder:
         device = (outputs or tensors)[0].device.type
         if _torch.next_sequence() > self._sequence:
             place = place.forward()
-            self._remember(_Node(kind.name, place))
+            self._remember(kind.name, place)
         elif is_enabled(device):
             place = place.forward()
         if kind.is_view:
@@ -262,11 +251,11 @@ class Recorder:
         if reason is None and casts:
             reason = "a cast that the program asks for"
         if reason is None:
-            policy = policy_here(device)
+            policy = reasons.policy_here(device)
             if around.region is not None:
                 self.policies[device] = policy
             module_rule = around.module_rule
-            _, _, reason = decided_alone(policy, kind.name, device, around.region, module_rule)
+            _, _, reason = reasons.why_alone(policy, kind.name, device, around.region, module_rule)
         found = Decided(kind.name, None, reason)
         inputs = tuple(map(dtype_of, tensors))
         row = self.tally.row(place, found, inputs, outputs, around)
@@ -304,10 +293,10 @@ class Recorder:
         number = _torch.sequence_of(graph_node)
         maker = self._nodes.get(number) or self._nodes_before.get(number)
         if maker is None:
-            return place, reason_in_backward(None, graph_node)
-        source = maker.place.source or place.source
-        place = Place(maker.place.module, source, "backward")
-        return place, reason_in_backward(maker.op, graph_node)
+            return place, reasons.why_in_backward(None, graph_node)
+        op, made_at = maker
+        place = Place(made_at.module, made_at.source or place.source, "backward")
+        return place, reasons.why_in_backward(op, graph_node)
 
     def _around(self, device: str) -> Around:
         return Around(region_around(device), self._module_rules.here(), device)
@@ -345,12 +334,12 @@ class Recorder:
         self.facts.weights.saw(at, cast)
         return None
 
-    def _remember(self, node: _Node) -> None:
+    def _remember(self, op: str, place: Place) -> None:
         if len(self._nodes) > _MOST_NODES:
             self._nodes_before, self._nodes = self._nodes, {}
         sequence = _torch.next_sequence()
         for number in range(max(self._sequence, sequence - _MOST_AT_ONCE), sequence):
-            self._nodes[number] = node
+            self._nodes[number] = op, place
         self._sequence = sequence
 
     def _count_saved(self) -> None:
@@ -364,8 +353,11 @@ class Recorder:
     def _link(
         self, tensor: Tensor, found: Decided, place: Place, inputs: _Texts, parent: Link | None
     ) -> Link:
+        op, rule, reason = found
+        made = list(inputs), dtype_of(tensor)
+        step = LineageStep(op, place.module, place.source, *made, rule, reason)
         size = tensor.numel() * tensor.element_size()
-        link = Link(*found, *place, inputs, tensor.dtype, parent, self.totals.steps, size)
+        link = Link(step, place.phase, tensor.dtype, parent, self.totals.steps, size)
         self.lineage.put(tensor, link)
         return link
 

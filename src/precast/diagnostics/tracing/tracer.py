@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -107,12 +106,7 @@ class Trace(SavedTrace):
         return self
 
     @_torch.never_compiled
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._stop_watching()
