@@ -131,7 +131,7 @@ def from_json(wanted: type[_T], value: object, path: str = "") -> _T:
 
 def _read(wanted: Any, value: Any, path: str) -> Any:
     kind, origin, inner = _taken_apart(wanted)
-    if kind is Any or (value is None and kind is not wanted):
+    if kind is Any or (value is None and kind != wanted):
         return value
     if not _fits(value, kind, origin):
         what = f"{_wanted(wanted)} is wanted, and {_shown(value)} is there"
