@@ -1,12 +1,11 @@
-"""What a trace and a run hold, version 1: the one definition that writes, reads, checks and documents them.
+"""What the data of a trace and of a run contain, version 1: one definition writes, reads, checks and documents them.
 
 Invariants:
 
-- nothing here needs PyTorch: dtypes are PyTorch's names without `torch.`, times are seconds, sizes are bytes, and
+- nothing here needs PyTorch: dtypes are PyTorch's names without `torch.`, times are in seconds, sizes in bytes, and
   shares are between 0 and 1;
-- numbers are finite: what is not is null in a file, and None here;
-- a key may be added without a new version, as one that may be missing; a key is never removed, and never gets another
-  meaning, without one;
+- numbers are finite: a number that is not is null in a file, and None here;
+- a key that may be missing can be added without a new version; removing a key, or changing its meaning, needs one;
 - the tables of `docs/report.md` are made of these classes and of their docstrings (`python -m tools.report_schema`).
 """
 
@@ -78,35 +77,35 @@ class Row:
     phase: Phase
     """Where in a training step; "other" is outside of modules, backward and optimizers."""
     source: str | None
-    """The innermost line of the program, "train.py:12 in loss"; for backward, that of the forward operation."""
+    """The innermost line of the program, as "train.py:12 in loss"; for backward, that of the forward operation."""
     inputs: list[str]
     """The dtypes of its tensors, in the order of the arguments."""
     output: list[str]
-    """The dtypes of the tensors that it gave."""
+    """The dtypes of the tensors that it returned."""
     rule: str | None
-    """The rule that held for it, null where none did."""
+    """The rule that held for it; null if none did."""
     reason: str | None
-    """Why: the line of the policy, or why there was no rule."""
+    """The line of the policy that has the rule, or why there was no rule."""
     region: str | None
-    """Where the region around was opened; null outside of all regions."""
+    """Where the region around it was opened; null outside of all regions."""
     module_rule: str | None
-    """The rule for modules that held, "encoder.** = float16"."""
+    """The rule for modules that held, as "encoder.** = float16"."""
     device: str = may_be_missing("cpu")
     """The device type that it ran on."""
     calls: int = 0
     """How often it ran."""
     casts: int = 0
-    """Casts made for it; a cast that the program asked for itself is a row of its own, and counts there."""
+    """How many casts were made for it; a cast that the program asked for has a row of its own, and counts there."""
     cast_bytes: int = 0
-    """What these casts wrote."""
+    """How many bytes these casts wrote."""
     cached: int = 0
-    """Casts that the weight cache, or held weights, saved."""
+    """How many casts the weight cache, or held weights, saved."""
     seconds: float = 0.0
     """Time in its kernels, casts included, as the host sees it."""
     cast_seconds: float = 0.0
     """Time in these casts."""
     order: int | None = may_be_missing(is_left_out=True)
-    """Its place among all rows by the time of their first calls, the first is 0."""
+    """Its place among all rows in the order of their first calls, from 0."""
 
 
 @dataclass(slots=True)
@@ -120,9 +119,9 @@ class Totals:
     casts: int = 0
     """How many casts were made."""
     cast_bytes: int = 0
-    """What they wrote."""
+    """How many bytes they wrote."""
     cached: int = 0
-    """Casts that the weight cache, or held weights, saved."""
+    """How many casts the weight cache, or held weights, saved."""
     calls: int = 0
     """How many operations ran."""
     steps: int = 0
@@ -138,11 +137,11 @@ class Flow:
     target: str = written_as("to")
     """The dtype that it was cast to."""
     casts: int = 0
-    """How many."""
+    """How many casts there were."""
     bytes: int = 0
-    """What they wrote."""
+    """How many bytes they wrote."""
     seconds: float = 0.0
-    """Time in them."""
+    """How long they took."""
 
 
 @dataclass(slots=True)
@@ -166,21 +165,21 @@ class Count:
     rule: str | None
     """The rule."""
     calls: int = 0
-    """How often the operation ran by it."""
+    """How often the operation ran under it."""
     casts: int = 0
-    """Casts that were made for that."""
+    """How many casts were made for that."""
 
 
 @dataclass(slots=True)
 class Cost:
-    """What a finding costs, in all that was traced; null where it is not known."""
+    """What a finding costs, in everything that was traced; null where that is not known."""
 
     seconds: float | None = None
-    """Time."""
+    """How long it took."""
     bytes: int | None = None
-    """What casts wrote."""
+    """How many bytes casts wrote."""
     share: float | None = None
-    """The part of the traced time."""
+    """The share of the traced time."""
 
 
 @dataclass(slots=True)
@@ -197,7 +196,7 @@ class Where:
 
 @dataclass(slots=True)
 class Finding:
-    """Something that could be better, with its cost and the remedy."""
+    """Something that could be better, what it costs, and how to improve it."""
 
     kind: str
     """"round-trip", "float32-island", "weight-cast-again", "float32-op", "float32-spread"; of numbers "overflow",
@@ -209,7 +208,7 @@ class Finding:
     suggestion: str
     """What to do."""
     policy: str | None
-    """A whole policy file that does it, to be saved and named as the policy; null where no policy does."""
+    """A whole policy file that does this, to be saved and named as the policy; null if no policy can."""
     where: Where
     """Where it was found."""
 
@@ -219,20 +218,20 @@ class TraceData:
     """What ran in which dtype while a trace was open."""
 
     rows: list[Row] = field(default_factory=list)
-    """One for each operation, place and kind of inputs; what took the most time first."""
+    """One for each operation, place and kind of inputs; those that took the most time come first."""
     totals: Totals = field(default_factory=Totals)
     """The sums."""
     flow: list[Flow] = field(default_factory=list)
     """Casts from each dtype to each other."""
     saved: dict[str, int] = field(default_factory=dict)
-    """Dtype to bytes that forward had made and that were there when backward began: of the pass with the most, as
-    memory does not add up over steps."""
+    """Dtype to bytes that forward made and that still existed when backward began, of the pass with the most: memory
+    does not add up over steps."""
     modules: list[Module] = field(default_factory=list)
     """The modules in which something ran, and those around them."""
     dropped: int = 0
-    """Calls that have no row, as there were too many kinds; the totals have them."""
+    """How many calls have no row, as there were too many kinds of calls; the totals have them."""
     findings: list[Finding] = field(default_factory=list)
-    """What could be better; the dearest first."""
+    """What could be better; what costs most comes first."""
     counts: list[Count] = may_be_missing(factory=list)
     """How often each rule was carried out."""
     notes: list[str] = may_be_missing(factory=list)
@@ -245,7 +244,7 @@ class TraceData:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> TraceData:
-        """What `as_dict` gave.
+        """Reads what `as_dict` returned.
 
         Raises:
             PrecastError: something is missing, or of another type; the message says where.
@@ -272,7 +271,7 @@ class Range:
     rms: float | None
     """The root of the mean square; null where it was not computed."""
     nonfinite: int
-    """0, or 1 where some were not finite: they are not counted."""
+    """0, or 1 if some were not finite: they are not counted."""
     of: str | None = may_be_missing(is_left_out=True)
     """Where the tensor came from."""
 
@@ -310,9 +309,9 @@ class Shares:
     """Which shares of the numbers a format would lose."""
 
     underflow: float
-    """Those that would become zero."""
+    """The share that would become zero."""
     overflow: float
-    """Those that would become infinite."""
+    """The share that would become infinite."""
 
 
 @dataclass(slots=True)
@@ -380,7 +379,7 @@ class Health:
     ring: list[dict[str, Any]]
     """The latest steps: as `Step`, with the tensors that came nearest to the end of their type as "worst"."""
     every: int | None = may_be_missing(is_left_out=True)
-    """Every so many steps the numbers were counted."""
+    """The number of steps from one count of the numbers to the next."""
     steps: int | None = may_be_missing(is_left_out=True)
     """How many steps were watched."""
 
@@ -395,19 +394,19 @@ class PolicyName:
     name: str
     """Its name."""
     fingerprint: str | None = may_be_missing(is_left_out=True)
-    """Of its rules."""
+    """The fingerprint of its rules."""
     file: str | None = may_be_missing(is_left_out=True)
-    """A whole policy file that says the same."""
+    """A whole policy file with the same rules."""
 
 
 @dataclass(slots=True)
 class ModuleRules:
-    """What became of a policy's rules for modules."""
+    """What effect a policy's rules for modules have."""
 
     models: dict[str, int]
-    """On how many modules they act, by the class of the model."""
+    """How many modules they act on, by the class of the model."""
     problems: list[str]
-    """The rules without effect, a sentence each."""
+    """The rules without effect, one sentence each."""
 
 
 @dataclass(slots=True)
@@ -415,7 +414,7 @@ class Run:
     """One process: what was run, where, and how it ended."""
 
     command: list[str]
-    """What was run, as `python` would be told."""
+    """The arguments of `python` that would run the same."""
     ended: Literal["ended", "exit", "exception", "interrupted"]
     """How it ended."""
     code: int | None
@@ -425,7 +424,7 @@ class Run:
     seconds: float
     """How long it ran."""
     rank: int | None
-    """Of the process, null for one that is alone."""
+    """The rank of the process; null if there is only one process."""
     world_size: int
     """How many processes there were."""
     torch: str
@@ -441,7 +440,7 @@ class Run:
     steps: int
     """How many steps ended."""
     traced: list[int] | None
-    """The first step that was traced, and the one after the last."""
+    """The first step that was traced, and the first after it that was not."""
     skipped: int | None = may_be_missing(is_left_out=True)
     """All skipped steps of the run, also those that `steps` of the document has no room for."""
     nonfinite_losses: int = may_be_missing(0)
@@ -451,7 +450,7 @@ class Run:
     elsewhere: int = may_be_missing(0)
     """Steps that ended in other threads than the one that loaded PyTorch: `counts` and `trace` have nothing of them."""
     module_rules: ModuleRules | None = may_be_missing(is_left_out=True)
-    """What became of the policy's rules for modules, where it has some."""
+    """What effect the policy's rules for modules had, if it has some."""
     compiled: bool = may_be_missing(default=False)
     """Whether there are functions of `torch.compile`, in which nothing is counted."""
 
@@ -465,7 +464,7 @@ class Step:
     loss: float | None = None
     """The sum of the losses of its backward passes."""
     scale: float | None = None
-    """The gradient scaler's."""
+    """The scale of the gradient scaler."""
     skipped: bool = False
     """Whether a scaler skipped it."""
     names: list[str] = field(default_factory=list)
@@ -473,7 +472,7 @@ class Step:
     seconds: float | None = None
     """How long it took."""
     first: NonfiniteOrigin | None = None
-    """Where numbers first became infinite or NaN, if a monitor watched."""
+    """Where numbers first became infinite or NaN, if a monitor watched the step."""
 
 
 @dataclass(slots=True)
@@ -513,7 +512,7 @@ class RunSummary:
     level: Level
     """"neutral" where nothing is wrong and no mixed precision was seen, so that there is nothing to praise."""
     headline: str
-    """The most important of it."""
+    """The most important of these sentences."""
     precision: list[str]
     """What precision does for the run."""
     problems: list[str]
@@ -526,7 +525,7 @@ class RunSummary:
 
 @dataclass(slots=True)
 class Document:
-    """What one process leaves behind."""
+    """What is saved about one process."""
 
     schema: int
     """The version of this schema."""
@@ -543,13 +542,13 @@ class Document:
     trace: TraceData | None
     """What was traced."""
     health: Health | None
-    """What was watched of the numbers."""
+    """What a monitor saw of the numbers."""
     findings: list[Finding]
-    """What the numbers say is wrong."""
+    """What is wrong with the numbers."""
     verdicts: list[ScalerDiagnosis] = may_be_missing(factory=list)
-    """The steps that no lower scale would have helped."""
+    """The steps at which neither a lower scale nor the next batch had helped."""
     verdict: RunSummary | None = may_be_missing(is_left_out=True)
-    """The run in sentences, made anew whenever the document is saved."""
+    """The run in sentences, written anew whenever the document is saved."""
 
 
 @dataclass(slots=True)
@@ -565,4 +564,4 @@ class Merged:
     ranks: list[Document]
     """The documents, by rank."""
     verdict: RunSummary | None = may_be_missing(is_left_out=True)
-    """All of them in sentences."""
+    """The whole run in sentences."""

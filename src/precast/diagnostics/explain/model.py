@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,7 +142,7 @@ class ModelReport:
             if module.name:
                 nodes[parent].children.append(nodes[module.name])
         for node in reversed(nodes.values()):  # those inside first
-            node.children = list(_runs(node.children))
+            node.children = _runs(node.children)
         return nodes[""]
 
     def _row(self, module: PlannedModule) -> dict[str, Any]:
@@ -248,23 +248,24 @@ class _Node:
         return [self.row | {"name": ""}, repr(self.module.inside.state), below]
 
 
-def _runs(nodes: list[_Node]) -> Iterator[_Node]:
+def _runs(nodes: list[_Node]) -> list[_Node]:
     """The nodes, with one for each run of numbered ones that are alike."""
-    start = 0
-    while start < len(nodes):
-        end = start + 1
-        while end < len(nodes) and _follows(nodes[end], nodes[end - 1]):
-            end += 1
-        first, last = nodes[start], nodes[end - 1]
-        yield first if first is last else replace(first, label=f"{first.label}-{last.label}")
-        start = end
+    runs: list[list[_Node]] = []
+    for node in nodes:
+        if runs and _follows(node, runs[-1][-1]):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return [
+        replace(run[0], label=f"{run[0].label}-{run[-1].label}") if len(run) > 1 else run[0]
+        for run in runs
+    ]
 
 
 def _follows(node: _Node, before: _Node) -> bool:
-    numbered = node.label.isdecimal() and before.label.isdecimal()
-    return (
-        numbered and int(node.label) == int(before.label) + 1 and node.likeness == before.likeness
-    )
+    if not (node.label.isdecimal() and before.label.isdecimal()):
+        return False
+    return int(node.label) == int(before.label) + 1 and node.likeness == before.likeness
 
 
 def _branch(node: _Node, tree: Tree | None = None) -> Tree:

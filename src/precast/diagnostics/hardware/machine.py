@@ -121,8 +121,12 @@ def dtypes_of(device: torch.device) -> tuple[str, ...]:
 
 def measure(device: torch.device, dtype: str) -> DtypeReport:
     """Times matmul, convolution and its backward in one of `dtypes_of(device)` and in float32, in about a second."""
-    with _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         speeds = tuple(_speed(name, run, device, dtype) for name, run in _OPERATIONS.items())
+    finally:
+        torch.set_num_threads(threads)
     return DtypeReport(str(device), dtype, speeds, _units(device, dtype))
 
 
@@ -175,16 +179,6 @@ def _long_enough(prepare: Prepare, device: torch.device, dtype: str) -> tuple[Ru
         if once > _LONG_ENOUGH:
             break
     return run, level, once
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _units(device: torch.device, dtype: str) -> tuple[str, ...]:

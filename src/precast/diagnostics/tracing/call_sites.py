@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -214,7 +214,7 @@ class Names:
 
     def __init__(self, models: list[nn.Module]) -> None:
         self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._labels: dict[str, weakref.ref[nn.Module]] = {}
+        self._labels: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         self.types: dict[str, str] = {}
         for i, model in enumerate(models):
             self._learn(model, "" if i == 0 else self._label(model))
@@ -253,13 +253,7 @@ class Names:
     def _label(self, module: nn.Module) -> str:
         """The class of a module, with a number if another module of that class has the label."""
         kind: str = type(unwrapped(module)).__name__
-        numbered = (f"{kind} {number}" for number in itertools.count(2))
-        label = next(
-            each for each in itertools.chain([kind], numbered) if self._is_free(each, module)
-        )
-        self._labels[label] = weakref.ref(module)
+        labels = itertools.chain([kind], (f"{kind} {number}" for number in itertools.count(2)))
+        label = next(each for each in labels if self._labels.get(each, module) is module)
+        self._labels[label] = module
         return label
-
-    def _is_free(self, label: str, module: nn.Module) -> bool:
-        holder: Any = self._labels.get(label, lambda: None)()
-        return holder is None or holder is module

@@ -38,10 +38,11 @@ def note_on(  # noqa: PLR0917
     if noted or not _ABOUT_DTYPES.search(str(error)):
         return
     rule = "no rule" if decided.rule is None else f"the rule {decided.rule!r}"
+    remedy = f'  Autocast is off here. To mend it, run it in a region: with precast.autocast("{device}"): ...'
     lines = [
         f"{_OURS}{decided.op} has {rule} ({decided.reason}), and got {', '.join(floating)}.",
         *_ways(links),
-        _remedy(decided.op, device, policy) if enabled else _open_a_region(device),
+        _remedy(decided.op, device, policy) if enabled else remedy,
     ]
     error.add_note("\n".join(lines))
 
@@ -63,10 +64,6 @@ def _remedy(op: str, device: str, policy: Policy) -> str:
         return "  To mend it, cast one of them before the call."
     file = "\n".join(f"    {line}".rstrip() for line in lines)
     said = f"  To mend it, save this as a policy file, and name it as the policy:\n{file}"
-    if policy.name not in Policy.presets():
-        return said
-    return f"{said}\n  or: policy=precast.Policy.load({policy.name!r}).replace(ops={{{op!r}: 'promote'}})"
-
-
-def _open_a_region(device: str) -> str:
-    return f'  Autocast is off here. To mend it, run it in a region: with precast.autocast("{device}"): ...'
+    if policy.name in Policy.presets():
+        said += f"\n  or: policy=precast.Policy.load({policy.name!r}).replace(ops={{{op!r}: 'promote'}})"
+    return said

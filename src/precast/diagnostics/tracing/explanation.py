@@ -26,12 +26,10 @@ class LineageStep:
 
     def __str__(self) -> str:
         rule = "no rule" if self.rule is None else f"rule {self.rule}"
-        where = "".join(
-            f" {word} {text}" for word, text in (("in", self.module), ("at", self.source)) if text
-        )
-        return (
-            f"{self.op} ({', '.join(self.inputs)} -> {self.output}){where}: {rule}, {self.reason}"
-        )
+        where = f" in {self.module}" if self.module else ""
+        where += f" at {self.source}" if self.source else ""
+        dtypes = f"{', '.join(self.inputs)} -> {self.output}"
+        return f"{self.op} ({dtypes}){where}: {rule}, {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -6,14 +6,14 @@ weakly.
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast.diagnostics.tracing.lineage import MOVES, Link, Noticed, Site, Up
@@ -115,8 +115,9 @@ class Weights:
 
     def __init__(self) -> None:
         self._known: dict[object, CastAgain] = {}
-        self._alive: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._number = 0
+        self._numbers = WeakIdKeyDictionary()
+        """A number for each weight that no other gets, as an `id` may be given out again."""
+        self._free_numbers = itertools.count()
         self._step = 0
 
     def __iter__(self) -> Iterator[CastAgain]:
@@ -136,7 +137,8 @@ class Weights:
         if not (isinstance(weight, Parameter) or (weight.requires_grad and weight.is_leaf)):
             return
         shape = tuple(source.shape)
-        key = self._number_of(weight), source.storage_offset(), shape, dtype
+        number = self._numbers.setdefault(weight, next(self._free_numbers))
+        key = number, source.storage_offset(), shape, dtype
         holdable = base is None and (
             not source.requires_grad or source.numel() >= MIN_ELEMENTS_FOR_NODE
         )
@@ -154,17 +156,6 @@ class Weights:
             found.again += 1
             found.add(cast.seconds, cast.bytes)
         found.latest = latest
-
-    def _number_of(self, weight: Tensor) -> int:
-        """A number for a weight that no other gets, as its `id` may be given out again."""
-        key = id(weight)
-        known = self._alive.get(key)
-        if known is None or known[0]() is not weight:
-            if len(self._alive) >= MOST:
-                self._alive = {k: kept for k, kept in self._alive.items() if kept[0]() is not None}
-            self._number += 1
-            known = self._alive[key] = weakref.ref(weight), self._number
-        return known[1]
 
 
 def _bounded(known: dict[object, _T], key: object, make: Any) -> _T | None:

@@ -227,9 +227,8 @@ def _places(some: Sequence[Site | Noticed | Row]) -> str:
     """Where it is: in one module, or in several whose names differ in their numbers."""
     names = list(dict.fromkeys(each.module for each in some))
     name = names[0] if len(names) == 1 else f"{_pattern(names[0])} ({len(names)} modules)"
-    return "".join(
-        f" {word} {text}" for word, text in (("in", name), ("at", some[0].source)) if text
-    )
+    source = some[0].source
+    return (f" in {name}" if name else "") + (f" at {source}" if source else "")
 
 
 def _times(count: int) -> str:

@@ -161,12 +161,12 @@ class Trace(SavedTrace):
         notes = []
         if _torch.has_compiled():
             notes.append(
-                "This process has functions of torch.compile: of what they fuse a trace sees nothing, and of the casts "
-                "in them no rule. To see their operations, trace them uncompiled."
+                "This process has functions of torch.compile. The trace does not see the operations that they fuse, "
+                "nor the rules behind their casts; to see these, trace the functions uncompiled."
             )
         if any(row.device != "cpu" for row in tally.rows.values()):
             notes.append(
-                "Times are the host's: on a device that works on its own, those of launching."
+                "Times are the host's: for a device that works asynchronously, they are those of launching."
             )
         if tally.dropped:
             notes.append(
