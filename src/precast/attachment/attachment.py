@@ -158,7 +158,7 @@ class Attachment(Displayed):
             self._gradients = LowPrecisionGradients(optimizer, grad_dtype)
         self.plan = plan
         self._rules: Applied | None = None
-        if plan is not None:  # before anything else is done, because it may raise
+        if plan is not None:  # before parameters are held, because it may raise
             self._rules = apply(model, plan, tables=give_way is None, give_way=give_way)
         self._find_parameters()
         _living.add(self)
@@ -175,8 +175,7 @@ class Attachment(Displayed):
 
     def memory(self) -> Memory:
         """The bytes of all copies that exist now: 2 for each number of a parameter, in each dtype that was used."""
-        tensors = (copy.tensor for copy in self._copies())
-        return Memory(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        return Memory(sum(copy.tensor.nbytes for copy in self._copies()))
 
     def refresh(self) -> None:
         """Renews all copies, whatever the version counters say. Call it after a write through `.data`."""
@@ -229,16 +228,14 @@ class Attachment(Displayed):
         return _ended, ()
 
     def _copies(self) -> Iterator[Copy]:
-        held_parameters = self._held_parameters.values()
-        return (
-            copy for held_parameter in held_parameters for copy in held_parameter.copies.values()
-        )
+        for held_parameter in self._held_parameters.values():
+            yield from held_parameter.copies.values()
 
     def _invalidate_in_this_thread(self) -> None:
         """Makes a region that is open in this thread cast its weights again, whatever it has in its own cache."""
-        parameters = (
+        parameters = [
             held_parameter.parameter() for held_parameter in self._held_parameters.values()
-        )
+        ]
         regions.cache.invalidate([p for p in parameters if p is not None])
 
     def _find_parameters(self) -> None:

@@ -196,6 +196,8 @@ class Ruled:
         self.tables = tables
         self.has_steps = has_steps
         self.applied = applied
+        self.sets_policy = bool(rule.ops) or tables is not None
+        """Whether the policy inside the module differs from that around it."""
         self.ended = False
         """Whether the plan has ended; what still runs step by step then no longer follows the rule."""
         self.inside: set[int] = set()
@@ -206,11 +208,6 @@ class Ruled:
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rule, self.tables, self.has_steps)
-
-    @property
-    def sets_policy(self) -> bool:
-        """Whether the policy inside the module differs from that around it."""
-        return bool(self.rule.ops) or self.tables is not None
 
     @_torch.runs_uncompiled
     def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
@@ -256,13 +253,13 @@ class Ruled:
             return function(given)
         targets = self._begin(module, inspect.currentframe())
         try:
-            value = function(_cast_all(given, _casts(targets)))
+            value = function(_cast(given, _casts(targets)))
         except StopIteration as last:
-            raise StopIteration(_cast_all(last.value, self._end(module))) from None
+            raise StopIteration(_cast(last.value, self._end(module))) from None
         except BaseException:
             self._end(module)
             raise
-        return _cast_all(value, self._end(module))
+        return _cast(value, self._end(module))
 
     def targets(self, off: module_calls.Off) -> list[_Target]:
         """What the rule sets for each device type that it acts on, if `off` is what rules have switched off."""
@@ -356,12 +353,7 @@ def _casts(targets: list[_Target]) -> _Casts:
 
 
 def _cast(value: Any, casts: _Casts) -> Any:
-    """What a hook returns: `value` with its eligible tensors cast, or None where nothing changes."""
-    new = _cast_all(value, casts)
-    return None if new is value else new
-
-
-def _cast_all(value: Any, casts: _Casts) -> Any:
+    """`value` with the eligible tensors in it cast."""
     return map_tensors(value, functools.partial(_cast_tensor, casts)) if casts else value
 
 
@@ -373,11 +365,11 @@ def _cast_tensor(casts: _Casts, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cast_in_trace(value: Any, casts: _Casts) -> Any:
-    """`_cast_all` for a graph: `map_tensors` asks whether two tuples are identical, which Dynamo cannot say (2.13)."""
+    """`_cast` for a graph: `map_tensors` asks whether two tuples are identical, which Dynamo cannot say (2.13)."""
     if type(value) is tuple:
         return tuple([_cast_in_trace(item, casts) for item in value])
     if type(value) is list:
         return [_cast_in_trace(item, casts) for item in value]
     if type(value) is dict:
         return {key: _cast_in_trace(item, casts) for key, item in value.items()}
-    return _cast_all(value, casts)
+    return _cast(value, casts)
