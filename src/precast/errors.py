@@ -6,9 +6,9 @@
     │   └── RegionTypeError (TypeError)   an argument is missing or of the wrong type
     ├── BannedOperationError (RuntimeError)  an operation that the policy refuses inside a region
     ├── AttachError (TypeError, ValueError)  `attach` was given what it cannot attach to
-    ├── StaleWeightError (RuntimeError)   a held weight was written unseen, so its copy is out of date
+    ├── StaleWeightError (RuntimeError)   a held weight was written without a trace, so its copy is out of date
     ├── ScalerError (RuntimeError, ValueError, AssertionError)  a gradient scaler used wrongly
-    │   └── BrokenModelError              gradients that nothing has mended; `verdict` says what was seen
+    │   └── BrokenModelError              gradients stay infinite or NaN; `verdict` says what was seen
     ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
     ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
     ├── BuildError (RuntimeError)         the library of the native engine could not be compiled
@@ -79,14 +79,14 @@ class MonitorError(PrecastError, TypeError, ValueError):
 
 
 class ScalerError(PrecastError, RuntimeError, ValueError, AssertionError):
-    """A gradient scaler used in the wrong order or on tensors it cannot handle.
+    """A gradient scaler used in the wrong order or on tensors that it cannot handle.
 
     A `RuntimeError`, a `ValueError` and an `AssertionError`: PyTorch raises one of them, and programs catch any.
     """
 
 
 class BrokenModelError(ScalerError):
-    """Gradients stay infinite or NaN, and neither a lower scale nor the next batch has mended them.
+    """Gradients stay infinite or NaN, and neither a lower scale nor the next batch has helped.
 
     The steps that were skipped changed no parameter.
 

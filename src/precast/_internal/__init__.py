@@ -1,1 +1,1 @@
-"""What every package may use and no user needs: files, locks, extras, events, warnings' places."""
+"""What every package may use: files, locks, events, versions, containers, and how results are displayed."""

@@ -1,6 +1,6 @@
 """Writes files so that a reader never sees half of one.
 
-Invariants: the old file stays until the new one is complete and on the disk. Every failure is an `OutputError`, and
+Invariants: The old file stays until the new one is complete and on the disk. Every failure is an `OutputError`, and
 leaves no temporary file. A process that is killed while it writes leaves the old file and, beside it, a hidden
 temporary one. A device or a pipe is written to and not replaced. A report never replaces a file that precast did not
 write.
@@ -60,9 +60,9 @@ def replace(path: Path, content: bytes, mode: int = 0o644, *, make_folders: bool
 
     Args:
         path: of the file.
-        content: what it shall hold.
+        content: of the file.
         mode: its permissions.
-        make_folders: whether folders of the path that are missing are made.
+        make_folders: whether missing folders of the path are made.
 
     Raises:
         OutputError: it could not be written: a full disk, a folder that is read-only or a file, an impossible path.

@@ -80,6 +80,4 @@ def _row(cell: str, values: Iterable[Any]) -> str:
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return escape(
-        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    )
+    return escape(f"{value:,}" if type(value) is int else str(value))

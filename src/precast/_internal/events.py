@@ -1,12 +1,12 @@
-"""What the engine and the scaler tell observers: small frozen values, handed to callbacks.
+"""Events of the engine, the scaler and monitors: small frozen values that are given to observers.
 
 Invariants:
-- without an observer nothing is built, stored or computed: `emit` loops over an empty tuple, and
-  code whose event costs something to make asks `observed()` first;
-- observers belong to the thread that entered `observe`; events arrive in order, before the call
-  that caused them returns; an observer's exception is that call's exception;
-- while a tracker counts the steps of the process, its numbers are those of every event; else a scaler counts its own;
-- this file imports nothing of torch at run time, so that reports on events need not either.
+- without an observer no event is made: `emit` loops over an empty tuple, and code whose event costs something to make
+  asks `observed()` first;
+- observers belong to the thread that entered `observe`. Events arrive in order, before the call that caused them
+  returns, and an observer's exception is raised by that call;
+- while a tracker counts the steps of the process, all events have its numbers; else each scaler counts its own steps;
+- this file does not load PyTorch, so that reports can be made where it is not installed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ __all__ = [
     "OperationNote",
     "ScalerDiagnosis",
     "StepEvent",
-    "Witness",
-]
-__all__ += [
     "StepNumbers",
+    "Witness",
     "after_step",
     "emit",
     "observe",
@@ -57,7 +55,7 @@ class NonfiniteOrigin:
     """Where numbers first became infinite or NaN in a training step, as `precast.monitor` saw it."""
 
     step: int
-    """The number of the step, from 0: in what a scaler says its number of the iteration, else the monitor's."""
+    """The number of the step, from 0, as the scaler counts them if a scaler tells of it, else as the monitor does."""
     kind: Literal["output", "input", "gradient", "parameter"]
     """A module's output, its input (from outside or between), its output's gradient, or a parameter's gradient."""
     name: str
@@ -67,20 +65,19 @@ class NonfiniteOrigin:
     """What it was made from: of each tensor where it is from ("of"), its "dtype", its "maximum" and "minimum" (None
     where they were not finite), and "nonfinite": 0, or 1 where there were some, not counted."""
     message: str
-    """All this in a sentence."""
+    """A sentence that says all this."""
     doubts: tuple[str, ...] = ()
-    """Modules in which it may have begun before: their tensors were written in place before they were looked at, as
-    nothing had been written there in the steps before."""
+    """Modules in which it may have begun earlier: their tensors were written in place before they were examined."""
 
     def numbered(self, step: int) -> NonfiniteOrigin:
-        """The same, where somebody else's count of the steps says `step`."""
+        """The same origin with another number for its step."""
         message = self.message.replace(f"In step {self.step}", f"In step {step}", 1)
         return replace(self, step=step, message=message)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
-    """A monitor has read what it counted in a step."""
+    """The figures that a monitor has read after a step."""
 
     step: int
     """The monitor's number of the step, from 0."""
@@ -111,7 +108,7 @@ class StepEvent:
     seconds: float
     """How long `step` took on the host, with the wait for the device and the optimizer's own step."""
     details: Any = field(repr=False)
-    """Where `names`, `first` and `loss_finite` are looked up."""
+    """The object that `names`, `first` and `loss_finite` ask."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,7 +143,7 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class ScalerDiagnosis:
-    """A gradient scaler found that neither a lower scale nor the next batch mends what it sees."""
+    """What a gradient scaler reports if neither a lower scale nor the next batch helps."""
 
     reason: Literal["weights", "loss", "floor", "skips"]
     """The parameters are not finite; the loss itself is not; the scale does not fall; a limit on skips was passed."""
@@ -159,31 +156,31 @@ class ScalerDiagnosis:
     message: str
     """What was seen, and what to look at."""
     first: NonfiniteOrigin | None = None
-    """Where it began, if a `precast.monitor` watched."""
+    """Where it began, if a `precast.monitor` was watching."""
 
 
 class Witness(Protocol):
-    """Whom a gradient scaler tells of its steps and asks about bad ones, whatever the thread: a monitor."""
+    """A monitor, as gradient scalers of all threads see it: they tell it of their steps, and ask it about bad ones."""
 
     def names_of(self, parameters: Iterable[Tensor]) -> dict[int, str]:
         """``id`` of each of `parameters` that it knows -> its name."""
 
     def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
-        """Where the step that is being taken went wrong; None where it was not seen."""
+        """Where the step that is being taken went wrong; None if that was not seen."""
 
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
         """A step has ended, skipped or not."""
 
     def judged(self, verdict: ScalerDiagnosis) -> None:
-        """No lower scale mends what the iteration that ends has found."""
+        """No lower scale helps against what was found in the iteration that ends."""
 
 
 witnesses: Final[list[Witness]] = []
-"""Those that there are now."""
+"""All monitors that watch now."""
 
 
 class StepNumbers(Protocol):
-    """Who counts the steps of the process."""
+    """What counts the steps of the process."""
 
     @property
     def number(self) -> int:
@@ -197,7 +194,7 @@ class StepNumbers(Protocol):
 
 
 step_trackers: Final[list[StepNumbers]] = []
-"""Those that count now; the first has the say."""
+"""Those that count now; the number of the first one holds."""
 
 
 def after_step(optimizer: Optimizer, own: int) -> int:

@@ -4,7 +4,7 @@ Invariants:
 - containers are lists, deques, tuples (named tuples, `PackedSequence`, `torch.return_types` too),
   mappings and dataclass instances (frozen ones too), with their subclasses; everything else is a leaf;
 - a container that is rebuilt keeps its type, its default factory, its order and its attributes;
-- a container in which no tensor changed is returned as it is; no container is modified in place;
+- a container in which nothing changed is returned as it is; no container is modified in place;
 - a container that contains itself is visited once; its rebuilt version contains the original there;
 - generators are never consumed: they are leaves, as are strings, sets and arrays.
 """

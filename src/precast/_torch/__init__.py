@@ -2,10 +2,10 @@
 
 Invariants:
 
-- nothing here decides anything about precision: every name is a thin, typed door to one feature of the installed
-  PyTorch, so that a new version of PyTorch is one package to read;
-- each use of a private name says why it is made; a version in brackets is one in which it was seen to work, and where
-  none is given nothing private is used;
+- nothing here decides anything about precision: every name is a thin, typed wrapper of one feature of the installed
+  PyTorch, so that for a new version of PyTorch there is one package to read;
+- each use of a private name says why it is needed; the version in brackets is one in which it was seen to work. Where
+  no version is given, nothing private is used;
 - the installed version is checked before anything else is loaded;
 - the names of this package are those that its files list in `__all__`.
 """

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- nothing here imports Dynamo: what asks about it asks only where the program has loaded it.
+- nothing here imports Dynamo: questions about it are asked only if the program has loaded it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def runs_uncompiled(function: F) -> F:
-    """Has a function that Python calls, and all that it calls, run as they are, also in a compiled program.
+    """Has `torch.compile` leave a function, and all that it calls, alone when Python calls it.
 
-    A function that is traced may still have it traced along: that is what `never_compiled` refuses, too (2.13).
+    It may still be traced as a part of another function that is compiled; `never_compiled` prevents that too (2.13).
     """
     skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
     strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
@@ -39,8 +39,9 @@ def runs_uncompiled(function: F) -> F:
 def never_compiled(function: F) -> F:
     """Has `torch.compile` break its graph at a function, and run it and all that it calls as they are.
 
-    As `torch.compiler.disable` does, which costs 2 s of imports, and a second call at each call (2.13). For what
-    changes the state of the dispatcher: traced, it would do so once, and never again when the graph runs.
+    It is for functions that change the state of the dispatcher: if one were traced, it would change the state while it
+    is traced, and never when the graph runs. `torch.compiler.disable` does the same, but it costs 2 s of imports, and
+    one more call at each call (2.13).
     """
     vars(function)["_torchdynamo_disable"] = True
     vars(function)["_torchdynamo_disable_msg"] = "this part of precast does not enter a graph"
@@ -48,37 +49,40 @@ def never_compiled(function: F) -> F:
 
 
 def traced_as_constant(function: F) -> F:
-    """Has `torch.compile` call a function when it traces, and put the answer into the graph.
+    """Has `torch.compile` call a function when it traces, and put what it returns into the graph as a constant.
 
-    As `torch.compiler.assume_constant_result` does, which costs 2 s of imports (2.13).
+    `torch.compiler.assume_constant_result` does the same, but it costs 2 s of imports (2.13).
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
 def has_compiled() -> bool:
-    """Whether `torch.compile` has compiled something in this process; its counters are documented for no use (2.13)."""
+    """Whether `torch.compile` has compiled something in this process; only its undocumented counters say so (2.13)."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 def reset_compiler() -> None:
-    """Drops what `torch.compile` made in this process, if it made anything; does not load it to find out.
+    """Drops what `torch.compile` made in this process; does nothing where it is not loaded.
 
-    In the middle of a compilation, where PyTorch refuses, it stays: only the garbage collector comes then, for a model
-    that is gone. `CompileContext` is what PyTorch's own guards ask (2.11 to 2.15).
+    PyTorch refuses this in the middle of a compilation. Only the garbage collector calls it then, for a model that is
+    gone, and nothing is dropped. PyTorch's own guards ask `CompileContext` as well (2.11 to 2.15).
     """
     if "torch._dynamo" in sys.modules and torch._guards.CompileContext.current_compile_id() is None:
         torch.compiler.reset()
 
 
 def export_region(arguments: tuple[Any, ...] | None) -> bool:
-    """Tells `torch.export`, where it runs a program to write it down, that a region begins, or (None) that it ends.
+    """Tells `torch.export`, if it is exporting what runs in this thread, that a region begins or ends.
 
-    As PyTorch's own region does: the exporter is a function mode, and nothing public reaches it (2.13).
+    PyTorch's own regions do the same: the exporter is a function mode, and nothing public reaches it (2.13).
+
+    Args:
+        arguments: those of the region that begins; None where one ends.
 
     Returns:
-        Whether there is an exporter.
+        Whether something is being exported.
     """
     amp: Any = torch.amp
     exporter = torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode

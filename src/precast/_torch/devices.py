@@ -1,8 +1,8 @@
-"""Device types, dtypes, streams and CUDA graphs: the few places that differ by device.
+"""Device types, dtypes, streams and CUDA graphs: the few functions that differ by device.
 
 Invariants:
 
-- an answer about a device that this machine does not have is "no", and no error;
+- questions about a device that this machine does not have are answered with "no", not with an error;
 - nothing here has been run on CUDA yet.
 """
 
@@ -29,18 +29,18 @@ __all__ = [
 ]
 
 UNUSED_DEVICE_TYPES = ("ipu", "maia")
-"""Device types that PyTorch keeps autocast flags for, in each thread, and that no released PyTorch runs on (2.13)."""
+"""Device types for which each thread has autocast flags, and on which no released PyTorch runs (2.13)."""
 
 
 def all_dtypes() -> list[torch.dtype]:
-    """Every dtype, in one order for ever; nothing public lists them."""
+    """Every dtype, always in the same order; nothing public lists them."""
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     return sorted(dtypes, key=str)
 
 
 @cache
 def is_on(device_type: str) -> Callable[[torch.Tensor], bool]:
-    """Whether a tensor is on that device type; attributes like `is_cpu` are read four times as fast as `device`."""
+    """Returns what tells whether a tensor is on that device type; `is_cpu` is read four times as fast as `device`."""
     name = f"is_{device_type}"
     if hasattr(torch.Tensor, name):
         return attrgetter(name)
@@ -71,8 +71,7 @@ def lower_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
 def copy_to_host_async(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """A copy of `number` in memory of the CPU, and the event after which it is there; None if it is there now.
 
-    Nothing private: it stands here as one of the few places that differ by device. The copy goes to pinned memory,
-    which PyTorch keeps and uses again, so that the host does not wait. Never run on CUDA yet.
+    The copy goes to pinned memory, which PyTorch keeps and uses again, so that the host does not wait.
     """
     if number.device.type == "cpu":
         return number, None
@@ -86,20 +85,17 @@ def copy_to_host_async(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 
 def stream_of(device: torch.device) -> Any:
-    """The stream in which this thread's work on a device waits for its turn; None on the CPU, which works at once.
-
-    Nothing private: like `copy_to_host_async`, one of the few places that differ by device. Never run on CUDA yet.
-    """
+    """The stream to which this thread sends its work on a device; None where there is none, as on the CPU."""
     if device.type not in ("cuda", "xpu"):
         return None
     return torch.get_device_module(device).current_stream(device)
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether what is computed on the tensor's device now is written into a CUDA graph, and not run."""
+    """Whether work on the tensor's device is being captured into a CUDA graph instead of run."""
     return tensor.is_cuda and is_capturing()
 
 
 def is_capturing() -> bool:
-    """The same of the device that is the current one."""
+    """Whether work on the current CUDA device is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -52,20 +52,19 @@ def autocast_key(device_type: str) -> str:
 
 
 def dispatch_key(device_type: str) -> Any:
-    """The dispatch key; `torch._C.DispatchKey` has no names for MTIA's, MAIA's and XLA's (2.11 to 2.13)."""
+    """The dispatch key itself; `torch._C.DispatchKey` does not name those of MTIA, MAIA and XLA (2.11 to 2.13)."""
     return torch._C._dispatch_key_parse(autocast_key(device_type))
 
 
 def keyset_of(device_type: str) -> Any:
-    """A keyset with the autocast key alone: for compiled autocast kernels, which are plain functions and ignore it."""
+    """A keyset with the autocast key alone, for compiled autocast kernels, which take one and ignore it (2.13)."""
     return torch._C.DispatchKeySet(dispatch_key(device_type))
 
 
 class AutocastOff:
-    """Excludes one device's autocast key in this thread, as PyTorch's own kernels do around their inner call.
+    """Excludes one device's autocast key in this thread, as PyTorch's own kernels do around their inner call (2.13).
 
-    Not `torch.autocast(enabled=False)`: that costs more, and would change what the program reads from
-    `torch.is_autocast_enabled`.
+    `torch.autocast(enabled=False)` would cost more, and change what `torch.is_autocast_enabled` tells the program.
     """
 
     __slots__ = ("_keys",)
@@ -79,23 +78,23 @@ class AutocastOff:
 
 
 def has_autocast_kernel(op: str, device_type: str) -> bool:
-    """Whether something is registered for `op` ("aten::linear") at the autocast key of `device_type`."""
+    """Whether something is registered for `op` ("aten::linear") at the autocast key of `device_type` (2.13)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(device_type))
 
 
 def compiled_kernel(overload: OpOverload, device_type: str) -> Kernel:
     """The kernel now registered for `overload` at the autocast key of `device_type`; it stays callable when overridden.
 
-    `torch.library.get_kernel` is public (2.9 and later); the object that it returns is not.
+    `torch.library.get_kernel` is public, but what it returns is not (2.13).
     """
     kernel: Kernel = torch.library.get_kernel(overload, dispatch_key(device_type)).call_boxed
     return kernel
 
 
 def fallthrough(overload: OpOverload, device_type: str) -> Kernel:
-    """Goes on to the next kernel below the autocast key, with autocast still on, as if nothing were registered there.
+    """A kernel that goes on below the autocast key, with autocast still on, as if nothing were registered there.
 
-    `redispatch_boxed` (2.13) does not ask ``__torch_function__`` a second time, as calling the overload would.
+    A call of the overload would ask ``__torch_function__`` a second time; `redispatch_boxed` does not (2.13).
     """
     if _takes_numbers(overload):
         off = AutocastOff(device_type)
@@ -118,13 +117,13 @@ def fallthrough(overload: OpOverload, device_type: str) -> Kernel:
 def full_dispatch(overload: OpOverload) -> Callable[..., Any]:
     """Calls `overload` from the top of the dispatcher, without ``__torch_function__``: ``at::op`` of C++."""
     if _takes_numbers(overload):
-        # Slower, and asks ``__torch_function__``, but makes tensors of the numbers again.
+        # This is slower and asks ``__torch_function__``, but it makes tensors of the numbers again.
         return overload._op
     return partial(torch._C._dispatch_call_boxed, overload._handle)
 
 
 def _takes_numbers(overload: OpOverload) -> bool:
-    """Whether ``x * 2.0`` is such a call: C++ passes a tensor, and a Python kernel gets the number (2.13)."""
+    """Whether a Python kernel may get a number where the schema has a tensor, as for ``x * 2.0`` (2.13)."""
     name = schema_of(overload).name.partition("::")[2]
     return torch._C._should_allow_numbers_as_tensors(name)
 
@@ -142,12 +141,12 @@ def find_overload(op: str) -> OpOverload | None:
 
 
 def schema_of(overload: OpOverload) -> torch.FunctionSchema:
-    """Arguments and aliasing of an operator; `OpOverload._schema` is the documented-by-use way (2.13)."""
+    """The arguments of an operator and what they alias; nothing public gives them (2.13)."""
     return overload._schema
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an operation is made of others above autograd; a mode sees it only in inference mode (2.13)."""
+    """Whether an operation is made of others above autograd, so that modes see it only in inference mode (2.13)."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return isinstance(op, OpOverload) and op.has_kernel_for_dispatch_key(key)
 
@@ -155,8 +154,8 @@ def is_composite(op: Any) -> bool:
 def operator_names() -> set[str]:
     """All operators that a kernel can be written for, as the dispatcher spells them ("aten::softmax.int").
 
-    No public list (2.13). Overloads that take names of dimensions, which there are until 2.12, can be called from
-    C++ alone: "aten::softmax.Dimname". They are left out here and below.
+    Nothing public lists them (2.13). Overloads that take names of dimensions ("aten::softmax.Dimname"), which
+    exist until 2.12, can only be called from C++, and are left out here and below.
     """
     return {name for name in torch._C._dispatch_get_all_op_names() if not _takes_names(name)}
 
@@ -174,8 +173,8 @@ def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
 def definitions() -> tuple[int, ...]:
     """Numbers of which one changes when an operation may have been defined: by Python, by a library, by an extension.
 
-    The dispatcher tells nobody of new operations, and to count them takes a millisecond (2.13). Those that Python
-    defines are in `torch.library._defs`, where it is there.
+    The dispatcher tells nobody of new operations, and counting them takes a millisecond. `torch.library._defs` has
+    those that Python defines (2.13).
     """
     by_python = getattr(torch.library, "_defs", ())
     return len(by_python), len(torch.ops.loaded_libraries), len(sys.modules)

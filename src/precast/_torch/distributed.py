@@ -2,7 +2,7 @@
 
 Invariants:
 
-- nothing here imports `torch.distributed`'s parts: where the program has not, the answer is "no".
+- nothing here imports parts of `torch.distributed`: where the program has not, the answer is "no".
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def in_ddp() -> bool:
 
 
 def leave_process_groups() -> None:
-    """Has other processes' collectives raise, which would wait for this one, as it is about to raise an error itself.
+    """Makes the collectives of other processes raise an error instead of waiting for this process, which is to fail.
 
-    What is public leaves one group in a friendly way, which waits for the others, or does not close what they wait for:
-    `ProcessGroup.abort` of gloo (2.13).
+    Public functions either leave a group only after the others have come, or, as `ProcessGroup.abort` of gloo, leave
+    the connections open for which the others wait (2.13).
     """
     distributed = torch.distributed
     is_one_of_several = (

@@ -1,8 +1,8 @@
-"""Dispatch modes and function modes: who sees the operations of this thread, and how to run some unseen.
+"""Dispatch modes and function modes: which of them see this thread's operations, and how to run some unseen.
 
 Invariants:
 
-- an `ObservingMode` changes nothing; the other modes of a thread are counted without it where that is asked.
+- an `ObservingMode` changes no result; functions that speak of "other" modes leave it out.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = [
     "writes_graph",
 ]
 
-# How many `TorchDispatchMode`s are active in this thread; generated kernels (`engine.generated`) ask it at each call.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many `TorchDispatchMode`s are active in this thread; generated kernels ask it at each call (2.13)."""
 
-# Whether a `TorchFunctionMode` is active in this thread; asked at each entry of a region.
 function_modes: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+"""Whether a `TorchFunctionMode` is active in this thread; regions ask it at each entry (2.13)."""
 
 
 class ObservingMode(TorchDispatchMode):
-    """A `TorchDispatchMode` that sees what runs, and changes nothing: what is compiled is compiled as without it.
+    """A `TorchDispatchMode` that sees what runs and changes nothing, not even what is compiled.
 
-    The class is public, what it says of compilers is not (2.13): the compiler is to ignore it, its own code is not
-    to be compiled (which costs 2 s of imports unless it is said here), and higher-order operators pass.
+    The class is public, but what it says to compilers is not (2.13): they are to ignore the mode, higher-order
+    operators may pass it, and its own code need not be protected from Dynamo, which would cost 2 s of imports.
     """
 
     supports_higher_order_operators = True
@@ -51,7 +51,7 @@ class ObservingMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether the compiler may take no notice of it."""
+        """Whether the compiler may ignore this mode."""
         return True
 
     @classmethod
@@ -60,7 +60,7 @@ class ObservingMode(TorchDispatchMode):
 
 
 def leave_mode(mode: ObservingMode) -> None:
-    """Ends a mode, wherever it is on this thread's stack; ``__exit__`` ends the innermost, whichever that is (2.13)."""
+    """Ends a mode, wherever it is on this thread's stack; its ``__exit__`` would end the innermost one (2.13)."""
     module = torch.utils._python_dispatch
     above = []
     while innermost_dispatch_mode() is not mode:
@@ -84,17 +84,17 @@ def redispatch_in_mode(
     call: tuple[tuple[Any, ...], dict[str, Any]],
     casting: list[str],
 ) -> Any:
-    """Calls an operation that a mode was told of, so that the mode is told of what that calls in turn.
+    """Calls an operation from a mode's ``__torch_dispatch__`` so that the mode also sees what the operation calls.
 
-    What a mode calls runs with all modes off and all keys above them excluded, autocast's too: what an operation calls
-    is not seen, and casts nothing that it would cast without the mode. Nothing public calls it otherwise (2.13).
+    An ordinary call from there runs with all modes off and with autocast's keys excluded: the mode would see nothing of
+    it, and casts that are made without the mode would be missing. Nothing public calls it otherwise (2.13).
 
     Args:
-        mode: the one that was told, in its ``__torch_dispatch__``.
-        op: the operation.
-        tensors: those that it was given.
-        call: its arguments.
-        casting: device types on which autocast is on where the program calls it.
+        mode: the mode.
+        op: the operation that it was given.
+        tensors: the tensors among the arguments.
+        call: the arguments.
+        casting: device types on which autocast is on where the program calls the operation.
     """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     for tensor in tensors:
@@ -110,7 +110,7 @@ def redispatch_in_mode(
 
 
 def innermost_dispatch_mode() -> Any:
-    """The `TorchDispatchMode` that sees an operation first, or None; the stack has no public reader (2.13)."""
+    """The `TorchDispatchMode` that sees an operation first, or None; nothing public reads the stack (2.13)."""
     depth = dispatch_modes()
     return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
 
@@ -136,23 +136,23 @@ _ModeKey = torch._C._TorchDispatchModeKey
 
 
 def writes_graph() -> bool:
-    """Whether a compiler or exporter runs this thread's operations without their numbers (2.13)."""
+    """Whether a compiler or exporter runs this thread's operations on tensors without numbers (2.13)."""
     return (
         _get_dispatch_mode(_ModeKey.FAKE) is not None
         or _get_dispatch_mode(_ModeKey.PROXY) is not None
     )
 
 
-# A context whose operations no `TorchDispatchMode` and no tensor subclass sees: what measures a program, or reads a
-# number that it computed, is no part of it (2.13).
 without_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
+"""A context whose operations no `TorchDispatchMode` and no tensor subclass sees, for those that measure a program or
+read a number of it and are no part of it (2.13)."""
 
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
-"""A context whose operations no subclass and no function mode hears: they are no calls of the program's (2.13)."""
+"""A context whose operations no tensor subclass and no function mode sees, as the program did not call them (2.13)."""
 
 
 def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in `dtype`. No ``__torch_function__`` is asked: the program did not call a kernel's cast (2.13)."""
+    """Casts `tensor` to `dtype` without ``__torch_function__``, as the program did not call this cast (2.13)."""
     cast = _CASTS.get(dtype)
     if cast is not None and type(tensor) in _WITHOUT_TORCH_FUNCTION and not function_modes():
         return cast(tensor)

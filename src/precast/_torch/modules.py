@@ -1,4 +1,4 @@
-"""Modules: what runs while one is called, and its hooks.
+"""Modules: the code that calls one, and its hooks.
 
 Invariants:
 
@@ -20,21 +20,18 @@ __all__ = [
     "on_call_without_hooks",
 ]
 
-# What is on the stack while a module runs, while backward runs, while an optimizer steps: `self` of the first is the
-# module. Global hooks on modules would say the same, and have `torch.compile` warn (2.13).
 MODULE_CALL: Final = torch.nn.Module._call_impl.__code__
+"""The code that is on the stack while a module runs; its `self` is the module. Hooks for all modules would say the
+same, but with them `torch.compile` warns (2.13)."""
 
 
 def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Any]]:
-    """A module's forward hooks and pre-hooks, each with the number under which all that belongs to it is kept.
-
-    Public API adds hooks, and nothing lists them (2.13).
-    """
+    """A module's forward hooks and pre-hooks, each with its number; nothing public lists them (2.13)."""
     return [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
 
 
 def drop_forward_hook(module: torch.nn.Module, number: int) -> None:
-    """Takes a hook off that somebody else added, or that a copy of a module came with (2.13)."""
+    """Removes a hook without its handle: one that somebody else added, or that a copied module came with (2.13)."""
     for kept in (
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
@@ -48,8 +45,8 @@ def drop_forward_hook(module: torch.nn.Module, number: int) -> None:
 def on_call_without_hooks(module: torch.nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
     """Has ``call(module, run, args, kwargs)`` make each call of a module; calling what it returns ends that.
 
-    For modules of which PyTorch asks whether they have hooks, to leave its fast path if so. What `Module.compile` sets
-    is called in place of the module, and is in no copy of it; where that is set, nothing is done (2.13).
+    It is for modules that leave PyTorch's fast path if they have hooks. It sets what `Module.compile` sets: a function
+    that is called in place of the module and is not copied with it. Where there is one already, nothing is done (2.13).
     """
     known = weakref.ref(module)
     if module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule):

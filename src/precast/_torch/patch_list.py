@@ -1,8 +1,8 @@
-"""The list of all that precast patches in PyTorch: what, why, from when, until when, and on which versions.
+"""The list of all that precast patches in PyTorch: what, why, from when until when, and on which versions.
 
 Invariants:
 
-- `patches` replaces nothing that is not listed here, and all that is listed is replaced there.
+- the file `patches.py` replaces all that is listed here, and nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OF_CUSTOM_FUNCTIONS: Final = ("custom_bwd", "custom_fwd")
 
 @dataclass(frozen=True)
 class Patch:
-    """Names of one module or class of PyTorch's that get other values for a time."""
+    """Some names of one module or class of PyTorch's, which get other values for a time."""
 
     owner: str
     """Where they are, as `pkgutil.resolve_name` reads it: a module, or "module:class"."""
@@ -58,7 +58,7 @@ PATCHES: Final = (
     Patch(
         "torch",
         ("clear_autocast_cache",),
-        "A program that clears PyTorch's weight cache means ours, too; nothing public tells of it.",
+        "A program that clears PyTorch's weight cache means precast's too, and nothing public tells of it.",
         "when a policy's kernels are registered, for the first region or installation",
         "when they are taken off, with the last installation",
     ),
@@ -91,7 +91,7 @@ PATCHES: Final = (
     Patch(
         "torch.amp.autocast_mode:_UnmanagedAutocast",
         ("__enter__", "__exit__"),
-        "A graph holds PyTorch's regions only: one of them that names a policy is opened as ours.",
+        "A compiled graph contains PyTorch's regions only; one that names a policy is opened as a region of precast's.",
         "when torch.compile first traces a region of precast",
         f"{WITH_THE_PROCESS}: a compiled graph may run at any time",
         "2.11 to 2.15; 2.11 has no such class, and torch.autocast itself is patched",
@@ -99,7 +99,7 @@ PATCHES: Final = (
     Patch(
         "torch:autocast",
         ("__enter__", "__exit__"),
-        "TorchScript's optimiser knows PyTorch's policy alone, and is off in PyTorch's regions under another one.",
+        "TorchScript's optimiser knows only PyTorch's policy, so it is off in PyTorch's regions under another one.",
         "precast.install() of a policy unlike PyTorch's",
         _INSTALLED[1],
     ),

@@ -1,12 +1,12 @@
-"""Every patch of PyTorch that precast makes: what is replaced, why, from when, and until when.
+"""Makes every patch of PyTorch that precast needs.
 
 Invariants:
 
 - importing precast patches nothing: each patch is made when a feature that needs it is first used;
-- nothing is patched that `patch_list.PATCHES` does not list, and all that it lists is patched in this file;
+- nothing is patched that `patch_list.PATCHES` does not list, and all that it lists is patched here;
 - a patch that ends puts back what it found, unless somebody has replaced that meanwhile: then theirs stays.
 
-Hooks that PyTorch offers (on modules, optimizers, parameters) are no patches, and stand where they are used.
+Hooks that PyTorch offers (on modules, optimizers, parameters) are no patches; the files that use them set them.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def wrap_checkpoints() -> None:
 
 
 def unwrap_checkpoints() -> None:
-    """Ends that; what was wrapped stays so."""
+    """Ends that; functions that have been wrapped stay wrapped."""
     _checkpoints.end()
 
 
@@ -407,7 +407,7 @@ def _tensors_of(values: Any) -> Iterator[torch.Tensor]:
 
 
 class _Tag(str):
-    """A tag that says, whenever a compiler's cache makes a key of it, what it is then."""
+    """A tag whose text is asked for anew whenever the compiler's cache makes a key of it."""
 
     said: Callable[[], str]
 
@@ -422,10 +422,10 @@ class _Tag(str):
 
 
 def set_compile_cache_tag(extra: Callable[[], str] | None) -> None:
-    """Adds what `extra` says to the key under which compiled code is kept on disk; None takes that away again.
+    """Adds what `extra` returns to the key under which compiled code is kept on disk; None takes that away again.
 
-    `torch.compiler.config.cache_key_tag` is public. That it may be more than a plain string is not, and neither is the
-    place that holds for all threads and that no later setting of the user's hides: what a user sets is asked (2.13).
+    `torch.compiler.config.cache_key_tag` is public. It is not public that it may be more than plain text, nor that it
+    has a value for all threads which no later setting of the user's hides. The user's own tag stays a part of it (2.13).
     """
     _check_listed("torch.compiler.config", "cache_key_tag")
     config: Any = torch.compiler.config

@@ -1,8 +1,8 @@
-"""What a tensor is: its version and base, who shares its memory, whether it is plain numbers.
+"""Tensors: version and base, who shares their memory, which of them are plain numbers.
 
 Invariants:
 
-- nothing here changes a tensor, but `fused_copy`, which writes its targets.
+- nothing here changes a tensor, except `fused_copy`, which writes its targets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 
 
 def counts_versions(tensor: torch.Tensor) -> bool:
-    """Whether writes to a tensor can be seen: not where it was made in inference mode, whatever its data is now."""
+    """Whether writes move a version counter: not of a tensor made in inference mode, even if its data was replaced."""
     try:
         version_of(tensor)
     except RuntimeError:
@@ -44,8 +44,9 @@ def counts_versions(tensor: torch.Tensor) -> bool:
     return not tensor.is_inference()
 
 
-# Whether CUDA-graph trees manage a tensor's memory, and write it unseen: PyTorch's own cache asks the same (2.11).
 is_in_graph_tree: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cached_tensor")  # noqa: B009 -- no stub
+"""Whether CUDA-graph trees manage a tensor's memory, which they write without moving its version counter. PyTorch's own
+weight cache asks the same (2.11)."""
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,28 +55,22 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(kind: type[torch.Tensor]) -> bool:
-    """Whether the tensors of a class are numbers in memory: a subclass without a dispatch of its own.
-
-    Nothing private: the one answer for all who ask.
-    """
+    """Whether the tensors of a class are numbers in memory: the class has no ``__torch_dispatch__`` of its own."""
     is_known = kind is torch.nn.Parameter or kind is torch.Tensor
     return is_known or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a `DTensor`, whose module takes long to import: without it there is none.
-
-    Nothing private: the one answer for all who ask.
-    """
+    """Whether a tensor is a `DTensor`. Its module takes long to import, and where nobody has, there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor, a storage that the program keeps, or anything else shares the memory of one.
+    """Whether another tensor, a storage that the program keeps, or anything else uses the memory of a tensor.
 
-    Nothing public counts the users of a storage (2.13): tensors, arrays and capsules are counted by the storage itself,
-    variables that are bound to it by Python, as there is one object for it whoever asks.
+    Nothing public counts the users of a storage (2.13). The storage itself counts tensors, arrays and capsules; Python
+    counts the variables that are bound to it, since a storage has one Python object.
     """
     tensors, variables = _users(tensor)
     return tensors > _ALONE[0] or variables > _ALONE[1]
@@ -87,12 +82,12 @@ def _users(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 _ALONE: Final = _users(torch.empty(1, device="cpu"))
-"""What is counted of a tensor that is alone: itself, and what asks."""
+"""The counts for a tensor that nothing else shares: the tensor itself, and the function that counts."""
 
 
 def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Writes each source into its target, in the target's dtype; on CUDA in few kernels.
+    """Writes each source into its target, in the target's dtype; on CUDA in few kernels (2.13).
 
-    The `_foreach` functions have no public list; optimizers are made of them (2.13).
+    PyTorch's optimizers are made of such functions, and no public one copies many tensors at once.
     """
     torch._foreach_copy_(targets, sources)

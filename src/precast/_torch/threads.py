@@ -2,7 +2,7 @@
 
 Invariants:
 
-- what a thread has given stays alive until PyTorch gives it back, and the process waits for that before it ends.
+- a value stays alive until PyTorch releases it, and the process waits for that before it ends.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = [
 
 
 def in_pool_thread() -> bool:
-    """Whether the thread that asks was not started by Python, but by PyTorch (or another library of compiled code)."""
+    """Whether this thread was not started by Python, but by PyTorch or another library of compiled code."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def set_inherited_tls(key: str, value: object) -> None:
     """Gives `value` to the threads of PyTorch's own that work for this one: deep backward, `torch.jit.fork`.
 
-    They inherit this thread's dispatch keys, autocast's too, and nothing that Python knows as thread-local (2.13).
+    Such threads inherit this thread's dispatch keys, autocast's too, but none of Python's thread-local values (2.13).
     """
     if VERSION < (2, 12):
-        # PyTorch takes a reference that it has not counted, and gives it back one day.
+        # PyTorch keeps the value without counting its reference, and releases that reference later.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     if (thread := threading.get_native_id()) not in _lenders:
         _note_lender(thread)
@@ -44,12 +44,12 @@ def set_inherited_tls(key: str, value: object) -> None:
 
 
 def inherited_tls(key: str) -> Any:
-    """What the thread that this one works for has lent it under `key`, or None."""
+    """The value under `key` of the thread that this one works for, or None."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
 _lenders: Final[set[int]] = set()
-"""The threads that have lent something, by the system's numbers; of those that are gone, not more than a few."""
+"""The threads whose values others inherit, by the system's numbers; those that have ended are removed now and then."""
 
 
 def _note_lender(thread: int) -> None:
@@ -67,7 +67,8 @@ def _runs(thread: int) -> bool:
 def _await_lenders() -> None:
     """Waits, before Python ends, for threads that have ended for Python and not yet for the system.
 
-    What they have lent is given back then, with the interpreter's lock, which aborts a process that is ending (2.13).
+    They release their values when they end for the system. For that they take the interpreter's lock, which would abort
+    a process in which Python has ended already (2.13).
     """
     alive = {thread.native_id for thread in threading.enumerate()}
     until = time.monotonic() + 5.0

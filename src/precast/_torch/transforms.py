@@ -1,4 +1,4 @@
-"""What makes another program of one that runs: TorchScript, `torch.func`, forward-mode differentiation.
+"""Transformations of a program: TorchScript, `torch.func`, forward-mode differentiation.
 
 Invariants:
 
@@ -21,41 +21,42 @@ __all__ = [
     "optimizes_torchscript",
 ]
 
-# What `torch.jit.is_tracing` asks, without a call in Python around it: the hot path asks for each operation (2.13).
 is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""What `torch.jit.is_tracing` calls; it is asked for each operation of a region, so one call less counts (2.13)."""
 
 
-# TorchScript's optimiser runs an autocast pass of its own, which writes PyTorch's casts into the graph whatever the
-# policy, and differentiates graphs without looking at casts made below. Both are off in a thread that has switched
-# the optimiser off; a scripted function then runs operation by operation, like Python (2.13).
 def optimizes_torchscript() -> bool:
-    """Whether scripted functions that start in this thread are optimised."""
+    """Whether scripted functions that start in this thread are optimised (2.13).
+
+    The optimiser writes PyTorch's casts into a graph, whatever the policy, and differentiates graphs without regard to
+    casts that are made below. Where it is off, a scripted function runs operation by operation, as in Python.
+    """
     optimizes: bool = torch._C._get_graph_executor_optimize()
     return optimizes
 
 
 def optimize_torchscript(optimize: bool) -> None:
-    """Switches TorchScript's optimiser in this thread; the getter is the setter."""
+    """Switches TorchScript's optimiser on or off in this thread; the getter is the setter (2.13)."""
     torch._C._get_graph_executor_optimize(optimize)
 
 
 def is_functorch_active() -> bool:
-    """Whether a `torch.func` transform (vmap, grad ...) is running in this thread."""
+    """Whether a `torch.func` transform (vmap, grad ...) is running in this thread (2.13)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one that a `torch.func` transform, or `is_grads_batched`, made to stand for others (2.13)."""
+    """Whether a tensor is a wrapper that a `torch.func` transform or `is_grads_batched` has made (2.13)."""
     functorch = torch._C._functorch
     wraps: bool = functorch.is_functorch_wrapped_tensor(tensor)
     return wraps or functorch.is_legacy_batchedtensor(tensor)
 
 
 def in_forward_mode() -> bool:
-    """Whether a `torch.autograd.forward_ad.dual_level` is open: any tensor may have a tangent (2.13)."""
+    """Whether a `torch.autograd.forward_ad.dual_level` is open, so that tensors may have tangents (2.13)."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def is_real() -> bool:
-    """Whether what runs in this thread gives numbers: nothing is traced, no `torch.func` transform is running."""
+    """Whether this thread computes numbers: nothing is traced, and no `torch.func` transform is running."""
     return not is_tracing() and not is_functorch_active()

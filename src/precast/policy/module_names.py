@@ -1,15 +1,15 @@
-"""Names of modules and parameters as the program wrote them: without what PyTorch's wrappers put into them.
+"""Names of modules and parameters as the program wrote them, without what PyTorch's wrappers add to them.
 
 Invariants:
 
-- nothing else names what is in a model: plans, attachments, traces, monitors, scalers and reports ask here;
+- plans, attachments, traces, monitors, scalers and reports all take their names from this file;
 - `DataParallel`, `DistributedDataParallel`, `torch.compile`, FSDP, checkpoint wrappers and `AveragedModel` leave no
   trace in a name; FSDP2 (`fully_shard`) changes no name to begin with;
 - a parametrized weight has its own name, `head.weight`, although PyTorch keeps it as
   `head.parametrizations.weight.original`; where a parametrization keeps several tensors, they are
   `head.weight_original0` and so on, so that what stands before the last dot is always the module;
 - a child that the program itself calls `module` keeps that name;
-- no two parameters share a name: where leaving something out would make them, the second keeps its full path.
+- no two parameters share a name: if they would, the second one keeps its full path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 _WRAPPED: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """The names under which `torch.compile`, checkpoint wrappers and FSDP keep the module that they wrap."""
 _WRAPPERS: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-"""Wrappers that keep it under the name `module`, which programs also give to modules of their own."""
+"""Wrappers that keep what they wrap under the name `module`, which programs also give to modules of their own."""
 _PARAMETRIZED: Final = ".parametrizations."
 """What stands between a module's name and that of its parametrized tensor."""
 

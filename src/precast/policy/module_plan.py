@@ -1,4 +1,4 @@
-"""Plans for a model which of a policy's module rules act on which modules, and what then holds inside each.
+"""Finds out which of a policy's rules for modules act on which modules of a model, and what then holds inside each.
 
 Invariants:
 
@@ -30,7 +30,7 @@ __all__ = ["Plan", "PlannedModule", "outwards", "plan"]
 _NEVER_CALLED: Final = "NonDynamicallyQuantizableLinear"
 """The projection in `nn.MultiheadAttention`."""
 _TOLD: Final = 10
-"""For how many patterns that match nothing the complaint suggests names that may have been meant."""
+"""For so many patterns that match nothing, complaints suggest names that may have been meant."""
 _NAMED: Final = (Precision.FLOAT16, Precision.BFLOAT16)
 
 

@@ -1,7 +1,7 @@
-"""A policy's rules for modules: what each says, which one decides, and what follows where modules nest.
+"""A policy's rules for modules: what each means, which one decides, and what follows where modules nest.
 
 Invariants:
-    - Of the rules that match a module an exact one decides; globs that say different things are an error.
+    - Among the rules that match a module an exact name decides; patterns with stars that disagree are an error.
     - What holds inside a module follows from its rule and from what holds around it, and from nothing else.
     - Every problem is a `PolicyError` that begins with where it was found.
 """
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Precision(enum.StrEnum):
-    """What a rule says of a module's inputs and of the region inside it."""
+    """What a rule does with a module's inputs and with the region inside the module."""
 
     FP32 = "fp32"
     FLOAT16 = "float16"
@@ -57,7 +57,7 @@ class ModuleRule:
             also where an outer module has switched autocast off; `keep`: as if no rule matched; None: as around it.
         ops: rows laid over the policy in force inside, by the operation's key; for every device type.
         reason: why, in a few words.
-        origin: the file and key that said so; no part of the value.
+        origin: the file and key where it was written; it does not count when rules are compared.
     """
 
     dtype: Precision | None
@@ -123,7 +123,7 @@ class Inside:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """All but who made it so."""
+        """All but the modules and patterns that made it so."""
         return self.enabled, self.dtype, {key: entry.rule for key, entry in self.ops.items()}
 
     @property

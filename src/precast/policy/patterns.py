@@ -1,4 +1,4 @@
-"""Matches patterns with module names, and finds which of many patterns match a name without trying each.
+"""Finds which of many patterns match the name of a module, without trying each of them.
 
 Invariants:
     - A name has components, between dots; the model's own name is "", which has none. `*` stands for any text

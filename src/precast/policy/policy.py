@@ -1,9 +1,10 @@
-"""A policy: which rule applies to which operation on which device type, as a frozen value.
+"""A policy as a frozen value: which rule applies to which operation on which device type, and rules for modules.
 
 Invariants:
     - A `Policy` never changes; two are equal when their contents are, wherever they came from.
     - All that a policy says can be written to a TOML file and read back.
-    - What the tables do not name runs as it does outside a region.
+    - An operation that no table names runs as it does outside a region.
+    - An argument that is not valid raises a `PolicyError` that says which one it was.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ __all__ = [
 
 
 class Resolution(NamedTuple):
-    """What a policy says of one operation on one device type, and why."""
+    """The rule that a policy has for one operation on one device type, and the reason."""
 
     rule: Rule
     reason: str
@@ -144,15 +145,15 @@ class Policy(Displayed):
         """The preset of that name, or the policy in a TOML file.
 
         Raises:
-            PolicyError: neither exists, or the file says something that it must not; the message
-                has the file, the line or key, the value and what is allowed.
+            PolicyError: neither exists, or the file is not valid; the message names the file, the line or key, the
+                value, and what is allowed.
         """
         if isinstance(name_or_path, str) and name_or_path in cls.presets():
             return _preset(name_or_path)
-        return _from_contents(toml_file.read(name_or_path))
+        return cls(**vars(toml_file.read(name_or_path)))
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The policy as TOML, complete in itself; written to `path` too, whole or not at all."""
+        """The policy as TOML without a base; it is also written to `path`, either completely or not at all."""
         text = toml_file.render(
             Contents(self.name, self.summary, self.mixed, self.tables, self.modules)
         )
@@ -201,7 +202,7 @@ class Policy(Displayed):
     def retarget(self, device: str = "cpu", like: str = "cuda") -> Policy:
         """The policy with `like`'s table applied to tensors on `device`.
 
-        It lets the rules of an accelerator be tried, and tested, where there is none.
+        With it, the rules of an accelerator can be tried and tested where there is none.
         """
         tables = {**self.tables, device_type(device, "retarget"): self.entries(like)}
         name = f"{self.name} ({device} like {like})"
@@ -308,12 +309,12 @@ _living: Final[weakref.WeakValueDictionary[int, Policy]] = weakref.WeakValueDict
 
 
 def as_policy(given: Policy | str | os.PathLike[str]) -> Policy:
-    """A policy as it is; that of a preset's name or a file's path, loaded."""
+    """Returns a policy as it is, and loads that of a preset's name or a file's path."""
     return given if isinstance(given, Policy) else Policy.load(given)
 
 
 def policy_of(fingerprint: str) -> Policy:
-    """One of the policies of this fingerprint, of which one must be alive."""
+    """A policy with this fingerprint; one has to be alive."""
     living = (reference() for reference in _living.valuerefs())
     return next(policy for policy in living if policy and policy.fingerprint == fingerprint)
 
@@ -359,13 +360,7 @@ def _fingerprint(mixed: str, tables: Tables) -> str:
 
 @functools.cache
 def _preset(name: str) -> Policy:
-    return _from_contents(toml_file.read(name))
-
-
-def _from_contents(contents: Contents) -> Policy:
-    return Policy(
-        contents.name, contents.tables, contents.mixed, contents.summary, contents.modules
-    )
+    return Policy(**vars(toml_file.read(name)))
 
 
 def _find(table: Mapping[str, Entry], operation: str, overload: str) -> Entry | None:

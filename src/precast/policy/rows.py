@@ -1,4 +1,4 @@
-"""The rows of a policy: one operation, one rule, why, and where that was said.
+"""The rows of a policy: each gives one operation a rule, with a reason and the place where it was written.
 
 Invariants:
     - A key is `namespace::name` (every overload that is not an `out=` variant) or
@@ -91,7 +91,7 @@ class Rule(enum.StrEnum):
 
     @property
     def meaning(self) -> str:
-        """The rule in a few words; the reason of a row that gives none of its own."""
+        """What the rule means, in a few words; it is also the reason of a row that gives no other."""
         return _MEANINGS[self]
 
 
@@ -113,10 +113,10 @@ class Entry:
     Attributes:
         rule: what happens to the arguments.
         reason: why, in a few words.
-        origin: the file and key that said so; no part of the value.
-        builds: `cuda` or `rocm` where only such builds of PyTorch have a kernel of their own.
-        since: the first PyTorch that the row is for, such as `2.12`; all where empty.
-        until: the first PyTorch that it is no longer for; none where empty.
+        origin: the file and key where it was written; it does not count when entries are compared.
+        builds: `cuda` or `rocm`, if only such builds of PyTorch have an autocast kernel for the operation.
+        since: the first version of PyTorch for which the row holds, such as `2.12`; empty for all.
+        until: the first version for which it no longer holds; empty for none.
     """
 
     rule: Rule
@@ -139,7 +139,7 @@ class Entry:
         _check_version(self.until, "until", where)
 
     def is_for(self, version: Version) -> bool:
-        """Whether the row is for this PyTorch; one that is not is as if it were not written."""
+        """Whether the row holds for this version of PyTorch; a row that does not is ignored."""
         return not (
             (self.since and version < torch_versions.parse(self.since))
             or (self.until and version >= torch_versions.parse(self.until))
@@ -167,7 +167,7 @@ def _match(text: str) -> re.Match[str] | None:
 
 
 def short(key: str) -> str:
-    """The name as a policy file spells it: without `aten::`."""
+    """The name as policy files spell it, without `aten::`."""
     return key.removeprefix("aten::")
 
 

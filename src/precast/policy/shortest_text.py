@@ -54,9 +54,8 @@ def _different(policy: Policy, base: Policy | None) -> dict[str, dict[str, Entry
         gone = {
             key: Entry(Rule.KEEP)
             for key in theirs
-            if key not in mine
-            and split(key)[0]
-            not in mine  # the row of a bare name replaces the base's rows for its overloads
+            # The row of a bare name replaces the base's rows for its overloads.
+            if key not in mine and split(key)[0] not in mine
         }
         found[device] = gone | {
             key: Entry(entry.rule)

@@ -1,11 +1,11 @@
-"""Policy files: TOML to the contents of a policy and back.
+"""Policy files: reads the contents of a policy from TOML, and writes them.
 
 Invariants:
     - `[ops]` speaks for every device type, `[ops.cuda]` for one and is laid over `[ops]`.
     - A file is laid over its `base`; a chain of bases may be of any length, and must end.
     - `[modules]` speaks for modules by name; a pattern replaces the same one of the base.
-    - A row for other versions of PyTorch is as if it were not written.
-    - Every problem is one `PolicyError`: the file, the line or key, the value, what is allowed.
+    - A row for other versions of PyTorch is ignored.
+    - Every problem is one `PolicyError` with the file, the line or key, the value, and what is allowed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _KEYS = ("name", "summary", "base", "mixed", "ops", "modules")
 
 @dataclass(frozen=True)
 class Contents:
-    """What a policy file says, its bases included."""
+    """What a policy file and its bases contain."""
 
     name: str = ""
     summary: str = ""
@@ -86,10 +86,10 @@ def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION
 
     Args:
         name_or_path: which.
-        version: the PyTorch that it is read for: the installed one, unless to show what others get.
+        version: the version of PyTorch for which it is read; another one than the installed only to show what it gets.
 
     Raises:
-        PolicyError: there is no such preset or file, or it says something that it must not.
+        PolicyError: there is no such preset or file, or it is not valid.
     """
     chain = _chain(name_or_path)
     contents = Contents()
@@ -121,7 +121,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         PolicyError: `path` is no path, or the file cannot be written; this one is an `OSError` too.
     """
-    target = _as_path(path, "dump takes the path of a file")
+    target = Path(_path_text(path, "dump takes the path of a file"))
     try:
         atomic_write.replace(target, text.encode(), make_folders=False)
     except OutputError as error:
@@ -132,47 +132,38 @@ class _NotWrittenError(OutputError, PolicyError):
     """A policy that could not be written to a file; `OutputError` first, as an `OSError` is made in its own way."""
 
 
-def _as_path(given: object, takes: str) -> Path:
+def _path_text(given: object, takes: str) -> str:
     try:
         path = os.fspath(given)  # type: ignore[call-overload]
     except Exception:  # any: what a path is may be code of its own
         path = None
     if not isinstance(path, str):
         raise PolicyError(f"{shown(given)} is no path: {takes}, as text or a pathlib.Path")
-    return Path(path)
+    return path
 
 
 def _locate(name_or_path: str | os.PathLike[str], folder: Path) -> Path:
-    takes = "a policy is the name of a preset or the path of a TOML file"
     if isinstance(name_or_path, str) and name_or_path in preset_names():
         return _PRESETS / f"{name_or_path}.toml"
-    given = _as_path(name_or_path, takes)
+    takes = "a policy is the name of a preset or the path of a TOML file"
+    given = _path_text(name_or_path, takes)
     path = folder / given
-    if not _is_file(path):
-        hint = nearest(str(given), preset_names())
+    # `Path.is_file` would raise an error for a name that is too long.
+    if not os.path.isfile(path):
+        hint = nearest(given, preset_names())
         raise PolicyError(
-            f"no policy {shown(os.fspath(name_or_path))}: neither a preset nor a file{hint} "
+            f"no policy {shown(given)}: neither a preset nor a file{hint} "
             f"Allowed: {', '.join(preset_names())}, or the path of a TOML file"
         )
     return path
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (
-        OSError,
-        ValueError,
-    ):  # a name that is too long, or has a zero byte: there is no such file
-        return False
-
-
 _Link = tuple[Path, dict[str, object]]
-"""A file and what it says."""
+"""A file and its contents."""
 
 
 def _chain(name_or_path: str | os.PathLike[str]) -> list[_Link]:
-    """The file, its base, the base of that ..., each with what it says."""
+    """The file, its base, the base of that ..., each with its contents."""
     chain: list[_Link] = []
     seen: set[Path] = set()
     asked, folder = name_or_path, Path()
@@ -221,11 +212,12 @@ def _some(links: list[str]) -> list[str]:
 def _laid_over(
     base: Contents, path: Path, document: dict[str, object], version: Version
 ) -> Contents:
+    mixed = document.get("mixed", base.mixed)
     modules = check_mapping(document.get("modules", {}), f"{path}: modules", "the table [modules]")
     return Contents(
-        name=_text(document, "name", path.stem, path),
-        summary=_text(document, "summary", "", path),
-        mixed=_mixed(document, base.mixed, path),
+        name=check_text(document.get("name", path.stem), f"{path}: name"),
+        summary=check_text(document.get("summary", ""), f"{path}: summary"),
+        mixed=cast("Mixed", check_choice(mixed, MIXED, f"{path}: mixed is ")),
         tables=_tables(document.get("ops", {}), base.tables, path, version),
         modules={**base.modules, **parse_module_rules(modules, f"{path}: [modules]", version)},
     )
@@ -250,18 +242,8 @@ def _parse(path: Path) -> dict[str, object]:
     return document
 
 
-def _text(document: Mapping[str, object], key: str, default: str, path: Path) -> str:
-    return check_text(document.get(key, default), f"{path}: {key}")
-
-
-def _mixed(document: Mapping[str, object], default: Mixed, path: Path) -> Mixed:
-    value = document.get("mixed", default)
-    return cast("Mixed", check_choice(value, MIXED, f"{path}: mixed is "))
-
-
 def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
-    if not isinstance(ops, Mapping):
-        raise PolicyError(f"{path}: ops is {shown(ops)}; it must be a table, [ops] or [ops.cuda]")
+    ops = check_mapping(ops, f"{path}: ops", "the table [ops] or [ops.cuda]")
     general = {key: value for key, value in ops.items() if key not in DEVICE_TYPES}
     shared = _rows(general, path, "[ops]", version)
     tables = {}
@@ -276,8 +258,7 @@ def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
 
 
 def _rows(table: object, path: Path, section: str, version: Version) -> dict[str, Entry]:
-    if not isinstance(table, Mapping):
-        raise PolicyError(f"{path}: {section} is {shown(table)}; it must be a table of rules")
+    table = check_mapping(table, f"{path}: {section}", "a table of rules")
     is_preset = path.parent == _PRESETS
     section = f"{path.name if is_preset else path}: {section}"
     known: set[str] = set()
