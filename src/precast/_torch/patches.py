@@ -425,7 +425,7 @@ def set_compile_cache_tag(extra: Callable[[], str] | None) -> None:
     """Adds what `extra` returns to the key under which compiled code is kept on disk; None takes that away again.
 
     `torch.compiler.config.cache_key_tag` is public. It is not public that it may be more than plain text, nor that it
-    has a value for all threads which no later setting of the user's hides. The user's own tag stays a part of it (2.13).
+    has a value for all threads which no later setting hides. The user's own tag stays a part of it (2.13).
     """
     _check_listed("torch.compiler.config", "cache_key_tag")
     config: Any = torch.compiler.config
