@@ -29,8 +29,8 @@ R = TypeVar("R")
 Look = Callable[[Any, Sequence[Tensor], Set[int]], None]
 """Looks at a call, which is its first argument; the others are the call's tensors, and the ``id`` of each that was
 written while it waited."""
-_Entry = tuple[Key, Sequence[Tensor], Sequence[int], Look, Any]
-"""The key, the tensors, their versions when they began to wait, what looks, and the call."""
+_Entry = tuple[Key, Sequence[Tensor], Sequence[int], Look | None, Any]
+"""The key, the tensors, their versions when they began to wait, what looks, if it did not look yet, and the call."""
 
 _MOST: Final = 64
 _ELEMENTS: Final = 1 << 22
@@ -71,7 +71,7 @@ class DeferredCalls:
         _, tensors, versions, _, _ = self._entries[-1]
         return bool(tensors) and tensors[-1] is tensor and versions[-1] == _torch.version_of(tensor)
 
-    def add(self, key: Key, tensors: Sequence[Tensor], look: Look, what: Any) -> None:
+    def add(self, key: Key, tensors: Sequence[Tensor], look: Look | None, what: Any) -> None:
         """Has a call looked at, soon or now."""
         # Each function that is called here, and each attribute, is slow for the same reason: there are few.
         versions = []
@@ -87,14 +87,14 @@ class DeferredCalls:
         waits = len(versions) == len(tensors)
         if self._counts or not waits or key in self._hurried:
             self.look_now(key, tensors, look, what)
-            look = _not_again
+            look = None
         if waits:
             self._entries.append((key, tensors, versions, look, what))
             self._elements = elements
             if elements >= _ELEMENTS or len(self._entries) >= _MOST:
                 self.look()
 
-    def look_now(self, key: Key, tensors: Sequence[Tensor], look: Look, what: Any) -> None:
+    def look_now(self, key: Key, tensors: Sequence[Tensor], look: Look | None, what: Any) -> None:
         """Has a call looked at now, after all that wait."""
         if not self._counts:
             self.look()
@@ -114,8 +114,5 @@ class DeferredCalls:
             stale = {id(t) for t, version in pairs if _torch.version_of(t) != version}
             if stale:
                 self._hurried.add(key)
-            look(what, tensors, stale)
-
-
-def _not_again(_what: Any, _tensors: Sequence[Tensor], _stale: Set[int]) -> None:
-    """Does nothing: the call was looked at when it came."""
+            if look is not None:
+                look(what, tensors, stale)

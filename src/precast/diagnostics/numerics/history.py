@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.formats import FORMATS
 from precast.diagnostics.numerics.nonfinite_origin import bad_slots, first_of, of_parameter, plain
-from precast.diagnostics.numerics.record import Extremes, Slot, Step, is_finite, read
+from precast.diagnostics.numerics.record import Extremes, Record, Slot, is_finite, read
 from precast.diagnostics.numerics.tally import Key, countable
 from precast.grad_scaler.gradients import bad_gradients
 from precast.policy.module_names import modules_by_name, named_parameters
@@ -35,12 +35,12 @@ class History:
         self.tensors: dict[Key, None] = {}
         """All tensors that were noted, in the order in which they first came."""
         self._model = model
-        self._unread: list[Step] = []
+        self._unread: list[Record] = []
         self._latest: deque[dict[str, Any]] = deque(maxlen=_LENGTH)
         self._first: NonfiniteOrigin | None = None
         self._usual: set[Key] = set()
         """Tensors that are infinite or NaN in good steps, too, as masks are."""
-        self._slots: tuple[Slot, ...] = ()
+        self._slots: list[Slot] = []
         """The slots of the step that was added last."""
         self._dtypes: set[str] = set()
 
@@ -49,10 +49,10 @@ class History:
         """How many steps were added since the last reading."""
         return len(self._unread)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Record) -> None:
         """A step is over."""
         if step.slots == self._slots:
-            step.slots = self._slots  # steps that are alike share one tuple
+            step.slots = self._slots  # steps that are alike share one list
         else:
             self._slots = step.slots
             self.tensors.update(dict.fromkeys(slot.key for slot in step.slots))
@@ -71,12 +71,12 @@ class History:
         self.read()
         return self._first or other
 
-    def first_in(self, step: Step, optimizer: Optimizer) -> NonfiniteOrigin | None:
+    def first_in(self, step: Record, optimizer: Optimizer) -> NonfiniteOrigin | None:
         """Where a step went wrong: among the tensors, then among the parameters of `optimizer`."""
         read([step])
         return self._first_among(step) or self._first_parameter(optimizer, step)
 
-    def entries(self, running: Step | None) -> list[dict[str, Any]]:
+    def entries(self, running: Record | None) -> list[dict[str, Any]]:
         """The latest steps, and the one that runs."""
         self.read()
         if running is None:
@@ -89,7 +89,7 @@ class History:
         some = (FORMATS[name] for name in self._dtypes if name in FORMATS)
         return min(some, key=lambda format: format.largest, default=FORMATS["float32"]).name
 
-    def _look(self, step: Step) -> None:
+    def _look(self, step: Record) -> None:
         skipped = None if step.skipped is None else bool(step.skipped)
         wrong = _went_wrong(step) if skipped is None else skipped
         first = step.first
@@ -100,7 +100,7 @@ class History:
         self._first = self._first or first
         self._latest.append(_entry(step, first))
 
-    def _first_among(self, step: Step) -> NonfiniteOrigin | None:
+    def _first_among(self, step: Record) -> NonfiniteOrigin | None:
         for place in bad_slots(step, self._usual)[:1]:
             slot = step.slots[place]
             return first_of(step, place, self._hint(slot) if slot.kind == "output" else "")
@@ -120,7 +120,7 @@ class History:
                 return f" Its {name} reaches {largest:.4g}, beyond that."
         return ""
 
-    def _first_parameter(self, optimizer: Optimizer, step: Step) -> NonfiniteOrigin | None:
+    def _first_parameter(self, optimizer: Optimizer, step: Record) -> NonfiniteOrigin | None:
         """The gradient that is not finite of the parameter whose module backward reached first."""
         model = self._model()
         if model is None:
@@ -137,14 +137,14 @@ class History:
         return of_parameter(step, name, "nan" if is_nan else "inf")
 
 
-def _in_backward(step: Step) -> dict[str, int]:
+def _in_backward(step: Record) -> dict[str, int]:
     """Modules, and when backward reaches them; those without a gradient of their own after the others."""
     names = [slot.name for slot in step.slots if slot.kind == "gradient"]
     names += [slot.name for slot in reversed(step.slots) if slot.kind == "output"]
     return {name: place for place, name in enumerate(dict.fromkeys(names))}
 
 
-def _went_wrong(step: Step) -> bool:
+def _went_wrong(step: Record) -> bool:
     """Whether a step that no scaler judged is bad: the last output, or a gradient, is not finite."""
     outputs, gradients = (
         [n for slot, n in zip(step.slots, step.extremes, strict=True) if slot.kind == kind]
@@ -153,7 +153,7 @@ def _went_wrong(step: Step) -> bool:
     return not all(map(is_finite, [*outputs[-1:], *gradients]))
 
 
-def _entry(step: Step, first: NonfiniteOrigin | None) -> dict[str, Any]:
+def _entry(step: Record, first: NonfiniteOrigin | None) -> dict[str, Any]:
     """A step as plain data."""
     return {
         "step": step.number,
@@ -167,7 +167,7 @@ def _entry(step: Step, first: NonfiniteOrigin | None) -> dict[str, Any]:
     }
 
 
-def _worst(step: Step) -> list[dict[str, Any]]:
+def _worst(step: Record) -> list[dict[str, Any]]:
     """The tensors that came nearest to the end of their format, the worst first."""
     pairs = zip(step.slots, step.extremes, strict=True)
     worst = sorted(pairs, key=lambda pair: -_share(*pair))[:_WORST]

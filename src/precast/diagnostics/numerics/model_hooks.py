@@ -123,7 +123,7 @@ def install(model: nn.Module, watcher: _Watcher) -> ExitStack:
         else:
             for handle in _hooks_on(module, hook):
                 stack.callback(handle.remove)
-    before, after = _telling(watcher, "steps_now"), _telling(watcher, "has_stepped")
+    before, after = _telling(watcher.steps_now), _telling(watcher.has_stepped)
     stack.callback(on_optimizer_step(before=before, after=after))
     return stack
 
@@ -143,12 +143,10 @@ def follow(scaler: Any, watcher: _Watcher) -> Callable[[], None]:
     """Hears of the updates of a scaler of PyTorch's, which tells nobody; what undoes that is returned."""
     if scaler is None or isinstance(scaler, GradScaler):
         return lambda: None
-    plain_update, known = scaler.update, weakref.ref(watcher)
+    plain_update, tell = scaler.update, _telling(watcher.updated)
 
     def update(*args: Any, **kwargs: Any) -> Any:
-        there = known()
-        if there is not None:
-            there.updated(_torch.scale_of(scaler))
+        tell(_torch.scale_of(scaler))
         return plain_update(*args, **kwargs)
 
     def leave() -> None:
@@ -159,12 +157,13 @@ def follow(scaler: Any, watcher: _Watcher) -> Callable[[], None]:
     return leave
 
 
-def _telling(watcher: _Watcher, method: str) -> Any:
-    known = weakref.ref(watcher)  # hooks on optimizers are the process's, and must not keep a model
+def _telling(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A call of a monitor's method as long as there is the monitor: these hooks must not keep it, or its model."""
+    known = weakref.WeakMethod(method)
 
-    def tell(optimizer: Optimizer) -> None:
+    def tell(what: Any) -> None:
         there = known()
         if there is not None:
-            getattr(there, method)(optimizer)
+            there(what)
 
     return tell

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -39,12 +38,12 @@ from precast.diagnostics.numerics.deferred_calls import unseen_by_modes
 from precast.diagnostics.numerics.history import History
 from precast.diagnostics.numerics.model_hooks import follow, install
 from precast.diagnostics.numerics.nonfinite_origin import plain
-from precast.diagnostics.numerics.numbering import Numbering
-from precast.diagnostics.numerics.record import Record
+from precast.diagnostics.numerics.record import Numbering, Record
 from precast.diagnostics.numerics.running_step import RunningStep
 from precast.diagnostics.numerics.samples import Samples, figures
 from precast.diagnostics.numerics.tally import Key
 from precast.errors import MonitorError, OutputError, PrecastWarning
+from precast.grad_scaler.optimizers import parameters_of
 from precast.policy.module_names import names_in
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
@@ -113,13 +112,6 @@ def _check(model: Any, every: Any, keep: Any, scaler: Any) -> None:
         )
 
 
-class _Here(threading.local):
-    """What belongs to one thread."""
-
-    whole: Any = None
-    """The step of the call of the whole model that the thread makes."""
-
-
 class Monitor(Displayed):
     """What a model's numbers did; made by `monitor`."""
 
@@ -136,7 +128,8 @@ class Monitor(Displayed):
         """The step that runs; in inference, a call of the model in another thread has one of its own."""
         self.numbering = Numbering()
         self.mutex = ForkSafeLock()
-        self._here = _Here()
+        self._here = threading.local()
+        """Its `whole` is the step of the call of the whole model that a thread makes."""
         self._hurried: set[Key] = set()
         """The keys of what may not wait to be looked at."""
         self._over = False
@@ -224,7 +217,8 @@ class Monitor(Displayed):
 
         So what its modules give may wait until the call ends.
         """
-        running: RunningStep | None = self._here.whole  # another thread may have ended the step
+        running: RunningStep | None = getattr(self._here, "whole", None)
+        # Another thread may have ended the step.
         return None if running is None or running.is_over else running
 
     @synchronized
@@ -341,12 +335,10 @@ class Monitor(Displayed):
         if model is None or optimizer in self._mine:
             return model is not None
         of_model = set(map(id, model.parameters()))
-        is_mine = any(
-            id(p) in of_model for group in optimizer.param_groups for p in group["params"]
-        )
-        if is_mine:
-            self._mine[optimizer] = True
-        return is_mine
+        if of_model.isdisjoint(map(id, parameters_of(optimizer))):
+            return False
+        self._mine[optimizer] = True
+        return True
 
     def _running_now(self, *, whole: bool = False) -> RunningStep | None:
         """The step that a call of the model, or of a part of it, belongs to; None for an evaluation within training."""
@@ -366,7 +358,7 @@ class Monitor(Displayed):
 
     def _new(self) -> RunningStep:
         number = self.numbering.new()
-        record = Record(number, time.perf_counter(), {} if self._is_counted(number) else None)
+        record = Record(number, {} if self._is_counted(number) else None)
         return RunningStep(record, self._hurried, self.mutex)
 
     def _is_counted(self, number: int) -> bool:

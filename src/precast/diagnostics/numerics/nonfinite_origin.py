@@ -16,7 +16,7 @@ from typing import Any, Literal
 from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics import schema
 from precast.diagnostics.numerics.formats import FORMATS
-from precast.diagnostics.numerics.record import Slot, Step, is_finite
+from precast.diagnostics.numerics.record import Record, Slot, is_finite
 from precast.diagnostics.numerics.tally import Key
 from precast.diagnostics.records import as_json, from_json
 
@@ -26,7 +26,7 @@ _OF = {"output": "the output", "input": "the input", "gradient": "the gradient"}
 _SAID = {"inf": "infinite", "nan": "NaN"}
 
 
-def bad_slots(step: Step, usual: AbstractSet[Key]) -> list[int]:
+def bad_slots(step: Record, usual: AbstractSet[Key]) -> list[int]:
     """Places of the tensors that are not finite, but for those that are not in good steps either, as masks."""
     slots = zip(step.slots, step.extremes, strict=True)
     return [
@@ -36,7 +36,7 @@ def bad_slots(step: Step, usual: AbstractSet[Key]) -> list[int]:
     ]
 
 
-def first_of(step: Step, place: int, hint: str) -> NonfiniteOrigin:
+def first_of(step: Record, place: int, hint: str) -> NonfiniteOrigin:
     """What there is to say about the first tensor that is not finite, at `place`; `hint` is about its module."""
     slot = step.slots[place]
     what: Any = "nan" if any(map(math.isnan, step.extremes[place])) else "inf"
@@ -55,7 +55,7 @@ def first_of(step: Step, place: int, hint: str) -> NonfiniteOrigin:
     return NonfiniteOrigin(step.number, kind, slot.name, what, inputs, message, doubts)
 
 
-def of_parameter(step: Step, name: str, what: Literal["inf", "nan"]) -> NonfiniteOrigin:
+def of_parameter(step: Record, name: str, what: Literal["inf", "nan"]) -> NonfiniteOrigin:
     """The same for a parameter's gradient, where all that was noted was finite."""
     owner = name.rpartition(".")[0]
     latest = {slot.key: place for place, slot in enumerate(step.slots)}
@@ -112,7 +112,7 @@ def _whence(slot: Slot, slots: Sequence[Slot], before: Sequence[int]) -> str:
     return f"it was made {between if last else 'between modules'}"
 
 
-def _doubts(step: Step, place: int) -> tuple[str, ...]:
+def _doubts(step: Record, place: int) -> tuple[str, ...]:
     """Modules whose tensors may have been infinite or NaN before the first that was seen to be."""
     missed = (one for one in step.missed if one.place <= place)
     return tuple(one.name for one in missed if one.seen is None or one.seen >= place)
@@ -127,7 +127,7 @@ def _doubted(doubts: Sequence[str]) -> str:
     )
 
 
-def _ranges(step: Step, places: Sequence[int]) -> tuple[tuple[dict[str, Any], ...], str]:
+def _ranges(step: Record, places: Sequence[int]) -> tuple[tuple[dict[str, Any], ...], str]:
     """The ranges of tensors, as data and in words."""
     inputs, said = [], []
     for place in places:
@@ -153,7 +153,7 @@ def _called(name: str) -> str:
     return f"`{name}`" if name else "the whole model"
 
 
-def _at(step: Step) -> str:
+def _at(step: Record) -> str:
     return "" if step.scale is None else f", at scale {step.loss_scale:g},"
 
 

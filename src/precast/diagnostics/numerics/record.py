@@ -3,12 +3,13 @@
 Invariants:
 - noting waits for no device, and keeps only weak references to the program's tensors: of each there are two numbers;
 - a tensor that several modules hand on, or take, is noted once;
-- a step's notes are bounded: tensors after the first `MOST` are not looked at.
+- a step's notes are bounded: tensors after the first `_MOST` are not looked at.
 """
 
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -18,15 +19,16 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal import pytree
+from precast._internal import events, pytree
 from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.tally import NARROW, Counts, Key, Tally, countable
 
-__all__ = ["MOST", "Extremes", "Record", "Slot", "Step", "is_finite", "read", "tensors_in"]
+__all__ = ["Extremes", "Numbering", "Record", "Slot", "is_finite", "read", "tensors_in"]
 
-MOST: Final = 20_000
+_MOST: Final = 20_000
 
 Extremes = tuple[float, float]
 """The smallest and the largest number of a tensor; both NaN where one is."""
@@ -64,42 +66,25 @@ class Missed(NamedTuple):
 
 
 @dataclass(eq=False)
-class Step:
-    """A step as it is kept; its extremes may still be on the device."""
-
-    number: int
-    slots: tuple[Slot, ...]
-    parts: list[tuple[list[int], Tensor]]
-    """Places of slots, and the extremes of these, low and high in turns."""
-    scale: Tensor | float | None
-    skipped: bool | Tensor | None
-    first: NonfiniteOrigin | None
-    names: tuple[str, ...]
-    """Parameters whose gradients were not finite, where a scaler has skipped the step."""
-    seconds: float
-    missed: tuple[Missed, ...] = ()
-    extremes: list[Extremes] = field(default_factory=list)
-    """Those of each slot, once `read` has filled them in."""
-
-    @property
-    def loss_scale(self) -> float | None:
-        """The scale as a number; waits for the device."""
-        return None if self.scale is None else float(self.scale)
-
-
-@dataclass(eq=False)
 class Record:
-    """The step that runs."""
+    """A step, while it runs and when it is over; what is known of it may still be on the device."""
 
     number: int
-    begun: float
     tallies: dict[Key, Tally] | None
     """The counts of each tensor, in a step in which they are asked for."""
+    begun: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+    """How long it took until `pack` was last called."""
     slots: list[Slot] = field(default_factory=list)
+    extremes: list[Extremes] = field(default_factory=list)
+    """Those of each slot, once `read` has filled them in."""
+    parts: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    """Places of slots, and the extremes of these, low and high in turns."""
     scale: Tensor | float | None = None
     skipped: bool | Tensor | None = None
     first: NonfiniteOrigin | None = None
     names: tuple[str, ...] = ()
+    """Parameters whose gradients were not finite, where a scaler has skipped the step."""
     scaled: set[Key] = field(default_factory=set)
     """Parameters whose gradients were counted with the loss's scale on them."""
     without_gradient: Counter[str] = field(default_factory=Counter)
@@ -112,9 +97,19 @@ class Record:
     _noted: defaultdict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """By device and dtype: places of slots, and the extremes there."""
+    """What is not in `parts` yet, by device and dtype: places of slots, and the extremes there."""
     _known: dict[int, tuple[weakref.ref[Tensor], int, int]] = field(default_factory=dict)
     """By ``id``: a tensor that was noted, its version then, and the place of its slot."""
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The scale as a number; waits for the device."""
+        return None if self.scale is None else float(self.scale)
+
+    @property
+    def missed(self) -> list[Missed]:
+        """The tensors that were written before they were looked at."""
+        return [missed for _, missed in self._missed]
 
     def number_told(self, number: int) -> None:
         """A scaler, or a run, gives the step a number, which becomes ours."""
@@ -129,7 +124,7 @@ class Record:
         if memory is None or not memory.numel() or (memory.is_cuda and _torch.is_captured(memory)):
             return None
         place = len(self.slots)
-        if place >= MOST:
+        if place >= _MOST:
             return None
         low, high = torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
         noted = self._noted[memory.device, memory.dtype]
@@ -153,7 +148,7 @@ class Record:
 
     def miss(self, name: str, tensor: Tensor) -> None:
         """A tensor that a module gave or took was written in place before it was looked at."""
-        if len(self._missed) < MOST and all(ref() is not tensor for ref, _ in self._missed):
+        if len(self._missed) < _MOST and all(ref() is not tensor for ref, _ in self._missed):
             self._missed.append((weakref.ref(tensor), Missed(name, len(self.slots), None)))
 
     def _found(self, tensor: Tensor, place: int) -> None:
@@ -168,7 +163,7 @@ class Record:
 
     def counts(self) -> dict[Key, Counts]:
         """The counts of all tensors, gradients without the loss's scale; waits for the device."""
-        scale = 1.0 if self.scale is None else float(self.scale)
+        scale = self.loss_scale or 1.0
         power = -round(math.log2(scale)) if scale > 0 else 0
         found = {}
         for key, tally in (self.tallies or {}).items():
@@ -176,29 +171,57 @@ class Record:
             found[key] = tally.read()
         return found
 
-    def close(self, seconds: float) -> Step:
-        """The step as it is kept."""
-        parts = [
-            ([each[0] for each in noted], torch.stack([n for each in noted for n in each[1:]]))
-            for noted in self._noted.values()
-            if noted
-        ]
-        return Step(
-            number=self.number,
-            slots=tuple(self.slots),
-            parts=parts,
-            scale=self.scale,
-            skipped=self.skipped,
-            first=self.first,
-            names=self.names,
-            seconds=seconds,
-            missed=tuple(missed for _, missed in self._missed),
-        )
+    def pack(self) -> Record:
+        """Makes few tensors of the many that were noted; returns the record itself."""
+        self.seconds = time.perf_counter() - self.begun
+        for noted in filter(None, [*self._noted.values()]):
+            extremes = torch.stack([number for each in noted for number in each[1:]])
+            self.parts.append(([each[0] for each in noted], extremes))
+            noted.clear()
+        return self
+
+    def end(self) -> Record:
+        """Packs it, and forgets the tensors that it knew."""
+        self._known.clear()
+        return self.pack()
 
 
-def read(steps: Iterable[Step]) -> None:
-    """Fills in the extremes of steps; waits for the device, once for each device and dtype."""
-    groups: dict[Any, list[tuple[Step, list[int], Tensor]]] = defaultdict(list)
+class Numbering:
+    """Numbers the steps of a monitor: what a run, a scaler and a monitor say of one moment has one number.
+
+    A step has the process's number where a step tracker counts, else a scaler's where there is one, else the monitor's
+    own. No number is given twice, and later steps have higher ones.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.ended = self._next = 0
+        """How many steps have begun and ended, and the least number that the next one may have."""
+
+    def new(self) -> int:
+        """How many steps had begun before the one that begins now."""
+        self.begun += 1
+        return self.begun - 1
+
+    def ask(self, record: Record, optimizer: Optimizer | None) -> None:
+        """Gives a step the process's number, if a tracker counts; `optimizer` is about to step, None in inference."""
+        for tracker in events.step_trackers[:1]:
+            number = tracker.number if optimizer is None else tracker.before_step(optimizer)
+            record.number_told(number)
+
+    def fix(self, record: Record) -> None:
+        """Gives a step the number that it has if it ends now."""
+        record.number = self._next if record.told is None else max(record.told, self._next)
+
+    def end(self, record: Record) -> None:
+        """A step ends."""
+        self.fix(record)
+        self._next = record.number + 1
+        self.ended += 1
+
+
+def read(steps: Iterable[Record]) -> None:
+    """Fills in the extremes of steps that were packed; waits for the device, once for each device and dtype."""
+    groups: dict[Any, list[tuple[Record, list[int], Tensor]]] = defaultdict(list)
     for step in steps:
         step.extremes = [(0.0, 0.0)] * len(step.slots)
         for places, numbers in step.parts:

@@ -6,7 +6,6 @@ Invariants: those of a record; what a checkpoint runs again in backward is noted
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
@@ -17,9 +16,10 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.locks import ForkSafeLock
 from precast.diagnostics.numerics.deferred_calls import DeferredCalls
-from precast.diagnostics.numerics.record import Record, Step, tensors_in
+from precast.diagnostics.numerics.record import Record, tensors_in
 from precast.diagnostics.numerics.tally import Key, countable
 from precast.diagnostics.numerics.underflow_zeros import Lost, Operation, operation
+from precast.grad_scaler.optimizers import parameters_of
 from precast.policy.module_names import named_parameters
 
 __all__ = ["RunningStep", "may_write"]
@@ -64,8 +64,7 @@ class RunningStep:
 
     def is_called_here(self) -> bool:
         """Whether the call of the whole model that this step is can be this thread's; from now on it is."""
-        if self._thread is None:
-            self._thread = threading.get_ident()
+        self._thread = self._thread or threading.get_ident()
         return self._thread == threading.get_ident()
 
     def called(
@@ -73,13 +72,7 @@ class RunningStep:
     ) -> None:
         """A module has ended: notes its inputs and outputs, and waits for their gradients.
 
-        Args:
-            key: "output", and the name of the module.
-            module: the module.
-            args: the arguments that it was given.
-            kwargs: its keyword arguments.
-            output: what it gave.
-            now: whether to look at the call at once; else `look` is called before backward begins.
+        The call is looked at `now`, or else by `look`, which is called before backward begins.
         """
         call = key[1], module, args, kwargs, output, torch.is_grad_enabled()
         if now:
@@ -111,17 +104,12 @@ class RunningStep:
     ) -> None:
         """Counts the gradients of an optimizer's parameters, once a step; of all where none is given.
 
-        Args:
-            model: the model that the parameters belong to.
-            optimizer: the optimizer that steps on some of them.
-            scaled: whether the gradients still have the loss's scale, as those of fused optimizers do.
+        Those of fused optimizers are `scaled`: they still have the loss's scale.
         """
         record = self.record
         if record.tallies is None:
             return
-        mine = None
-        if optimizer is not None:
-            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = None if optimizer is None else set(map(id, parameters_of(optimizer)))
         for name, parameter in named_parameters(model):
             key = "parameter", name
             if parameter.grad is None or key in record.tallies:
@@ -133,15 +121,16 @@ class RunningStep:
             if scaled:
                 record.scaled.add(key)
 
-    def so_far(self) -> Step:
-        """The step as it would be if it ended now."""
+    def so_far(self) -> Record:
+        """The record, in which all calls until now are noted."""
         self.look()
-        return self.record.close(time.perf_counter() - self.record.begun)
+        return self.record.pack()
 
-    def end(self) -> Step:
-        """The step; what backward still reaches of it is not noted."""
+    def end(self) -> Record:
+        """The whole record; what backward still reaches of the step is not noted."""
         self.is_over = True
-        return self.so_far()
+        self.look()
+        return self.record.end()
 
     def _look_at_given(self, name: str, tensors: Sequence[Tensor], stale: Set[int]) -> None:
         """Notes the arguments of a module that no module gave as they are: those were made between modules."""

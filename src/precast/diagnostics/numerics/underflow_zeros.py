@@ -78,11 +78,14 @@ def operation(
     """A call that can be done again; None for another one, and for one that did not give float16."""
     if not isinstance(output, Tensor) or output.dtype is not torch.float16:
         return None
-    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+    if (
+        kwargs
+        or len(args) != 1
+        or not isinstance(args[0], Tensor)
+        or not args[0].is_floating_point()
+    ):
         return None
     kind = type(module)
-    if not args[0].is_floating_point():
-        return None
     if kind in _ACTIVATIONS:
         return Operation(lambda x: kind.forward(module, x.clone()), args[0], [])
     function = _function(module)
@@ -120,16 +123,9 @@ class Lost:
         input_place: int | None,
         gradient: Tensor,
     ) -> Tensor | None:
-        """Takes a gradient through a call.
+        """Takes the gradient of an output through its call, from the output's place in the record to the input's.
 
-        Args:
-            place: where the call's output is in the record.
-            known: the call.
-            input_place: where its input is in the record, if it is there.
-            gradient: the gradient of its output.
-
-        Returns:
-            How many of the gradient's zeros are lost, shape (); None where that is not known.
+        Returns how many of the gradient's zeros are lost, shape (); None where that is not known.
         """
         arriving = None if place is None else self._arriving.pop(place, None)
         lost = None if arriving is None else (gradient == 0) & arriving

@@ -1,19 +1,21 @@
 """Which operations ran in the code between two modules, as far as steps were traced.
 
-Invariants: made of the document alone. Operations inside modules are left out, as what these gave was watched.
+Invariants: everything is made of the document alone. Operations inside modules are left out, as the outputs of modules
+were watched.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from precast.diagnostics.report.evidence import rows_of
 from precast.diagnostics.report.words import joined, plural
 from precast.diagnostics.schema import Document, NonfiniteOrigin, Row
 
 __all__ = ["Between", "between", "module_before"]
 
 _MOST_LINES = 4
-_OUTPUT = "the output of `"  # as a monitor begins what stands for a named module's output
+_OUTPUT = "the output of `"  # so begin a monitor's words for the output of a module with a name
 _KEEPS_FINITE = frozenset(
     {"abs", "amax", "amin", "cat", "chunk", "clone", "copy_", "cos", "detach", "flip", "gather"}
     | {"index", "index_select", "max", "min", "neg", "permute", "relu", "relu_", "repeat"}
@@ -24,7 +26,7 @@ _KEEPS_FINITE = frozenset(
 
 
 class Between(NamedTuple):
-    """What ran there."""
+    """The operations that ran there."""
 
     rows: list[Row]
     """In the order in which they were first called, never empty."""
@@ -51,28 +53,22 @@ class Between(NamedTuple):
         """Whether the code casts by itself."""
         return any(row.op == "_to_copy" for row in self.rows)
 
-    @property
-    def op(self) -> str | None:
-        """The operation, where there is one only."""
-        return _only({row.op for row in self.rows})
-
-    @property
-    def source(self) -> str | None:
-        """The line, where there is one only."""
-        return _only({row.source for row in self.rows})
+    def only(self, what: Literal["op", "source"]) -> str | None:
+        """The operation, or the line, where there is one only."""
+        found = {getattr(row, what) for row in self.rows}
+        return found.pop() if len(found) == 1 else None
 
 
 def between(document: Document, first: NonfiniteOrigin, dtype: str) -> Between | None:
-    """What gave numbers of a dtype right before the module that `first` names; None where none was traced.
+    """What gave numbers of a dtype, which it could not hold, right before a module; None where nothing was traced.
 
-    Args:
-        document: of the run.
-        first: an input of a module, which no module made.
-        dtype: of what could not hold the numbers.
+    `first` is an input of that module, which no module made.
     """
     module, before = first.name, module_before(first)
-    rows = [row for row in _forward(document) if dtype in row.output]
-    ends = _ends(document, first, before)
+    forward = [row for row in rows_of(document) if row.phase == "forward"]
+    forward.sort(key=lambda row: row.order or 0)
+    rows = [row for row in forward if dtype in row.output]
+    ends = _ends(forward, first, before)
     if ends is None:
         found = _nearest(rows, module, before)
     else:
@@ -89,26 +85,18 @@ def module_before(first: NonfiniteOrigin) -> str | None:
     return of.removeprefix(_OUTPUT).rstrip("`") if of.startswith(_OUTPUT) else None
 
 
-def _forward(document: Document) -> list[Row]:
-    """Rows of forward in the order of their first calls."""
-    rows = document.trace.rows if document.trace else []
-    forward = [row for row in rows if row.phase == "forward"]
-    return sorted(forward, key=lambda row: row.order or 0)
-
-
-def _ends(document: Document, first: NonfiniteOrigin, before: str | None) -> tuple[int, int] | None:
+def _ends(forward: list[Row], first: NonfiniteOrigin, before: str | None) -> tuple[int, int] | None:
     """Between which places of the order the code ran.
 
     None where nobody knows: a module was not traced, or it was a later call of it, while rows tell of the first.
     """
-    known = [(row.order, row.module) for row in _forward(document) if row.order is not None]
+    known = [(row.order, row.module) for row in forward if row.order is not None]
     own = [order for order, module in known if _is_in(module, first.name)]
     if not own or " in its call " in first.message:
         return None
     if before is None:
         return -1, own[0]
-    last = [order for order, module in known if _is_in(module, before)]
-    earlier = [order for order in last if order < own[0]]
+    earlier = [order for order, module in known if _is_in(module, before) and order < own[0]]
     return (earlier[-1], own[0]) if earlier else None
 
 
@@ -129,7 +117,3 @@ def _around(module: str) -> list[str]:
 
 def _is_in(name: str | None, module: str) -> bool:
     return name is not None and f"{name}.".startswith(f"{module}.")
-
-
-def _only(names: set[str] | set[str | None]) -> str | None:
-    return next(iter(names)) if len(names) == 1 else None

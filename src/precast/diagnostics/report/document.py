@@ -1,7 +1,7 @@
 """What a run leaves behind, as JSON: made, checked, loaded, saved whole or not at all, the ranks of one run merged.
 
-Invariants: what `save` writes `load` reads, with a verdict made anew; both refuse what is not as `schema.py` says, and
-say where. Keys that the schema does not name are kept. A merged document holds those of the ranks as they were, the
+Invariants: `load` reads what `save` writes, with the verdict made anew; both refuse what is not as `schema.py` says,
+and say where. Keys that the schema does not name are kept. A merged document has those of the ranks as they were, the
 lowest rank first.
 """
 
@@ -9,28 +9,43 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import operator
 import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from precast._internal import atomic_write, version
 from precast.diagnostics.records import MismatchError, as_json, from_json
-from precast.diagnostics.report.notebook import Shown
 from precast.diagnostics.report.ranks import summary_of_ranks
+from precast.diagnostics.report.words import with_code
 from precast.diagnostics.schema import VERSION, Document, HealthModule, Merged, PolicyName, Run
 from precast.errors import ReportError
 
-__all__ = ["blank", "checked", "documents", "load", "merge", "save", "validate"]
+__all__ = ["Shown", "blank", "checked", "load", "merge", "save", "validate"]
 
 _PER_STEP = (
     *("zeros", "underflow_zeros", "subnormal", "overflow", "saturated", "nan"),
-    *("maximum", "rms", "elements"),
+    *("maximum", "rms", "elements", "histogram.counts"),
 )
+
+
+class Shown(dict[str, Any]):
+    """A document that is as the schema says. A notebook shows its command and its verdict; in all else it is a dict."""
+
+    def _repr_html_(self) -> str:
+        documents = _read(self)
+        verdict = summary_of_ranks(documents)
+        many = f", {len(documents):,} ranks" if len(documents) > 1 else ""
+        said = [verdict.headline, *verdict.problems, *verdict.precision]
+        items = "".join(f"<li>{with_code(escape(sentence))}</li>" for sentence in said)
+        command = escape(" ".join(documents[0].run.command))
+        return f"<p><b>precast run {command}</b>{many}</p><ul>{items}</ul>"
 
 
 def blank(command: list[str], policy: str) -> Document:
@@ -72,7 +87,7 @@ def validate(document: object, name: str = "the document") -> dict[str, Any]:
 
 
 def checked(document: object, name: str = "the document") -> tuple[dict[str, Any], list[Document]]:
-    """A document as plain values, and those of its processes, one or one a rank, as the schema has them.
+    """A document as plain values; and the documents of its processes, one or one for each rank, as `Document`.
 
     Raises:
         ReportError: as `validate`.
@@ -95,12 +110,6 @@ def checked(document: object, name: str = "the document") -> tuple[dict[str, Any
         raise ReportError(
             f"{name} is not as schema {VERSION} says, at {wrong}. See docs/report.md"
         ) from wrong
-
-
-def documents(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """The plain documents of the processes: one, or one a rank."""
-    ranks: list[dict[str, Any]] = document.get("ranks", [document])
-    return ranks
 
 
 def save(document: Document | Merged | dict[str, Any], path: str | Path) -> None:
@@ -143,7 +152,7 @@ def merge(parts: Sequence[Document | Merged | dict[str, Any]]) -> Shown:
     Raises:
         ReportError: a rank is there twice or has no number, or the commands differ.
     """
-    ranks = [each for part in parts for each in documents(validate(part))]
+    ranks = [each for part in map(validate, parts) for each in part.get("ranks", [part])]
     if not ranks:
         raise ReportError("no document was given to merge: name at least one")
     if len(ranks) == 1:
@@ -164,7 +173,7 @@ def _now() -> str:
 
 
 def _refuse_strangers(ranks: list[dict[str, Any]]) -> None:
-    """Only what belongs to one run is merged."""
+    """Refuses documents that do not belong to one run."""
     advice = "Merge the documents of one run, one a rank; make a report of each other one"
     numbers = Counter(each["run"]["rank"] for each in ranks)
     if None in numbers:
@@ -173,18 +182,14 @@ def _refuse_strangers(ranks: list[dict[str, Any]]) -> None:
     if twice:
         raise ReportError(f"rank {twice[0]} was given {numbers[twice[0]]} times. {advice}")
     for key in ("world_size", "command"):
-        found = [each["run"][key] for each in ranks]
-        other = next((each for each in found if each != found[0]), None)
-        if other is not None:
-            raise ReportError(f"the {key} differs: {found[0]!r} and {other!r}. {advice}")
+        one = ranks[0]["run"][key]
+        others = [each["run"][key] for each in ranks if each["run"][key] != one]
+        if others:
+            raise ReportError(f"the {key} differs: {one!r} and {others[0]!r}. {advice}")
 
 
 def _read(document: dict[str, Any]) -> list[Document]:
-    """The documents of the processes.
-
-    Raises:
-        MismatchError: it is not as the schema says, or lists that belong together are not of one length.
-    """
+    """The documents of the processes; a `MismatchError` says what is not as the schema says, or of uneven length."""
     is_merged = "ranks" in document
     ranks = from_json(Merged, document).ranks if is_merged else [from_json(Document, document)]
     for part in ranks:
@@ -194,10 +199,10 @@ def _read(document: dict[str, Any]) -> list[Document]:
 
 
 def _refuse_uneven(module: HealthModule, path: str) -> None:
+    """Refuses lists that do not have one entry for each step that was counted."""
     steps = len(module.steps)
-    lengths = {key: len(getattr(module, key)) for key in _PER_STEP}
-    lengths["histogram.counts"] = len(module.histogram.counts)
-    for key, length in lengths.items():
+    for key in _PER_STEP:
+        length = len(operator.attrgetter(key)(module))
         if length != steps:
             wrong = f"an entry for each of {steps} steps is wanted, and {length} are there"
             raise MismatchError(f"{path}.{key}: {wrong}")

@@ -1,6 +1,6 @@
 """What the numbers of a run say is wrong, as findings: what overflowed first, and gradients that are too small.
 
-Invariants: made of the document alone; every number is of the document.
+Invariant: every number in a finding is one of the document's.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from precast.diagnostics.schema import Cost, Document, Finding, HealthModule, No
 
 __all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
 
-_TELLING = 0.01  # a share of gradients below this is left alone
+_TELLING = 0.01  # a smaller share of gradients is not reported
 _IF_NAN = " If it is NaN there too, the format is not the reason: look at what it divides by."
 _OWN_CAST = (
     " A cast that the program itself makes to float16 by name, as `.half()`, has to go from the code: no policy and "
     "no region changes it."
 )
 _WIDE = "run the whole program in bfloat16 (`dtype=torch.bfloat16`), which has float32's range"
+_AUTO_SCALE = '`precast.GradScaler(device, init_scale="auto")`'
 
 
 def numeric_findings(document: Document) -> list[Finding]:
@@ -55,73 +56,67 @@ def module_of(what: NonfiniteOrigin | HealthModule) -> str:
 
 def overflow(document: Document, first: NonfiniteOrigin) -> Finding:
     """The finding about the first tensor that was not finite."""
-    module, suggestion, policy = module_of(first), "", None
-    code = _code_before(document, first)
+    module, format = module_of(first), _format(document, first)
+    code = None
+    if first.kind == "input" and first.name:
+        code = between(document, first, format or "float16")
     if code is None:
-        suggestion, policy = _mend(document, first, module)
+        suggestion, modules = _mend(document, first, module, format or "float16")
     else:
-        suggestion, policy = _mend_code(document, first, code)
+        suggestion, modules = _mend_code(document, first, code, format or "float16")
     return Finding(
         kind="overflow" if first.what == "inf" else "nan",
         title=first.message,
         cost=Cost(),
         suggestion=suggestion,
-        policy=policy,
-        where=Where(module, code and code.op, code and code.source),
+        policy=_file_with(document, modules) if modules else None,
+        where=Where(module, code and code.only("op"), code and code.only("source")),
     )
 
 
-def _mend(document: Document, first: NonfiniteOrigin, module: str) -> tuple[str, str | None]:
-    """What to do, and a whole policy file where one does it."""
+def _mend(
+    document: Document, first: NonfiniteOrigin, module: str, format: str
+) -> tuple[str, list[str]]:
+    """What to do, and the modules that a policy has to run in float32, if that does it."""
     if first.kind == "input":
-        return _look_before(document, first), None
+        return _look_before(document, first), []
     if first.kind in {"gradient", "parameter"} and _is_scaled(document):
         return (
             "Leave it if it happens now and then: a growing scale finds its limit by a skipped step. If it happens "
-            'often, let the scaler find the scale, `precast.GradScaler(device, init_scale="auto")`; where the scale is '
-            f"low already, look at {_called(module, 'the model')}."
-        ), None
-    if _format(document, first) not in {"float16", None}:
+            f"often, let the scaler find the scale, {_AUTO_SCALE}; where the scale is "
+            f"low already, look at {f'`{module}`' if module else 'the model'}."
+        ), []
+    if format != "float16":
         return (
-            f"{_called(module, 'The model')} leaves float32's range, or has no value: look at its inputs, "
+            f"{f'`{module}`' if module else 'The model'} leaves float32's range, or has no value: look at its inputs, "
             "at the learning rate, and at what it divides by."
-        ), None
+        ), []
     if not module:
-        return "Run in bfloat16, which has float32's range.", None
-    suggestion = (
+        return "Run in bfloat16, which has float32's range.", []
+    return (
         f"Run `{module}` in float32, or the whole run in bfloat16, which has float32's range."
-    )
-    suggestion += _IF_NAN if first.what == "nan" else ""
-    return suggestion, _file_with(document, module)
+        f"{_IF_NAN if first.what == 'nan' else ''}"
+    ), [module]
 
 
-def _code_before(document: Document, first: NonfiniteOrigin) -> Between | None:
-    """The operations that may have made a module's input infinite or NaN, where steps were traced."""
-    if first.kind != "input" or not first.name:
-        return None
-    return between(document, first, _format(document, first) or "float16")
-
-
-def _mend_code(document: Document, first: NonfiniteOrigin, code: Between) -> tuple[str, str | None]:
-    """What to do about code between modules, and a whole policy file where one does it."""
-    dtype = _format(document, first) or "float16"
-    ran = f" {_traced(document)}, the code {_place(first)} ran in {dtype}: {code.lines}."
-    if dtype != "float16":
-        return (
-            f"Look at what these lines divide by, and at how large their numbers grow.{ran}",
-            None,
-        )
+def _mend_code(
+    document: Document, first: NonfiniteOrigin, code: Between, format: str
+) -> tuple[str, list[str]]:
+    """As `_mend`, for code between modules."""
+    ran = f" {_traced(document)}, the code {_place(first)} ran in {format}: {code.lines}."
+    if format != "float16":
+        return f"Look at what these lines divide by, and at how large their numbers grow.{ran}", []
     ran += _OWN_CAST if code.casts else ""
     ran += _IF_NAN if first.what == "nan" else ""
     modules = [name for name in code.owners if name]
     if len(modules) == len(code.owners):
         names = joined(f"`{name}`" for name in modules)
-        return f"Run {names} in float32, or {_WIDE}.{ran}", _file_with(document, *modules)
-    # A rule for the model itself would leave nothing in 16 bits, and none is for the code around it.
+        return f"Run {names} in float32, or {_WIDE}.{ran}", modules
+    # A rule for the model itself would leave nothing in 16 bits, and no rule applies to the code around it.
     return (
         f"Compute these lines in float32: put them into `with precast.disable():` and call `.float()` on what they are "
         f"given; or {_WIDE}.{ran}"
-    ), None
+    ), []
 
 
 def _traced(document: Document) -> str:
@@ -130,11 +125,8 @@ def _traced(document: Document) -> str:
         return "In the steps that were traced"
     first, end = document.run.traced
     last = min(end, document.run.steps) - 1
-    return (
-        f"In steps {first} to {last}, which were traced"
-        if last > first
-        else f"In step {first}, which was traced"
-    )
+    steps = f"steps {first} to {last}, which were" if last > first else f"step {first}, which was"
+    return f"In {steps} traced"
 
 
 def _look_before(document: Document, first: NonfiniteOrigin) -> str:
@@ -145,9 +137,8 @@ def _look_before(document: Document, first: NonfiniteOrigin) -> str:
     if module_before(first) is None:
         look += ", and at the data that the model is given"
     if document.trace is None and not document.run.compiled:
-        step = max(
-            first.step, 1
-        )  # a trace from the start on has other names: it knows no model yet
+        # A trace that begins with step 0 does not know the model yet, and gives modules other names.
+        step = max(first.step, 1)
         look += f". Its operations and lines are named where a step is traced, as by `--steps {step}:{step + 1}`"
     return f"{look}."
 
@@ -157,10 +148,6 @@ def _place(first: NonfiniteOrigin) -> str:
     if before is None:
         return f"before `{module}`"
     return f"between {f'two calls of `{module}`' if before == module else f'`{before}` and `{module}`'}"
-
-
-def _called(module: str, otherwise: str) -> str:
-    return f"`{module}`" if module else otherwise
 
 
 def _format(document: Document, first: NonfiniteOrigin) -> str | None:
@@ -181,19 +168,16 @@ def _is_scaled(document: Document) -> bool:
 def _underflow(document: Document) -> Iterator[Finding]:
     """Gradients that are zero because the format ends before them, the worst first."""
     health = document.health
-    if health is None:
-        return
     for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
-        modules = [m for m in health.modules if m.kind == kind]
-        elements = sum(sum(module.elements) for module in modules)
-        gone = sum(map(_underflowed, modules))
-        if not elements or gone / elements < _TELLING:
+        modules = [m for m in health.modules if m.kind == kind] if health else []
+        gone = _underflow_share(modules)
+        if health is None or gone < _TELLING:
             continue
-        worst = max(modules, key=_underflow_share)
+        worst = max(modules, key=lambda module: _underflow_share([module]))
         yield Finding(
             kind="underflow",
-            title=f"{share(gone / elements)} of the gradients of {what} became zero as {health.format} ends "
-            f"before them; most in `{worst.name}` ({share(_underflow_share(worst))}).",
+            title=f"{share(gone)} of the gradients of {what} became zero as {health.format} ends "
+            f"before them; most in `{worst.name}` ({share(_underflow_share([worst]))}).",
             cost=Cost(),
             suggestion=_enlarge(document),
             policy=None,
@@ -203,35 +187,29 @@ def _underflow(document: Document) -> Iterator[Finding]:
 
 def _enlarge(document: Document) -> str:
     if _is_scaled(document):
-        return (
-            "The scale is too low for them: let the scaler find it, "
-            '`precast.GradScaler(device, init_scale="auto")`, or run in bfloat16, which has float32\'s range.'
+        scale = f"The scale is too low for them: let the scaler find it, {_AUTO_SCALE}, or"
+    else:
+        scale = (
+            "Scale the loss: `scaler = precast.GradScaler(device)`, then `scaler.scale(loss).backward()`, "
+            "`scaler.step(optimizer)`, `scaler.update()`; or"
         )
-    return (
-        "Scale the loss: `scaler = precast.GradScaler(device)`, then `scaler.scale(loss).backward()`, "
-        "`scaler.step(optimizer)`, `scaler.update()`; or run in bfloat16, which has float32's range."
-    )
+    return f"{scale} run in bfloat16, which has float32's range."
 
 
-def _underflow_share(module: HealthModule) -> float:
-    return _underflowed(module) / max(sum(module.elements), 1)
+def _underflow_share(modules: list[HealthModule]) -> float:
+    """The share of numbers that underflow made zero, as far as that is known."""
+    gone = sum(number or 0 for module in modules for number in module.underflow_zeros)
+    return gone / max(sum(sum(module.elements) for module in modules), 1)
 
 
-def _underflowed(module: HealthModule) -> int:
-    """How many zeros underflow made, as far as that is known."""
-    return sum(number or 0 for number in module.underflow_zeros)
-
-
-def _file_with(document: Document, *modules: str) -> str:
+def _file_with(document: Document, modules: list[str]) -> str:
     """The run's policy as a file, with rules that modules run in float32."""
     policy = document.run.policy
-    known = {"default", "lean", "torch"}
-    base = policy.name if policy.name in known else "torch"
+    base = policy.name if policy.name in {"default", "lean", "torch"} else "torch"
     text = policy.file or f'base = "{base}"\n'
     before, _, rules = text.partition("[modules]\n")  # the last table of a file that precast writes
-    same = tuple(
-        f"{key} =" for name in modules for key in (_quoted(name), name)
-    )  # keys may be bare
+    # In the file, a name that TOML allows as a key may have no quotes.
+    same = tuple(f"{key} =" for name in modules for key in (_quoted(name), name))
     others = [line for line in rules.splitlines() if not line.startswith(same)]
     added = [f'{_quoted(name)} = "fp32"' for name in modules]
     return "\n".join([before.rstrip(), "", "[modules]", *others, *added]).strip() + "\n"

@@ -8,37 +8,27 @@ script.
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from precast._internal import atomic_write, version
 from precast._internal.missing import missing_extra
 from precast.diagnostics.records import as_json
 from precast.diagnostics.report.document import checked
-from precast.diagnostics.report.evidence import in_16_bits, lost, on_casts, was_traced
+from precast.diagnostics.report.evidence import in_16_bits, lost, on_casts, rows_of
 from precast.diagnostics.report.numbers import in_words, offender
 from precast.diagnostics.report.ranks import summary_of_ranks, worst
 from precast.diagnostics.report.remedies import Remedy, cost_words, remedies
 from precast.diagnostics.report.run_summary import summary_of
 from precast.diagnostics.report.tree import tree
-from precast.diagnostics.report.words import count, duration, plural, share
-from precast.diagnostics.schema import Document, Finding, Merged
+from precast.diagnostics.report.words import count, duration, plural, share, with_code
+from precast.diagnostics.schema import Document, Merged
 
 __all__ = ["html", "needed", "write"]
 
 _SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js", "main.js")
-_SECTIONS = {
-    "verdict": "Verdict",
-    "ranks": "Ranks",
-    "findings": "Findings",
-    "time": "Loss and scale",
-    "modules": "Modules",
-    "operations": "Operations",
-    "exponents": "Exponents",
-    "casts": "Casts",
-}
 
 
 def write(document: Document | Merged | dict[str, Any], path: str | Path) -> None:
@@ -55,9 +45,10 @@ def write(document: Document | Merged | dict[str, Any], path: str | Path) -> Non
 def html(document: Document | Merged | dict[str, Any]) -> str:
     """The page."""
     jinja2, plotly = needed()
+    from markupsafe import Markup as AsItIs  # our own text, and JSON that `_json` made
+
     plain, every = checked(document)
     chosen, overall = worst(every), summary_of_ranks(every)
-    parts = [_part(each) for each in every]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["marked"] = _marked
     data = {
@@ -65,29 +56,26 @@ def html(document: Document | Merged | dict[str, Any]) -> str:
         "chosen": chosen,
         "parts": [{"tree": _tree(each), "numbers": _numbers(each)} for each in every],
     }
-    return cast(
-        "str",
-        environment.from_string(_file("page.html.jinja")).render(
-            title=" ".join(every[0].run.command) or "a run",
-            verdict=overall,
-            parts=parts,
-            chosen=chosen,
-            sections=[s for s in _SECTIONS.items() if s[0] != "ranks" or len(every) > 1],
-            version=version.__version__,
-            made=plain["made"],
-            style=_safe(_file("style.css")),
-            data=_safe(_json(data)),
-            plotly=_safe(plotly),
-            script=_safe("\n".join(map(_file, _SCRIPTS))),
-        ),
+    page: str = environment.from_string(_file("page.html.jinja")).render(
+        title=" ".join(every[0].run.command) or "a run",
+        verdict=overall,
+        parts=[_part(each) for each in every],
+        chosen=chosen,
+        version=version.__version__,
+        made=plain["made"],
+        style=AsItIs(_file("style.css")),
+        data=AsItIs(_json(data)),
+        plotly=AsItIs(plotly),
+        script=AsItIs("\n".join(map(_file, _SCRIPTS))),
     )
+    return page
 
 
 def needed() -> tuple[Any, str]:
     """The template engine, and the chart library's script.
 
     Raises:
-        MissingExtraError: one of them is not installed; who is about to compute for hours asks before.
+        MissingExtraError: one of them is not installed. So a program that is about to compute for hours asks before.
     """
     package = "jinja2"
     try:
@@ -104,13 +92,6 @@ def _file(name: str) -> str:
     return resources.files("precast.diagnostics.report").joinpath("assets", name).read_text("utf-8")
 
 
-def _safe(text: str) -> Any:
-    """Text that goes into the page as it is: our own, or JSON that `_json` made."""
-    from markupsafe import Markup
-
-    return Markup(text)
-
-
 def _json(data: object) -> str:
     """JSON that nothing in an HTML script element can end."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # all beyond ASCII is escaped
@@ -121,89 +102,64 @@ def _marked(text: str) -> Any:
     """A sentence with what stands between backticks as code, everything escaped."""
     from markupsafe import Markup, escape
 
-    parts = re.split(r"`([^`]+)`", text)
-    marked = [
-        Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts)
-    ]
-    return Markup().join(marked)
+    return Markup(with_code(str(escape(text))))
 
 
 # --- what is written without a script ---
 
 
 def _part(document: Document) -> dict[str, Any]:
-    rank = document.run.rank
+    rank, found = document.run.rank, remedies(document)
+    small = sum(len(each.findings) for each in found if not each.is_telling)
+    left_out = f"{plural(small, 'finding')} about less than 1% of the traced time left out."
     return {
         "rank": rank,
         "label": "The process" if rank is None else f"Rank {rank}",
         "verdict": summary_of(document),
-        "facts": _facts(document),
-        "findings": [_card(each) for each in remedies(document) if each.is_telling],
-        "small": _small(document),
+        "facts": [(name, value) for name, value in _facts(document).items() if value],
+        "findings": [_card(each) for each in found if each.is_telling],
+        "small": left_out if small else "",
     }
 
 
-def _small(document: Document) -> str:
-    """What is said of findings that have no card."""
-    small = [
-        finding for each in remedies(document) if not each.is_telling for finding in each.findings
-    ]
-    return (
-        f"{plural(len(small), 'finding')} about less than 1% of the traced time left out."
-        if small
-        else ""
-    )
-
-
-def _facts(document: Document) -> list[tuple[str, str]]:
-    run = document.run
-    facts = [
-        ("Steps", count(run.steps)),
-        ("Skipped", count(lost(document))),
-        ("Took", duration(run.seconds)),
-        (
-            "Ended",
-            run.ended if run.code in (0, None) else f"{run.ended}, code {run.code}",
-        ),
-        ("Policy", run.policy.name),
-        ("Devices", ", ".join(run.devices)),
-        ("PyTorch", run.torch),
-        ("Python", run.python),
-        ("Machine", run.machine),
-    ]
-    if was_traced(document):
-        facts[3:3] = [
-            ("In 16 bits", f"{share(in_16_bits(document))} of the traced time"),
-            ("On casts", f"{share(on_casts(document))} of the traced time"),
-        ]
-    return [(name, value) for name, value in facts if value]
+def _facts(document: Document) -> dict[str, str]:
+    run, is_traced = document.run, bool(rows_of(document))
+    return {
+        "Steps": count(run.steps),
+        "Skipped": count(lost(document)),
+        "Took": duration(run.seconds),
+        "In 16 bits": f"{share(in_16_bits(document))} of the traced time" if is_traced else "",
+        "On casts": f"{share(on_casts(document))} of the traced time" if is_traced else "",
+        "Ended": run.ended if run.code in (0, None) else f"{run.ended}, code {run.code}",
+        "Policy": run.policy.name,
+        "Devices": ", ".join(run.devices),
+        "PyTorch": run.torch,
+        "Python": run.python,
+        "Machine": run.machine,
+    }
 
 
 def _card(remedy: Remedy) -> dict[str, Any]:
     """One remedy with all findings that it mends."""
+    where = remedy.worst.where
     return {
         **as_json(remedy.worst),
         "cost": cost_words(remedy.cost),
-        "where": _place(remedy.worst),
+        "where": ", ".join(filter(None, (where.module, where.op, where.source))),
         "others": [finding.title for finding in remedy.findings[1:]],
     }
-
-
-def _place(finding: Finding) -> str:
-    where = finding.where
-    return ", ".join(filter(None, (where.module, where.op, where.source)))
 
 
 # --- what the scripts draw beyond the document ---
 
 
 def _tree(document: Document) -> list[dict[str, Any]]:
-    return [node.as_dict() for node in tree(document.trace)] if document.trace else []
+    return [asdict(node) for node in tree(document.trace)] if document.trace else []
 
 
 def _numbers(document: Document) -> dict[str, Any]:
-    """A line of the table of ranks."""
-    first, run, traced = offender(document), document.run, was_traced(document)
+    """A row of the table of ranks."""
+    first, run, traced = offender(document), document.run, bool(rows_of(document))
     return {
         "rank": run.rank,
         "ended": run.ended,

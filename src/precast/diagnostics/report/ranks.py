@@ -6,7 +6,7 @@ document is named.
 
 from __future__ import annotations
 
-from precast.diagnostics.report.evidence import in_16_bits, lost, on_casts, was_traced
+from precast.diagnostics.report.evidence import in_16_bits, lost, on_casts, rows_of
 from precast.diagnostics.report.numbers import offender
 from precast.diagnostics.report.run_summary import summary_of
 from precast.diagnostics.report.words import joined, share
@@ -23,11 +23,8 @@ def worst(documents: list[Document]) -> int:
     def trouble(place: int) -> tuple[int, int, int]:
         document = documents[place]
         first = offender(document)
-        return (
-            -_LEVELS.index(summary_of(document).level),
-            first.step if first else document.run.steps,
-            -lost(document),
-        )
+        level = _LEVELS.index(summary_of(document).level)
+        return -level, first.step if first else document.run.steps, -lost(document)
 
     return min(range(len(documents)), key=trouble)
 
@@ -38,34 +35,38 @@ def summary_of_ranks(documents: list[Document]) -> RunSummary:
     if len(each) == 1:
         return each[0]
     chosen = worst(documents)
-    number = documents[chosen].run.rank
+    numbers = [document.run.rank or 0 for document in documents]
     missing, same = _missing(documents), all(one.headline == each[0].headline for one in each)
-    who = ("The others" if missing else f"All {len(each)} ranks") if same else f"Rank {number}"
+    all_of_them = "The others" if missing else f"All {len(each)} ranks"
+    who = all_of_them if same else f"Rank {documents[chosen].run.rank}"
     return RunSummary(
         level="bad" if missing else each[chosen].level,
         headline=" ".join([*missing[:1], f"{who}: {each[chosen].headline}"]),
-        precision=[*_gathered(documents, each, "precision", chosen), *_spread(documents)],
-        problems=[*missing, *_gathered(documents, each, "problems", None)],
+        # Each rank has its own numbers in these sentences, so they are said of one rank only.
+        precision=[
+            *_gathered([[]] * chosen + [each[chosen].precision], numbers),
+            *_spread(documents),
+        ],
+        problems=[*missing, *_gathered([one.problems for one in each], numbers)],
         first=each[chosen].first,
-        notes=_gathered(documents, each, "notes", None),
+        notes=_gathered([one.notes for one in each], numbers),
     )
 
 
-def _gathered(
-    documents: list[Document], each: list[RunSummary], key: str, only: int | None
-) -> list[str]:
-    """Sentences with the ranks that say them; `only`: those of one, where each rank has its own numbers."""
-    said: dict[str, list[int]] = {}
-    for place, (document, one) in enumerate(zip(documents, each, strict=True)):
-        for sentence in getattr(one, key) if only in (None, place) else ():
-            said.setdefault(sentence, []).append(document.run.rank or 0)
-    return [f"{_who(ranks, len(documents))}{sentence}" for sentence, ranks in said.items()]
+def _gathered(said: list[list[str]], numbers: list[int]) -> list[str]:
+    """The sentences of each rank, each sentence once, with the ranks that say it where not all do."""
+    ranks: dict[str, list[int]] = {}
+    for number, sentences in zip(numbers, said, strict=False):
+        for sentence in sentences:
+            ranks.setdefault(sentence, []).append(number)
+    return [
+        sentence if len(who) == len(numbers) else f"{_ranks(who)}: {sentence}"
+        for sentence, who in ranks.items()
+    ]
 
 
-def _who(ranks: list[int], count: int) -> str:
-    if len(ranks) == count:
-        return ""
-    return f"Rank{'' if len(ranks) == 1 else 's'} {joined(map(str, ranks))}: "
+def _ranks(numbers: list[int]) -> str:
+    return f"Rank{'' if len(numbers) == 1 else 's'} {joined(map(str, numbers))}"
 
 
 def _missing(documents: list[Document]) -> list[str]:
@@ -73,16 +74,15 @@ def _missing(documents: list[Document]) -> list[str]:
     gone = sorted(set(range(size)) - {document.run.rank or 0 for document in documents})
     if not gone:
         return []
-    which = f"Rank{'' if len(gone) == 1 else 's'} {joined(map(str, gone))}"
-    there = "has" if len(gone) == 1 else "have"
-    return [f"{which} of {size} {there} no document here; a process that is killed leaves none."]
+    there = f"{_ranks(gone)} of {size} {'has' if len(gone) == 1 else 'have'} no document here"
+    return [f"{there}; a process that is killed leaves none."]
 
 
 def _spread(documents: list[Document]) -> list[str]:
     """Where ranks differ by more than a little."""
     sentences = []
     for what, measure in (("spent in 16 bits", in_16_bits), ("spent on casts", on_casts)):
-        values = {d.run.rank or 0: measure(d) for d in documents if was_traced(d)}
+        values = {d.run.rank or 0: measure(d) for d in documents if rows_of(d)}
         if len(values) < 2:
             continue
         low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)

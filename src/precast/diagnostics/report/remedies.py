@@ -1,11 +1,12 @@
 """Findings by what mends them: several with one remedy are one, with the sum of their costs.
 
-Invariants: wrong numbers come first and stay apart, then the dearest; costs are of what was traced.
+Invariants: wrong numbers come first, and each has a remedy of its own; then the most expensive. Costs are those of what
+was traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 from precast.diagnostics.report.words import duration, share, size
@@ -23,11 +24,11 @@ class Remedy(NamedTuple):
 
     findings: list[Finding]
     cost: Cost
-    """Of all of them together."""
+    """The cost of all of them together."""
 
     @property
     def worst(self) -> Finding:
-        """The dearest of them."""
+        """The most expensive of them."""
         return self.findings[0]
 
     @property
@@ -38,20 +39,20 @@ class Remedy(NamedTuple):
 
 
 def all_findings(document: Document) -> list[Finding]:
-    """The document's findings and the trace's, each once, the costliest first."""
+    """The document's findings and the trace's, each once; wrong numbers first, then the most expensive."""
     every = [*document.findings, *(document.trace.findings if document.trace else [])]
     once = [each for i, each in enumerate(every) if each not in every[:i]]
-    return sorted(once, key=lambda each: -_weight(is_numeric(each), each.cost))
+    return sorted(once, key=lambda each: -_weight(each, each.cost))
 
 
 def remedies(document: Document) -> list[Remedy]:
-    """All findings, those with the same remedy together; wrong numbers first, then the dearest."""
+    """All findings, those with the same remedy together; wrong numbers first, then the most expensive."""
     groups: dict[object, list[Finding]] = {}
     for number, each in enumerate(all_findings(document)):
         key = number if is_numeric(each) else (each.suggestion, each.policy)
         groups.setdefault(key, []).append(each)
-    found = [Remedy(some, _together(some)) for some in groups.values()]
-    return sorted(found, key=lambda each: -_weight(is_numeric(each.worst), each.cost))
+    found = [Remedy(some, _together([each.cost for each in some])) for some in groups.values()]
+    return sorted(found, key=lambda each: -_weight(each.worst, each.cost))
 
 
 def is_numeric(finding: Finding) -> bool:
@@ -71,21 +72,20 @@ def cost_words(cost: Cost) -> str:
     return ", ".join(parts)
 
 
-def _weight(numeric: bool, cost: Cost) -> float:
-    return 1e9 if numeric else cost.seconds or cost.share or 0.0
+def _weight(finding: Finding, cost: Cost) -> float:
+    return 1e9 if is_numeric(finding) else cost.seconds or cost.share or 0.0
 
 
-def _together(findings: list[Finding]) -> Cost:
-    costs = [each.cost for each in findings]
-    part = _sum(costs, lambda cost: cost.share)
+def _together(costs: list[Cost]) -> Cost:
+    part = _sum(cost.share for cost in costs)
     return Cost(
-        seconds=_sum(costs, lambda cost: cost.seconds),
-        bytes=_sum(costs, lambda cost: cost.bytes),
+        seconds=_sum(cost.seconds for cost in costs),
+        bytes=_sum(cost.bytes for cost in costs),
         share=None if part is None else min(part, 1.0),
     )
 
 
-def _sum(costs: list[Cost], number: Callable[[Cost], _Number | None]) -> _Number | None:
-    """Null where nothing is known of any."""
-    known = [one for cost in costs if (one := number(cost)) is not None]
+def _sum(numbers: Iterable[_Number | None]) -> _Number | None:
+    """None where nothing is known of any."""
+    known = [number for number in numbers if number is not None]
     return sum(known) if known else None

@@ -1,29 +1,25 @@
 """The verdict on a process: what precision does for it, what is wrong, and what to do first, in sentences.
 
-Invariants: every number in a sentence is of the document; what was not watched is said, never taken for healthy; wrong
-numbers come before slow operations. Names stand between backticks. For each sentence,
-`tests/diagnostics/report/test_true.py` has a run in which it would be false.
+Invariants: every number in a sentence is one of the document's; what was not watched is said, never taken for healthy;
+wrong numbers come before slow operations; a gain is what was measured to be lost, and never more. Names stand between
+backticks. For each sentence, `tests/diagnostics/report/test_true.py` has a run in which it would be false.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast.diagnostics.report.advice import advice
 from precast.diagnostics.report.evidence import (
-    dear_part,
-    elsewhere,
-    is_compiled,
+    expensive_casts,
     is_mixed,
     lost,
-    nonfinite_losses,
     of_steps,
-    part_of_casts,
+    on_casts,
     ran_lower,
+    rows_of,
     rules_ran,
-    was_traced,
 )
-from precast.diagnostics.report.numbers import in_words, module_of, offender
+from precast.diagnostics.report.numbers import in_words, module_of, offender, overflow
 from precast.diagnostics.report.remedies import (
     Remedy,
     all_findings,
@@ -43,12 +39,20 @@ from precast.diagnostics.report.words import (
     shortened,
     size,
 )
-from precast.diagnostics.schema import Document, Level, RunSummary, Totals
+from precast.diagnostics.schema import (
+    Advice,
+    Document,
+    Finding,
+    Level,
+    RunSummary,
+    Totals,
+    TraceData,
+)
 
 __all__ = ["beyond_scale", "rules_without_effect", "summary_of"]
 
 _MOST = 3  # sentences of one kind; the page lists the rest
-_BAD = 0.1  # of the steps: with more of them lost or not finite, something is wrong
+_BAD = 0.1  # of the steps: where more are skipped or have a loss that is not finite, the run is bad
 
 
 def summary_of(document: Document) -> RunSummary:
@@ -60,8 +64,8 @@ def summary_of(document: Document) -> RunSummary:
         *beyond_scale(document),
         *rules_without_effect(document),
         *_losses(document),
-        *_told(document),
-        *_dear_casts(document),
+        *_not_told_elsewhere(document),
+        *_expensive_casts(document),
         *(_cost(each) for each in costs[:_MOST]),
     ]
     if len(costs) > _MOST:
@@ -71,7 +75,7 @@ def summary_of(document: Document) -> RunSummary:
         headline=_headline(document, problems, costs),
         precision=list(_precision(document)),
         problems=problems,
-        first=advice(document, costs),
+        first=_advice(document, costs),
         notes=list(_notes(document)),
     )
 
@@ -82,7 +86,7 @@ def _failed(document: Document) -> bool:
 
 
 def _level(document: Document, problems: list[str]) -> Level:
-    bad = lost(document) + nonfinite_losses(document)
+    bad = lost(document) + document.run.nonfinite_losses
     if _failed(document) or bad > _BAD * document.run.steps:
         return "bad"
     if problems:
@@ -96,9 +100,7 @@ def _level(document: Document, problems: list[str]) -> Level:
 def _headline(document: Document, problems: list[str], costs: list[Remedy]) -> str:
     run = document.run
     if _failed(document):
-        return "The run ended with an error" + (
-            f": {shortened(run.message)}" if run.message else "."
-        )
+        return f"The run ended with an error{f': {shortened(run.message)}' if run.message else '.'}"
     wrong = _wrong_numbers(document)
     if wrong:
         return wrong
@@ -113,7 +115,7 @@ def _wrong_numbers(document: Document) -> str | None:
     if skipped:
         by = f": {in_words(first)} was the first that was not finite" if first else ""
         return f"{of_steps(document, skipped)} {be(skipped)} lost{by}."
-    if nonfinite_losses(document):
+    if document.run.nonfinite_losses:
         return f"{_nonfinite(document)}."
     if first:
         said = in_words(first)
@@ -125,9 +127,9 @@ def _wrong_numbers(document: Document) -> str | None:
 
 def _works(document: Document, problems: list[str], costs: list[Remedy]) -> str:
     """What is said of a run that has mixed precision and no wrong numbers."""
-    dear = dear_part(document)
-    if dear:
-        return f"Mixed precision may not pay for this run: casts took {share(dear)} of the traced time."
+    casts = expensive_casts(document)
+    if casts:
+        return f"Mixed precision may not pay for this run: casts took {share(casts)} of the traced time."
     part = min(1.0, sum(each.cost.share or 0 for each in costs))
     if part:
         took = f"what the findings name took up to {share(part)} of the traced time"
@@ -143,28 +145,25 @@ def _not_mixed(document: Document) -> str:
     if lower == "yes":
         return "This run computes in 16 bits by its own casts: no watched operation ran by an autocast rule."
     if rules_ran(document):
-        return _rules_without_16_bits(document, lower)
-    if lower == "unknown" and elsewhere(document):
+        if lower == "unknown":
+            said = "Operations ran by autocast rules, without a cast"
+            return f"{said}: in which dtypes was not traced."
+        if rules_ran(document, "lower"):
+            return "Nothing that was traced ran in 16 bits, though autocast had rules for it: see the dtypes below."
+        return "Nothing ran in 16 bits: of the operations that ran in autocast regions, none had the rule `lower`."
+    if lower == "no":
+        return "No mixed precision was seen: no watched operation ran by an autocast rule."
+    if document.run.elsewhere:
         return "This run computed in threads that were not watched: what precision did there is not known."
-    if lower == "unknown":
-        return "What this run computes is compiled by `torch.compile`: what precision does there is not known."
-    return "No mixed precision was seen: no watched operation ran by an autocast rule."
-
-
-def _rules_without_16_bits(document: Document, lower: str) -> str:
-    if lower == "unknown":
-        return "Operations ran by autocast rules, without a cast: in which dtypes was not traced."
-    if rules_ran(document, "lower"):
-        return "Nothing that was traced ran in 16 bits, though autocast had rules for it: see the dtypes below."
-    return "Nothing ran in 16 bits: of the operations that ran in autocast regions, none had the rule `lower`."
+    return "What this run computes is compiled by `torch.compile`: what precision does there is not known."
 
 
 def _precision(document: Document) -> Iterator[str]:
     trace = document.trace
     if trace and trace.rows:
-        yield _times(document, trace.totals)
+        yield _times(document, trace)
         if trace.totals.casts or trace.totals.cached:
-            yield _casts(trace.totals)
+            yield _casts(document, trace.totals)
         if trace.saved:
             saved = sorted(trace.saved.items(), key=lambda item: -item[1])
             parts = [f"{size(number)} in {dtype}" for dtype, number in saved]
@@ -179,8 +178,8 @@ def _precision(document: Document) -> Iterator[str]:
         )
 
 
-def _times(document: Document, totals: Totals) -> str:
-    dtypes = seconds_by_dtype(document.trace.rows if document.trace else [])
+def _times(document: Document, trace: TraceData) -> str:
+    dtypes = seconds_by_dtype(trace.rows)
     total = sum(dtypes.values()) or 1.0
     parts = [
         f"{share(s / total)} {'on integers' if d == 'other' else f'in {d}'}"
@@ -189,24 +188,18 @@ def _times(document: Document, totals: Totals) -> str:
     ]
     if not parts:
         return "No operation that was traced took any time."
-    where = _traced(document, totals.steps)
-    return f"{where}, operations spent their time, casts apart, like this: {joined(parts)}."
+    where, steps = "what was traced, which is no whole step", trace.totals.steps
+    if steps:
+        goes_on = document.run.traced is not None and document.run.traced[1] > document.run.steps
+        where = f"{plural(steps, 'step')} that {be(steps)} traced"
+        where += ", and in what followed" if goes_on else ""
+    return f"In {where}, operations spent their time, casts apart, like this: {joined(parts)}."
 
 
-def _traced(document: Document, steps: int) -> str:
-    """Which steps were traced: "In 3 steps that were traced"."""
-    traced = document.run.traced
-    goes_on = traced is not None and traced[1] > document.run.steps
-    if not steps:
-        return "In what was traced, which is no whole step"
-    said = f"In {plural(steps, 'step')} that {be(steps)} traced"
-    return f"{said}, and in what followed" if goes_on else said
-
-
-def _casts(totals: Totals) -> str:
+def _casts(document: Document, totals: Totals) -> str:
     casts, cached = totals.casts, totals.cached
     return (
-        f"Casts took {share(part_of_casts(totals))} of the traced time ({duration(totals.cast_seconds)}): "
+        f"Casts took {share(on_casts(document))} of the traced time ({duration(totals.cast_seconds)}): "
         f"{plural(casts, 'cast')} wrote {size(totals.cast_bytes)}, and "
         f"{count(cached)} {be(cached)} saved by copies that were kept."
     )
@@ -262,17 +255,17 @@ def rules_without_effect(document: Document) -> Iterator[str]:
 
 
 def _losses(document: Document) -> Iterator[str]:
-    if nonfinite_losses(document):
+    if document.run.nonfinite_losses:
         yield f"{_nonfinite(document)}; these steps were not skipped, and may have written it into the parameters."
 
 
 def _nonfinite(document: Document) -> str:
     first = document.run.first_nonfinite_loss
-    said = f"The loss was infinite or NaN in {of_steps(document, nonfinite_losses(document))}"
+    said = f"The loss was infinite or NaN in {of_steps(document, document.run.nonfinite_losses)}"
     return said if first is None else f"{said}, first in step {first}"
 
 
-def _told(document: Document) -> Iterator[str]:
+def _not_told_elsewhere(document: Document) -> Iterator[str]:
     """Findings about numbers, and of unknown cost, that no other sentence here tells."""
     first = offender(document)
     untold = [
@@ -284,20 +277,16 @@ def _told(document: Document) -> Iterator[str]:
     yield from (sentence(each.title) for each in untold[:_MOST])
 
 
-def _dear_casts(document: Document) -> Iterator[str]:
-    dear = dear_part(document)
-    if dear:
-        yield f"Operations may be too small for 16 bits to pay: casts took {share(dear)} of the traced time."
+def _expensive_casts(document: Document) -> Iterator[str]:
+    part = expensive_casts(document)
+    if part:
+        yield f"Operations may be too small for 16 bits to pay: casts took {share(part)} of the traced time."
 
 
 def _costly(document: Document) -> list[Remedy]:
     """What would mend a cost that is worth a sentence."""
-    return [
-        each
-        for each in remedies(document)
-        if not is_numeric(each.worst) and (each.cost.seconds or each.cost.share)
-        if each.is_telling
-    ]
+    found = (each for each in remedies(document) if each.cost.seconds or each.cost.share)
+    return [each for each in found if each.is_telling and not is_numeric(each.worst)]
 
 
 def _cost(remedy: Remedy) -> str:
@@ -310,31 +299,89 @@ def _cost(remedy: Remedy) -> str:
 
 
 def _notes(document: Document) -> Iterator[str]:
-    trace, steps, run = document.trace, document.steps, document.run
-    rules = document.run.module_rules
-    if rules and rules.models:
-        acted = [f"{plural(number, 'module')} of `{kind}`" for kind, number in rules.models.items()]
+    trace, run = document.trace, document.run
+    if run.module_rules and run.module_rules.models:
+        models = run.module_rules.models
+        acted = [f"{plural(number, 'module')} of `{kind}`" for kind, number in models.items()]
         yield f"The policy's rules for modules acted on {joined(acted)}."
-    if elsewhere(document):
+    if run.elsewhere:
         yield (
-            f"{of_steps(document, elsewhere(document))} ended in other threads than the one that loaded PyTorch: of "
+            f"{of_steps(document, run.elsewhere)} ended in other threads than the one that loaded PyTorch: of "
             "those no operation was counted or traced."
         )
-    if is_compiled(document) and not was_traced(document):
-        yield "In functions of `torch.compile` no operation is counted."
-    if not was_traced(document):
-        yield from _untraced(run.steps - elsewhere(document))
-    elif trace is not None:
-        yield from (sentence(note) for note in trace.notes)
+    if trace and trace.rows:
+        yield from map(sentence, trace.notes)
+    else:
+        if run.compiled:
+            yield "In functions of `torch.compile` no operation is counted."
+        yield _untraced(run.steps - run.elsewhere)
     if document.health is None:
         yield "Numbers were not watched: `--health` shows ranges, underflow and overflow."
-    if steps and len(steps) < run.steps:
-        yield f"Of {plural(run.steps, 'step')} {count(len(steps))} are shown."
+    if document.steps and len(document.steps) < run.steps:
+        yield f"Of {plural(run.steps, 'step')} {count(len(document.steps))} are shown."
 
 
-def _untraced(steps: int) -> Iterator[str]:
-    if steps > 0:
-        which = f"0:{min(steps, 3)}" if steps <= 2 else "2:5"
-        yield f"No operation was traced: `--steps {which}` shows which ran in which dtype, and what casts cost."
-    else:
-        yield "No operation was traced: no step was seen in the thread that loaded PyTorch."
+def _untraced(steps: int) -> str:
+    if steps <= 0:
+        return "No operation was traced: no step was seen in the thread that loaded PyTorch."
+    which = f"0:{steps}" if steps <= 2 else "2:5"
+    return f"No operation was traced: `--steps {which}` shows which ran in which dtype, and what casts cost."
+
+
+# --- what to do first ---
+
+_GAIN = (
+    "memory, and time where this machine computes faster in 16 bits; precast doctor measures that"
+)
+
+
+def _advice(document: Document, costs: list[Remedy]) -> Advice | None:
+    """What to do first; None where there is nothing to do. The remedies of `costs` begin with the most expensive."""
+    numeric = [each for each in all_findings(document) if is_numeric(each)]
+    first, skipped = offender(document), lost(document)
+    steps_back = f"up to {of_steps(document, skipped)}, lost now" if skipped else ""
+    if numeric:
+        gain = "" if numeric[0].kind == "underflow" else steps_back
+        return _from_finding(numeric[0], gain or "numbers that are not lost")
+    if first:
+        return _from_finding(overflow(document, first), steps_back or "numbers that stay finite")
+    if (skipped or document.run.nonfinite_losses) and document.health is None:
+        what = "overflows first" if skipped else "is infinite or NaN first"
+        text = f"Run it once more with `--health`: the report then names what {what}."
+        return Advice(text, steps_back, None)
+    if costs:
+        return _from_finding(costs[0].worst, f"at most {cost_words(costs[0].cost)}")
+    on_casts = expensive_casts(document)
+    if on_casts:
+        return Advice(
+            "Compare its time with float32's, and with that of weights which are held between regions: "
+            "`precast.attach(model, optimizer=optimizer)`.",
+            f"at most {share(on_casts)} of the traced time",
+            None,
+        )
+    text = _to_16_bits(document)
+    return Advice(text, _GAIN, None) if text else None
+
+
+def _to_16_bits(document: Document) -> str:
+    """How a run in float32 gets 16 bits; empty where it has some, or where nobody knows."""
+    rows, run = rows_of(document), document.run
+    is_float32 = not rows or "float32" in seconds_by_dtype(rows)
+    if not run.steps or ran_lower(document) != "no" or not is_float32:
+        return ""
+    if rules_ran(document):
+        return (
+            "If this is not what you want, look at the policy: operations with the rule `lower` run in 16 "
+            'bits, and a policy file without `base = "default"` has no rules but its own.'
+        )
+    if run.elsewhere:
+        return ""
+    device = next((each.split(":")[0] for each in run.devices if not each.startswith("cpu")), "cpu")
+    return (
+        f'Compute the forward pass and the loss inside `with precast.autocast("{device}"):`, '
+        "and run backward outside."
+    )
+
+
+def _from_finding(finding: Finding, gain: str) -> Advice:
+    return Advice(sentence(finding.suggestion), gain, finding.policy)

@@ -1,7 +1,7 @@
 """Where time went, by module and by dtype: sums over the rows of a trace.
 
-Invariants: a module's numbers hold those of all modules inside it; modules stand in the order of the model, each before
-what is in it.
+Invariants: a module's numbers include those of all modules inside it; modules are in the order of the model, each
+before those inside it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from precast.diagnostics.schema import Row, TraceData
 
@@ -38,17 +37,12 @@ class Node:
     cast_bytes: float = 0.0
     calls: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """As the page has it."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 def ran_in(row: Row) -> str:
     """The dtype that an operation worked in, as its rule and its tensors say; "other" where none is floating-point."""
     floats = [d for d in (*row.output, *row.inputs) if d.startswith(_FLOATS)]
     if row.rule is not None and row.rule.startswith("fp32"):
-        wide = [d for d in floats if d in _WIDE]  # which no rule casts
-        return wide[0] if wide else "float32"
+        return next((d for d in floats if d in _WIDE), "float32")  # no rule casts what is wider
     return floats[0] if floats else "other"
 
 
@@ -56,18 +50,24 @@ def seconds_by_dtype(rows: Iterable[Row]) -> dict[str, float]:
     """Seconds of operations, casts left out, by the dtype they worked in; the longest first."""
     sums: defaultdict[str, float] = defaultdict(float)
     for row in rows:
-        sums[ran_in(row)] += max(0.0, row.seconds - row.cast_seconds)
+        sums[ran_in(row)] += _seconds(row)
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def tree(trace: TraceData) -> list[Node]:
     """The modules of a trace; the first is the model itself, and what ran outside of all modules is the last."""
     types = {module.name: module.type for module in trace.modules}
-    names = dict.fromkeys(types)
-    names |= dict.fromkeys(row.module for row in trace.rows if row.module is not None)
-    nodes = [Node("", types.get("", ""), 0, None)]
-    places: dict[str | None, int] = {"": 0}
-    _place("", _children(names), types, nodes, places)
+    names = dict.fromkeys([*types, *(row.module for row in trace.rows if row.module is not None)])
+    children = _children(names)
+    nodes: list[Node] = []
+    places: dict[str | None, int] = {}
+    waiting: list[tuple[str, int | None]] = [("", None)]
+    while waiting:
+        name, parent = waiting.pop()
+        places[name] = len(nodes)
+        depth = 0 if parent is None else nodes[parent].depth + 1
+        nodes.append(Node(name, types.get(name, ""), depth, parent))
+        waiting += [(inner, places[name]) for inner in reversed(children.get(name, {}))]
     if any(row.module is None for row in trace.rows):
         places[None] = len(nodes)
         nodes.append(Node(_OUTSIDE, "", 0, None))
@@ -87,26 +87,16 @@ def _children(names: Iterable[str]) -> dict[str, dict[str, None]]:
     return children
 
 
-def _place(
-    parent: str,
-    children: dict[str, dict[str, None]],
-    types: dict[str, str],
-    nodes: list[Node],
-    places: dict[str | None, int],
-) -> None:
-    stack = [(name, parent) for name in reversed(children.get(parent, {}))]
-    while stack:
-        name, above = stack.pop()
-        places[name] = len(nodes)
-        nodes.append(Node(name, types.get(name, ""), nodes[places[above]].depth + 1, places[above]))
-        stack += [(inner, name) for inner in reversed(children.get(name, {}))]
-
-
 def _add(row: Row, nodes: list[Node], place: int | None) -> None:
-    dtype, seconds = ran_in(row), max(0.0, row.seconds - row.cast_seconds)
+    dtype, seconds = ran_in(row), _seconds(row)
     while place is not None:
         node = nodes[place]
         for key in _SUMS:
             setattr(node, key, getattr(node, key) + getattr(row, key))
         node.dtypes[dtype] = node.dtypes.get(dtype, 0.0) + seconds
         place = node.parent
+
+
+def _seconds(row: Row) -> float:
+    """How long an operation took without its casts."""
+    return max(0.0, row.seconds - row.cast_seconds)

@@ -1,10 +1,17 @@
-"""Quantities in words, as the report's sentences and tables have them."""
+"""Quantities in words, as the report's sentences and tables have them.
+
+The library `humanize` (4.17) would replace `count` and `joined`, three lines in all. Its sizes read "512 Bytes" and
+"300.0 GiB", its 12.3 ms "12 milliseconds and 300 microseconds"; it has no shares, plurals and shortened sentences, and
+takes 10 ms to import.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 __all__ = ["be", "count", "duration", "joined", "plural", "sentence", "share", "shortened", "size"]
+__all__ += ["with_code"]
 
 
 def share(part: float) -> str:
@@ -27,14 +34,13 @@ def duration(seconds: float) -> str:
     >>> duration(0.00002), duration(0.0123), duration(4.25), duration(90), duration(7300)
     ('20 µs', '12.3 ms', '4.2 s', '1 min 30 s', '2 h 1 min')
     """
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
     if seconds >= 60:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1 or unit == "µs":
-            value = seconds * factor
-            break
+        minutes, rest = divmod(int(seconds), 60)
+        hours, minutes_of_hour = divmod(minutes, 60)
+        return f"{hours} h {minutes_of_hour} min" if hours else f"{minutes} min {rest} s"
+    units = ((1, "s"), (1e3, "ms"), (1e6, "µs"))
+    factor, unit = next((each for each in units if seconds * each[0] >= 1), units[-1])
+    value = seconds * factor
     return f"{value:.{0 if value >= 99.95 or value == int(value) else 1}f} {unit}"
 
 
@@ -52,7 +58,7 @@ def size(number: float) -> str:
 
 
 def count(number: float) -> str:
-    """A whole number with its thousands apart.
+    """A whole number with commas between its thousands.
 
     >>> count(1234567)
     '1,234,567'
@@ -111,3 +117,12 @@ def joined(parts: Iterable[str]) -> str:
     """
     *most, last = parts
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def with_code(escaped: str) -> str:
+    """A sentence as HTML, from its escaped text: what stands between backticks is a name.
+
+    >>> with_code("in `a.b`")
+    'in <code>a.b</code>'
+    """
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escaped)
