@@ -35,7 +35,8 @@ class History:
         self.tensors: dict[Key, None] = {}
         """All tensors that were noted, in the order in which they first came."""
         self._model = model
-        self._unread: list[Record] = []
+        self.unread: list[Record] = []
+        """The steps that were added since the last reading."""
         self._latest: deque[dict[str, Any]] = deque(maxlen=_LENGTH)
         self._first: NonfiniteOrigin | None = None
         self._usual: set[Key] = set()
@@ -43,11 +44,6 @@ class History:
         self._slots: list[Slot] = []
         """The slots of the step that was added last."""
         self._dtypes: set[str] = set()
-
-    @property
-    def unread(self) -> int:
-        """How many steps were added since the last reading."""
-        return len(self._unread)
 
     def add(self, step: Record) -> None:
         """A step is over."""
@@ -57,11 +53,11 @@ class History:
             self._slots = step.slots
             self.tensors.update(dict.fromkeys(slot.key for slot in step.slots))
             self._dtypes.update(slot.dtype for slot in step.slots)
-        self._unread.append(step)
+        self.unread.append(step)
 
     def read(self) -> None:
         """Looks at the steps that were added since the last time."""
-        steps, self._unread = self._unread, []
+        steps, self.unread = self.unread, []
         read(steps)
         for step in steps:
             self._look(step)

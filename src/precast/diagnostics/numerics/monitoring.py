@@ -399,7 +399,7 @@ class Monitor(Displayed):
             self._count(running.record)
             self._history.read()
             self._keep_ring()
-        elif self._history.unread >= _UNREAD:
+        elif len(self._history.unread) >= _UNREAD:
             self._history.read()
 
     def _count(self, record: Record) -> None:

@@ -22,7 +22,6 @@ from precast.diagnostics.records import as_json, from_json
 
 __all__ = ["bad_slots", "first_of", "of_parameter", "plain", "recorded"]
 
-_OF = {"output": "the output", "input": "the input", "gradient": "the gradient"}
 _SAID = {"inf": "infinite", "nan": "NaN"}
 
 
@@ -114,7 +113,7 @@ def _whence(slot: Slot, slots: Sequence[Slot], before: Sequence[int]) -> str:
 
 def _doubts(step: Record, place: int) -> tuple[str, ...]:
     """Modules whose tensors may have been infinite or NaN before the first that was seen to be."""
-    missed = (one for one in step.missed if one.place <= place)
+    missed = (one for _, one in step.missed if one.place <= place)
     return tuple(one.name for one in missed if one.seen is None or one.seen >= place)
 
 
@@ -133,7 +132,7 @@ def _ranges(step: Record, places: Sequence[int]) -> tuple[tuple[dict[str, Any], 
     for place in places:
         slot, (low, high) = step.slots[place], step.extremes[place]
         finite = is_finite((low, high))
-        of = f"{_OF[slot.kind]} of {_called(slot.name)}"
+        of = f"the {slot.kind} of {_called(slot.name)}"
         went = f"went from {low:.4g} to {high:.4g}" if finite else "was not finite"
         said.append(f"{of} {went} ({slot.dtype})")
         inputs.append(

@@ -93,7 +93,7 @@ class Record:
     """Modules, and how often they were called."""
     told: int | None = None
     """The number that a scaler, or a run, gives the step."""
-    _missed: list[tuple[weakref.ref[Tensor], Missed]] = field(default_factory=list)
+    missed: list[tuple[weakref.ref[Tensor], Missed]] = field(default_factory=list)
     _noted: defaultdict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -105,11 +105,6 @@ class Record:
     def loss_scale(self) -> float | None:
         """The scale as a number; waits for the device."""
         return None if self.scale is None else float(self.scale)
-
-    @property
-    def missed(self) -> list[Missed]:
-        """The tensors that were written before they were looked at."""
-        return [missed for _, missed in self._missed]
 
     def number_told(self, number: int) -> None:
         """A scaler, or a run, gives the step a number, which becomes ours."""
@@ -148,13 +143,13 @@ class Record:
 
     def miss(self, name: str, tensor: Tensor) -> None:
         """A tensor that a module gave or took was written in place before it was looked at."""
-        if len(self._missed) < _MOST and all(ref() is not tensor for ref, _ in self._missed):
-            self._missed.append((weakref.ref(tensor), Missed(name, len(self.slots), None)))
+        if len(self.missed) < _MOST and all(ref() is not tensor for ref, _ in self.missed):
+            self.missed.append((weakref.ref(tensor), Missed(name, len(self.slots), None)))
 
     def _found(self, tensor: Tensor, place: int) -> None:
-        for k, (ref, missed) in enumerate(self._missed):
+        for k, (ref, missed) in enumerate(self.missed):
             if missed.seen is None and ref() is tensor:
-                self._missed[k] = ref, Missed(missed.name, missed.place, place)
+                self.missed[k] = ref, Missed(missed.name, missed.place, place)
 
     def tally(self, key: Key) -> Tally:
         """The counts of a tensor, in a step in which they are asked for."""
@@ -165,11 +160,10 @@ class Record:
         """The counts of all tensors, gradients without the loss's scale; waits for the device."""
         scale = self.loss_scale or 1.0
         power = -round(math.log2(scale)) if scale > 0 else 0
-        found = {}
-        for key, tally in (self.tallies or {}).items():
-            tally.power = power if key[0] == "gradient" or key in self.scaled else 0
-            found[key] = tally.read()
-        return found
+        return {
+            key: tally.read(power if key[0] == "gradient" or key in self.scaled else 0)
+            for key, tally in (self.tallies or {}).items()
+        }
 
     def pack(self) -> Record:
         """Makes few tensors of the many that were noted; returns the record itself."""

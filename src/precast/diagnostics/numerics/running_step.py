@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from precast._internal.locks import ForkSafeLock
 from precast.diagnostics.numerics.deferred_calls import DeferredCalls
 from precast.diagnostics.numerics.record import Record, tensors_in
 from precast.diagnostics.numerics.tally import Key, countable
-from precast.diagnostics.numerics.underflow_zeros import Lost, Operation, operation
+from precast.diagnostics.numerics.underflow_zeros import Lost, Made, operation
 from precast.grad_scaler.optimizers import parameters_of
 from precast.policy.module_names import named_parameters
 
@@ -27,21 +27,6 @@ __all__ = ["RunningStep", "may_write"]
 
 _Call = tuple[str, nn.Module, Any, Any, Any, bool]
 """A module that has ended: its name, it, arguments, keyword arguments, output, and whether a graph was made."""
-
-
-class _Made(NamedTuple):
-    """The output that a gradient belongs to."""
-
-    name: str
-    """The module that gave it."""
-    place: int | None = None
-    """Where the output is in the record, if it is there."""
-    known: Operation | None = None
-    """The operation that made it, in a step that is counted."""
-    before: int | None = None
-    """The place of what it was made from, if that is one tensor."""
-    call: int = 1
-    """Which call of the module in the step it was."""
 
 
 class RunningStep:
@@ -97,7 +82,7 @@ class RunningStep:
             if not self.record.without_gradient[name]:
                 return
             self.record.without_gradient[name] -= 1
-            self._follow(tensor, _Made(name))
+            self._follow(tensor, Made(name))
 
     def count_parameters(
         self, model: nn.Module, optimizer: Optimizer | None, *, scaled: bool
@@ -161,7 +146,7 @@ class RunningStep:
                 self._count(("output", name), memory, known.lost(memory) if known else None)
             if tensor.requires_grad:
                 before = inputs[0] if len(inputs) == 1 else None
-                self._follow(tensor, _Made(name, len(record.slots) - 1, known, before, number))
+                self._follow(tensor, Made(name, len(record.slots) - 1, known, before, number))
             elif not learns:
                 record.without_gradient[name] += 1
 
@@ -185,7 +170,7 @@ class RunningStep:
         memory = self.record.note("input", name, tensor, inputs, number)
         return None if memory is None else len(self.record.slots) - 1
 
-    def _follow(self, tensor: Tensor, made: _Made) -> None:
+    def _follow(self, tensor: Tensor, made: Made) -> None:
         """Has the gradient of a tensor noted when backward reaches it."""
         if tensor.grad_fn is None:
             return  # a leaf would keep the hook
@@ -201,12 +186,11 @@ class RunningStep:
 
         _torch.hook_gradient(tensor, reached)
 
-    def _look_at_gradient(self, made: _Made, tensors: Sequence[Tensor], stale: Set[int]) -> None:
+    def _look_at_gradient(self, made: Made, tensors: Sequence[Tensor], stale: Set[int]) -> None:
         [gradient] = tensors
         memory = None if stale else self.record.note("gradient", made.name, gradient, (), made.call)
         if memory is not None and self.record.tallies is not None:
-            lost = self._lost.back(made.place, made.known, made.before, memory)
-            self._count(("gradient", made.name), memory, lost)
+            self._count(("gradient", made.name), memory, self._lost.back(made, memory))
 
     def _count(self, key: Key, memory: Tensor, lost: Tensor | None) -> None:
         tally = self.record.tally(key)

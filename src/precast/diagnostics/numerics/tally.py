@@ -83,12 +83,10 @@ class Counts:
 class Tally:
     """Sums of one tensor's counts, or of several tensors'."""
 
-    __slots__ = ("_lost", "_sums", "elements", "power")
+    __slots__ = ("_lost", "_sums", "elements")
 
     def __init__(self) -> None:
         self.elements = 0
-        self.power = 0
-        """The tensor's numbers stand for themselves times ``2**power``."""
         self._sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         """Counts by key, those of `_special`, the sum of squares, and the largest."""
         self._lost: Tensor | None = None
@@ -107,8 +105,8 @@ class Tally:
         if count is not None:
             self._lost = count if self._lost is None else self._lost + count
 
-    def read(self) -> Counts:
-        """The sums; waits for the device."""
+    def read(self, power: int = 0) -> Counts:
+        """The sums of numbers that stand for themselves times ``2**power``; waits for the device."""
         if self._sums is None:
             return Counts(self.elements, 0, None, 0, 0, 0, 0, 0.0, Magnitudes(0, array("q"), 0.0))
         bins = self._sums[0].cpu()
@@ -127,8 +125,8 @@ class Tally:
             infinite=infinite,
             saturated=saturated,
             nan=int(bins[BINS + 1 :].sum()),
-            squares=math.ldexp(squares, 2 * self.power),
-            magnitudes=Magnitudes(low, counts, largest, self.power),
+            squares=math.ldexp(squares, 2 * power),
+            magnitudes=Magnitudes(low, counts, largest, power),
         )
 
     def _add(self, piece: Tensor, dtype: torch.dtype) -> None:

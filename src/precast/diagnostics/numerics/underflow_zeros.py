@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Lost", "Operation", "operation"]
+__all__ = ["Lost", "Made", "Operation", "operation"]
 
 _CONVOLUTIONS: Final[dict[type[nn.Module], Callable[..., Tensor]]] = {
     nn.Conv1d: F.conv1d,
@@ -109,6 +109,21 @@ def _function(module: Any) -> Callable[..., Tensor] | None:
     return None
 
 
+class Made(NamedTuple):
+    """The output that a gradient belongs to."""
+
+    name: str
+    """The module that gave it."""
+    place: int | None = None
+    """Where the output is in the record, if it is there."""
+    known: Operation | None = None
+    """The operation that made it, in a step that is counted."""
+    before: int | None = None
+    """The place of what it was made from, if that is one tensor."""
+    call: int = 1
+    """Which call of the module in the step it was."""
+
+
 class Lost:
     """Which gradients of one step would not be zero in float32."""
 
@@ -116,26 +131,20 @@ class Lost:
         self._arriving: dict[int, Tensor] = {}
         self._parameters = WeakTensorKeyDictionary()
 
-    def back(
-        self,
-        place: int | None,
-        known: Operation | None,
-        input_place: int | None,
-        gradient: Tensor,
-    ) -> Tensor | None:
-        """Takes the gradient of an output through its call, from the output's place in the record to the input's.
+    def back(self, made: Made, gradient: Tensor) -> Tensor | None:
+        """Takes the gradient of an output through the call that made the output.
 
         Returns how many of the gradient's zeros are lost, shape (); None where that is not known.
         """
-        arriving = None if place is None else self._arriving.pop(place, None)
+        arriving = None if made.place is None else self._arriving.pop(made.place, None)
         lost = None if arriving is None else (gradient == 0) & arriving
-        if known is not None:
+        if made.known is not None:
             wide = gradient.float()
             if lost is not None:
                 wide = torch.where(lost, _BELOW_ZERO_EDGE, wide)
-            before, parameters = known.gradients(wide)
-            if before is not None and input_place is not None:
-                _merge(self._arriving, input_place, before)
+            before, parameters = made.known.gradients(wide)
+            if before is not None and made.before is not None:
+                _merge(self._arriving, made.before, before)
             for parameter, its in parameters:
                 _merge(self._parameters, parameter, its)
         return None if lost is None else torch.count_nonzero(lost)

@@ -54,7 +54,13 @@ def html(document: Document | Merged | dict[str, Any]) -> str:
     data = {
         "document": {**plain, "verdict": as_json(overall)},
         "chosen": chosen,
-        "parts": [{"tree": _tree(each), "numbers": _numbers(each)} for each in every],
+        "parts": [
+            {
+                "tree": [asdict(node) for node in tree(each.trace)] if each.trace else [],
+                "numbers": _numbers(each),
+            }
+            for each in every
+        ],
     }
     page: str = environment.from_string(_file("page.html.jinja")).render(
         title=" ".join(every[0].run.command) or "a run",
@@ -151,10 +157,6 @@ def _card(remedy: Remedy) -> dict[str, Any]:
 
 
 # --- what the scripts draw beyond the document ---
-
-
-def _tree(document: Document) -> list[dict[str, Any]]:
-    return [asdict(node) for node in tree(document.trace)] if document.trace else []
 
 
 def _numbers(document: Document) -> dict[str, Any]:
