@@ -75,12 +75,14 @@ def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scale
         args = (checked.call, *args[1:])
     else:
         kwargs = {**kwargs, "closure": checked.call}
+    result, skipped = None, True
     with suppress(_AbortError), _undone_on_error(optimizer):
         result = optimizer.step(*args, **kwargs)
         if checked.tried_too_far and checks.is_true_anywhere(state, not _is_sound(optimizer)):
             raise _AbortError
-        return result, False
-    return None, True
+        skipped = False
+    state.conclude(skipped)
+    return None if skipped else result, skipped
 
 
 class _CheckedClosure:

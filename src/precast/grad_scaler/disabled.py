@@ -1,4 +1,4 @@
-"""What a method answers while its scaler is off: it is written above the method, so that no method has to ask.
+"""A decorator that says what a method returns while its scaler is off, so that no method has to ask whether it is.
 
 Invariants: only the answer of a scaler that is off enters a compiled graph.
 """

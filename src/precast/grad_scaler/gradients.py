@@ -72,9 +72,11 @@ def unscaled(
 ) -> FoundInf:
     """Multiplies all gradients of an optimizer by `inverse` in place, and checks them.
 
+    Float16 gradients give a warning unless `allow_fp16` is True.
+
     Returns:
-        On each device with gradients a copy of `found_inf`, what was found before; it is 1.0 if a gradient there was
-        not finite. Float16 gradients get a warning, unless `allow_fp16` says otherwise.
+        For each device with gradients a copy of `found_inf`, which says what was found before; it is 1.0 if a gradient
+        on this device was not finite.
     """
     found: FoundInf = {}
     for (device, dtype, later), memories in _by_kind(optimizer).items():
@@ -90,10 +92,15 @@ def unscaled(
 def total_found_inf(
     device: torch.device | None, each: Iterable[FoundInf], where: str = "for this optimizer."
 ) -> Tensor:
-    """The sum of what was found for `each` of several optimizers, shape (), on `device` or the first that has some.
+    """Adds up what was found for several optimizers.
+
+    Args:
+        device: Where the sum is wanted; None is the first device that something was found on.
+        each: What was found for each optimizer.
+        where: Ends the first sentence of the error.
 
     Raises:
-        ScalerError: No gradients were checked; `where` ends its first sentence.
+        ScalerError: No gradients were checked.
     """
     found = [number for one in each for number in one.values()]
     if found:
@@ -154,15 +161,14 @@ def clipped(
     """The norm of all gradients; they are clipped to `max_norm` if they are finite. Waits for nothing."""
     parameters = parameters_of(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    norm = norm.full_tensor() if _torch.is_dtensor(norm) else norm  # type: ignore[attr-defined]
     bad = norm.isnan()
     for found in found_inf.values():
         bad = bad | (moved(found, norm.device) != 0)
     used = torch.where(bad, 0.0, norm)  # of finite gradients it may be infinite: then they become 0
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, used, foreach)
-    total: Tensor = norm
-    return total
+    return norm
 
 
 def _places(optimizer: Optimizer) -> Iterator[Place]:
@@ -172,10 +178,9 @@ def _places(optimizer: Optimizer) -> Iterator[Place]:
 
 
 def _why_float16(optimizer: Optimizer) -> str:
-    with_float16 = [
-        p for p in parameters_of(optimizer) if getattr(p.grad, "dtype", None) is torch.float16
-    ]
-    others = sorted({str(p.dtype) for p in with_float16} - {"torch.float16"})
+    pairs = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+    of = {str(p.dtype) for p, gradient in pairs if gradient.dtype is torch.float16}
+    others = sorted(of - {"torch.float16"})
     return _FLOAT16 + (_OF_OTHERS.format(dtype=others[0]) if others else _OF_FLOAT16)
 
 

@@ -1,4 +1,4 @@
-"""A tensor of any kind as its numbers: one real and dense tensor of this process, which shares its memory.
+"""Gives the numbers in a tensor of any kind as one real and dense tensor of this process that shares its memory.
 
 Gradients are unscaled in this memory, and a monitor counts what is in it.
 

@@ -34,7 +34,7 @@ _ENTRIES: Final = {"stage": "stage", "found_inf_per_device": "found_inf"}
 
 @dataclass(eq=False, slots=True)
 class OptimizerState(MutableMapping[str, Any]):
-    """What one optimizer has done in this iteration; for programs it is a mapping that has the entries of PyTorch's."""
+    """What one optimizer has done in this iteration; for programs it is a mapping with PyTorch's two entries."""
 
     optimizer: Any
     """Held, so that no other optimizer gets its id before the iteration ends; None until the scaler meets it."""
@@ -93,7 +93,7 @@ class OptimizerState(MutableMapping[str, Any]):
             raise ScalerError(_MIXED)
 
     def divide_low_precision(self, inverse: Tensor) -> None:
-        """Prepares 16-bit gradients that are held beside the parameters: `inverse` is one by the scale."""
+        """Prepares 16-bit gradients that are held beside the parameters; `inverse` is one divided by the scale."""
         for gradients in low_precision_gradients.of(self.optimizer):
             if self.is_stepping:  # the optimizer's step makes float32 gradients of them itself
                 gradients.factor = inverse
@@ -118,55 +118,36 @@ class OptimizerState(MutableMapping[str, Any]):
             self._watch.end()
 
 
-class PerOptimizerStates(MutableMapping[Any, OptimizerState]):
-    """``id(optimizer)`` -> its state; a view. Any other key gives the state of one that has done nothing."""
+class PerOptimizerStates(dict[Any, OptimizerState]):
+    """``id(optimizer)`` -> its state; a key that is not there gives the state of one that has done nothing."""
 
-    def __init__(self, states: dict[Any, OptimizerState]) -> None:
-        self._states = states
-
-    def __getitem__(self, key: Any) -> OptimizerState:
-        if key in self._states:
-            return self._states[key]
+    def __missing__(self, key: Any) -> OptimizerState:
         state = OptimizerState(None)
-        state.when_written = lambda: self._states.setdefault(key, state)
+        state.when_written = lambda: self.setdefault(key, state)
         return state
 
     def __setitem__(self, key: Any, state: Mapping[str, Any]) -> None:
         self[key].update(state)
 
     def __delitem__(self, key: Any) -> None:
-        self._states.pop(key).end()
+        self.pop(key)
 
-    def __contains__(self, key: Any) -> bool:
-        return key in self._states
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(tuple(self._states))
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As a dictionary's: `default` for an optimizer that the scaler has not met."""
-        return self._states.get(key, default)
+    def update(self, states: Mapping[Any, Mapping[str, Any]]) -> None:  # type: ignore[override]
+        """Takes over states that a program has, which need not be of this class."""
+        for key, state in states.items():
+            self[key] = state
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As a dictionary's."""
-        if default and key not in self:
-            return default[0]
-        state = dict(self[key])
-        del self[key]
-        return state
+        """Ends a state, too."""
+        if key in self:
+            self[key].end()
+        return super().pop(key, *default)
 
-    def replace(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Takes over what a program puts in the place of all of them."""
-        kept = {key: dict(state) for key, state in states.items()}
-        self.clear()
-        for key, state in kept.items():
-            self[key] = state
+    def clear(self) -> None:
+        """Ends all states, too."""
+        for state in self.values():
+            state.end()
+        super().clear()
 
 
 class BackwardWatch:

@@ -31,21 +31,14 @@ from precast import _torch
 from precast._internal.display import Card, Displayed
 from precast._internal.events import StepEvent, after_step, emit, witnesses
 from precast.errors import BrokenModelError, ScalerError
-from precast.grad_scaler import next_scale, settings
+from precast.grad_scaler import gradients, next_scale, settings
 from precast.grad_scaler import state_dict as state_dicts
 from precast.grad_scaler.checks import GradientChecks
 from precast.grad_scaler.closures import closure_in, step_with_closure
 from precast.grad_scaler.diagnosis import act_on, diagnoses
 from precast.grad_scaler.disabled import when_disabled
 from precast.grad_scaler.display import card
-from precast.grad_scaler.gradients import (
-    FoundInf,
-    clipped,
-    found_inf_so_far,
-    reciprocal,
-    total_found_inf,
-    unscaled,
-)
+from precast.grad_scaler.gradients import FoundInf
 from precast.grad_scaler.memory import moved
 from precast.grad_scaler.optimizer_state import OptimizerState, PerOptimizerStates
 from precast.grad_scaler.optimizers import step_given_scaler, takes_scaler, temporary_attributes
@@ -87,9 +80,8 @@ class GradScaler(Displayed, torch.amp.GradScaler):
             while the scale falls.
         max_nonfinite_losses: So many skipped iterations in a row whose loss itself was not finite are allowed; 0 allows
             none. None: as many as it takes to know that no lower scale helps.
-        on_verdict: What happens if neither a lower scale nor the next batch can help: the parameters hold NaN, 40 steps
-            in a row were skipped while the scale could not fall, or one of the two limits above was passed
-            (docs/scaler.md has the exact rules). ``"raise"`` raises a `BrokenModelError` from `update`, ``"warn"``
+        on_verdict: What happens if one of these two limits was passed, or neither a lower scale nor the next batch can
+            help (docs/scaler.md has the rules). ``"raise"`` raises a `BrokenModelError` from `update`, ``"warn"``
             warns, ``"ignore"`` goes on.
         history: How many steps `history` keeps.
 
@@ -126,7 +118,7 @@ class GradScaler(Displayed, torch.amp.GradScaler):
         on_verdict: OnVerdict = "raise",
         history: int = 100,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in {"self", "__class__"}}
+        given = dict(locals())
         self._device = settings.device_type_of(device)
         enabled = settings.require_flag("enabled", enabled)
         self._enabled = enabled and settings.is_usable(self._device)
@@ -138,7 +130,7 @@ class GradScaler(Displayed, torch.amp.GradScaler):
         self._search = next_scale.ScaleSearch(False)
         self._scale: Tensor | None = None
         self._growth_tracker: Tensor | None = None
-        self._optimizer_states: dict[int, OptimizerState] = {}
+        self._optimizer_states = PerOptimizerStates()
         self._iterations = 0
         if self._enabled:  # settings that are never used may have any value
             self._search, given = next_scale.search_for(given)
@@ -217,18 +209,16 @@ class GradScaler(Displayed, torch.amp.GradScaler):
         """
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
-        found_inf = self._found_inf_per_device(optimizer)
         how = max_norm, norm_type, error_if_nonfinite, foreach
-        return clipped(optimizer, *how, found_inf=found_inf)
+        return gradients.clipped(optimizer, *how, found_inf=self._found_inf_per_device(optimizer))
 
     @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Runs ``optimizer.step(*args, **kwargs)`` on unscaled gradients if all are finite.
 
         A closure zeroes the gradients, computes a loss, calls ``scaler.scale(loss).backward()`` and returns the loss
-        unscaled. Each time it has run its gradients are unscaled and checked; if some are not finite, parameters and
-        the optimizer's state are put back as they were. If a later call's loss is not finite either, the optimizer
-        sees it, as a line search has to.
+        unscaled. If its gradients are not finite, parameters and the optimizer's state are put back as they were; only
+        if a later call's loss is not finite either, the optimizer sees it, as a line search has to.
 
         Returns:
             What the optimizer's step returns; None if it was skipped.
@@ -273,7 +263,7 @@ class GradScaler(Displayed, torch.amp.GradScaler):
             next_scale.set_scale(scale, new_scale, self._limits)
             return
         found = (state.found_inf for state in states)
-        found_inf = total_found_inf(scale.device, found, "prior to update.")
+        found_inf = gradients.total_found_inf(scale.device, found, "prior to update.")
         known = self._finish(states, 0 if searching else self._growth_interval, wait=measured)
         if not searching:
             factors = self._growth_factor, self._backoff_factor, self._growth_interval
@@ -394,7 +384,7 @@ class GradScaler(Displayed, torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over a scaler that was pickled or copied: one of this class, or of PyTorch's."""
         if "_optimizer_states" in state:
-            vars(self).update({**state, "_optimizer_states": {}})
+            vars(self).update({**state, "_optimizer_states": PerOptimizerStates()})
         else:
             GradScaler.__init__(self, state["_device"], enabled=False)
             if state["_enabled"]:
@@ -407,7 +397,7 @@ class GradScaler(Displayed, torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> FoundInf:
-        return unscaled(optimizer, inv_scale, found_inf, allow_fp16)
+        return gradients.unscaled(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> FoundInf:  # type: ignore[override]
         scale, _ = self._check_scale_growth_tracker("step")
@@ -434,11 +424,13 @@ class GradScaler(Displayed, torch.amp.GradScaler):
 
     @property  # type: ignore[override]
     def _per_optimizer_states(self) -> PerOptimizerStates:
-        return PerOptimizerStates(self._optimizer_states)
+        return self._optimizer_states
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Any) -> None:
-        self._per_optimizer_states.replace(states)
+        kept = {key: dict(state) for key, state in states.items()}
+        self._optimizer_states.clear()
+        self._optimizer_states.update(kept)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:
@@ -499,7 +491,7 @@ class GradScaler(Displayed, torch.amp.GradScaler):
 
     def _unscale(self, state: OptimizerState) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        inverse, state.scale = reciprocal(scale)
+        inverse, state.scale = gradients.reciprocal(scale)
         state.divide_low_precision(inverse)
         self._check(state, inverse)
         if state.found_inf:  # else there was nothing to unscale; later gradients are still scaled
@@ -528,14 +520,14 @@ class GradScaler(Displayed, torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         if takes_scaler(optimizer):
             result = step_given_scaler(self, optimizer, args, kwargs)
-            return result, found_inf_so_far(scale, state.found_inf)
+            return result, gradients.found_inf_so_far(scale, state.found_inf)
         grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own divisor
         if state.stage is OptState.READY:
             self._check_inf_per_device(optimizer)
             grad_scale = scale if grad_scale is None else scale * grad_scale
         else:  # whoever called unscale_ may have written to the gradients since
             self._check(state)
-        found_inf = found_inf_so_far(scale, state.found_inf)
+        found_inf = gradients.found_inf_so_far(scale, state.found_inf)
         with temporary_attributes(optimizer, grad_scale=grad_scale, found_inf=found_inf):
             return optimizer.step(*args, **kwargs), found_inf
 
@@ -543,13 +535,10 @@ class GradScaler(Displayed, torch.amp.GradScaler):
         state.allow("closure")
         try:
             how = self._unscale, self._checks
-            result, skipped = step_with_closure(state, closure, args, kwargs, *how)
+            return step_with_closure(state, closure, args, kwargs, *how)
         except BaseException:  # all is as it was before: the step may be tried again
-            state.end()
             self._optimizer_states.pop(id(state.optimizer), None)
             raise
-        state.conclude(skipped)
-        return result, skipped
 
     def _report_step(self, state: OptimizerState, seconds: float) -> None:
         assert state.skipped is not None
@@ -572,13 +561,11 @@ class GradScaler(Displayed, torch.amp.GradScaler):
             self._step_history.discard_iteration()
         else:
             scale, found = checked[0].scale_of_gradients(now), (s.found_inf for s in checked)
-            skipped = total_found_inf(scale.device, found) if known is None else known
+            skipped = gradients.total_found_inf(scale.device, found) if known is None else known
             self._step_history.end_iteration(self._iterations, scale, skipped, interval)
         self._optimizer_states.clear()
         self._checks.forget_losses()
         self._iterations += 1
-        for state in states:
-            state.end()
         if not _torch.is_captured(now):
             self._diagnose(wait)
         return known
