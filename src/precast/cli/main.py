@@ -1,17 +1,17 @@
-"""The command line: parses arguments, calls one function each, prints what it returns.
+"""The command line: each command parses its arguments, calls functions of the packages below, and prints the result.
 
-Invariants: nothing heavy is imported until a command runs, so `--help` and `--version` answer at
-once; results go to stdout and progress to stderr, so `--json` prints one object and nothing else.
-Exit codes: 0 it is done, 1 the job failed, 2 it was asked for wrongly.
+Invariants: nothing heavy is imported until a command runs, so `--help` and `--version` answer at once. Results go to
+stdout and progress to stderr, so `--json` prints one object and nothing else. The exit code is 0 if the job is done, 1
+if it failed, and 2 if the command was used wrongly.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,19 +20,13 @@ from precast._internal.version import __version__
 from precast.cli import other_commands, run_command
 from precast.errors import PolicyError, PrecastError
 
-if TYPE_CHECKING:
-    from precast.demo.compare import Comparison
-
 __all__ = ["main"]
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class _Commands(click.Group):
-    """Commands whose `PrecastError` is one message on stderr and exit code 1, not a traceback.
-
-    Those of other distributions are among them.
-    """
+    """The commands, with those of other distributions; a `PrecastError` is one message on stderr and no traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *other_commands.names()})
@@ -43,7 +37,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except PolicyError as error:  # asked for wrongly, like a task that there is not
+        except PolicyError as error:  # the policy was named wrongly, as an unknown task would be
             raise click.UsageError(str(error)) from error
         except PrecastError as error:
             raise click.ClickException(str(error)) from error
@@ -57,10 +51,10 @@ class _Commands(click.Group):
         try:
             return super().main(*args, **kwargs)
         except BaseException as ended:
-            endings = sys.modules.get("precast.cli.run.exit_status")  # not there: nothing was run
-            if endings is None or not isinstance(ended, endings.Interrupted):
+            module = sys.modules.get("precast.cli.run.exit_status")  # None where no program was run
+            if module is None or not isinstance(ended, module.Interrupted):
                 raise
-            # Click would make exit code 1 of it. Python ends by the signal; what it would print was printed.
+            # Click would make exit code 1 of it. Python dies of the signal, and the traceback was printed before.
             sys.excepthook = lambda *_: None
             raise KeyboardInterrupt from None
 
@@ -99,20 +93,31 @@ def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
     handwritten digits. Without --size and --steps it takes about a minute on two CPU cores.
     """
     _require_torch()
-    from precast.demo import compare, findings, picture, settings
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from precast._internal import atomic_write
+    from precast.demo import compare, findings, page, picture, settings, table
 
     picture.require()
     with _usage_errors():
         chosen = settings.settings(task, **asked)
-    _make(out)
-    _refuse_to_write_over(out / task)
-    with _progress(f"{task}: float32 and {chosen.dtype}, in turns", chosen.steps) as advance:
-        comparison = compare.compare(chosen, advance)
-    paths = _write(comparison, out)
+    paths = {"picture": out / f"{task}.png", "page": out / f"{task}.html"}
+    _prepare(out, paths.values())
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        both = bar.add_task(f"{task}: float32 and {chosen.dtype}, in turns", total=chosen.steps)
+        comparison = compare.compare(chosen, lambda: bar.advance(both))
+    atomic_write.replace_own(paths["picture"], picture.picture_png(comparison))
+    atomic_write.replace_own(paths["page"], page.page_html(comparison).encode())
+    written = {what: str(path) for what, path in paths.items()}
     if as_json:
-        _print_json({**findings.as_dict(comparison), **paths})
+        _print_json({**findings.as_dict(comparison), **written})
     else:
-        _print_comparison(comparison, paths)
+        Console().print(table.render(comparison))
+        click.echo()
+        for what, path in written.items():
+            click.echo(f"{what:<8} {path}")
     failure = findings.failure(comparison)
     if failure is not None:
         raise click.ClickException(failure)
@@ -200,45 +205,19 @@ def _require_torch() -> None:
     from precast import _torch  # noqa: F401
 
 
-def _make(folder: Path) -> None:
-    """Makes the folder before there is anything to write, so that no minute of training is lost."""
+def _prepare(folder: Path, paths: Iterable[Path]) -> None:
+    """Makes the folder, and refuses what cannot be written there, before minutes of training that would be lost."""
+    from precast._internal import atomic_write
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise click.ClickException(f"cannot make the folder {folder}: {error}") from error
-
-
-def _refuse_to_write_over(name: Path) -> None:
-    """Before the training, too."""
-    from precast._internal import atomic_write
-
-    for path in (name.with_suffix(".png"), name.with_suffix(".html")):
+    for path in paths:
         if atomic_write.is_not_ours(path):
             raise click.UsageError(
                 f"cannot write {path}: {atomic_write.NOT_OURS}; name another folder with --out"
             )
-
-
-def _write(comparison: Comparison, folder: Path) -> dict[str, str]:
-    from precast._internal import atomic_write
-    from precast.demo import page, picture
-
-    name = folder / comparison.settings.task
-    paths = {"picture": name.with_suffix(".png"), "page": name.with_suffix(".html")}
-    atomic_write.replace_own(paths["picture"], picture.picture_png(comparison))
-    atomic_write.replace_own(paths["page"], page.page_html(comparison).encode())
-    return {what: str(path) for what, path in paths.items()}
-
-
-def _print_comparison(comparison: Comparison, paths: dict[str, str]) -> None:
-    from rich.console import Console
-
-    from precast.demo.table import render
-
-    Console().print(render(comparison))
-    click.echo()
-    for what, path in paths.items():
-        click.echo(f"{what:<8} {path}")
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -253,15 +232,3 @@ def _usage_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-
-
-@contextmanager
-def _progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr, if that is a terminal; yields what advances it by one step."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=steps)
-        yield lambda: progress.advance(task)

@@ -1,7 +1,7 @@
 """Commands that other distributions bring: those of precast-lint become `precast check`, `fix` and `rule`.
 
-Invariants: nothing of another distribution is imported before its command, or the list of all, is asked for. A
-distribution names its commands in the entry point group `precast.commands`.
+Invariants: a distribution names its commands in the entry point group `precast.commands`, and nothing of it is imported
+before its command is asked for, or the list of all commands.
 """
 
 from __future__ import annotations

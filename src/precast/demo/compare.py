@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +39,11 @@ class Run:
 
     Attributes:
         label: "float32", or the dtype of the mixed run.
-        losses: of every step.
-        step_seconds: of the timed steps.
+        losses: the loss of every step.
+        step_seconds: the time of each timed step.
         profile: memory and where the time goes.
         scales: the scaler's scale after every step; empty where no scaler was used.
+        initial_scale: the scaler's scale before the first step.
         accuracy: on held-out data, where the task has it.
     """
 
@@ -52,6 +54,11 @@ class Run:
     scales: tuple[float, ...]
     initial_scale: float
     accuracy: float | None
+
+    @property
+    def name(self) -> str:
+        """As a person reads it: "float32", or "bfloat16 mixed"."""
+        return self.label if self.label == "float32" else f"{self.label} mixed"
 
     @property
     def seconds(self) -> float:
@@ -69,7 +76,7 @@ class Run:
 class Comparison:
     """Both runs, what they learnt, and what the machine can do in the mixed run's dtype.
 
-    `threads` is how many CPU threads they were trained on; None on a GPU.
+    `threads` is the number of CPU threads that they were trained on; None on a GPU.
     """
 
     settings: Settings
@@ -131,19 +138,22 @@ def _compare(
 
 def trainers(task: Task, settings: Settings) -> tuple[Trainer, Trainer]:
     """The float32 and the mixed trainer, ready for their first step, with identical weights."""
-    dtype, device = DTYPES[settings.dtype], settings.device
-
-    plain = seeded_model(task, settings)
-    adam = torch.optim.Adam(plain.parameters(), task.learning_rate)
-    float32 = Trainer("float32", plain, adam, partial(float32_step, plain, adam, task.loss))
-
-    model = seeded_model(task, settings)
-    adam = torch.optim.Adam(model.parameters(), task.learning_rate)
+    dtype, device = DTYPES[settings.dtype], settings.device.type
     # bfloat16 has float32's range: its gradients need no scale, so the scaler is off.
-    scaler = GradScaler(device.type, enabled=dtype == torch.float16)
-    step = partial(mixed_step, model, adam, task.loss, dtype=dtype, scaler=scaler)
-    region = partial(autocast, device.type, dtype=dtype)
-    return float32, Trainer(settings.dtype, model, adam, step, region, scaler)
+    scaler = GradScaler(device, enabled=dtype == torch.float16)
+    mixed = partial(mixed_step, dtype=dtype, scaler=scaler)
+    region = partial(autocast, device, dtype=dtype)
+
+    def trainer(label: str, step: Callable[..., Tensor], *parts: Any) -> Trainer:
+        model = seeded_model(task, settings)
+        adam = torch.optim.Adam(model.parameters(), task.learning_rate)
+        return Trainer(label, model, adam, partial(step, model, adam, task.loss), *parts)
+
+    off = GradScaler(device, enabled=False)
+    return (
+        trainer("float32", float32_step, off, nullcontext),
+        trainer(settings.dtype, mixed, scaler, region),
+    )
 
 
 def seeded_model(task: Task, settings: Settings) -> nn.Module:
@@ -156,25 +166,23 @@ def seeded_model(task: Task, settings: Settings) -> nn.Module:
 
 @dataclass
 class Trainer:
-    """One run while it is trained: it takes steps, and writes down what happened."""
+    """One run while it is trained: it takes steps, and records what happened."""
 
     label: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[[Batch], Tensor]
-    region: Callable[[], AbstractContextManager[object]] = nullcontext
-    scaler: GradScaler | None = None
+    scaler: GradScaler
+    region: Callable[[], AbstractContextManager[object]]
     losses: list[Tensor] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.scaler is not None and not self.scaler.is_enabled():
-            self.scaler = None  # nothing to write down
-        self.initial_scale = self.scaler.get_scale() if self.scaler else 1.0
+        self.initial_scale = self.scaler.get_scale()
 
     def train(self, batch: Batch, timed: bool) -> None:
-        """One step; what is written down is read outside of the time that counts."""
+        """One step; what is recorded is read outside of the time that counts."""
         device = batch[0].device
         synchronize(device)
         start = time.perf_counter()
@@ -182,7 +190,7 @@ class Trainer:
         synchronize(device)
         if timed:
             self.seconds.append(time.perf_counter() - start)
-        self._write_down(loss)
+        self._record(loss)
 
     def profile(self, batches: Sequence[Batch]) -> StepProfile:
         """One step on each of `batches`, looked into."""
@@ -191,11 +199,11 @@ class Trainer:
             lambda batch: losses.append(self.step(batch)), batches, self.model, self.optimizer
         )
         for loss in losses:
-            self._write_down(loss)
+            self._record(loss)
         return profile
 
     def output(self, inputs: Tensor) -> Tensor:
-        """What the trained model makes of `inputs`, in its own precision: float32, on the CPU."""
+        """What the trained model makes of `inputs` in its own precision; as float32, on the CPU."""
         self.model.eval()
         with torch.no_grad(), self.region():
             output: Tensor = self.model(inputs)
@@ -204,17 +212,10 @@ class Trainer:
     def finish(self, profile: StepProfile, accuracy: float | None) -> Run:
         """The run, now that it has ended."""
         losses = tuple(loss.item() for loss in self.losses)
-        return Run(
-            self.label,
-            losses,
-            tuple(self.seconds),
-            profile,
-            tuple(self.scales),
-            self.initial_scale,
-            accuracy,
-        )
+        seconds, scales = tuple(self.seconds), tuple(self.scales)
+        return Run(self.label, losses, seconds, profile, scales, self.initial_scale, accuracy)
 
-    def _write_down(self, loss: Tensor) -> None:
+    def _record(self, loss: Tensor) -> None:
         self.losses.append(loss)
-        if self.scaler is not None:
+        if self.scaler.is_enabled():
             self.scales.append(self.scaler.get_scale())

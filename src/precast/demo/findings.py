@@ -18,18 +18,8 @@ from precast.demo.profile import KINDS
 from precast.demo.task import Panel
 from precast.diagnostics.hardware.doctor import processor, report_as_dict, times
 
-__all__ = [
-    "Cost",
-    "Row",
-    "as_dict",
-    "caption",
-    "costs",
-    "failure",
-    "machine",
-    "reasons",
-    "rows",
-    "title",
-]
+__all__ = ["Cost", "Row", "as_dict", "caption", "costs", "failure"]
+__all__ += ["machine", "reasons", "rows", "title"]
 
 _SAME: Final = 0.03  # speeds this close are the same: less than the spread of a step's time
 _PRODUCTS, _CASTS, _REST = KINDS
@@ -53,6 +43,11 @@ class Cost:
     float32: float
     mixed: float
     said: Callable[[float], str]
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Both figures with their unit."""
+        return self.said(self.float32), self.said(self.mixed)
 
 
 def title(comparison: Comparison) -> str:
@@ -84,26 +79,29 @@ def caption(comparison: Comparison, panel: Panel) -> str:
     if panel.title not in runs:
         return panel.title
     run = runs[panel.title]
-    name = "float32" if run is comparison.float32 else f"{run.label} mixed"
     if run.accuracy is not None:
-        return f"{name}: {run.accuracy:.1%} right"
-    return f"{name}: loss {run.losses[-1]:.3f}"
+        return f"{run.name}: {run.accuracy:.1%} right"
+    return f"{run.name}: loss {run.losses[-1]:.3f}"
 
 
 def rows(comparison: Comparison) -> tuple[Row, ...]:
     """The table."""
     float32, mixed = comparison.float32, comparison.mixed
-    before, after = float32.profile.peak_bytes, mixed.profile.peak_bytes
-    return (
-        Row("time per step, median", _ms(float32.seconds), _ms(mixed.seconds), _pace(comparison)),
-        Row(
-            "peak memory of a step", _mib(before), _mib(after), f"{after / before:.2f}x the memory"
-        ),
+    time, memory = costs(comparison)
+    share = f"{memory.mixed / memory.float32:.2f}x the memory"
+    rows = [
+        Row("time per step, median", *time.texts, _pace(comparison)),
+        Row("peak memory of a step", *memory.texts, share),
         Row("final loss", f"{float32.losses[-1]:.4f}", f"{mixed.losses[-1]:.4f}"),
-        *_accuracy(float32.accuracy, mixed.accuracy),
-        Row("steps skipped by scaler", "-", str(mixed.skipped), _scaler(mixed)),
+    ]
+    if float32.accuracy is not None and mixed.accuracy is not None:
+        rows += [Row("held-out accuracy", f"{float32.accuracy:.1%}", f"{mixed.accuracy:.1%}")]
+    scale = f"scale {mixed.scales[-1]:g} at the end" if mixed.scales else "no scaler needed"
+    rows += [
+        Row("steps skipped by scaler", "-", str(mixed.skipped), scale),
         Row("computed", "native", comparison.machine.verdict, "by measured speed"),
-    )
+    ]
+    return tuple(rows)
 
 
 def reasons(comparison: Comparison) -> tuple[str, ...]:
@@ -130,12 +128,8 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
     """Everything but the pictures as plain values, for JSON; seconds and bytes."""
     asked = comparison.settings
     return {
-        "task": asked.task,
+        **vars(asked),
         "device": str(asked.device),
-        "dtype": asked.dtype,
-        "size": asked.size,
-        "steps": asked.steps,
-        "seed": asked.seed,
         "threads": comparison.threads,
         "speedup": comparison.speedup,
         "runs": {"float32": _run(comparison.float32), "mixed": _run(comparison.mixed)},
@@ -158,12 +152,6 @@ def _run(run: Run) -> dict[str, Any]:
     }
 
 
-def _accuracy(float32: float | None, mixed: float | None) -> list[Row]:
-    if float32 is None or mixed is None:
-        return []
-    return [Row("held-out accuracy", f"{float32:.1%}", f"{mixed:.1%}")]
-
-
 def _number(value: float) -> float | None:
     """None for what JSON has no number for."""
     return value if math.isfinite(value) else None
@@ -177,17 +165,14 @@ def _pace(comparison: Comparison) -> str:
     return f"{ratio}: {'faster' if speedup > 1 else 'slower'}"
 
 
-def _scaler(run: Run) -> str:
-    return f"scale {run.scales[-1]:g} at the end" if run.scales else "no scaler needed"
-
-
 def _differences(comparison: Comparison) -> dict[str, float]:
     before, after = comparison.float32.profile.seconds, comparison.mixed.profile.seconds
     return {kind: after[kind] - before[kind] for kind in KINDS}
 
 
 def _why_slower(comparison: Comparison) -> str:
-    dtype, slow = comparison.settings.dtype, _slow_operations(comparison)
+    dtype, ratios = comparison.settings.dtype, comparison.machine.ratios.items()
+    slow = ", ".join(f"{name} {times(ratio)}" for name, ratio in ratios if ratio < 1)
     differences = _differences(comparison)
     kind = max(differences, key=lambda each: differences[each])
     if differences[kind] <= 0:
@@ -227,11 +212,6 @@ def _machine(comparison: Comparison) -> str:
     )
 
 
-def _slow_operations(comparison: Comparison) -> str:
-    ratios = comparison.machine.ratios.items()
-    return ", ".join(f"{name} {times(ratio)}" for name, ratio in ratios if ratio < 1)
-
-
 def _waiting(comparison: Comparison) -> tuple[str, ...]:
     """On a GPU: whether it waits for work, which no dtype makes better."""
     mixed = comparison.mixed
@@ -245,10 +225,9 @@ def _waiting(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _memory(comparison: Comparison) -> str:
-    counted = {
-        "cpu": "every allocation of PyTorch's, recorded in the last steps",
-        "cuda": "PyTorch's allocator's own maximum",
-    }[comparison.settings.device.type]
+    counted = "every allocation of PyTorch's, recorded in the last steps"
+    if comparison.settings.device.type == "cuda":
+        counted = "PyTorch's allocator's own maximum"
     return f"Memory is that of tensors, not of the process: {counted}."
 
 

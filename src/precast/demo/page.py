@@ -24,7 +24,7 @@ def page_html(comparison: Comparison) -> str:
         settings=comparison.settings,
         title=title(comparison),
         machine=machine(comparison),
-        mixed=f"{comparison.mixed.label} mixed",
+        mixed=comparison.mixed.name,
         rows=rows(comparison),
         reasons=reasons(comparison),
         panels=[(caption(comparison, panel), panel_png(panel)) for panel in comparison.panels],

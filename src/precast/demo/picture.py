@@ -43,9 +43,8 @@ def picture_png(comparison: Comparison) -> bytes:
     """Everything in one picture: the panels in a row; below them the curves, and what a step took."""
     figure = _figure((9, 6.4), "white")
     figure.suptitle(f"{title(comparison)}\n{machine(comparison)}", fontsize=10, linespacing=1.4)
-    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 2.4))[:, 0]
-    above.set_facecolor("white")
-    below.set_facecolor("white")
+    parts: Any = figure.subfigures(2, 1, height_ratios=(3, 2.4), facecolor="white")
+    above, below = parts
     for axes, panel in zip(above.subplots(1, 3), comparison.panels, strict=True):
         _draw_panel(axes, panel)
         axes.set_title(caption(comparison, panel), fontsize=10)
@@ -101,27 +100,20 @@ def _png(figure: Figure, dots_per_inch: int) -> bytes:
 def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.imshow(panel.image.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     for mark in panel.marks:
-        color = _RIGHT if mark.right else _WRONG
-        axes.text(
-            mark.column,
-            mark.row,
-            mark.text,
-            color=color,
-            fontsize=8,
-            fontweight="normal" if mark.right else "bold",
-            ha="center",
-            va="center",
-        )
+        color, weight = (_RIGHT, "normal") if mark.right else (_WRONG, "bold")
+        words = {"fontsize": 8, "ha": "center", "va": "center"}
+        axes.text(mark.column, mark.row, mark.text, color=color, fontweight=weight, **words)
     axes.set_axis_off()
 
 
 def _draw_losses(axes: Any, comparison: Comparison, style: str) -> None:
     colors = _STYLES[style]
-    runs = {"float32": comparison.float32, "mixed": comparison.mixed}
-    for name, run in runs.items():
-        label = name if name == "float32" else f"{run.label} mixed"
-        width = 2.4 if name == "float32" else 0.9  # where the curves agree both are seen
-        axes.plot(run.losses, color=colors[name], label=label, linewidth=width)
+    # The widths differ so that both curves are seen where they agree.
+    for name, run, width in (
+        ("float32", comparison.float32, 2.4),
+        ("mixed", comparison.mixed, 0.9),
+    ):
+        axes.plot(run.losses, color=colors[name], label=run.name, linewidth=width)
     axes.set_yscale("log")
     _dress(axes, "training loss", style)
     axes.legend(fontsize=8, frameon=False, labelcolor=colors["ink"])

@@ -1,13 +1,14 @@
 """What one training step needs: peak memory, and where its time goes, by kind of operation.
 
-Invariants: memory is PyTorch's own count of tensor bytes, never the process's size; it is what the
-step's model, optimizer and batch hold when the step begins, plus the most that the allocator handed
-out on top during it, on every device alike. Gradients are dropped first, so none are missed.
+Invariants: memory is PyTorch's own count of tensor bytes, never the process's size. It is what the model, the optimizer
+and the batch hold when the step begins, plus the most that the allocator hands out on top during the step, on every
+device alike. Gradients are dropped before, so that they are part of the latter.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import tempfile
@@ -96,22 +97,15 @@ def _start_counting(device: torch.device) -> int:
 
 
 def _cpu_growth(profile: Any) -> int:
-    """The highest running sum of bytes allocated and freed."""
-    now = highest = 0
-    for event in _trace(profile):
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0:
-            now += event["args"]["Bytes"]
-            highest = max(highest, now)
-    return highest
-
-
-def _trace(profile: Any) -> list[dict[str, Any]]:
-    # Only the exported trace has single allocations in order; the profiler's tables have sums.
+    """The highest running sum of bytes allocated and freed; only an exported trace has these one by one, in order."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_bytes())["traceEvents"]
-    return events
+        events = json.loads(path.read_bytes())["traceEvents"]
+    changes = [event["args"] for event in events if event.get("name") == "[memory]"]
+    on_cpu = (change["Bytes"] for change in changes if change["Device Type"] == 0)
+    highest: int = max(itertools.accumulate(on_cpu, initial=0))
+    return highest
 
 
 def _seconds_by_kind(profile: Any, on_cuda: bool, count: int) -> dict[str, float]:

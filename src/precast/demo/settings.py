@@ -20,26 +20,21 @@ __all__ = ["DTYPES", "TASKS", "Settings", "settings"]
 TASKS: Final = ("checkerboard", "digits")
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_USUAL_DTYPES: Final = {"cuda": "float16", "cpu": "bfloat16"}  # as autocast's defaults
-
 _FEWEST_STEPS: Final = 10  # some to warm up, some to time, some to look into
 
-# (task, device type, dtype) -> (size, steps). On a CPU they end in about a minute on 2 cores;
-# float16 convolutions have no fast backward there, so that one is small.
+# task -> (size, steps) on CUDA, and on a CPU in each dtype. On 2 cores they end in about a minute;
+# float16 convolutions have no fast backward on a CPU, so that one is small.
 _DEFAULTS: Final = {
-    ("checkerboard", "cuda", "bfloat16"): (512, 500),
-    ("checkerboard", "cuda", "float16"): (512, 500),
-    ("checkerboard", "cpu", "bfloat16"): (48, 1200),
-    ("checkerboard", "cpu", "float16"): (16, 300),
-    ("digits", "cuda", "bfloat16"): (256, 500),
-    ("digits", "cuda", "float16"): (256, 500),
-    ("digits", "cpu", "bfloat16"): (128, 400),
-    ("digits", "cpu", "float16"): (16, 60),
+    "checkerboard": {"cuda": (512, 500), "bfloat16": (48, 1200), "float16": (16, 300)},
+    "digits": {"cuda": (256, 500), "bfloat16": (128, 400), "float16": (16, 60)},
 }
 
-# task -> (least, most) size: two pixels a field; BatchNorm wants two images, and there are so many.
-_SIZES: Final = {"checkerboard": (16, 4096), "digits": (2, IMAGES - IMAGES // 5)}
-_SIZE_IS: Final = {"checkerboard": "pixels along a side", "digits": "images in a batch"}
+# task -> the smallest and the largest size, and what it is. A field has at least two pixels, BatchNorm needs two
+# images, and a batch has at most those that are not held out.
+_SIZES: Final = {
+    "checkerboard": (16, 4096, "pixels along a side"),
+    "digits": (2, IMAGES - IMAGES // 5, "images in a batch"),
+}
 
 
 @dataclass(frozen=True)
@@ -84,13 +79,14 @@ def settings(
     """
     _require(task in TASKS, f"task {task!r} is unknown; write one of: {', '.join(TASKS)}")
     where = _device(device)
-    dtype = _USUAL_DTYPES[where.type] if dtype is None else dtype
+    on_cuda = where.type == "cuda"
+    if dtype is None:
+        dtype = "float16" if on_cuda else "bfloat16"  # as autocast's defaults
     _require(dtype in DTYPES, f"dtype {dtype!r} is unknown; write one of: {', '.join(DTYPES)}")
-    usual_size, usual_steps = _DEFAULTS[task, where.type, dtype]
+    usual_size, usual_steps = _DEFAULTS[task]["cuda" if on_cuda else dtype]
     size = usual_size if size is None else size
     steps = usual_steps if steps is None else steps
-    least, most = _SIZES[task]
-    meaning = _SIZE_IS[task]
+    least, most, meaning = _SIZES[task]
     _require(least <= size <= most, f"size {size} ({meaning}) must be from {least} to {most}")
     _require(steps >= _FEWEST_STEPS, f"steps {steps} must be at least {_FEWEST_STEPS}")
     _require(0 <= seed < 2**63, f"seed {seed} must be from 0 to 2**63 - 1")

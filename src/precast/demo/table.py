@@ -18,7 +18,7 @@ def render(comparison: Comparison) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("float32", justify="right", no_wrap=True)
-    table.add_column(f"{comparison.mixed.label} mixed", justify="right", no_wrap=True)
+    table.add_column(comparison.mixed.name, justify="right", no_wrap=True)
     table.add_column("mixed beside float32")
     for row in rows(comparison):
         table.add_row(row.name, row.float32, row.mixed, row.beside)

@@ -1,11 +1,12 @@
-"""How many CPU threads to train on: all of them, unless one is faster right now.
+"""Finds how many CPU threads to train on: all of them, unless one is faster right now.
 
-Threads that share a small step wait for each other after every operation. Where other programs want
-the same cores that waiting multiplies, and one thread can be ten times as fast as two.
+Threads that share a small step wait for each other after every operation. Where other programs use the same cores they
+wait much longer, and one thread can be ten times as fast as two.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 __all__ = ["fastest_threads"]
 
 _WARM_UP, _TIMED = 3, 5
-_CLEARLY = 1.1  # one thread must win by this much; a draw goes to all of them
+_CLEARLY = 1.1  # one thread is taken only if it is faster by this factor
 
 
 @contextmanager
@@ -39,9 +40,8 @@ def _seconds(step: Callable[[], object], threads: int) -> float:
     torch.set_num_threads(threads)
     for _ in range(_WARM_UP):
         step()
-    seconds = []
+    moments = [time.perf_counter()]
     for _ in range(_TIMED):
-        start = time.perf_counter()
         step()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        moments.append(time.perf_counter())
+    return statistics.median(after - before for before, after in itertools.pairwise(moments))

@@ -1,10 +1,10 @@
 """Accelerate on precast: `use` gives an `Accelerator` a policy, a scaler that says what it did, and a monitor.
 
-Nothing of Accelerate's is replaced, and it need not be there to load this file: the `torch.autocast` regions that it
-opens, around models and in `accelerator.autocast()`, run on the policy that is installed; and the object that it has
-for a scaler, which optimizers that were prepared hold as well, becomes one of precast's where it is.
+Nothing of Accelerate's is replaced, and this file does not import it. The `torch.autocast` regions that Accelerate
+opens, around models and in `accelerator.autocast()`, run on the policy that is installed. Its scaler, to which prepared
+optimizers refer as well, stays the same object and gets the class and the contents of one of precast's.
 
-Invariants: what `use` did ends with it: regions are PyTorch's again, and the scaler is PyTorch's with the scale it has.
+Invariants: what `use` did ends with it: regions are PyTorch's again, and so is the scaler, with the scale it has then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from precast.grad_scaler.scaler import GradScaler
 from precast.integrations.torch_amp.installation import install
 from precast.policy.policy import Policy, as_policy
 
-__all__ = ["Use", "use"]
+__all__ = ["Use", "chosen_scaler", "use"]
 
 
 def use(
@@ -44,7 +44,7 @@ def use(
         policy: A `Policy`, the name of a preset or the path of a policy file.
         scaler: A `precast.GradScaler` with settings of your own, for "fp16". None is one with the settings and the
             scale that Accelerate's has.
-        every: Watches the models' numbers, and counts them in every so many steps; None does not.
+        every: How many steps there are from one count of the models' numbers to the next; None watches no numbers.
 
     Returns:
         What is in use, to be ended by ``with`` or by its `end`.
@@ -55,13 +55,11 @@ def use(
     """
     theirs, device = accelerator.scaler, accelerator.device.type
     precision = f"its mixed_precision is {accelerator.mixed_precision!r} on {device!r}"
-    return Use(
-        theirs, device, models, policy=policy, scaler=scaler, every=every, precision=precision
-    )
+    return Use(theirs, chosen_scaler(theirs, device, scaler, precision), models, policy, every)
 
 
 class Use:
-    """What is in use, until its end; `use` makes it.
+    """What is in use until `end`; `use` makes it.
 
     Attributes:
         scaler: The scaler that is in use; None where there is none.
@@ -72,16 +70,13 @@ class Use:
     def __init__(
         self,
         theirs: Any,
-        device: str,
-        models: tuple[nn.Module, ...],
-        *,
-        policy: Policy | str | os.PathLike[str],
         scaler: GradScaler | None,
+        models: tuple[nn.Module, ...],
+        policy: Policy | str | os.PathLike[str],
         every: int | None,
-        precision: str,
     ) -> None:
         policy = as_policy(policy)
-        self.scaler = _chosen(theirs, device, scaler, precision)
+        self.scaler = scaler
         rules = policy if policy.modules else None
         with ExitStack() as parts:
             parts.enter_context(install(policy))
@@ -90,12 +85,12 @@ class Use:
             ]
             watched = models if every is not None else ()
             self.monitors = [parts.enter_context(monitor(model, every or 1)) for model in watched]
-            if self.scaler is not None:
-                parts.enter_context(_as(theirs, self.scaler))
+            if scaler is not None:
+                parts.enter_context(_as(theirs, scaler))
             self._parts = parts.pop_all()
 
     def end(self) -> None:
-        """Ends it; a second call does nothing."""
+        """Puts back what was there before; a second call does nothing."""
         self._parts.close()
 
     def __enter__(self) -> Use:
@@ -105,10 +100,14 @@ class Use:
         self.end()
 
 
-def _chosen(
+def chosen_scaler(
     theirs: Any, device: str, scaler: GradScaler | None, precision: str
 ) -> GradScaler | None:
-    """The scaler that is to be in use."""
+    """The scaler to use: the one that was given, or else one like `theirs`, if there is a scaler at all.
+
+    Raises:
+        ScalerError: a scaler was given and cannot be used; `precision` says what the trainer computes in.
+    """
     if type(theirs) not in GradScaler.__mro__[:-1]:  # none, or a subclass of PyTorch's: FSDP's
         if scaler is None:
             return None
@@ -126,7 +125,7 @@ def _chosen(
 
 @contextmanager
 def _as(theirs: Any, ours: GradScaler) -> Iterator[None]:
-    """Has the object `theirs` be `ours`, under all of the references that there are to it."""
+    """Gives `theirs` the class and contents of `ours`, so that all references to it refer to a scaler of precast's."""
     before = theirs.__class__, theirs.__dict__
     theirs.__class__, theirs.__dict__ = type(ours), ours.__dict__
     try:

@@ -1,7 +1,7 @@
 """PyTorch Ignite on precast: an update function with a region and a scaler, and the scaler's figures as metrics.
 
 Needs the extra ``ignite``. Ignite's own update function for mixed precision opens its regions for CUDA alone, and with
-PyTorch's policy. A `precast.GradScaler` is one for it, too, and for `ignite.handlers.Checkpoint`.
+PyTorch's policy. It takes a `precast.GradScaler` as well, and so does `ignite.handlers.Checkpoint`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from precast._internal.missing import missing_extra
 from precast.autocast_mode.region import autocast
 from precast.errors import ScalerError
 from precast.grad_scaler.scaler import GradScaler
-from precast.integrations import missing
 
 try:
     from ignite.engine import Engine, Events
     from ignite.utils import convert_tensor
 except ImportError as error:
-    raise missing("pytorch-ignite", "ignite") from error
+    raise missing_extra("precast.integrations.ignite", "pytorch-ignite", "ignite") from error
 
 __all__ = ["ScalerMetrics", "supervised_training_step"]
 
@@ -49,16 +49,16 @@ def supervised_training_step(
         optimizer: The optimizer.
         loss_fn: Called in the region, with the predictions and the targets.
         region: ``precast.autocast("cuda", policy=...)``; model and loss run in it.
-        scaler: A scaler, for float16; None is for bfloat16.
+        scaler: A scaler, which float16 needs; None scales nothing, as is right for bfloat16.
         device: Where batches go; None leaves them where they are.
-        non_blocking: Whether they may be copied asynchronously.
+        non_blocking: Whether batches may be copied asynchronously.
         prepare_batch: Called as ``prepare_batch(batch, device=device, non_blocking=non_blocking)``, returns inputs and
             targets. None is for batches of two.
         model_transform: Makes predictions of the model's output.
-        output_transform: What ``engine.state.output`` becomes of inputs, targets, predictions and the loss.
+        output_transform: Makes ``engine.state.output`` of inputs, targets, predictions and the loss.
         gradient_accumulation_steps: Iterations for each step of the optimizer; their losses are averaged.
         model_fn: How the model is called.
-        max_norm: What the norm of the gradients, unscaled, is clipped to before each step; None clips nothing.
+        max_norm: The norm that the unscaled gradients are clipped to before each step; None clips nothing.
 
     Raises:
         ScalerError: `scaler` is none of precast's.
@@ -110,18 +110,15 @@ class ScalerMetrics:
         self._scaler, self._prefix = scaler, prefix
 
     def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Has `engine` do so at each `event`, which waits for the device."""
+        """Has `engine` write both figures at each `event`, which waits for the device."""
         engine.add_event_handler(event, self)
 
     def __call__(self, engine: Engine) -> None:
-        """Writes both, once."""
+        """Writes both figures once."""
         engine.state.metrics[f"{self._prefix}loss_scale"] = self._scaler.get_scale()
         engine.state.metrics[f"{self._prefix}skipped_steps"] = self._scaler.counters.skipped
 
 
 def _prepared(batch: Any, device: Any, non_blocking: bool) -> tuple[Any, Any]:
-    x, y = batch
-    return (
-        convert_tensor(x, device=device, non_blocking=non_blocking),
-        convert_tensor(y, device=device, non_blocking=non_blocking),
-    )
+    x, y = (convert_tensor(each, device=device, non_blocking=non_blocking) for each in batch)
+    return x, y

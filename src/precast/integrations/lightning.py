@@ -22,11 +22,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from precast._internal.missing import missing_extra
 from precast.attachment.attachment import Attachment, attach
 from precast.autocast_mode.region import autocast
 from precast.errors import RegionError, ScalerError
 from precast.grad_scaler.scaler import GradScaler
-from precast.integrations import missing
 from precast.policy.policy import Policy, as_policy
 
 __all__ = ["Precast"]
@@ -39,7 +39,7 @@ try:
     _InFabric: Any = import_module(f"{_FABRIC}.plugins").MixedPrecision
     _Wrapped: Any = import_module(f"{_TRAINER}.core.optimizer").LightningOptimizer
 except ImportError as error:
-    raise missing("lightning", "lightning") from error
+    raise missing_extra("precast.integrations.lightning", "lightning", "lightning") from error
 
 _DTYPES: Final = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 

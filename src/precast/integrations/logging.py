@@ -1,25 +1,28 @@
-"""Says what a gradient scaler did in Python's `logging`: an observer for `precast.observe`.
+"""Writes what a gradient scaler did to Python's `logging`: an observer for `precast.observe`.
 
-Needs nothing but Python. Invariant: a step that was not skipped is looked at only where somebody listens to its level.
+Invariant: the scale of a step that was not skipped is read only where its level is logged.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from precast._internal.events import HealthEvent, OperationNote, ScalerDiagnosis, StepEvent
+from precast.integrations._event_values import skipped_words
 
 __all__ = ["LogEvents"]
 
 
 class LogEvents:
-    """A line for each event: steps as DEBUG, skipped ones as WARNING, verdicts as ERROR, notes of the engine as INFO.
+    """Logs a line for each event: steps as DEBUG, skipped ones as WARNING, verdicts as ERROR, notes as INFO.
 
-    A line has the event as its attribute ``event``, for handlers that write more than text. Where DEBUG is off, a step
-    that was not skipped costs no more than the question whether it was, which waits for a fused optimizer's device.
+    Each log record has the event as its attribute ``event``, for handlers that write more than text. Where DEBUG is
+    off, a step that was not skipped costs no more than asking whether it was, which waits for a fused optimizer's
+    device.
 
     Args:
-        logger: Where to; None is the logger "precast".
+        logger: Gets the lines; None is the logger "precast".
 
     Use it as an observer of the thread that trains:
 
@@ -39,31 +42,30 @@ class LogEvents:
 
 
 def _level(event: object) -> int | None:
-    if isinstance(event, StepEvent):
-        return logging.WARNING if event.skipped else logging.DEBUG
-    if isinstance(event, ScalerDiagnosis):
-        return logging.ERROR
-    if isinstance(event, OperationNote):
-        return logging.INFO
-    return logging.DEBUG if isinstance(event, HealthEvent) else None
+    """The level of an event; None for what is no event of precast's."""
+    match event:
+        case StepEvent():
+            return logging.WARNING if event.skipped else logging.DEBUG
+        case ScalerDiagnosis():
+            return logging.ERROR
+        case OperationNote():
+            return logging.INFO
+        case HealthEvent():
+            return logging.DEBUG
+    return None
 
 
-def _text(event: object) -> str:
-    if isinstance(event, StepEvent):
-        return _of_step(event)
-    if isinstance(event, HealthEvent):
-        return f"step {event.step}: the monitor counted {len(event.tensors)} tensors"
-    if isinstance(event, OperationNote):
-        return f"{event.op} on {event.device}: {event.message}"
-    assert isinstance(event, ScalerDiagnosis)
-    return event.message
-
-
-def _of_step(event: StepEvent) -> str:
-    what = f"step {event.step} of optimizer {event.optimizer}"
+def _text(event: Any) -> str:
+    match event:
+        case HealthEvent():
+            return f"step {event.step}: the monitor counted {len(event.tensors)} tensors"
+        case OperationNote():
+            return f"{event.op} on {event.device}: {event.message}"
+        case ScalerDiagnosis():
+            return event.message
+    scale = f"{float(event.scale):g}"
+    what = f"step {event.step} of optimizer {event.optimizer} was"
     if not event.skipped:
-        return f"{what} was done at scale {float(event.scale):g}"
-    loss = "" if event.loss_finite else "; the loss was not finite either"
-    began = f". {event.first.message}" if event.first else ""
-    names = ", ".join(event.names) or "unknown"
-    return f"{what} was skipped at scale {float(event.scale):g}: gradients of {names} were not finite{loss}{began}"
+        return f"{what} done at scale {scale}"
+    names, rest = skipped_words(event)
+    return f"{what} skipped at scale {scale}: gradients of {names} were not finite{rest}"

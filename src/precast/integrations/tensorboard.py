@@ -1,7 +1,8 @@
 """Writes what a gradient scaler did, and what a monitor counted, into TensorBoard: an observer for `precast.observe`.
 
-Needs the extra ``tensorboard``, or a writer of your own. Invariants: a writer that was given stays
-open; the number of a step on the chart is the number of the scaler's iteration.
+Needs the extra ``tensorboard``, or a writer of your own.
+
+Invariants: a writer that was given stays open; the number of a step on the chart is that of the scaler's iteration.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from precast._internal.events import HealthEvent, ScalerDiagnosis, StepEvent
 from precast._internal.missing import missing_extra
+from precast.integrations._event_values import health_values, skipped_words, step_values
 
 __all__ = ["TensorBoard"]
 
@@ -44,7 +46,7 @@ class TensorBoard:
         self._prefix = prefix
 
     def __call__(self, event: object) -> None:
-        """Writes a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; other events are none of its business."""
+        """Writes a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; leaves out other events."""
         if isinstance(event, StepEvent):
             self._write_step(event)
         elif isinstance(event, ScalerDiagnosis):
@@ -65,55 +67,34 @@ class TensorBoard:
         self.close()
 
     def _write_step(self, event: StepEvent) -> None:
-        skipped = bool(event.skipped)
-        name = f"{self._prefix}/optimizer {event.optimizer}"
-        self._writer.add_scalar(f"{self._prefix}/scale", float(event.scale), event.step)
-        self._writer.add_scalar(f"{name}/skipped", float(skipped), event.step)
-        self._writer.add_scalar(f"{name}/seconds", event.seconds, event.step)
-        if skipped:
-            loss = "" if event.loss_finite else "; the loss was not finite either"
-            began = f". {event.first.message}" if event.first else ""
-            text = f"not finite: {', '.join(event.names) or 'unknown'}{loss}{began}"
-            self._writer.add_text(f"{name}/skipped", text, event.step)
+        for name, value in step_values(event, self._prefix).items():
+            self._writer.add_scalar(name, value, event.step)
+        if event.skipped:
+            names, rest = skipped_words(event)
+            name = f"{self._prefix}/optimizer {event.optimizer}/skipped"
+            self._writer.add_text(name, f"not finite: {names}{rest}", event.step)
 
     def _write_tensor(self, tensor: dict[str, Any], step: int) -> None:
-        name = f"{tensor['kind']} {tensor['name'] or 'model'}"
-        elements = max(tensor["elements"], 1)
-        shares = {share: tensor[key] / elements for share, key in _SHARES.items()}
-        if not tensor["underflow_known"]:
-            del shares["lost"]
-        for figure, value in {"maximum": tensor["maximum"], "rms": tensor["rms"], **shares}.items():
-            if value is None:  # no number of it is finite
-                continue
-            self._writer.add_scalar(f"health/{figure}/{name}", value, step)
+        for name, value in health_values(tensor).items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
         counts = sorted(tensor["exponents"].items())
         if counts:
-            self._writer.add_histogram_raw(
-                f"health/exponents/{name}", **_raw(counts), global_step=step
-            )
-
-
-_SHARES = {
-    "zero": "zeros",
-    "lost": "underflow_zeros",
-    "subnormal": "subnormal",
-    "infinite": "overflow",
-    "nan": "nan",
-}
+            name = f"health/exponents/{tensor['kind']} {tensor['name'] or 'model'}"
+            self._writer.add_histogram_raw(name, **_raw(counts), global_step=step)
 
 
 def _raw(counts: list[tuple[int, int]]) -> dict[str, Any]:
-    """A histogram of exponents as TensorBoard has it: a bucket for each, up to its upper end."""
-    low, high = counts[0][0], counts[-1][0]
-    numbers, found = sum(count for _, count in counts), dict(counts)
+    """A histogram of exponents as TensorBoard takes it: a bucket for each exponent, named by its upper end."""
+    found, exponents = dict(counts), range(counts[0][0], counts[-1][0] + 1)
     return {
-        "min": float(low),
-        "max": float(high + 1),
-        "num": numbers,
+        "min": float(exponents.start),
+        "max": float(exponents.stop),
+        "num": sum(found.values()),
         "sum": float(sum(exponent * count for exponent, count in counts)),
         "sum_squares": float(sum(exponent**2 * count for exponent, count in counts)),
-        "bucket_limits": [float(exponent + 1) for exponent in range(low, high + 1)],
-        "bucket_counts": [found.get(exponent, 0) for exponent in range(low, high + 1)],
+        "bucket_limits": [float(exponent + 1) for exponent in exponents],
+        "bucket_counts": [found.get(exponent, 0) for exponent in exponents],
     }
 
 

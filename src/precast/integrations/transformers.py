@@ -1,9 +1,8 @@
-"""A callback for the Transformers `Trainer`: policy, scaler and monitor of precast's while it trains, told in its logs.
+"""A callback for the Transformers `Trainer`: it trains on precast, and logs what the scaler and the monitor say.
 
-Needs the extra ``transformers``. The Trainer trains through Accelerate, and this does what `integrations/accelerate.py`
-does there.
+Needs the extra ``transformers``. The Trainer trains through Accelerate, so this uses `integrations/accelerate.py`.
 
-Invariants: what the callback put there when training began is taken off when it ends, or by `close`.
+Invariants: what the callback puts in use when training begins is ended when training ends, or by `close`.
 """
 
 from __future__ import annotations
@@ -11,15 +10,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from precast._internal.missing import missing_extra
 from precast.grad_scaler.scaler import GradScaler
-from precast.integrations import missing
-from precast.integrations.accelerate import Use
+from precast.integrations.accelerate import Use, chosen_scaler
 from precast.policy.policy import Policy, as_policy
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise missing("transformers", "transformers") from error
+    raise missing_extra(
+        "precast.integrations.transformers", "transformers", "transformers"
+    ) from error
 
 __all__ = ["PrecastCallback"]
 
@@ -35,10 +36,10 @@ class PrecastCallback(TrainerCallback):
         policy: A `Policy`, the name of a preset or the path of a policy file. Its rules for modules act on the model.
         scaler: A `precast.GradScaler` with settings of your own, for ``fp16=True`` on a GPU. None is one with the
             settings of the Trainer's. A checkpoint that is resumed from gives it its scale.
-        every: Watches the model's numbers, and counts them in every so many steps; None does not.
+        every: How many steps there are from one count of the model's numbers to the next; None watches no numbers.
 
     Attributes:
-        used: What is in use while the Trainer trains, and what was when it last did: `scaler`, `monitors`; None before.
+        used: What the Trainer trains with, or trained with last: its `scaler` and `monitors`; None before it trains.
 
     Raises:
         PolicyError: A policy that cannot be read.
@@ -56,50 +57,39 @@ class PrecastCallback(TrainerCallback):
         self._scaler, self._every, self._has_told = scaler, every, False
 
     def close(self) -> None:
-        """Takes off what was put there: for after an exception, of which the Trainer tells no callback."""
+        """Ends what is in use; to be called after an exception, of which the Trainer tells no callback."""
         if self.used is not None:
             self.used.end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Puts policy, scaler and monitor in use."""
+        """Puts the policy, the scaler and the monitor in use."""
         self.close()
         theirs = getattr(named["optimizer"], "scaler", None)
         resumed = theirs.state_dict() if theirs is not None and state.global_step else {}
-        self.used = Use(
-            theirs,
-            args.device.type,
-            (named["model"],),
-            policy=self.policy,
-            scaler=self._scaler,
-            every=self._every,
-            precision=f"the Trainer has fp16={args.fp16}, bf16={args.bf16} on {args.device.type!r}",
-        )
+        device = args.device.type
+        precision = f"the Trainer has fp16={args.fp16}, bf16={args.bf16} on {device!r}"
+        scaler = chosen_scaler(theirs, device, self._scaler, precision)
+        self.used = Use(theirs, scaler, (named["model"],), self.policy, self._every)
         if self._scaler is not None and resumed:
             self._scaler.load_state_dict(resumed)
         self._has_told = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Takes them off."""
+        """Ends what is in use."""
         self.close()
 
     def on_log(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Adds what the scaler and the monitor say to the log of a loss."""
+        """Adds what the scaler and the monitor say to the log of a loss; the sentence on numbers once."""
         logs = named.get("logs")
         if self.used is None or logs is None or "loss" not in logs:
             return
-        said = self._said()
-        logs.update(said)
-        state.log_history[-1].update(said)
-
-    def _said(self) -> dict[str, float | str]:
         said: dict[str, float | str] = {}
-        assert self.used is not None
         scaler = self.used.scaler
         if scaler is not None and scaler.is_enabled():
-            said["loss_scale"] = scaler.get_scale()
-            said["skipped_steps"] = scaler.counters.skipped
+            said |= {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.counters.skipped}
         first = next((m.first for m in self.used.monitors if m.first is not None), None)
         if first is not None and not self._has_told:
             self._has_told = True
             said["first_nonfinite"] = first.message
-        return said
+        logs.update(said)
+        state.log_history[-1].update(said)

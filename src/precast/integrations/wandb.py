@@ -1,7 +1,9 @@
 """Logs what a gradient scaler did, and what a monitor counted, to Weights & Biases: an observer for `precast.observe`.
 
-Needs the package wandb, or a run of your own. Invariants: a run that was given stays open; no value is written under a
-step number of W&B's, which only grows, so the program may log what it likes in between.
+Needs the package wandb, or a run of your own.
+
+Invariants: a run that was given stays open; no value is written under a step number of W&B's, which only grows, so the
+program may log values of its own in between.
 """
 
 from __future__ import annotations
@@ -10,20 +12,21 @@ from typing import Any
 
 from precast._internal.events import HealthEvent, ScalerDiagnosis, StepEvent
 from precast._internal.missing import missing_extra
+from precast.integrations._event_values import health_values, step_values
 
 __all__ = ["WandB"]
 
 
 class WandB:
-    """Values of each step, an alert for verdicts; of a monitor, figures of each tensor.
+    """Logs values of each step, an alert for each verdict, and figures of each tensor that a monitor counts.
 
     The charts are drawn over ``<prefix>/step``, the scaler's iteration, and ``health/step``, the monitor's step. Of
-    each step there are the scale, and by optimizer whether it was skipped and how many seconds it took.
+    each step the scale is logged, and for each optimizer whether the step was skipped and how many seconds it took.
 
     Reading a step's scale waits for the device, so every step waits while it is observed.
 
     Args:
-        run: what `wandb.init` returned, or anything with `log`, `define_metric` and `alert`; None takes the run of this
+        run: What `wandb.init` returned, or anything with `log`, `define_metric` and `alert`; None takes the run of this
             process, and begins one where there is none.
         prefix: Before the names of all values of the scaler.
 
@@ -45,36 +48,21 @@ class WandB:
             self._run.define_metric(f"{each}/*", step_metric=f"{each}/step")
 
     def __call__(self, event: object) -> None:
-        """Logs a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; other events are none of its business."""
+        """Logs a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; leaves out other events."""
+        values: dict[str, Any]
         if isinstance(event, StepEvent):
-            self._run.log(self._of_step(event))
+            values = {f"{self._prefix}/step": event.step, **step_values(event, self._prefix)}
+            if event.skipped:
+                name = f"{self._prefix}/optimizer {event.optimizer}/not finite"
+                values[name] = len(event.names)
+            self._run.log(values)
         elif isinstance(event, ScalerDiagnosis):
             self._run.alert(title="precast: no lower scale helps", text=event.message)
         elif isinstance(event, HealthEvent):
-            values = {name: value for each in event.tensors for name, value in _figures(each)}
-            self._run.log({"health/step": event.step, **values})
-
-    def _of_step(self, event: StepEvent) -> dict[str, Any]:
-        name, skipped = f"{self._prefix}/optimizer {event.optimizer}", bool(event.skipped)
-        values = {
-            f"{self._prefix}/step": event.step,
-            f"{self._prefix}/scale": float(event.scale),
-            f"{name}/skipped": int(skipped),
-            f"{name}/seconds": event.seconds,
-        }
-        return {**values, f"{name}/not finite": len(event.names)} if skipped else values
-
-
-def _figures(tensor: dict[str, Any]) -> list[tuple[str, Any]]:
-    name = f"{tensor['kind']} {tensor['name'] or 'model'}"
-    elements = max(tensor["elements"], 1)
-    shares = {"zero": "zeros", "subnormal": "subnormal", "infinite": "overflow", "nan": "nan"}
-    if tensor["underflow_known"]:
-        shares["lost"] = "underflow_zeros"
-    return [
-        *((f"health/{figure}/{name}", tensor[figure]) for figure in ("maximum", "rms")),
-        *((f"health/{figure}/{name}", tensor[key] / elements) for figure, key in shares.items()),
-    ]
+            values = {"health/step": event.step}
+            for tensor in event.tensors:
+                values |= health_values(tensor)
+            self._run.log(values)
 
 
 def _current() -> Any:

@@ -1,10 +1,10 @@
-"""Keeps the program's modules and precast's apart where they have one name.
+"""Keeps the program's modules and precast's apart where they have the same name.
 
-A folder may hold a `click.py`, a `jinja2.py` or a `queue.py` of the program's own. Alone, the program imports those;
-precast has imported others by then, and still needs them when it writes its report.
+The program's folder may hold a `click.py`, a `jinja2.py` or a `queue.py`. Without precast the program imports those.
+precast has imported others of these names by then, and still needs them when it writes its report.
 
-Invariants: what the program imports is what `python` would have given it; what precast imports, early or late, is not
-the program's; PyTorch is the same for both.
+Invariants: the program imports what it imports under `python`; precast never imports the program's modules, early or
+late; both have the same PyTorch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _STAYS: Final = frozenset(
     {"__main__", "precast", "site", "sitecustomize", "torch", "usercustomize"}
 )
 _LATE: Final = frozenset({"jinja2", "markupsafe", "narwhals", "plotly"})
-"""What a page is made with."""
+"""The packages that a page is made with, which are imported at the end."""
 
 
 class ModuleIsolation:
-    """Two sets of modules, of which one is in `sys.modules`: precast's until `begin`, then the program's."""
+    """Two sets of modules, one of which is in `sys.modules`: precast's until `begin`, then the program's."""
 
     def __init__(self) -> None:
         self._folder: str | None = None
@@ -38,7 +38,7 @@ class ModuleIsolation:
         """The program starts now, with the folder that comes first in `sys.path`."""
         folder = sys.path[0] if sys.path else None
         if folder in sys.path[1:]:
-            return  # what is in it is precast's, too
+            return  # precast imports from this folder, too
         wanted = {*map(_top, sys.modules), *sys.stdlib_module_names, *_LATE}
         found = wanted & set(_modules_in(folder))
         self._folder = folder
@@ -47,7 +47,7 @@ class ModuleIsolation:
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """A block in which precast imports, and the program does not."""
+        """A block in which imports are precast's, not the program's."""
         if not self._names:
             yield
             return

@@ -1,8 +1,8 @@
-"""Where a run's report goes: looked at before the program starts, and found anew if it cannot be written in the end.
+"""Where a run's report goes: checked before the program starts, and another place if it cannot be written in the end.
 
-Invariants: what cannot be written is known before the program starts, as far as anybody can know; what was computed for
-hours is not lost because a folder went away meanwhile; each process of several writes files of its own, and what
-is merged holds all that are there.
+Invariants: a file that cannot be written is refused before the program starts, as far as that can be known then; the
+results of hours are not lost because a folder went away meanwhile; each process of several writes files of its own, and
+the merged files hold what all processes have written.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["OutputFiles", "Rank", "rank_from_environment"]
 
 @dataclass(frozen=True)
 class Rank:
-    """Which process this is, of how many; `number` is None for one that is alone."""
+    """Which process this is, and of how many; `number` is None for a process that is alone."""
 
     number: int | None = None
     of: int = 1
 
 
 def rank_from_environment() -> Rank:
-    """As torchrun says it to the processes that it starts."""
+    """The rank that torchrun tells the processes that it starts."""
     number, of = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not (number.isdecimal() and of.isdecimal()):
         return Rank()
@@ -35,12 +35,12 @@ def rank_from_environment() -> Rank:
 
 @dataclass(frozen=True)
 class OutputFiles:
-    """The files of one process.
+    """The files that one process writes.
 
     Attributes:
-        report: the page, or None where none is wanted; for several processes the merged one.
+        report: the page, or None where none is wanted; the merged one if there are several processes.
         json: the document, likewise.
-        rank: of this process.
+        rank: which process this is.
     """
 
     report: Path | None
@@ -58,20 +58,19 @@ class OutputFiles:
         return self._of(self.rank.number, self._document)
 
     def check(self) -> None:
-        """Makes the folders, tries to write there, and takes away what this rank left the last time.
+        """Makes the folders, tries to write there, and removes what this rank left there in an earlier run.
 
         Raises:
-            ValueError: it cannot be written, or two files have one name.
+            ValueError: a file cannot be written, or both have one name.
         """
         if self.report is not None and self.report == self.json:
             raise ValueError(f"--report and --json are both {self.report}; give each its own name")
-        for path in (self.report, self.json, self.own_report, self.own_json):
-            if path is not None:
-                _try(path)
+        own = [path for path in (self.own_report, self.own_json) if path is not None]
+        for path in [path for path in (self.report, self.json) if path is not None] + own:
+            _try(path)
         if self.rank.of > 1:
-            for own in (self.own_report, self.own_json):
-                if own is not None:
-                    own.unlink(missing_ok=True)
+            for path in own:
+                path.unlink(missing_ok=True)
 
     def documents_of_ranks(self) -> list[Path]:
         """The documents that are there, of this process and the others, by rank."""
@@ -79,16 +78,15 @@ class OutputFiles:
         return [path for path in paths if path is not None and path.exists()]
 
     def elsewhere(self) -> OutputFiles:
-        """OutputFiles in a new folder, for what cannot be written where it was asked for.
+        """Files in a new folder, for what cannot be written where it was asked for.
 
         Raises:
-            OSError: there is no other place either.
+            OSError: no folder can be made either.
         """
         folder = Path(tempfile.mkdtemp(prefix="precast-"))
-        report = folder / (self.report.name if self.report else "precast-report.html")
-        return OutputFiles(
-            report, folder / (self.json.name if self.json else "precast.json"), Rank()
-        )
+        report = self.report.name if self.report else "precast-report.html"
+        json = self.json.name if self.json else "precast.json"
+        return OutputFiles(folder / report, folder / json, Rank())
 
     @property
     def _document(self) -> Path | None:
@@ -103,26 +101,21 @@ class OutputFiles:
 
 
 def _try(path: Path) -> None:
-    """Whether a file can be made there; what is there stays as it is."""
+    """Raises a `ValueError` unless a file can be made at `path`; what is there stays as it is."""
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; name a file in it")
+    advice = ""
     try:
         if is_not_ours(path):
             raise ValueError(
                 f"cannot write {path}: {NOT_OURS}. Nothing was run; name another file with --report or --json, or move "
                 "that one away"
             )
+        advice = ". Nothing was run; name another place with --report or --json"
+        if not (is_no_file(path) and os.access(path, os.W_OK)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent) as file:
+                file.write(b"\0" * 4096)
+                file.flush()
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
-    if is_no_file(path) and os.access(path, os.W_OK):
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent) as file:
-            file.write(b"\0" * 4096)
-            file.flush()
-    except OSError as error:
-        because = error.strerror or error
-        raise ValueError(
-            f"cannot write {path}: {because}. Nothing was run; name another place with --report or --json"
-        ) from error
+        raise ValueError(f"cannot write {path}: {error.strerror or error}{advice}") from error

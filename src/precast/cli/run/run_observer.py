@@ -1,8 +1,8 @@
-"""All that is seen of a program, from the moment it has PyTorch to its end.
+"""Observes a program from the moment it has loaded PyTorch to its end, and describes in a document what it saw.
 
 Invariants: it changes no number that the program computes; what is kept does not grow with the run; a process that is
-forked off is not watched. What is called from outside of all modules, and has parameters, is a model; the largest is
-the one that names are taken from, and the first the one whose numbers are looked at.
+forked off is not watched. A module that is called from outside of all modules, and has parameters, is a model; names
+are taken from the largest one, and the first one is the one whose numbers are watched.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _MOST_VERDICTS = 16
 
 
 class RunObserver:
-    """Puts precast behind the program's regions, and looks on.
+    """Runs the program's regions on precast's engine, and observes its steps, operations and scalers.
 
     Args:
         policy: the name of a preset, or the path of a policy file.
         traced: the first step that is traced in full, and the first that no longer is.
-        health: whether a model's numbers are looked at, too.
+        health: whether a model's numbers are watched, too.
         begins: called when a step begins.
 
     Raises:
@@ -70,7 +70,7 @@ class RunObserver:
         self._ends = ExitStack()
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Begins to observe."""
         self._installed = install_to_observe(self.policy)
         self.window.start()
         self._ends.callback(self.window.stop)
@@ -83,7 +83,7 @@ class RunObserver:
         os.register_at_fork(after_in_child=self.stop)
 
     def stop(self) -> None:
-        """Ends it; the policy stays in force, for what the program does at its exit."""
+        """Ends the observation; the policy stays in force, for what the program does at its exit."""
         self._ends.close()
 
     def describe(self, document: Document) -> None:
@@ -105,7 +105,7 @@ class RunObserver:
             document.health = from_json(Health, self._monitor.as_dict())
         document.findings = numeric_findings(document)
 
-    # What a gradient scaler asks and tells (`events.Witness`).
+    # The next four are what a gradient scaler asks and tells (`events.Witness`).
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, str]:
         """``id`` of each of `parameters` that is one of a model's -> its name there."""
@@ -113,25 +113,23 @@ class RunObserver:
         wanted = list(parameters)
         with self.steps.mutex.lock:
             known = sorted(self._known, key=_size)
-        for module in known:  # the largest has the last word
+        for module in known:  # the largest is the last, so its names are taken
             named |= names_in(module, wanted)
         return named
 
     def first_of_step(self, optimizer: Optimizer) -> None:
-        """The monitor is asked, if there is one."""
+        """Nothing: if there is a monitor, that is asked, too."""
 
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:  # noqa: ARG002 -- a witness's
         """A scaler's step has ended, skipped or not."""
         self.steps.scaled(event)
 
     def judged(self, verdict: ScalerDiagnosis) -> None:
-        """No lower scale would have helped a step; of several such steps in a row the first is kept."""
+        """No lower scale would have helped a step. Of several such steps in a row only the first is kept."""
         step = verdict.step
         if step > self._judged_at + 1 and len(self._verdicts) < _MOST_VERDICTS:
-            names = list(verdict.names)
-            self._verdicts.append(
-                schema.ScalerDiagnosis(step, verdict.reason, verdict.scale, names)
-            )
+            found = (step, verdict.reason, verdict.scale, list(verdict.names))
+            self._verdicts.append(schema.ScalerDiagnosis(*found))
         self._judged_at = step
 
     def _model(self) -> nn.Module | None:
@@ -142,7 +140,9 @@ class RunObserver:
         self.window.begins(number)
 
     def _called(self, module: nn.Module) -> None:
-        if module in self._known or _torch.is_tracing():  # there, to ask for a size is an operation
+        if (
+            module in self._known or _torch.is_tracing()
+        ):  # asking for a size would be an operation in the trace
             return
         self._known.add(module)
         size = _size(module)

@@ -1,12 +1,11 @@
-"""Looks on while PyTorch's gradient scalers work: what their steps did, and where no lower scale would help.
+"""Observes PyTorch's gradient scalers: what each step did, and which steps no lower scale would have helped.
 
-Invariants: the scalers stay PyTorch's and do what they do alone; a step decided on the device is not waited for.
-A `precast.GradScaler`, which a program names itself, tells of its steps without this.
+Invariants: the scalers stay PyTorch's and do what they do without precast; a step that is decided on the device is not
+waited for. A `precast.GradScaler`, which a program makes itself, tells of its steps without this.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -35,20 +34,20 @@ class _Seen:
     """What was seen of one scaler."""
 
     limits: Limits
-    """Those that a `precast.GradScaler` with the same first scale has; this one keeps to none."""
+    """The limits of a `precast.GradScaler` with the same first scale; PyTorch's scaler has none."""
+    history: StepHistory
     iterations: int = 0
     losses: tuple[Tensor, ...] = ()
     steps: list[tuple[StepEvent, Tensor]] = field(default_factory=list)
-    """Those of this iteration, and what was found in their gradients: nonzero if one was not finite."""
-    history: StepHistory = field(kw_only=True)
+    """The steps of this iteration, each with a number that is not 0 if a gradient was not finite."""
 
 
 class ScalerObserver:
-    """Looks on from `start` until `stop`.
+    """Observes all of PyTorch's scalers from `start` until `stop`.
 
     Args:
         stepped: called with an optimizer and what a scaler's step on it did.
-        diagnosed: called with each diagnosis that a `precast.GradScaler` in its place would have raised as an error.
+        diagnosed: called with each diagnosis that a `precast.GradScaler` in a scaler's place would have raised.
     """
 
     def __init__(
@@ -62,22 +61,21 @@ class ScalerObserver:
         self._stop: list[Callable[[], None]] = []
 
     def start(self) -> None:
-        """Begins to look."""
-        self._stop = [
-            _torch.on_scaler_call("scale", self._scale),
-            _torch.on_scaler_call("step", self._step),
-            _torch.on_scaler_call("update", self._update),
-        ]
+        """Begins to observe."""
+        acts = {"scale": self._scale, "step": self._step, "update": self._update}
+        self._stop = [_torch.on_scaler_call(name, act) for name, act in acts.items()]
 
     def stop(self) -> None:
-        """Looks no more; what devices still have to say is waited for."""
+        """Ends it, and waits for what devices have still to decide."""
         while self._stop:
             self._stop.pop()()
         for seen in self._seen.values():
             self._diagnose(seen, wait=True)
 
     def _scale(self, scaler: Any, run: Callable[[], Any], outputs: Any, *_: Any) -> Any:
-        seen = self._of(scaler)  # before it has begun, when its scale is a number of Python's
+        seen = self._of(
+            scaler
+        )  # asked before the first call runs, as the scale is still a Python number then
         if not _torch.is_functorch_active():
             with _torch.without_dispatch():
                 new = (loss_to_keep(each) for each in _tensors(outputs) if each.is_floating_point())
@@ -96,15 +94,10 @@ class ScalerObserver:
         return result
 
     def _tell(
-        self,
-        seen: _Seen,
-        optimizer: Optimizer,
-        found: list[Tensor],
-        scale: Tensor,
-        seconds: float,
+        self, seen: _Seen, optimizer: Optimizer, found: list[Tensor], scale: Tensor, seconds: float
     ) -> None:
         found_inf = sum((each.to(scale.device) for each in found), torch.zeros_like(scale))
-        # Where the optimizer decides, nobody has waited for the device yet; elsewhere the scaler has, just now.
+        # An optimizer that handles the scale decides on the device, so nobody has waited for that; else the scaler has.
         skipped = found_inf if _torch.handles_scaling(optimizer) else bool(found_inf)
         details = NonfiniteDetails(optimizer, seen.losses)
         if skipped is True:
@@ -127,14 +120,10 @@ class ScalerObserver:
         return result
 
     def _end(self, seen: _Seen, interval: int) -> None:
-        """Writes the iteration down and diagnoses it."""
-        decided = [event.skipped for event, _ in seen.steps]
-        known = all(isinstance(each, bool) for each in decided)
-        skipped = (
-            any(decided)
-            if known
-            else functools.reduce(torch.add, (found_inf for _, found_inf in seen.steps))
-        )
+        """Adds the iteration to the history and diagnoses it."""
+        events, found_infs = zip(*seen.steps, strict=True)
+        is_known = all(isinstance(event.skipped, bool) for event in events)
+        skipped = any(e.skipped for e in events) if is_known else sum(found_infs[1:], found_infs[0])
         scale = seen.steps[0][0].scale
         seen.history.end_iteration(seen.iterations, scale, skipped, interval)
         self._diagnose(seen, wait=False)
@@ -147,13 +136,13 @@ class ScalerObserver:
         if scaler not in self._seen:
             floor = min(DEFAULT_LIMITS.min_scale, float(scaler.get_scale()))
             limits = replace(DEFAULT_LIMITS, min_scale=floor)
-            self._seen[scaler] = _Seen(limits, history=StepHistory(_KEPT, floor=floor))
+            self._seen[scaler] = _Seen(limits, StepHistory(_KEPT, floor=floor))
         seen: _Seen = self._seen[scaler]
         return seen
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in lists and tuples; what runs only once, as an iterator, is the program's to run."""
+    """The tensors in lists and tuples; an iterator is left to the program, as it gives its items only once."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, list | tuple):

@@ -1,10 +1,10 @@
-"""Hears of fatal signals in the midst of an operation, when the main thread cannot.
+"""Hears of fatal signals while an operation runs, when the main thread cannot handle them.
 
 Python runs a handler between two lines of Python, so a program in a multiplication of a minute would end a minute late.
-Python's own C handler writes each signal into a pipe; a thread reads it.
+But Python's C handler writes the number of each signal into a pipe at once, and here a thread reads that pipe.
 
-Invariants: the thread is none that `threading` knows, and there is none while the process forks, as Python warns of
-that; a program that wants the pipe's place (`signal.set_wakeup_fd`, as asyncio) has it, and finds none there.
+Invariants: `threading` does not know the thread, and it does not run while the process forks, of which Python warns. A
+program that sets a pipe of its own (`signal.set_wakeup_fd`, as asyncio does) replaces this one, and sees none before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 __all__ = ["SignalListener", "die_of"]
 
-_GRACE = 0.1  # seconds in which the main thread may come to it
+_GRACE = 0.1  # seconds in which the main thread may handle the signal itself
 _STOP = b"\0"  # no signal has this number
 
 
@@ -36,14 +36,14 @@ class SignalListener:
         self._set = signal.set_wakeup_fd
         before = self._set(self._in, warn_on_full_buffer=False)
         self._is_alone = before == -1
-        if not self._is_alone:  # what embeds Python has one
+        if not self._is_alone:  # a program that embeds Python has set one
             self._set(before)
             return
         os.register_at_fork(before=self._stop, after_in_child=self._leave)
         self._hide()
 
     def listen(self) -> None:
-        """Begins to, if it does not: called now and then, as the thread ends where the process forks."""
+        """Starts the thread if it does not run: called at each step, as the thread ends where the process forks."""
         if self._thread is None and self._is_alone and os.getpid() == self._process:
             self._thread = 0
             _thread.start_new_thread(self._read, ())
@@ -56,7 +56,7 @@ class SignalListener:
                 self._heard(number)
 
     def _stop(self) -> None:
-        """Before a fork: waits until the system counts the thread no more."""
+        """Called before a fork: ends the thread, and waits until the system no longer counts it."""
         if not self._thread or os.getpid() != self._process:
             return
         os.write(self._in, _STOP)
@@ -66,12 +66,15 @@ class SignalListener:
         self._thread = None
 
     def _leave(self) -> None:
-        """In a child: its signals are not its parent's."""
-        with contextlib.suppress(ValueError):  # forked by another thread, which is the main one now
+        """Called in a child, which must not write its signals into its parent's pipe."""
+        with contextlib.suppress(
+            ValueError
+        ):  # the main thread of the child was not that of its parent
             if self._set(-1) != self._in:
                 self._is_alone = False
 
     def _hide(self) -> None:
+        """Has `signal.set_wakeup_fd` say that there is no pipe where this one is, and set this one instead of none."""
         set_, ours = self._set, self._in
 
         @functools.wraps(set_)
@@ -84,7 +87,7 @@ class SignalListener:
 
 
 def die_of(number: int) -> None:
-    """Ends the process by a signal from any thread, where `signal.signal` serves the main one alone."""
+    """Ends the process by a signal, from any thread; `signal.signal` may be called from the main one alone."""
     import ctypes
 
     reset = ctypes.pythonapi.PyOS_setsig

@@ -1,4 +1,4 @@
-"""A run in a few lines for a terminal, 80 columns wide."""
+"""Says in a few lines what a document says of a run, for a terminal that is 80 columns wide."""
 
 from __future__ import annotations
 
@@ -20,18 +20,13 @@ _ENDED = {"ended": "ended", "exit": "exited", "exception": "failed", "interrupte
 
 
 def summary(document: Document, where: list[str]) -> str:
-    """What a person reads first, and where the rest is.
-
-    Args:
-        document: of the run.
-        where: sentences on what was written.
-    """
+    """What a person reads first about the run of `document`; `where` are sentences on the files that were written."""
     told = (*_run(document), *_skips(document), *map(_plain, rules_without_effect(document)))
     return said(*told, *_verdict(document), *where)
 
 
 def said(*sentences: str) -> str:
-    """Sentences, each on lines of its own that say who speaks; long paths are not broken."""
+    """Sentences, each on lines of its own that begin with precast's name; long paths are not broken."""
     wrap = textwrap.TextWrapper(
         width=79,
         initial_indent=_MARK,
@@ -64,7 +59,7 @@ def _skips(document: Document) -> Iterator[str]:
 
 
 def _verdict(document: Document) -> Iterator[str]:
-    """What the report says on its first screen; how the run ended has been said."""
+    """What the report says on its first screen, without how the run ended, which has been said."""
     if document.run.steps == 0:
         return
     found = summary_of(document)

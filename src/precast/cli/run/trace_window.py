@@ -1,7 +1,7 @@
-"""What is traced of a run: some steps in full, the rest counted.
+"""What is traced of a run: the steps that were asked for in full, of all steps only counts.
 
-Invariants: the full trace is open for the steps that were asked for and no others; what both keep is bounded. They see
-the thread that began to watch: steps that end in others open and close nothing.
+Invariants: the full trace is open in the steps that were asked for and in no others; what is kept does not grow with
+the run. Both traces see only the thread that called `start`, so steps that end in other threads open and close nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TraceWindow:
     Args:
         begin: the first step that is traced.
         end: the first that no longer is.
-        model: gives the model, whose names the rows say; asked when tracing begins.
+        model: gives the model from which the rows take names; it is called when the full trace begins.
     """
 
     def __init__(self, begin: int, end: int, model: Callable[[], nn.Module | None]) -> None:
@@ -37,7 +37,7 @@ class TraceWindow:
         self._steps = 0
         self._thread = 0
         self.elsewhere = 0
-        """How many steps have ended in other threads."""
+        """How many steps have ended in other threads than the one that is traced."""
 
     def start(self) -> None:
         """Begins to count."""
@@ -45,7 +45,7 @@ class TraceWindow:
         self._counter.__enter__()
 
     def begins(self, step: int) -> None:
-        """A step begins; 0 for the second time has what was traced so far forgotten."""
+        """Is told that a step begins; when step 0 begins once more, what was traced before is forgotten."""
         if step == 0:
             self.elsewhere = 0
         if threading.get_ident() != self._thread:
@@ -65,7 +65,7 @@ class TraceWindow:
             self._last = step
 
     def stop(self) -> None:
-        """Ends both, if it is in the thread that they see."""
+        """Ends both traces, if called in the thread that they see."""
         if threading.get_ident() == self._thread:
             self._close()
             self._counter.__exit__(None, None, None)
@@ -80,7 +80,7 @@ class TraceWindow:
         return self._counter.data.counts
 
     def data(self) -> TraceData | None:
-        """The full trace; its steps are the run's, skipped ones too: a trace counts optimizers'."""
+        """The full trace; its count of steps is the run's, which has skipped steps, too, unlike a trace's own."""
         if self._full is None:
             return None
         data = self._full.data

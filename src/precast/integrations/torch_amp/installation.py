@@ -1,4 +1,4 @@
-"""install: PyTorch's own regions, whoever opens them, run on precast's engine, policy and weight cache.
+"""`install`: PyTorch's own regions, whoever opens them, run on precast's engine, policy and weight cache.
 
 Invariants:
 
@@ -65,7 +65,7 @@ class Installation:
         return self._rules if self._models is None else self._models.rules()
 
     def _find_models(self, wanted: bool) -> None:
-        """Has the policy's rules act on the models that are called, or no longer."""
+        """Has the policy's rules act on the models that are called from now on, or ends that."""
         if wanted and self._models is None and self.policy.modules:
             self._models = FoundModels(self.policy, self._refused)
         elif not wanted and self._models is not None:
@@ -80,9 +80,8 @@ class Installation:
             )
 
     def __repr__(self) -> str:
-        return (
-            f"<{'in force' if self in _installations else 'ended'}: install({self.policy.name!r})>"
-        )
+        state = "in force" if self in _installations else "ended"
+        return f"<{state}: install({self.policy.name!r})>"
 
 
 def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
@@ -115,7 +114,7 @@ def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
 
 
 def install_to_observe(policy: Policy) -> Installation:
-    """The same, and the scalers of code that is imported later stay PyTorch's, which do as they do alone."""
+    """As `install`, but code that is imported later gets PyTorch's scalers, which do what they do without precast."""
     return _begin(Installation(policy, replaces_scalers=False))
 
 
@@ -139,43 +138,42 @@ def _put_in_force() -> None:
     for installation in _installations:
         installation._find_models(wanted=installation is _installations[-1])
     policy = _installations[-1].policy if _installations else None
-    before = [_meaning(_bound_policy(device)) for device in DEVICE_TYPES]
+    before = _meanings()
     for device in filter(_torch.has_device, DEVICE_TYPES):
         installed(device).bound_policy = (
             None if policy is None else registration.bind(policy, device)
         )
-    has_pending = any(
-        bound is not None and bound.pending for bound in map(_bound_policy, DEVICE_TYPES)
-    )
-    ours = {
-        unversioned_writes.check_at_exit: policy is not None,
-        _look_again: has_pending,
-    }
-    registration.cache_clear_hooks[:] = [
-        act for act in registration.cache_clear_hooks if act not in ours
-    ]
-    registration.cache_clear_hooks += [act for act, wanted in ours.items() if wanted]
+    has_pending = any(bound and bound.pending for bound in _bound_policies())
+    ours = {unversioned_writes.check_at_exit: policy is not None, _look_again: has_pending}
+    hooks = registration.cache_clear_hooks
+    hooks[:] = [act for act in hooks if act not in ours]
+    hooks += [act for act, wanted in ours.items() if wanted]
     _restore_names()
     if policy is None:
         registration.unregister(kernels=threading.active_count() == 1)
     else:
         _replace_names()
-    if before != [_meaning(_bound_policy(device)) for device in DEVICE_TYPES]:
+    if before != _meanings():
         _torch.reset_compiler()
 
 
-def _meaning(bound: BoundPolicy | None) -> str | None:
-    """What a graph compiled under `bound` depends on; None for PyTorch's own policy."""
-    return None if bound is None else bound.meaning
+def _bound_policies() -> list[BoundPolicy | None]:
+    """What is installed for each device type."""
+    return [installed(device).bound_policy for device in DEVICE_TYPES]
+
+
+def _meanings() -> list[str | None]:
+    """What compiled graphs depend on, for each device type; None for PyTorch's own policy."""
+    return [None if bound is None else bound.meaning for bound in _bound_policies()]
 
 
 def _replace_names() -> None:
-    stand_ins = [*FUNCTIONS, *(SCALERS if _installations[-1].replaces_scalers else ())]
-    for module, name, stand_in in stand_ins:
-        _replaced.append(_torch.replace_names(module.__name__, **{name: stand_in}))
-    if not all(bound is None or bound.is_pytorchs for bound in map(_bound_policy, DEVICE_TYPES)):
+    replaces_scalers = _installations[-1].replaces_scalers
+    for module, stand_ins in [*FUNCTIONS, *(SCALERS if replaces_scalers else ())]:
+        _replaced.append(_torch.replace_names(module.__name__, **stand_ins))
+    if not all(bound is None or bound.is_pytorchs for bound in _bound_policies()):
         _replaced.append(_torch.replace_regions(_enter, _exit))
-    let_be_pickled(installed=_installations[-1].replaces_scalers)
+    let_be_pickled(installed=replaces_scalers)
 
 
 def _restore_names() -> None:
@@ -186,7 +184,7 @@ def _restore_names() -> None:
 
 @functools.wraps(_torch.enter_region)
 def _enter(region: torch.autocast) -> Any:
-    """Enters a region under a policy that TorchScript's optimiser, which knows PyTorch's alone, would not follow."""
+    """Enters a region with TorchScript's optimiser off, which knows PyTorch's policy alone and would follow that."""
     _optimized.outside.append(_torch.optimizes_torchscript())
     _torch.optimize_torchscript(False)
     return _torch.enter_region(region)
@@ -210,10 +208,6 @@ _optimized = _Optimized()
 
 
 def _look_again() -> None:
-    """Binds anew where an operation that the policy knows may have been defined meanwhile."""
+    """Binds the policies anew, as an operation that they have a rule for may have been defined meanwhile."""
     with _lock:
         _put_in_force()
-
-
-def _bound_policy(device_type: str) -> BoundPolicy | None:
-    return installed(device_type).bound_policy

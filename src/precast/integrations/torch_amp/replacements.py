@@ -1,13 +1,13 @@
-"""What replaces PyTorch's scalers and custom function decorators while precast is installed.
+"""What replaces PyTorch's scalers and the decorators of custom functions while precast is installed.
 
 Invariants:
 
-- calling the replacement of a scaler makes a `precast.GradScaler`, which is one of PyTorch's too;
-- what is one of PyTorch's is one of the replacement's, so checks in libraries hold whichever came first;
-- a subclass of a replacement is a subclass of PyTorch's class: such classes are written against its private parts;
+- calling the replacement of a scaler's class makes a `precast.GradScaler`, which is a scaler of PyTorch's, too;
+- an instance of PyTorch's class is one of its replacement, so that checks in libraries hold, whichever came first;
+- a subclass of a replacement is a subclass of PyTorch's class, as it uses that class's private parts;
 - the old spellings warn as PyTorch's do, in their words, and at the line of the program that calls them;
-- a pickle of a scaler of PyTorch's loads as a `precast.GradScaler`; one is pickled as without precast, and a process
-  that has no precast loads it as PyTorch's.
+- a pickle of a scaler of PyTorch's loads as a `precast.GradScaler`; a scaler of PyTorch's is pickled as it is without
+  precast, and loads as that in a process that has no precast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import functools
 import inspect
 import pkgutil
 import warnings
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -36,25 +35,12 @@ class _Replacement(type):
     old_device: str | None
 
     def __new__(
-        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **settings: Any
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **named: Any
     ) -> type:
-        if not settings:
-            bases = tuple(b.stands_for if isinstance(b, _Replacement) else b for b in bases)
-            return type(name, bases, namespace)
-        return super().__new__(cls, name, bases, namespace)
-
-    def __init__(
-        cls,
-        name: str,
-        bases: tuple[type, ...],
-        namespace: dict[str, Any],
-        *,
-        stands_for: type,
-        old_device: str | None,
-    ) -> None:
-        super().__init__(name, bases, namespace)
-        cls.stands_for, cls.old_device = stands_for, old_device
-        cls.__signature__ = inspect.signature(stands_for)
+        if "stands_for" in namespace:
+            return super().__new__(cls, name, bases, namespace)
+        bases = tuple(b.stands_for if isinstance(b, _Replacement) else b for b in bases)
+        return type(name, bases, namespace, **named)  # a subclass, which a program writes
 
     def __call__(cls, *args: Any, **kwargs: Any) -> GradScaler:
         if cls.old_device is None:
@@ -69,16 +55,17 @@ class _Replacement(type):
         return issubclass(subclass, (cls.stands_for, GradScaler))
 
 
-def _scaler(stands_for: type, old_device: str | None = None) -> _Replacement:
+def _scaler(stands_for: type, old_device: str | None = None) -> Any:
     namespace = {
         "__module__": GradScaler.__module__,
         "__doc__": GradScaler.__doc__,
+        "__signature__": inspect.signature(stands_for),
         "__new__": _new,
         "__setstate__": _go_on,
+        "stands_for": stands_for,
+        "old_device": old_device,
     }
-    return _Replacement(
-        "GradScaler", (GradScaler,), namespace, stands_for=stands_for, old_device=old_device
-    )
+    return _Replacement("GradScaler", (GradScaler,), namespace)
 
 
 def _new(cls: type, *_: Any, **__: Any) -> Any:  # noqa: ARG001 -- a pickle of PyTorch's scaler names a replacement
@@ -150,8 +137,11 @@ def _warn_old(function: Any) -> None:
         warnings.warn(text, FutureWarning, stacklevel=callers_level())
 
 
-def _under(names: tuple[Any, ...], values: dict[str, Callable[..., Any]]) -> list[Any]:
-    return [(owner, name, value) for owner in names for name, value in values.items()]
+_Places = list[tuple[Any, dict[str, Any]]]
+
+
+def _under(*modules: Any, **stand_ins: Any) -> _Places:
+    return [(module, stand_ins) for module in modules]
 
 
 _STANDING: Final = (
@@ -159,26 +149,16 @@ _STANDING: Final = (
     _scaler(torch.cuda.amp.grad_scaler.GradScaler, "cuda"),
     _scaler(torch.cpu.amp.grad_scaler.GradScaler, "cpu"),
 )
-SCALERS: Final[list[tuple[Any, str, Any]]] = [
-    *_under((torch, torch.amp, torch.amp.grad_scaler), {"GradScaler": _STANDING[0]}),
-    *_under(
-        (torch.cuda.amp, torch.cuda.amp.grad_scaler),
-        {"GradScaler": _STANDING[1]},
-    ),
-    *_under(
-        (torch.cpu.amp, torch.cpu.amp.grad_scaler),
-        {"GradScaler": _STANDING[2]},
-    ),
+SCALERS: Final[_Places] = [
+    *_under(torch, torch.amp, torch.amp.grad_scaler, GradScaler=_STANDING[0]),
+    *_under(torch.cuda.amp, torch.cuda.amp.grad_scaler, GradScaler=_STANDING[1]),
+    *_under(torch.cpu.amp, torch.cpu.amp.grad_scaler, GradScaler=_STANDING[2]),
 ]
-"""Where each name of a scaler of PyTorch's is (module, name), and what stands there while precast is installed."""
-FUNCTIONS: Final[list[tuple[Any, str, Any]]] = [
-    *_under(
-        (torch.amp, torch.amp.autocast_mode),
-        {"custom_fwd": custom_fwd, "custom_bwd": custom_bwd},
-    ),
-    *_under(
-        (torch.cuda.amp, torch.cuda.amp.autocast_mode),
-        {"custom_fwd": _old_custom_fwd, "custom_bwd": _old_custom_bwd},
-    ),
+"""The modules with a scaler of PyTorch's, each with its name and what stands there while precast is installed."""
+
+_OLD: Final = {"custom_fwd": _old_custom_fwd, "custom_bwd": _old_custom_bwd}
+FUNCTIONS: Final[_Places] = [
+    *_under(torch.amp, torch.amp.autocast_mode, custom_fwd=custom_fwd, custom_bwd=custom_bwd),
+    *_under(torch.cuda.amp, torch.cuda.amp.autocast_mode, **_OLD),
 ]
 """The same of the decorators of custom functions."""
