@@ -54,8 +54,9 @@ _HISTORY = 100  # steps, unless the user says how many
 Result = tuple[float | None, bool | Tensor]  # of the optimizer's step; and whether it was skipped
 
 
-# It is one of PyTorch's, as trainers ask isinstance() before they call `unscale_`.
-class GradScaler(Displayed, torch.amp.GradScaler):
+# It is one of PyTorch's, as trainers ask isinstance() before they call `unscale_`. That base is the first, so that an
+# object of PyTorch's class can be given this one (`integrations/accelerate.py`).
+class GradScaler(torch.amp.GradScaler, Displayed):
     """Scales losses, unscales and checks gradients, and adapts the scale, like `torch.amp.GradScaler`.
 
     In addition, it reports what each step did (`last_step`, `history`, `counters`), keeps the scale within limits, and
