@@ -31,7 +31,15 @@ from xml.etree import ElementTree
 
 from precast._internal import torch_versions
 
-__all__ = ["Run", "found_by_pip", "main", "merged", "oldest_and_newest", "read_report"]
+__all__ = [
+    "Run",
+    "found_by_pip",
+    "main",
+    "merged",
+    "numbers",
+    "oldest_and_newest",
+    "read_report",
+]
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = ROOT / ".venvs"
@@ -97,7 +105,7 @@ def oldest_and_newest(versions: Iterable[str]) -> list[str]:
     supported = [v for v in versions if torch_versions.parse(v) in torch_versions.supported()]
     if not supported:
         raise SystemExit("pip finds no PyTorch that precast supports")
-    supported.sort(key=_numbers)
+    supported.sort(key=numbers)
     return list(dict.fromkeys([supported[0], supported[-1]]))
 
 
@@ -120,7 +128,12 @@ def merged(before: Iterable[dict[str, object]], runs: Iterable[Run]) -> list[dic
     """The rows of earlier runs, with those of the same versions replaced; the oldest PyTorch first."""
     rows = {(row["torch"], row["python"]): row for row in before}
     rows |= {(run.torch, run.python): asdict(run) for run in runs}
-    return sorted(rows.values(), key=lambda row: (_numbers(str(row["torch"])), str(row["python"])))
+    return sorted(rows.values(), key=lambda row: (numbers(str(row["torch"])), str(row["python"])))
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` -> (2, 13, 0), to be sorted by."""
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 def say(what: str) -> None:
@@ -150,6 +163,7 @@ def _run(version: str, label: str, chosen: argparse.Namespace) -> Run:
     say(f"{label}: installing into {home.relative_to(ROOT)}")
     try:
         python = _install(home, version, chosen.python)
+        _call(str(python), "-m", "tools.native_library")
         say(f"{label}: testing")
         return _test(python, chosen.pytest)
     except subprocess.CalledProcessError as error:
@@ -211,11 +225,6 @@ def _write(runs: Iterable[Run]) -> None:
 
 def _today() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0), to be sorted by."""
-    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 if __name__ == "__main__":

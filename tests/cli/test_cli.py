@@ -83,7 +83,7 @@ def test_the_package_runs_as_the_command() -> None:
 
 def test_help_names_every_command_and_fits_80_columns() -> None:
     text = precast_("--help").output
-    for command in ("demo", "doctor", "explain"):
+    for command in ("build", "demo", "doctor", "explain"):
         assert f"  {command}" in text
         of_command = precast_(command, "--help").output
         assert "--json" in of_command
@@ -264,7 +264,7 @@ main()
 @pytest.mark.parametrize("rich", ["numpy", "rich,tomli_w,numpy"])
 @pytest.mark.parametrize(
     "command",
-    [["demo"], ["doctor"], ["explain", "softmax"], ["explain", "--model", "a:b"]],
+    [["build"], ["demo"], ["doctor"], ["explain", "softmax"], ["explain", "--model", "a:b"]],
     ids=" ".join,
 )
 def test_without_pytorch_a_command_that_needs_it_says_so(

@@ -17,7 +17,7 @@ import click
 
 from precast._internal.missing import missing_requirement
 from precast._internal.version import __version__
-from precast.cli import other_commands, run_command
+from precast.cli import build_command, other_commands, run_command
 from precast.errors import PolicyError, PrecastError
 
 __all__ = ["main"]
@@ -65,6 +65,7 @@ def main() -> None:
     """A replacement for torch.amp whose precision table you can edit."""
 
 
+main.add_command(build_command.build)
 main.add_command(run_command.run)
 main.add_command(run_command.report_)
 
@@ -126,7 +127,10 @@ def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
 @main.command(short_help="Measure how fast this machine is in each dtype.")
 @_as_json
 def doctor(as_json: bool) -> None:
-    """Measure how fast this machine is in each dtype, and advise which one to use."""
+    """Measure how fast this machine is in each dtype, and advise which one to use.
+
+    It also says which engine of precast's runs; if that is the slower one, why, and what to do.
+    """
     _require_torch()
     from rich.console import Console
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from precast.diagnostics.hardware import doctor
 from precast.diagnostics.hardware.doctor import Device, Diagnosis, recommend
+from precast.diagnostics.hardware.engine_report import Cost, EngineReport
 from precast.diagnostics.hardware.machine import DTYPES, dtypes_of, interleaved_seconds, measure
 from tests.support.comparisons import OPERATIONS, report
 
@@ -188,8 +189,9 @@ def test_runs_take_turns_and_each_begins_as_often() -> None:
 # --- what is said ---
 
 GOLDEN = """\
-torch  2.99 (Python 3.99)
-cpu    a processor, 2 threads
+torch   2.99 (Python 3.99)
+cpu     a processor, 2 threads
+engine  reference
 
 cpu: speed beside float32 (higher is faster, one thread)
 
@@ -208,6 +210,11 @@ Why: on cpu bfloat16 computes 6.0x as fast as float32 (float16: 0.032x), over
 matmul, convolution and its backward; it has float32's range, so training needs
 no scaler.
     with precast.autocast("cpu", dtype=torch.bfloat16):
+
+precast runs on its reference engine, the slower one.
+Why: there is no compiled library for PyTorch 2.99 on this machine.
+A small linear layer takes 12.3 us in a region, and 7.6 us on the native engine.
+    precast build
 """
 
 
@@ -219,7 +226,9 @@ def example() -> Diagnosis:
         report("float8_e4m3fn", 0.39, None, None),
     )
     devices = (Device("cpu", "a processor, 2 threads"),)
-    return Diagnosis("2.99", "3.99", devices, reports, recommend(reports))
+    reason = "there is no compiled library for PyTorch 2.99 on this machine"
+    engine = EngineReport("reference", reason, "precast build", Cost(12.3e-6, 7.6e-6))
+    return Diagnosis("2.99", "3.99", devices, reports, recommend(reports), engine)
 
 
 def test_all_of_it_is_readable_in_80_columns() -> None:

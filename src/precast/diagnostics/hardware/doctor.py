@@ -17,6 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from precast.diagnostics.hardware.engine_report import EngineReport, engine_here
 from precast.diagnostics.hardware.machine import DtypeReport, dtypes_of, measure
 
 __all__ = [
@@ -68,6 +69,7 @@ class Diagnosis:
     devices: tuple[Device, ...]
     reports: tuple[DtypeReport, ...]
     recommendation: Recommendation
+    engine: EngineReport
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON; times in seconds, ratios to float32's speed."""
@@ -77,6 +79,7 @@ class Diagnosis:
             "devices": [asdict(device) for device in self.devices],
             "dtypes": [report_as_dict(report) for report in self.reports],
             "recommendation": asdict(self.recommendation),
+            "engine": asdict(self.engine),
         }
 
 
@@ -102,9 +105,15 @@ def diagnose(advance: Callable[[str], None] = lambda _: None) -> Diagnosis:
         for dtype in dtypes_of(device):
             advance(f"{dtype} on {device}")
             reports.append(measure(device, dtype))
+    advance("the engine")
     devices = (Device("cpu", _cpu()), *(Device(str(each), _gpu(each)) for each in _accelerators()))
     return Diagnosis(
-        torch.__version__, platform.python_version(), devices, tuple(reports), recommend(reports)
+        torch.__version__,
+        platform.python_version(),
+        devices,
+        tuple(reports),
+        recommend(reports),
+        engine_here(),
     )
 
 
@@ -136,7 +145,7 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     for device in dict.fromkeys(report.device for report in diagnosis.reports):
         of_device = [report for report in diagnosis.reports if report.device == device]
         parts += [Text(), _table(device, of_device), *_errors(of_device)]
-    return Group(*parts, Text(), _advice(diagnosis.recommendation))
+    return Group(*parts, Text(), _advice(diagnosis.recommendation), *_slower(diagnosis.engine))
 
 
 def processor(device: torch.device) -> str:
@@ -194,6 +203,7 @@ def _header(diagnosis: Diagnosis) -> Table:
     table.add_row("torch", f"{diagnosis.torch} (Python {diagnosis.python})")
     for device in diagnosis.devices:
         table.add_row(device.name, device.description)
+    table.add_row("engine", diagnosis.engine.name)
     return table
 
 
@@ -243,3 +253,22 @@ def _advice(recommendation: Recommendation) -> RenderableType:
     title = f"Use {recommendation.dtype} on {recommendation.device}; gradient scaler {scaler}."
     code = [Text(f"    {recommendation.code}", "cyan")] if recommendation.code else []
     return Group(Text(title, "bold"), Text(f"Why: {recommendation.reason}."), *code)
+
+
+def _slower(engine: EngineReport) -> list[RenderableType]:
+    """Where the slower engine runs: why, what that costs, and the command that mends it."""
+    if not engine.reason:
+        return []
+    lines = [
+        Text(),
+        Text("precast runs on its reference engine, the slower one.", "bold"),
+        Text(f"Why: {engine.reason}."),
+    ]
+    if engine.cost is not None:
+        reference, native = engine.cost.reference * 1e6, engine.cost.native * 1e6
+        lines.append(
+            Text(
+                f"A small linear layer takes {reference:.1f} us in a region, and {native:.1f} us on the native engine."
+            )
+        )
+    return [*lines, *([Text(f"    {engine.remedy}", "cyan")] if engine.remedy else [])]

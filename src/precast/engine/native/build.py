@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from precast._internal import atomic_write
+from precast._internal import atomic_write, torch_versions
 from precast.engine.native import library_file
 from precast.errors import BuildError, OutputError
 
@@ -76,13 +76,13 @@ class Built:
     Attributes:
         path: the library.
         torch: the version of PyTorch it is for.
-        compiler: what the compiler says of its version.
+        compiler: what the compiler says of its version; None where none was needed.
         is_new: False where it was there already.
     """
 
     path: Path
     torch: str
-    compiler: str
+    compiler: str | None
     is_new: bool
 
 
@@ -94,13 +94,19 @@ def installed_torch() -> Torch:
     """The PyTorch that this Python would import, found without importing it.
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is none, or one without headers.
+        TorchVersionError: it is older than precast can run on.
     """
-    spec = importlib.util.find_spec("torch")
+    try:
+        spec = importlib.util.find_spec("torch")
+    except ValueError:  # `sys.modules` has something by that name that is no module of a file
+        spec = None
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        return torch_in(Path(folder))
+        torch = torch_in(Path(folder))
+        torch_versions.check(torch.version)
+        return torch
     raise BuildError(
-        "PyTorch is not installed in this environment, and the library is compiled with its headers"
+        "precast build needs PyTorch, which is not installed here: the library is compiled with its headers"
     )
 
 
@@ -170,7 +176,7 @@ def build(
     """Compiles the library, or finds that it is there already.
 
     Args:
-        folder: where it shall be; by default the user's cache.
+        folder: where it shall be; by default the user's cache, unless the package has one that works.
         torch: what it is for; by default the one that is installed.
         compiler: by default the one that `find_compiler` finds.
         check: whether it is loaded and probed in a process of its own, which needs `torch` to be the installed one.
@@ -184,7 +190,11 @@ def build(
         raise BuildError(
             "the native engine is not built on Windows; the reference engine runs there"
         )
-    torch, compiler = torch or installed_torch(), compiler or find_compiler()
+    torch = torch or installed_torch()
+    shipped = _in_package(torch, check) if folder is None else None
+    if shipped is not None:
+        return Built(shipped, torch.version, None, is_new=False)
+    compiler = compiler or find_compiler()
     if compiler is None:
         raise BuildError(
             f"no C++ compiler was found (CXX is not set; tried {', '.join(_COMPILERS)}). Install one, such as g++, "
@@ -195,6 +205,27 @@ def build(
     with _locked(folder, lambda: advance("waiting for another process that builds", 0, 1)):
         found = job.find()
         return Built(found or job.make(), torch.version, compiler.version, is_new=found is None)
+
+
+def _in_package(torch: Torch, check: bool) -> Path | None:
+    """The library of the package, if it has one that works."""
+    for path in library_file.candidates(library_file.COMPILED, torch.version):
+        if _wrong(path, torch, check) is None:
+            return path
+    return None
+
+
+def _wrong(path: Path, torch: Torch, check: bool) -> str | None:
+    """What is wrong with a library; with `check` it is loaded too, in a process that it may end."""
+    refused = library_file.refusal(path, torch.version)
+    if refused is not None or not check:
+        return refused
+    command = [sys.executable, "-P", "-m", "precast.engine.native.library", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode == 0:
+        return None
+    told = done.stderr.strip().rpartition("\n")[2]
+    return told if done.returncode == 1 and told else f"loading it {_ended(done.returncode)}"
 
 
 @contextlib.contextmanager
@@ -240,7 +271,7 @@ class _Job:
         start = f"{library_file.prefix(self.torch.version)}{library_file.source_hash()}-{self.compiler.key}-"
         for path in library_file.candidates(self.folder, self.torch.version):
             if path.name.startswith(start):
-                if library_file.refusal(path, self.torch.version) is None and not self._probe(path):
+                if _wrong(path, self.torch, self.check) is None:
                     return path
                 path.unlink(missing_ok=True)
         return None
@@ -271,7 +302,7 @@ class _Job:
                 work, library_file.file_name(self.torch.version, self.compiler.key, content)
             )
             made.rename(path)
-            wrong = library_file.refusal(path, self.torch.version) or self._probe(path)
+            wrong = _wrong(path, self.torch, self.check)
             if wrong:
                 raise BuildError(f"what {self.compiler.version} has made does not work: {wrong}")
         kept = self.folder / path.name
@@ -337,19 +368,6 @@ class _Job:
         except OutputError as error:
             return str(error)
         return f"all that it said is in {path}"
-
-    def _probe(self, path: Path) -> str | None:
-        """What is wrong with a library, found in a process that it may end."""
-        if not self.check:
-            return None
-        command = [sys.executable, "-P", "-m", "precast.engine.native.library", str(path)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False
-        )
-        if done.returncode == 0:
-            return None
-        told = done.stderr.strip().rpartition("\n")[2]
-        return f"loading it {_ended(done.returncode)}{f': {told}' if told else ''}"
 
 
 _LINK: Final = ("-shared", "-Wl,--no-undefined") if sys.platform == "linux" else ("-shared",)

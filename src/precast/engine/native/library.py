@@ -25,7 +25,16 @@ from precast._internal.locks import survives_fork
 from precast.engine.native import library_file
 from precast.errors import PrecastError, PrecastWarning
 
-__all__ = ["ENGINES", "REMEDY", "Library", "Unavailable", "chosen_engine", "load"]
+__all__ = [
+    "ENGINES",
+    "REMEDY",
+    "Library",
+    "Unavailable",
+    "chosen_engine",
+    "find",
+    "load",
+    "open_library",
+]
 
 ENGINES: Final = ("reference", "native")
 REMEDY: Final = "precast build"
@@ -69,28 +78,38 @@ _lock = survives_fork(threading.RLock())
 
 
 def load() -> Library | Unavailable:
-    """The library for this process, loaded when it is first asked for."""
+    """The library for this process, looked for and loaded when it is first asked for."""
     with _lock:
-        return _load_once()
+        return _found()
 
 
 @functools.cache
-def _load_once() -> Library | Unavailable:
+def _found() -> Library | Unavailable:
+    return find()
+
+
+def find() -> Library | Unavailable:
+    """Looks for the library and loads it, whatever `load` has found; for `load`, and for tests."""
     import torch
 
     if sys.platform == "win32":
         return Unavailable("the native engine is not built on Windows", "")
     version = str(torch.__version__)
-    refused = []
+    refused, others = [], []
     for folder in _folders():
         for path in library_file.candidates(folder, version):
+            if not library_file.is_of_these_sources(path, version):
+                others.append(path)  # of another precast, which shares the cache
+                continue
             wrong = library_file.refusal(path, version)
             if wrong is None:
                 return open_library(path)
             refused.append(wrong)
     if refused:
         return Unavailable(refused[0], is_refused=True)
-    return Unavailable(f"there is no compiled library for PyTorch {version} on this machine")
+    if others:
+        return Unavailable(f"{others[0]} was compiled from the sources of another precast")
+    return Unavailable(f"no library has been compiled for PyTorch {version} on this machine")
 
 
 def _folders() -> list[Path]:
@@ -102,10 +121,14 @@ def _folders() -> list[Path]:
 
 def open_library(path: Path) -> Library | Unavailable:
     """Loads a library whose file is in order, and asks it whether it fits the PyTorch that is loaded."""
-    import torch  # noqa: F401 -- the library is linked to what this loads
+    import torch  # the library is linked to what this loads
 
     marker = library_file.read_marker(path.read_bytes())
     assert marker is not None
+    if marker.cxx11_abi != torch.compiled_with_cxx11_abi():
+        return Unavailable(
+            f"{path} was compiled for another C++ ABI than PyTorch's", is_refused=True
+        )
     try:
         functions = ctypes.PyDLL(str(path))
         built_for, probe = functions.precast_native_built_for, functions.precast_native_probe

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -34,6 +35,7 @@ __all__ = [
     "candidates",
     "file_name",
     "fingerprint",
+    "is_of_these_sources",
     "prefix",
     "read_marker",
     "refusal",
@@ -141,27 +143,22 @@ def cache_folder() -> Path:
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "precast"
 
 
+def is_of_these_sources(path: Path, version: str) -> bool:
+    """Whether a library is called as one for this PyTorch from the sources that are here."""
+    return path.name.startswith(prefix(version) + source_hash())
+
+
 def candidates(folder: Path, version: str) -> list[Path]:
     """The libraries in a folder that are called as one for this PyTorch is, the best first.
 
     Those of these sources come first, and of these the newest.
     """
-    start = prefix(version)
-    try:
-        found = [
-            path
-            for path in folder.iterdir()
-            if path.name.startswith(start) and path.suffix == ".so"
-        ]
-        dated = [
-            (path.name.startswith(start + source_hash()), path.stat().st_mtime_ns, path)
-            for path in found
-        ]
-    except (
-        OSError
-    ):  # no such folder, or none that may be read; or another process removed a file just now
-        return []
-    return [path for *_, path in sorted(dated, reverse=True)]
+    start, found = prefix(version), []
+    with contextlib.suppress(OSError):  # there is no folder, or none that may be read
+        for path in folder.iterdir():
+            if path.name.startswith(start) and path.suffix == ".so":
+                found.append((is_of_these_sources(path, version), path.stat().st_mtime_ns, path))
+    return [path for *_, path in sorted(found, reverse=True)]
 
 
 def read_marker(content: bytes) -> Marker | None:

@@ -1,0 +1,52 @@
+"""The command `precast build`, which compiles the library of the native engine.
+
+Invariants: PyTorch is not loaded in this process; progress is shown on stderr, where that is a terminal.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from precast.engine.native.build import Built
+
+__all__ = ["build"]
+
+
+@click.command(short_help="Compile the native engine for the PyTorch that is here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def build(as_json: bool) -> None:
+    """Compile the native engine for the PyTorch that is installed.
+
+    It takes less than a minute and a C++ compiler: the one that CXX names, else c++, g++ or
+    clang++. The library is kept in the user's cache, where every program finds it; a second
+    call finds that it is there.
+    """
+    built = _build()
+    if as_json:
+        import json
+
+        found = {"path": str(built.path), "torch": built.torch, "compiler": built.compiler}
+        click.echo(json.dumps({**found, "is_new": built.is_new}, indent=2))
+    elif built.is_new:
+        click.echo(f"compiled for PyTorch {built.torch} by {built.compiler}\n{built.path}")
+    else:
+        click.echo(f"was there already for PyTorch {built.torch}\n{built.path}")
+
+
+def _build() -> Built:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from precast.engine.native import build as build_
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("looking for the compiler", total=None)
+
+        def advance(what: str, done: int, of: int) -> None:
+            progress.update(task, description=what, completed=done, total=of)
+
+        return build_.build(advance=advance)
