@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NATIVE := $(VENV)/.native
+NATIVE_SOURCES := $(wildcard src/precast/engine/native/*.cpp src/precast/engine/native/*.h) \
+	$(addprefix src/precast/engine/native/,build.py library_file.py)
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 CLIENTS := .venvs/clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
@@ -19,7 +22,7 @@ INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples demo-digits demo-distributed doctor test test-project lint format types docs docs-draft docs-serve \
-	docs-examples ci bench attack test-clients test-package test-versions conformance conformance-nightly bench-clients gpu clean
+	docs-examples ci bench attack test-clients wheel test-package test-versions conformance conformance-nightly bench-clients gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,38 +32,45 @@ $(STAMP): pyproject.toml lint/pyproject.toml constraints.txt
 	$(BIN)/$(INSTALL) --editable '.[dev]' --editable ./lint
 	touch $@
 
+# Without a C++ compiler this makes nothing, says so, and is tried again: the reference engine runs.
+$(NATIVE): $(STAMP) $(NATIVE_SOURCES)
+	$(BIN)/python -m tools.native_library --stamp $@
+
 $(CLIENTS_STAMP): pyproject.toml constraints.txt constraints-clients.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/$(INSTALL) --constraint constraints-clients.txt --editable '.[test-clients]'
 	touch $@
 
-demo: $(STAMP)  ## train a network in float32 and in mixed precision, and show the difference
+demo: $(NATIVE)  ## train a network in float32 and in mixed precision, and show the difference
 	$(BIN)/precast demo checkerboard
 
-demo-digits: $(STAMP)  ## the same on real handwritten digits, with held-out accuracy
+demo-digits: $(NATIVE)  ## the same on real handwritten digits, with held-out accuracy
 	$(BIN)/precast demo digits
 
-demo-distributed: $(STAMP)  ## two processes on gloo: one has a broken gradient, all skip that step and say whose it was
+demo-distributed: $(NATIVE)  ## two processes on gloo: one has a broken gradient, all skip that step and say whose it was
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/distributed.py
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/distributed.py --ddp
 
-examples: $(STAMP)  ## run the programs of examples/, one chapter after the other
+examples: $(NATIVE)  ## run the programs of examples/, one chapter after the other
 	@for program in examples/[0-9]*.py; do \
 		echo; echo "== $$program"; $(BIN)/python $$program || exit 1; \
 	done
 
-doctor: $(STAMP)  ## what this machine can do in each dtype, measured
+doctor: $(NATIVE)  ## what this machine can do in each dtype, measured
 	$(BIN)/precast doctor
 
-test: $(STAMP)  ## the tests of the package, which protect its users; the others are `test-project`
+test: $(NATIVE)  ## the tests of the package, which protect its users; the others are `test-project`
 	$(PYTEST) $(addprefix --ignore=,$(PROJECT_TESTS))
 
-test-project: $(STAMP)  ## the tests of the site, the examples of the documentation, benchmarks, tools, layout
+test-project: $(NATIVE)  ## the tests of the site, the examples of the documentation, benchmarks, tools, layout
 	$(PYTEST) $(PROJECT_TESTS)
 
-test-clients: $(CLIENTS_STAMP)  ## programs of transformers, accelerate, lightning ... with and without precast.install(); the integrations
+test-clients: $(CLIENTS_STAMP) $(NATIVE)  ## programs of transformers, accelerate, lightning ... with and without precast.install(); the integrations
 	$(CLIENTS)/bin/python -m pytest tests/clients --numprocesses auto --dist worksteal \
 		--clients-json docs/data/clients.json
+
+wheel: $(STAMP)  ## a wheel with the native engine for every supported PyTorch, in dist; takes their wheels from pip
+	$(BIN)/python -m tools.native_library --wheel
 
 test-package: $(STAMP)  ## the wheel and the source distribution in empty environments, and under a user's type checker
 	$(BIN)/python -m pytest tests/package
@@ -68,13 +78,13 @@ test-package: $(STAMP)  ## the wheel and the source distribution in empty enviro
 test-versions: $(STAMP)  ## both groups of tests on the oldest and the newest PyTorch that is supported
 	$(BIN)/python -m tools.versions
 
-attack: $(STAMP)  ## every scenario of tests/attack with three fresh seeds; writes what it found to docs/reliability.md
+attack: $(NATIVE)  ## every scenario of tests/attack with three fresh seeds; writes what it found to docs/reliability.md
 	$(BIN)/python -m tests.attack --seeds 3 --write
 
-conformance: $(STAMP)  ## all that is compared with PyTorch, and ten thousand random programs; writes docs/conformance.md
+conformance: $(NATIVE)  ## all that is compared with PyTorch, and ten thousand random programs; writes docs/conformance.md
 	$(BIN)/python -m tools.conformance
 
-conformance-nightly: $(STAMP)  ## ten thousand random programs
+conformance-nightly: $(NATIVE)  ## ten thousand random programs
 	$(BIN)/python -m tools.conformance --programs 10000
 
 lint: $(STAMP)  ## format check, lint, the order of imports
@@ -89,39 +99,39 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 types: $(STAMP)  ## strict type check
 	$(BIN)/mypy
 
-docs: $(STAMP)  ## the documentation site, in build/site; the programs it shows are run
+docs: $(NATIVE)  ## the documentation site, in build/site; the programs it shows are run
 	@mkdir -p build/pages
 	$(MKDOCS) build
 	$(BIN)/python -m tools.site.check build/site
 
-docs-draft: $(STAMP)  ## the same while pages are missing: what is wrong is said, and the site is there all the same
+docs-draft: $(NATIVE)  ## the same while pages are missing: what is wrong is said, and the site is there all the same
 	@mkdir -p build/pages
 	$(MKDOCS) build --no-strict
 
-docs-serve: $(STAMP)  ## the site on http://127.0.0.1:8000, built anew when a page changes
+docs-serve: $(NATIVE)  ## the site on http://127.0.0.1:8000, built anew when a page changes
 	@mkdir -p build/pages
 	$(MKDOCS) serve --no-strict
 
-docs-examples: $(STAMP)  ## run every Python example of the README files and docs
+docs-examples: $(NATIVE)  ## run every Python example of the README files and docs
 	$(BIN)/python -m pytest tests/project/test_docs.py
 
 # What keeps one core busy runs beside its like; tests take what cores there are. (Make 3.81 cannot keep outputs apart.)
-ci: $(STAMP)  ## everything CI runs (the layer test and the docs examples are part of `test-project`)
+ci: $(NATIVE)  ## everything CI runs (the layer test and the docs examples are part of `test-project`)
 	$(MAKE) --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) \
 		lint types docs test-package $(CLIENTS_STAMP)
 	$(MAKE) test test-project test-clients
 
-bench: $(STAMP)  ## calls, the demos and whole networks, beside torch.autocast, and the checker; writes docs/performance.md
+bench: $(NATIVE)  ## calls, the demos and whole networks, beside torch.autocast, and the checker; writes docs/performance.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks.check --write
 	$(BIN)/python -m benchmarks.importing --write
 
-gpu: $(STAMP)  ## everything that needs a GPU, in about nine minutes; writes docs/gpu.md
+gpu: $(NATIVE)  ## everything that needs a GPU, in about nine minutes; writes docs/gpu.md
 	$(BIN)/python -m tools.gpu
 
-bench-clients: $(CLIENTS_STAMP)  ## a training step and inference of other people's models, beside torch.autocast
+bench-clients: $(CLIENTS_STAMP) $(NATIVE)  ## a training step and inference of other people's models, beside torch.autocast
 	$(CLIENTS)/bin/python -m benchmarks clients
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .venvs .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf src/precast/engine/native/compiled $(VENV) .venvs .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -578,5 +578,5 @@ def test_a_pytorch_that_is_too_old_is_refused_before_anything_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "torch_in", lambda folder: build.Torch("2.2.2", folder))
-    with pytest.raises(TorchVersionError, match="PyTorch 2.2.2 is installed"):
+    with pytest.raises(TorchVersionError, match=r"PyTorch 2\.2\.2 is installed"):
         build.build()

@@ -37,10 +37,11 @@ def build(as_json: bool) -> None:
 
 
 def _build() -> Built:
+    from precast.engine.native import build as build_
+
+    torch = build_.installed_torch()  # before what else may be missing
     from rich.console import Console
     from rich.progress import Progress
-
-    from precast.engine.native import build as build_
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -49,4 +50,4 @@ def _build() -> Built:
         def advance(what: str, done: int, of: int) -> None:
             progress.update(task, description=what, completed=done, total=of)
 
-        return build_.build(advance=advance)
+        return build_.build(torch=torch, advance=advance)

@@ -241,7 +241,8 @@ def test_all_of_it_is_readable_in_80_columns() -> None:
 
 def test_json_has_all_of_it(here: Diagnosis) -> None:
     value = json.loads(json.dumps(here.as_dict(), allow_nan=False))
-    assert list(value) == ["torch", "python", "devices", "dtypes", "recommendation"]
+    assert list(value) == ["torch", "python", "devices", "dtypes", "recommendation", "engine"]
+    assert list(value["engine"]) == ["name", "reason", "remedy", "cost"]
     assert list(value["recommendation"]) == ["device", "dtype", "scaler", "reason", "code"]
     for each in value["dtypes"]:
         assert list(each) == ["device", "dtype", "verdict", "units", "speeds"]
