@@ -1,7 +1,7 @@
 """The checkerboard task: a network of 1x1 convolutions learns an image from its coordinates.
 
-Each pixel is an example of its own: two coordinates in, one brightness out. Sharp edges are hard
-to learn from smooth coordinates, so it shows at a glance how far training came. The model is a
+Each pixel is an example of its own: the input is two coordinates, the output one brightness. Sharp edges are hard to
+learn from smooth coordinates, so the picture shows at a glance how far training came. The model is a
 `torch.jit.ScriptModule`, as older programs have them, and it trains on precast unchanged.
 """
 
@@ -55,10 +55,10 @@ class Checkerboard(Task):
         return F.mse_loss(output, target)
 
     def accuracy(self, output: Tensor) -> None:
-        """None: brightness is no class."""
+        """None, as nothing is classified."""
 
     def panels(self, outputs: Mapping[str, Tensor]) -> tuple[Panel, ...]:
-        """The images."""
+        """The target and the image that each run has learnt."""
         images = {"target": self.target.cpu(), **outputs}
         return tuple(Panel(title, image[0, 0].clamp(0, 1)) for title, image in images.items())
 
@@ -70,7 +70,7 @@ def coordinates(size: int) -> Tensor:
 
 
 def checkerboard(size: int) -> Tensor:
-    """0 and 1 in turn over 8 x 8 fields: (1, 1, size, size)."""
+    """An image of 8 x 8 fields that are 0 and 1 in turn: (1, 1, size, size)."""
     field = torch.arange(size) * _FREQUENCY // size
     return ((field[:, None] + field[None, :]) % 2).float()[None, None]
 

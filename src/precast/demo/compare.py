@@ -1,8 +1,8 @@
 """Trains a task twice from the same seed, in float32 and in mixed precision, side by side.
 
-Invariants: both runs start from identical weights and see the same batches; they take turns, step
-by step, the first one changing each time, so that whatever else the machine does hits both alike.
-The first steps warm up and the last ones are profiled: neither are timed.
+Invariants: both runs start from identical weights and see the same batches. They take turns at each step, and who is
+first changes, so that other load on the machine slows both alike. The first steps warm up and the last ones are
+profiled; neither are timed.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Trainer:
         self.initial_scale = self.scaler.get_scale()
 
     def train(self, batch: Batch, timed: bool) -> None:
-        """One step; what is recorded is read outside of the time that counts."""
+        """Takes one step; what is recorded is read after the time was taken."""
         device = batch[0].device
         synchronize(device)
         start = time.perf_counter()
@@ -193,7 +193,7 @@ class Trainer:
         self._record(loss)
 
     def profile(self, batches: Sequence[Batch]) -> StepProfile:
-        """One step on each of `batches`, looked into."""
+        """Takes one step on each of `batches` under a profiler."""
         losses: list[Tensor] = []
         profile = profile_steps(
             lambda batch: losses.append(self.step(batch)), batches, self.model, self.optimizer

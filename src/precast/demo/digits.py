@@ -22,7 +22,7 @@ IMAGES = 1797
 
 _HELD_OUT = IMAGES // 5
 _SHOWN = 6  # digits along a side of a panel
-_HIGH, _WIDE = 8 + 5, 8 + 4  # pixels of one, with room around it
+_HIGH, _WIDE = 8 + 5, 8 + 4  # pixels of a digit with the room around it
 
 
 class Digits(Task):
@@ -31,7 +31,7 @@ class Digits(Task):
     Args:
         size: images in a batch.
         device: where data and model live.
-        seed: splits the images, and orders the batches.
+        seed: decides which images are held out, and the order of the others.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -64,7 +64,7 @@ class Digits(Task):
         return channels_last(network, self.device)
 
     def batch(self, step: int) -> Batch:
-        """The images of one step: every image once, in random order, then all over again."""
+        """The images of one step. Each epoch has every image once, in a random order of its own."""
         last = (step + 1) * self.size
         while len(self._order) < last:
             epoch = torch.randperm(len(self._labels), generator=self._random)
@@ -81,7 +81,7 @@ class Digits(Task):
         return (output.argmax(1) == self.labels).float().mean().item()
 
     def panels(self, outputs: Mapping[str, Tensor]) -> tuple[Panel, ...]:
-        """Held-out digits with what each run reads; those that a run gets wrong come first."""
+        """Held-out digits with what each run reads; digits that a run reads wrongly come first."""
         readings = {label: output.argmax(1) for label, output in outputs.items()}
         wrong = sum((reading != self.labels).int() for reading in readings.values())
         shown = torch.as_tensor(wrong).argsort(descending=True, stable=True)[: _SHOWN**2]

@@ -1,7 +1,7 @@
 """The comparison in words and numbers: the rows of the table, and why the times are what they are.
 
-Invariants: every sentence follows from something measured in this very run, and quotes it; the
-console's table and the HTML page show the same rows and the same sentences.
+Invariants: every sentence follows from what was measured in this very run, and quotes it; the terminal and the page
+show the same rows and the same sentences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PRODUCTS, _CASTS, _REST = KINDS
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `beside` sets the mixed run in relation to float32."""
+    """One line of the table; `beside` compares the mixed run with float32."""
 
     name: str
     float32: str
@@ -117,7 +117,7 @@ def reasons(comparison: Comparison) -> tuple[str, ...]:
 
 
 def failure(comparison: Comparison) -> str | None:
-    """What went wrong in training, if something did."""
+    """A sentence on what went wrong in training; None if nothing did."""
     for run in (comparison.float32, comparison.mixed):
         if _number(run.losses[-1]) is None:
             return f"the {run.label} run ended with loss {run.losses[-1]}; try another seed"
@@ -125,7 +125,7 @@ def failure(comparison: Comparison) -> str | None:
 
 
 def as_dict(comparison: Comparison) -> dict[str, Any]:
-    """Everything but the pictures as plain values, for JSON; seconds and bytes."""
+    """Everything but the pictures as plain values for JSON; times are seconds, sizes are bytes."""
     asked = comparison.settings
     return {
         **vars(asked),
@@ -153,7 +153,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """None for what JSON has no number for."""
+    """The value; None if it is infinite or NaN, which JSON cannot say."""
     return value if math.isfinite(value) else None
 
 
@@ -213,7 +213,7 @@ def _machine(comparison: Comparison) -> str:
 
 
 def _waiting(comparison: Comparison) -> tuple[str, ...]:
-    """On a GPU: whether it waits for work, which no dtype makes better."""
+    """A sentence if a GPU waits for work for half of a step or more, which no dtype changes."""
     mixed = comparison.mixed
     busy = sum(mixed.profile.seconds.values())
     if comparison.settings.device.type == "cpu" or busy == 0 or busy > mixed.seconds / 2:

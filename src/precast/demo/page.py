@@ -1,4 +1,4 @@
-"""The comparison as one HTML file that needs nothing else: no network, no script, light and dark."""
+"""Makes one HTML file of the comparison that needs no other file, no network and no script, and has a dark style."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The comparison drawn with matplotlib: what was learnt, how the loss fell, what the scale did, what a step took.
+"""Draws the comparison with matplotlib: what was learnt, how the loss fell, how the scale changed, what a step took.
 
-Invariants: matplotlib is imported when something is drawn, never before; nothing here depends on,
-or changes, its global state: figures are made from the object interface, styles apply to one figure.
+Invariants: matplotlib is imported when something is drawn, never before. Nothing here depends on its global state or
+changes it: figures are made with the object interface, and styles apply to one figure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RIGHT, _WRONG = "#7ee787", "#ff7b72"  # on a panel's dark ground, in both style
 
 
 def require() -> None:
-    """Fails at once, not after a minute of training, when drawing is not possible.
+    """Fails at once, and not after a minute of training, where nothing can be drawn.
 
     Raises:
         MissingExtraError: matplotlib or jinja2 is not installed.
@@ -40,7 +40,7 @@ def require() -> None:
 
 
 def picture_png(comparison: Comparison) -> bytes:
-    """Everything in one picture: the panels in a row; below them the curves, and what a step took."""
+    """One picture of everything: the panels in a row, and below them the curves and what a step took."""
     figure = _figure((9, 6.4), "white")
     figure.suptitle(f"{title(comparison)}\n{machine(comparison)}", fontsize=10, linespacing=1.4)
     parts: Any = figure.subfigures(2, 1, height_ratios=(3, 2.4), facecolor="white")
@@ -51,7 +51,7 @@ def picture_png(comparison: Comparison) -> bytes:
     if comparison.mixed.scales:
         losses, scales, took = below.subplots(1, 3)
         _draw_scales(scales, comparison.mixed, "light")
-    else:  # the losses get the place of what there is not
+    else:  # the losses get the place of the chart of scales
         losses, took = below.subplots(1, 2, width_ratios=(2, 1))
     _draw_losses(losses, comparison, "light")
     _draw_costs(took, comparison, "light")
@@ -129,7 +129,7 @@ def _draw_scales(axes: Any, run: Run, style: str) -> None:
 
 
 def _draw_costs(axes: Any, comparison: Comparison, style: str) -> None:
-    """A pair of bars for each cost, as long as it is of float32's, with the figure itself beside it."""
+    """Draws two bars for each cost, of which the longer has length 1, with the figure beside each."""
     colors = _STYLES[style]
     _dress(axes, "a step took (shorter is better)", style)
     for place, cost in enumerate(costs(comparison)):

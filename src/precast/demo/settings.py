@@ -1,7 +1,7 @@
 """What a demo is asked to do, checked before anything runs.
 
-Invariants: a `Settings` that exists can be trained; whatever cannot is a `ValueError` that says
-what was asked, what is allowed and what to do.
+Invariants: what a `Settings` says can be trained; anything else is a `ValueError` that says what was asked, what is
+allowed and what to do.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def settings(
     steps: int | None = None,
     seed: int = 0,
 ) -> Settings:
-    """Checks what was asked and fills in what was not.
+    """Checks what was asked, and chooses what was not asked.
 
     Args:
         task: "checkerboard" or "digits".
@@ -75,7 +75,7 @@ def settings(
         seed: of weights, batches and split.
 
     Raises:
-        ValueError: something that cannot be trained.
+        ValueError: what was asked cannot be trained.
     """
     _require(task in TASKS, f"task {task!r} is unknown; write one of: {', '.join(TASKS)}")
     where = _device(device)

@@ -1,7 +1,7 @@
-"""The two training steps that the demo compares: the plain one, and the mixed-precision recipe.
+"""The two training steps that the demo compares: one in float32 and one in mixed precision.
 
-This is the file to copy from. The second function is the first one and four changes: the forward
-pass and the loss run in a region, and the scaler scales the loss, steps the optimizer, and updates.
+This is the file to copy from. The second function is the first one with four changes: the forward pass and the loss run
+in a region, and the scaler scales the loss, steps the optimizer, and updates its scale.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a demo's task is: data, a model, a loss, and how to look at what was learnt.
+"""The interface of a demo's task: data, a model, a loss, and pictures of what was learnt.
 
-Invariants: a task takes all its randomness from its seed, and none while it is trained, so that
-two runs on one task see the same batches in the same order.
+Invariants: all randomness of a task comes from its seed, so that two runs see the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Task(ABC):
 
     Attributes:
         name: as the command line says it.
-        summary: one line for a person: what is learnt from what.
+        summary: what is learnt from what, in one line.
         examples: inputs that the trained models are shown at the end.
         learning_rate: for Adam.
     """
@@ -69,11 +68,11 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The scalar to make small."""
+        """The scalar that training makes small."""
 
     @abstractmethod
     def accuracy(self, output: Tensor) -> float | None:
-        """Share of `examples` that `output` (float32, on the CPU) gets right; None if not a class."""
+        """Share of `examples` that `output` (float32, on the CPU) gets right; None where nothing is classified."""
 
     @abstractmethod
     def panels(self, outputs: Mapping[str, Tensor]) -> tuple[Panel, ...]:

@@ -1,12 +1,12 @@
-"""A precision plugin for Lightning: its `Trainer` and its `Fabric` on precast's regions and scaler.
+"""A precision plugin for Lightning: its `Trainer` and its `Fabric` use precast's regions and scaler.
 
-Needs the extra ``lightning``. Where a program has imported `pytorch_lightning` or `lightning_fabric`, and not
-`lightning`, the plugin is one for those.
+Needs the extra ``lightning``. If the program has imported `pytorch_lightning` or `lightning_fabric`, and not
+`lightning`, it is a plugin for those.
 
 Invariants:
 - with the policy "torch" a run gives the bits of one with Lightning's own `MixedPrecision`;
-- no gradient is clipped while it is scaled, and none is divided by another scale than its loss was multiplied by: the
-  scale changes when the next loss is scaled, not while other optimizers have yet to step.
+- no gradient is clipped while it is scaled, and each is divided by the scale that its loss was multiplied by: the scale
+  changes when the next loss is scaled, not while other optimizers have yet to step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DTYPES: Final = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def _by_owner(name: str) -> Callable[..., Any]:
-    """A method that the `Trainer` and `Fabric` each have in their own way."""
+    """A method that calls the `Trainer`'s plugin's method of that name, or `Fabric`'s."""
 
     def method(self: Precast, *args: Any, **kwargs: Any) -> Any:
         owner = _InTrainer if self._is_trainers else _InFabric
@@ -117,7 +117,7 @@ class Precast(_InTrainer, _InFabric):
         self._scaler = scaler
 
     def _made(self) -> GradScaler | None:
-        """The scaler as it is, for what belongs to the iteration that has stepped."""
+        """The scaler as it is during the iteration that has stepped, made if it is needed."""
         if self._scaler is None and self.precision == "16-mixed":
             self._scaler = GradScaler(self.device)
         return self._scaler
@@ -128,14 +128,14 @@ class Precast(_InTrainer, _InFabric):
             self._scaler.update()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Learns of a model: its device, the names of its parameters, the rules for its modules."""
+        """Attaches the policy's rules for modules to the model, and takes the device from it."""
         self._model = weakref.ref(module)
         policy = self.policy if self.policy is not None and self.policy.modules else None
         self.attachments.append(attach(module, policy, hold=self._hold))
         return module
 
     def connect(self, *trained: Any) -> Any:
-        """Called by the `Trainer` alone, before all else of a run."""
+        """Notes that the `Trainer` uses this plugin: only it calls this, before anything else of a run."""
         self._is_trainers = True
         return super().connect(*trained)
 
@@ -147,8 +147,8 @@ class Precast(_InTrainer, _InFabric):
         super().teardown()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """A region."""
-        # The Trainer's own casts a weight at each use: gradients of its uses are added in float32.
+        """A region of precast's."""
+        # The Trainer's own plugin casts a weight at each use, so that the gradients of the uses are added in float32.
         cache = False if self._is_trainers and not self._hold else None
         return autocast(self.device, self._desired_input_dtype, True, cache, policy=self.policy)
 
@@ -160,14 +160,14 @@ class Precast(_InTrainer, _InFabric):
     post_backward = _by_owner("post_backward")
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps under the scale, if there is one."""
+        """Steps the optimizer; through the scaler, if there is one."""
         scaler = self._made()
         if scaler is None:
             return _by_owner("optimizer_step")(self, optimizer, **kwargs)
         if self._is_trainers:
             return self._step_for_trainer(scaler, optimizer, **kwargs)
         if kwargs.get("closure") is not None:
-            self._end_iteration()  # a closure computes gradients of its own
+            self._end_iteration()  # the closure scales another loss
         result = scaler.step(optimizer, **kwargs)
         self._has_stepped = True
         return result
@@ -187,18 +187,18 @@ class Precast(_InTrainer, _InFabric):
             )
         loss = closure()
         if loss is None and model.automatic_optimization:
-            return None  # training_step left this batch out, so there is no step to be done or prepared
+            return None  # training_step left this batch out, so there is no step
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             self.unscale_gradients(optimizer)
         self._after_closure(model, optimizer)
         result = scaler.step(optimizer, **kwargs)
         self._has_stepped = True
         if model.automatic_optimization:
-            self._end_iteration()  # it has no other optimizer
+            self._end_iteration()  # no other optimizer has yet to step
         return result
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Divides gradients by the scale, if there is one and that was not done."""
+        """Divides the gradients by the scale, if there is one and this was not done before."""
         scaler = self._made()
         if scaler is not None and not scaler.is_unscaled(optimizer):
             scaler.unscale_(optimizer)
@@ -206,14 +206,14 @@ class Precast(_InTrainer, _InFabric):
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
     ) -> None:
-        """Clips unscaled gradients; fused optimizers' and, under manual optimization, before the step too."""
+        """Unscales the gradients, also those of a fused optimizer, which does so itself in its step, and clips them."""
         if clip_val > 0:
             optimizer = optimizer.optimizer if isinstance(optimizer, _Wrapped) else optimizer
             self.unscale_gradients(optimizer)
             super(_InTrainer, self).clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Writes the scaler's state where Lightning's own plugin looks for it, too."""
+        """Writes the scaler's state under the name of Lightning's own plugin as well, which can load it then."""
         state = self.state_dict()
         if state:
             checkpoint[_InTrainer.__qualname__] = state
