@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples demo-digits demo-distributed doctor test test-project lint format types docs docs-draft docs-serve \
+.PHONY: help demo examples demo-digits demo-distributed doctor test test-reference test-project lint format types docs docs-draft docs-serve \
 	docs-examples ci bench attack test-clients wheel test-package test-versions conformance conformance-nightly bench-clients gpu clean
 
 help:  ## list the targets
@@ -61,6 +61,10 @@ doctor: $(NATIVE)  ## what this machine can do in each dtype, measured
 
 test: $(NATIVE)  ## the tests of the package, which protect its users; the others are `test-project`
 	$(PYTEST) $(addprefix --ignore=,$(PROJECT_TESTS))
+
+test-reference: $(STAMP)  ## what both engines must do alike, on the reference; `test` runs it on the native engine
+	PRECAST_ENGINE=reference $(PYTEST) tests/engine tests/weights tests/conformance/test_programs.py \
+		--ignore=tests/engine/test_native_library.py
 
 test-project: $(NATIVE)  ## the tests of the site, the examples of the documentation, benchmarks, tools, layout
 	$(PYTEST) $(PROJECT_TESTS)
@@ -119,7 +123,7 @@ docs-examples: $(NATIVE)  ## run every Python example of the README files and do
 ci: $(NATIVE)  ## everything CI runs (the layer test and the docs examples are part of `test-project`)
 	$(MAKE) --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) \
 		lint types docs test-package $(CLIENTS_STAMP)
-	$(MAKE) test test-project test-clients
+	$(MAKE) test test-reference test-project test-clients
 
 bench: $(NATIVE)  ## calls, the demos and whole networks, beside torch.autocast, and the checker; writes docs/performance.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json

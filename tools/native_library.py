@@ -4,8 +4,8 @@
     python -m tools.native_library --wheel             `make wheel`: for all supported versions, and the wheel
     python -m tools.native_library --wheel 2.13.0+cpu  for these
 
-For a wheel nothing is installed: what is needed of another PyTorch are its headers and two of its libraries, which are
-taken out of its own wheel and kept under `.venvs/`.
+For a wheel nothing is installed: what is needed of another PyTorch than the installed one are its headers and two of
+its libraries, which are taken out of its own wheel and kept under `.venvs/`.
 
 Invariants:
     - Without a compiler the first form says so in one line and ends well: everything works on the reference engine.
@@ -103,12 +103,12 @@ def newest_of_each(versions: Iterable[str]) -> list[str]:
 def wheel(versions: Sequence[str], out: Path) -> Path:
     """Makes one wheel with a library for each version."""
     shutil.rmtree(LIBRARIES, ignore_errors=True)
-    made = []
+    installed, made = build.installed_torch(), []
     for number, version in enumerate(versions, 1):
         say(f"PyTorch {version} ({number} of {len(versions)})")
-        torch = build.torch_in(unpack(version))
         # Only the installed PyTorch can be loaded; the linker has checked all symbols for the others.
-        is_here = torch.version == build.installed_torch().version
+        is_here = numbers(version) == numbers(installed.version)
+        torch = installed if is_here else build.torch_in(unpack(version))
         made.append(build.build(LIBRARIES, torch=torch, check=is_here).path)
     environment = {
         **os.environ,
