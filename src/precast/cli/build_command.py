@@ -20,7 +20,7 @@ __all__ = ["build"]
 def build(as_json: bool) -> None:
     """Compile the native engine for the PyTorch that is installed.
 
-    It takes less than a minute and a C++ compiler: the one that CXX names, else c++, g++ or
+    It takes about a minute and needs a C++ compiler: the one that CXX names, else c++, g++ or
     clang++. The library is kept in the user's cache, where every program finds it; a second
     call finds that it is there.
     """

@@ -307,6 +307,8 @@ class _Job:
                 raise BuildError(f"what {self.compiler.version} has made does not work: {wrong}")
         kept = self.folder / path.name
         atomic_write.replace(kept, content, 0o755)
+        with contextlib.suppress(OSError):
+            (self.folder / LOG).unlink()  # of a compiler that has failed before
         self.advance("done", steps, steps)
         return kept
 
