@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +14,19 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import clients, demos, growth, models, observing, overhead, page
+from benchmarks import (
+    clients,
+    demos,
+    elsewhere,
+    growth,
+    models,
+    observing,
+    overhead,
+    page,
+    targets,
+)
 from benchmarks.tables import about, print_rows
+from precast.engine import registration
 
 Rows = Iterator[dict[str, Any]]
 
@@ -27,53 +40,98 @@ class Suite(NamedTuple):
 
 Suites = Mapping[str, Suite]
 
-_DEMOS = Suite(lambda: iter(demos.run()))
-_JSON = click.option(
-    "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write all rows here."
-)
+
+class Output(NamedTuple):
+    """Where rows go."""
+
+    path: Path | None
+    as_lines: bool
 
 
-def _rounds(default: int) -> Callable[[Any], Any]:
+def _output(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that measures; it gets an `Output`."""
+
+    @click.option(
+        "--json",
+        "path",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Write all rows here.",
+    )
+    @click.option("--lines", is_flag=True, help="Print each row as a line of JSON, and no tables.")
+    @functools.wraps(command)
+    def with_output(*args: Any, path: Path | None, lines: bool, **kwargs: Any) -> None:
+        command(*args, output=Output(path, lines), **kwargs)
+
+    return with_output
+
+
+def _rounds(default: int | None) -> Callable[[Any], Any]:
+    usual = "" if default is not None else "  [default: as many as each command makes]"
     return click.option(
-        "--rounds", default=default, show_default=True, help="Most rounds of each comparison."
+        "--rounds",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=default is not None,
+        help=f"Most rounds of each comparison.{usual}",
     )
 
 
 @click.group(invoke_without_command=True)
 @click.pass_context
-@_JSON
-def main(context: click.Context, path: Path | None) -> None:
+@_rounds(None)
+@_output
+def main(context: click.Context, rounds: int | None, output: Output) -> None:
     """Measure precast beside torch.autocast, in one process, in turns.
 
-    Without COMMAND: overhead, demos, models and observing.
+    Without COMMAND: overhead (with the reference engine too, in a process of its own), demos, models, observing, and
+    the clients that have a target, in their environment. What has a target gets a verdict.
     """
     if context.invoked_subcommand is None:
-        watching = {"observing": Suite(observing.run)}
-        suites = {"overhead": Suite(overhead.run), "demos": _DEMOS, **_models(), **watching}
-        _measure(suites, path)
+        _measure(_all(rounds), output)
+
+
+def _all(rounds: int | None) -> Suites:
+    suites = {"overhead": Suite(lambda: overhead.run(rounds=rounds or overhead.ROUNDS))}
+    if registration.engine() != "reference":
+        few = rounds or _ROUNDS_OF_REFERENCE
+        suites["overhead of the reference engine"] = Suite(
+            lambda: elsewhere.overhead_of_reference(few)
+        )
+    return {
+        **suites,
+        "demos": Suite(lambda: iter(demos.run(rounds=rounds or demos.ROUNDS))),
+        **_models(rounds or models.ROUNDS),
+        "observing": Suite(lambda: observing.run(rounds=rounds or _ROUNDS_OF_OBSERVING)),
+        "clients": Suite(lambda: elsewhere.clients(rounds or overhead.ROUNDS)),
+    }
+
+
+_ROUNDS_OF_REFERENCE, _ROUNDS_OF_OBSERVING = 7, 9
+"""Fewer than by themselves: all of it is to end within a quarter of an hour."""
 
 
 @main.command("overhead")
 @_rounds(overhead.ROUNDS)
-@_JSON
-def _overhead(rounds: int, path: Path | None) -> None:
+@_output
+def _overhead(rounds: int, output: Output) -> None:
     """What a call and a region cost."""
-    _measure({"overhead": Suite(lambda: overhead.run(rounds=rounds))}, path)
+    _measure({"overhead": Suite(lambda: overhead.run(rounds=rounds))}, output)
 
 
 @main.command("demos")
-@_JSON
-def _demos(path: Path | None) -> None:
+@_rounds(demos.ROUNDS)
+@_output
+def _demos(rounds: int, output: Output) -> None:
     """A training step of the demos, as the demos train."""
-    _measure({"demos": _DEMOS}, path)
+    _measure({"demos": Suite(lambda: iter(demos.run(rounds=rounds)))}, output)
 
 
 @main.command("observing")
 @_rounds(observing.ROUNDS)
-@_JSON
-def _observing(rounds: int, path: Path | None) -> None:
+@_output
+def _observing(rounds: int, output: Output) -> None:
     """What watching a training step costs: traced, counted, monitored."""
-    _measure({"observing": Suite(lambda: observing.run(rounds=rounds))}, path)
+    _measure({"observing": Suite(lambda: observing.run(rounds=rounds))}, output)
 
 
 @main.command("clients")
@@ -85,11 +143,20 @@ def _observing(rounds: int, path: Path | None) -> None:
     type=click.Choice(list(clients.SIZES)),
     help="All but the large one if none is given.",
 )
-@_JSON
-def _clients(rounds: int, sizes: tuple[str, ...], path: Path | None) -> None:
+@click.option("--model", "only", multiple=True, help="Of the names in the table; all if none.")
+@click.option("--work", "works", multiple=True, help="Of those in the table; all if none is given.")
+@_output
+def _clients(
+    rounds: int,
+    sizes: tuple[str, ...],
+    only: tuple[str, ...],
+    works: tuple[str, ...],
+    output: Output,
+) -> None:
     """Other people's models and trainers; needs the extra test-clients."""
     sizes = sizes or clients.USUAL_SIZES
-    _measure({"clients": Suite(lambda: clients.run(rounds=rounds, sizes=sizes))}, path)
+    run = partial(clients.run, rounds=rounds, sizes=sizes, only=only, works=works)
+    _measure({"clients": Suite(run)}, output)
 
 
 @main.command("models")
@@ -97,15 +164,13 @@ def _clients(rounds: int, sizes: tuple[str, ...], path: Path | None) -> None:
 @click.option("--only", multiple=True, help="Cases with this in their name; or: growth.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--threads", default=1, show_default=True, help="Of PyTorch on the CPU.")
-@_JSON
-def _whole(
-    rounds: int, only: tuple[str, ...], device: str, threads: int, path: Path | None
-) -> None:
+@_output
+def _whole(rounds: int, only: tuple[str, ...], device: str, threads: int, output: Output) -> None:
     """Whole networks in every precision: time, memory, casts, and how the time grows."""
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise click.UsageError(f"--device {device}: PyTorch sees no CUDA device here")
-    _measure(_models(rounds, only, where, threads), path)
+    _measure(_models(rounds, only, where, threads), output)
 
 
 @main.command("render")
@@ -136,30 +201,37 @@ def _models(
     return suites
 
 
-def _measure(suites: Suites, path: Path | None) -> None:
+def _measure(suites: Suites, output: Output) -> None:
     machine, interrupted = about(), False
     rows: list[dict[str, Any]] = []
     try:
         for name, suite in suites.items():
-            rows.extend(_with_progress(name, suite))
+            for row in _with_progress(name, suite, quiet=output.as_lines):
+                rows.append(row)
+                if output.as_lines:
+                    click.echo(json.dumps(row))
     except KeyboardInterrupt:
         interrupted = True
     machine = {
         **about(),
         "load": machine["load"],
     }  # its load before it was ours; its threads as they were set
-    print_rows(machine, rows)
-    if path is not None:
-        path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-        click.echo(f"wrote {path}")
+    if not output.as_lines:
+        rows += targets.judged(machine, rows)
+        print_rows(machine, rows)
+    if output.path is not None:
+        output.path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        click.echo(f"wrote {output.path}", err=output.as_lines)
     if interrupted:
         click.echo("interrupted: these are the rows measured before", err=True)
         raise SystemExit(130)
 
 
-def _with_progress(name: str, suite: Suite) -> Rows:
+def _with_progress(name: str, suite: Suite, *, quiet: bool) -> Rows:
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=quiet
+    ) as progress:
         task = progress.add_task(name, total=suite.total)
         seen = set()
         for row in suite.run():

@@ -9,7 +9,7 @@ import io
 from typing import Any
 
 from benchmarks.models import title
-from benchmarks.variants import ACCUMULATION, BASELINE, INFERENCE, LOWER_GRADIENTS, TRAINING
+from benchmarks.variants import BASELINE, LOWER_GRADIENTS, WORKS
 
 __all__ = ["png"]
 
@@ -42,7 +42,7 @@ def png(rows: list[dict[str, Any]], machine: dict[str, Any]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    works = [w for w in (INFERENCE, TRAINING, ACCUMULATION) if any(r["work"] == w for r in rows)]
+    works = [w for w in WORKS if any(r["work"] == w for r in rows)]
     names = {work: _names(rows, work) for work in works}
     heights = [len(names[work]) + 2 for work in works]
     figure = Figure((8, 0.24 * sum(heights) + 0.6), facecolor="white", layout="constrained")

@@ -23,6 +23,7 @@ import precast
 from benchmarks.client_models import MODELS, SIZES, Batch, Size
 from benchmarks.client_steps import FRAMEWORKS, WORKS, Region
 from benchmarks.interleave import Variant, compare
+from precast.engine import registration
 
 __all__ = ["BASELINE", "SIZES", "USUAL_SIZES", "run"]
 
@@ -35,22 +36,32 @@ _TURN = 0.2
 _IN_FRAMEWORKS = "GPT-2"
 
 
-def run(*, rounds: int = 21, sizes: tuple[str, ...] = USUAL_SIZES) -> Iterator[dict[str, Any]]:
+def run(
+    *,
+    rounds: int = 21,
+    sizes: tuple[str, ...] = USUAL_SIZES,
+    only: tuple[str, ...] = (),
+    works: tuple[str, ...] = (),
+) -> Iterator[dict[str, Any]]:
     """Measures each model, and each framework on one of them.
 
     Args:
         rounds: rounds of each comparison.
         sizes: of `SIZES`; the smaller a model, the larger the share of what a call costs.
+        only: the cases to measure; all if there are none.
+        works: the works to measure; all if there are none.
 
     Returns:
-        One row for each size, model, work and variant: "size", "case", "work", "kind", "median_ms", "iqr_ms", and
-        "ratio" with "ratio_iqr", to the baseline's time; below 1 is faster.
+        One row for each size, model, work and variant: "size", "case", "work", "kind", "engine", "median_ms",
+        "iqr_ms", and "ratio" with "ratio_iqr", to the baseline's time; below 1 is faster.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
     warnings.filterwarnings("ignore", category=FutureWarning)  # of one library about another
     torch.set_num_threads(1)
     for size in sizes:
         for case, work, make in _cases(SIZES[size]):
+            if (only and case not in only) or (works and work not in works):
+                continue
             variants = make()
             if variants:
                 yield from _rows(size, case, work, variants, rounds)
@@ -122,6 +133,7 @@ def _rows(
             "case": case,
             "work": work,
             "kind": kind,
+            "engine": registration.engine(),
             "median_ms": result.median(kind) * 1e3,
             "iqr_ms": result.spread(kind) * 1e3,
             "ratio": ratio,

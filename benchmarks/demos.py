@@ -21,13 +21,15 @@ from precast.demo.task import Batch, Task
 from precast.diagnostics.hardware.machine import synchronize
 from precast.grad_scaler.scaler import GradScaler
 
-__all__ = ["run"]
+__all__ = ["ROUNDS", "run"]
+
+ROUNDS = 40
 
 BASELINE = "torch.autocast"
 _WARM_UP = 5
 
 
-def run(*, rounds: int = 40, calls: int = 2) -> list[dict[str, Any]]:
+def run(*, rounds: int = ROUNDS, calls: int = 2) -> list[dict[str, Any]]:
     """Measures both demos.
 
     Args:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,8 @@ from benchmarks.variants import (
     ACCUMULATION,
     BASELINE,
     BY_HAND,
+    GENERATION,
+    GENERATION_IN_INFERENCE_MODE,
     INFERENCE,
     TRAINING,
     Prepared,
@@ -38,19 +40,27 @@ __all__ = ["CASES", "ROUNDS", "Case", "comparisons", "figures", "measure", "run"
 __all__ += ["timed", "title", "variant"]
 
 ROUNDS = 21
-WIDTHS, SHAPES = (256, 512, 1024), ((1, 1), (1, 16), (1, 128), (8, 128))
+WIDTHS, SHAPES = (512, 1024), ((1, 1), (1, 16), (1, 128), (8, 128))
 _FEWEST_ROUNDS = 5
 _TURN = 0.06
 """Seconds that a variant works in a turn, if some calls are not longer."""
 _FEWEST_CALLS = 3
 """Of a turn: fewer are mostly about getting the processor's caches back from the variant before."""
-_COMPARISON = 5.0
-"""Seconds of a comparison, after which only the fewest rounds are made."""
+_COMPARISON, _JUDGED = 4.0, 10.0
+"""Seconds of a comparison, after which only the fewest rounds are made; and of one that has a target."""
 _LONG = 0.25
 """Seconds of a call that is long enough to be timed alone, without an untimed one before it."""
 
-Case = tuple[Callable[[torch.device], Network], tuple[str, ...]]
 _ALL = (INFERENCE, TRAINING, ACCUMULATION)
+_GENERATIONS = (GENERATION, GENERATION_IN_INFERENCE_MODE)
+
+
+class Case(NamedTuple):
+    """A network for a device, the works it is measured at, and how many seconds a comparison of it takes."""
+
+    make: Callable[[torch.device], Network]
+    works: tuple[str, ...]
+    seconds: float = _COMPARISON
 
 
 def _on_any(make: Callable[..., Network], *sizes: int) -> Callable[[torch.device], Network]:
@@ -60,19 +70,22 @@ def _on_any(make: Callable[..., Network], *sizes: int) -> Callable[[torch.device
 def _decoders() -> Iterator[tuple[str, Case]]:
     for width in WIDTHS:
         for batch, length in SHAPES:
-            # Longer sequences four times a step would take most of the run, and differ little from one.
+            # Longer sequences four times a step would take most of the run, and differ little from one; so would a
+            # training step of the largest, which is nearly all products.
             works = _ALL if batch * length <= 16 else (INFERENCE, TRAINING)
+            works = (INFERENCE,) if (width, batch) == (max(WIDTHS), 8) else works
+            generations = _GENERATIONS if batch * length == 1 else ()
             make = _on_any(networks.decoder, width, batch, length)
-            yield f"decoder {width}, {batch}x{length}", (make, works)
+            yield f"decoder {width}, {batch}x{length}", Case(make, (*works, *generations), _JUDGED)
 
 
 CASES: Mapping[str, Case] = {
     **dict(_decoders()),
-    "convolutional": (_on_any(networks.convolutional), _ALL),
-    "checkerboard": (partial(networks.demo, "checkerboard"), _ALL),
-    "digits": (partial(networks.demo, "digits"), _ALL),
-    "MLP": (_on_any(networks.mlp), _ALL),
-    "transformers GPT-2": (_on_any(networks.transformers_gpt2), _ALL),
+    "convolutional": Case(_on_any(networks.convolutional), _ALL),
+    "checkerboard": Case(partial(networks.demo, "checkerboard"), _ALL),
+    "digits": Case(partial(networks.demo, "digits"), _ALL),
+    "MLP": Case(_on_any(networks.mlp), _ALL, _JUDGED),
+    "transformers GPT-2": Case(_on_any(networks.transformers_gpt2), _ALL),
 }
 
 
@@ -109,24 +122,26 @@ def run(
     """
     where = device or torch.device("cpu")
     torch.set_num_threads(threads)
-    for name, (make, works) in _chosen(CASES if cases is None else cases, only).items():
+    for name, case in _chosen(CASES if cases is None else cases, only).items():
         try:
-            network = make(where)
+            network = case.make(where)
         except MissingExtraError as error:
-            yield from (_skipped(name, work, "all", str(error)) for work in works)
+            yield from (_skipped(name, work, "all", str(error)) for work in case.works)
             continue
-        for work in works:
+        for work in case.works:
             for setting in settings(where):
-                yield from measure(network, work, setting, rounds)
+                yield from measure(network, work, setting, rounds, case.seconds)
 
 
 def comparisons(only: tuple[str, ...], device: torch.device) -> int:
     """How many there are to make."""
-    works = sum(len(works) for _, works in _chosen(CASES, only).values())
+    works = sum(len(case.works) for case in _chosen(CASES, only).values())
     return works * len(settings(device))
 
 
-def measure(network: Network, work: str, setting: Setting, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(
+    network: Network, work: str, setting: Setting, rounds: int, seconds: float = _COMPARISON
+) -> Iterator[dict[str, Any]]:
     """One row for each variant of a work."""
     observed, facts = {}, {**network.facts, **_about(setting)}
     with ExitStack() as stack:
@@ -140,7 +155,7 @@ def measure(network: Network, work: str, setting: Setting, rounds: int) -> Itera
                 yield {**_skipped(network.case, work, kind, str(error)), **facts}
         if not variants:
             return
-        result, counts = timed(variants, rounds)
+        result, counts = timed(variants, rounds, seconds)
     for kind in variants:
         yield {
             **_row(network.case, work, kind),
@@ -158,14 +173,16 @@ def variant(prepared: Prepared, setting: Setting) -> Variant:
     return Variant(prepared.work, before=prepared.before, finish=finish)
 
 
-def timed(variants: Mapping[str, Variant], rounds: int) -> tuple[Comparison, dict[str, int]]:
-    """All variants in turns; and how many rounds, and calls in a turn, there were."""
-    seconds = {kind: _seconds(variant) for kind, variant in variants.items()}
-    is_long = seconds[BASELINE] > _LONG
-    calls = 1 if is_long else max(_FEWEST_CALLS, round(_TURN / seconds[BASELINE]))
+def timed(
+    variants: Mapping[str, Variant], rounds: int, seconds: float = _COMPARISON
+) -> tuple[Comparison, dict[str, int]]:
+    """All variants in turns, for about `seconds`; and how many rounds, and calls in a turn, there were."""
+    of_a_call = {kind: _seconds(variant) for kind, variant in variants.items()}
+    is_long = of_a_call[BASELINE] > _LONG
+    calls = 1 if is_long else max(_FEWEST_CALLS, round(_TURN / of_a_call[BASELINE]))
     untimed = 0 if is_long else max(1, calls // 10)
-    each = sum(seconds.values()) * (calls + untimed)
-    rounds = min(rounds, max(_FEWEST_ROUNDS, round(_COMPARISON / each)))
+    each = sum(of_a_call.values()) * (calls + untimed)
+    rounds = min(rounds, max(_FEWEST_ROUNDS, round(seconds / each)))
     result = compare(variants, rounds=rounds, calls=calls, untimed=untimed)
     return result, {"rounds": rounds, "calls": calls}
 

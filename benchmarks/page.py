@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import chart
 from benchmarks.models import title
 from benchmarks.sections import put
-from benchmarks.targets import Result, results
+from benchmarks.targets import NOT_MET, summary, written
 from benchmarks.variants import ACCUMULATION, BASELINE, TRAINING, kinds
 from precast._internal.atomic_write import replace
 
@@ -47,20 +47,26 @@ def render(data: dict[str, Any]) -> str:
     for row in data["rows"]:
         by_name[row["benchmark"]].append(row)
     rows, grown = by_name["models"], by_name["models growth"]
+    machine = data["machine"]
     return "\n".join(
         [
             "",
-            _machine(data["machine"]),
+            _machine(machine),
+            "",
+            "### Targets",
+            "",
+            *_targets(by_name["targets"]),
             "",
             "### A call",
             "",
             "Microseconds. PyTorch's side runs with all kernels of precast off the dispatcher.",
             "",
-            *_calls(by_name["overhead"]),
+            *_calls(by_name["overhead"], machine.get("engine")),
             "",
             "`linear` with a cached weight, where there is more of something; the ratio is to the first.",
             "",
             *_calls_growth(by_name["growth"]),
+            *_memory(by_name["memory"]),
             "",
             "### A training step of the demos",
             "",
@@ -71,10 +77,6 @@ def render(data: dict[str, Any]) -> str:
             "### Whole networks",
             "",
             "![Time of each variant as a ratio to torch.autocast; left is faster](images/models.png)",
-            "",
-            "#### Targets",
-            "",
-            *_targets(results(rows)),
             "",
             "#### Time",
             "",
@@ -102,29 +104,58 @@ def render(data: dict[str, Any]) -> str:
 
 def _machine(machine: Row) -> str:
     amx = ", with AMX for bfloat16" if machine.get("amx_bf16") else ""
+    amx = ", with AVX512_BF16" if not amx and machine.get("bfloat16_units") else amx
+    engine = f", the {machine['engine']} engine" if "engine" in machine else ""
     gpu = f", {machine['gpu']}" if "gpu" in machine else ""
     return (
         f"Measured on {machine['date']}: {machine['cpu']} ({machine['cpu_capability']}{amx}), {machine['cores']} "
-        f"cores{gpu},\n{machine['threads']} thread(s), Python {machine['python']}, PyTorch {machine['torch']}; "
+        f"cores{gpu},\n{machine['threads']} thread(s), Python {machine['python']}, PyTorch {machine['torch']}{engine}; "
         f"load of the machine when it began: {machine['load']}."
     )
 
 
-def _calls(rows: Sequence[Row]) -> Iterator[str]:
-    yield _line(["kind", "call", "policy", BASELINE, "precast", "difference", "spread"])
-    yield "|---|---|---|---|---|---|---|"
+def _calls(rows: Sequence[Row], engine: str | None) -> Iterator[str]:
+    """The calls of the run's engine; beside them what the reference engine adds, which is measured apart."""
+    others = {_call(row): row for row in rows if row.get("engine", engine) != engine}
+    headings = ["kind", "call", "policy", BASELINE, "precast", "difference", "spread"]
+    if others:
+        headings.append("with the reference engine")
+    yield _line(headings)
+    yield "|---" * len(headings) + "|"
     for row in rows:
-        medians = [f"{row[name]['median_us']:.2f}" for name in ("torch", "precast")]
-        difference = f"{row['difference_us']:+.2f}", f"{row['difference_iqr_us']:.2f}"
-        yield _line([row["kind"], row["case"], f"`{row['policy']}`", *medians, *difference])
+        if row.get("engine", engine) == engine:
+            cells = [
+                *_call(row),
+                *(f"{row[name]['median_us']:.2f}" for name in ("torch", "precast")),
+            ]
+            cells += [f"{row['difference_us']:+.2f}", f"{row['difference_us_iqr']:.2f}"]
+            other = others.get(_call(row))
+            yield _line([*cells, *([f"{other['difference_us']:+.2f}"] if other else [])])
+
+
+def _call(row: Row) -> tuple[str, str, str]:
+    return row["kind"], row["case"], f"`{row['policy']}`"
 
 
 def _calls_growth(rows: Sequence[Row]) -> Iterator[str]:
-    yield _line(["with", "ratio"])
-    yield "|---|---|"
+    yield _line(["with", "engine", "ratio"])
+    yield "|---|---|---|"
     for row in rows:
         ratios = ", ".join(f"{name}: {ratio:.2f}" for name, ratio in row["ratio_to_first"].items())
-        yield _line([row["kind"], ratios])
+        yield _line([row["kind"], row.get("engine", ""), ratios])
+
+
+def _memory(rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield ""
+    yield "What stays in the process's memory after many regions, each of which casts a weight:"
+    yield ""
+    yield _line(["regions of", "engine", "regions", "bytes"])
+    yield "|---|---|---|---|"
+    for row in rows:
+        grown = "not told" if row["grown_bytes"] is None else f"{row['grown_bytes']:+,}"
+        yield _line([row["case"], row["engine"], f"{row['regions']:,}", grown])
 
 
 def _demos(rows: Sequence[Row]) -> Iterator[str]:
@@ -135,22 +166,19 @@ def _demos(rows: Sequence[Row]) -> Iterator[str]:
         yield _line([row["case"], row["kind"], *figures])
 
 
-def _targets(found: Iterable[Result]) -> Iterator[str]:
-    yield "| work | variant | network | of `torch.autocast` | at most | | of by hand | at most | |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for result in found:
-        target = result.target
-        cells = [target.title, target.kind, result.case]
-        for figure in ("ratio", "by_hand"):
-            limit = getattr(target, figure)
-            cells += [
-                _figure(result.row, figure) if limit else "",
-                f"{limit:.2f}" if limit else "",
-                {True: "met", False: "**not met**", None: "not measured"}[result.met(figure)]
-                if limit
-                else "",
-            ]
-        yield _line(cells)
+def _targets(rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        yield "None was judged."
+        return
+    yield f"The spread is in brackets. {summary(rows)}."
+    yield ""
+    yield "| work | case | | is | at most | verdict |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        verdict = f"**{NOT_MET}**" if row["verdict"] == NOT_MET else row["verdict"]
+        told = f"{verdict}: {row['reason']}" if row["reason"] else verdict
+        figures = row["figure"], written(row, "value"), written(row, "limit")
+        yield _line([row["work"], row["case"], *figures, told])
 
 
 def _times(rows: Sequence[Row]) -> Iterator[str]:

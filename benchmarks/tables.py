@@ -13,9 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import clients, models, variants
+from benchmarks import clients, models, targets, variants
+from precast.engine import registration
 
 __all__ = ["about", "print_rows"]
+
+
+_BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""As `torch.cpu.get_capabilities` names them: what computes in bfloat16, on x86 and on ARM."""
 
 
 def about() -> dict[str, Any]:
@@ -31,6 +36,8 @@ def about() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "amx_bf16": bool(capabilities.get("amx_bf16", False)),
+        "bfloat16_units": [unit for unit in _BFLOAT16_UNITS if capabilities.get(unit)],
+        "engine": registration.engine(),
         "load": round(os.getloadavg()[0], 2),
         **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
@@ -43,14 +50,20 @@ def print_rows(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     tables = {
         "overhead": _overhead,
         "growth": _growth,
+        "memory": _memory,
         "demos": _demos,
         "clients": _clients,
         "models": _models,
         "models growth": _models_growth,
         "observing": _observing,
+        "targets": _targets,
     }
     for benchmark, fill in tables.items():
         chosen = [row for row in rows if row["benchmark"] == benchmark]
+        for row in chosen:
+            if row.get("case") == "all":
+                console.print(f"skipped: {benchmark}: {escape(row['skipped'])}")
+        chosen = [row for row in chosen if row.get("case") != "all"]
         if chosen:
             console.print(fill(chosen))
 
@@ -59,23 +72,44 @@ def _overhead(rows: list[dict[str, Any]]) -> Table:
     table = Table(
         title="Overhead of a call, us (median; difference: median of rounds, and its spread)"
     )
-    for heading in ("kind", "call", "policy"):
+    for heading in ("engine", "kind", "call", "policy"):
         table.add_column(heading)
     for heading in ("torch", "precast", "difference"):
         table.add_column(heading, justify="right")
     for row in rows:
-        difference = f"{row['difference_us']:+.2f} ({row['difference_iqr_us']:.2f})"
+        difference = f"{row['difference_us']:+.2f} ({row['difference_us_iqr']:.2f})"
         medians = [f"{row[name]['median_us']:.2f}" for name in ("torch", "precast")]
-        table.add_row(row["kind"], row["case"], row["policy"], *medians, difference)
+        named = [str(row[name]) for name in ("engine", "kind", "case", "policy")]
+        table.add_row(*named, *medians, difference)
     return table
 
 
 def _growth(rows: list[dict[str, Any]]) -> Table:
     title = "How the cost of a call grows (linear with a weight)"
-    table = _table(title, ("with", ""), ("us", "ratio"))
+    table = _table(title, ("engine", "with", ""), ("us", "ratio"))
     for row in rows:
         for name, ratio in row["ratio_to_first"].items():
-            table.add_row(row["kind"], name, f"{row[name]['median_us']:.2f}", f"{ratio:.2f}")
+            table.add_row(
+                row["engine"], row["kind"], name, f"{row[name]['median_us']:.2f}", f"{ratio:.2f}"
+            )
+    return table
+
+
+def _memory(rows: list[dict[str, Any]]) -> Table:
+    table = _table("What regions leave in memory", ("engine", "regions of"), ("regions", "bytes"))
+    for row in rows:
+        grown = "" if row["grown_bytes"] is None else f"{row['grown_bytes']:+,}"
+        table.add_row(row["engine"], row["case"], f"{row['regions']:,}", grown)
+    return table
+
+
+def _targets(rows: list[dict[str, Any]]) -> Table:
+    table = _table(f"Targets: {targets.summary(rows)}", ("work", "case", ""), ("is", "at most"))
+    table.add_column("verdict", overflow="fold")
+    for row in rows:
+        figures = targets.written(row, "value"), targets.written(row, "limit")
+        told = f"{row['verdict']}{': ' if row['reason'] else ''}{escape(row['reason'])}"
+        table.add_row(row["work"], row["case"], row["figure"], *figures, told)
     return table
 
 

@@ -5,6 +5,8 @@ Invariants:
     - All train with SGD of the same settings, and compute the loss in float32.
     - Inference is under `no_grad`, not `inference_mode`: what it gives may be used anywhere afterwards, and PyTorch
       still counts the versions of tensors there, which is what a weight that is kept has to be checked by.
+    - Generation is one region around many forward passes. It is measured under `inference_mode` as well, as many write
+      it so; precast keeps no copies of its own there, because one that PyTorch does not keep could be out of date.
 """
 
 from __future__ import annotations
@@ -25,14 +27,19 @@ from benchmarks.by_hand import Update
 from benchmarks.networks import MOST_BATCHES, Batch, Network
 from precast.engine import registration
 
-__all__ = ["ACCUMULATION", "BASELINE", "BY_HAND", "INFERENCE", "TRAINING", "Prepared", "Setting"]
-__all__ += ["LOWER_GRADIENTS", "SkippedError", "kinds", "prepare"]
+__all__ = ["ACCUMULATION", "BASELINE", "BY_HAND", "GENERATION", "INFERENCE", "TRAINING", "WORKS"]
+__all__ += ["GENERATION_IN_INFERENCE_MODE", "LOWER_GRADIENTS", "Prepared", "Setting"]
+__all__ += ["SkippedError", "kinds", "prepare"]
 
 BASELINE, BY_HAND = "torch.autocast", "by hand"
 INFERENCE, TRAINING, ACCUMULATION = "inference", "training step", "accumulation x4"
+GENERATION, GENERATION_IN_INFERENCE_MODE = "generation", "generation, inference_mode"
+WORKS = (INFERENCE, GENERATION, GENERATION_IN_INFERENCE_MODE, TRAINING, ACCUMULATION)
+_WITHOUT_GRADIENTS = (INFERENCE, GENERATION, GENERATION_IN_INFERENCE_MODE)
+_FORWARDS = 16
+"""Forward passes in the one region of a generation."""
 _SUMMING = "by hand, float32 sums"
 LOWER_GRADIENTS = "attached, gradients in 16 bits"
-_BATCHES = {INFERENCE: 1, TRAINING: 1, ACCUMULATION: MOST_BATCHES}
 _LEARNING_RATE = 1e-2
 
 Region = Callable[[], AbstractContextManager[object]]
@@ -75,8 +82,12 @@ class Prepared:
 
 def kinds(work: str) -> tuple[str, ...]:
     """The variants of a work."""
-    mixed = [kind for kind in _MIXED if kind != LOWER_GRADIENTS or work != INFERENCE]
+    mixed = [kind for kind in _MIXED if kind != LOWER_GRADIENTS or _trains(work)]
     return (*mixed, BY_HAND, *([_SUMMING] if work == ACCUMULATION else []))
+
+
+def _trains(work: str) -> bool:
+    return work not in _WITHOUT_GRADIENTS
 
 
 def prepare(kind: str, network: Network, work: str, setting: Setting) -> Prepared:
@@ -85,9 +96,9 @@ def prepare(kind: str, network: Network, work: str, setting: Setting) -> Prepare
     Raises:
         SkippedError: it can't be, here.
     """
-    model, batches = network.seeded(setting.device, _BATCHES[work])
-    model.train(work != INFERENCE)
-    job = _Job(model, batches, network.loss, work != INFERENCE, setting)
+    model, batches = network.seeded(setting.device, MOST_BATCHES if work == ACCUMULATION else 1)
+    model.train(_trains(work))
+    job = _Job(model, batches, network.loss, work, setting)
     return _by_hand(kind, job) if kind in (BY_HAND, _SUMMING) else _mixed(kind, job)
 
 
@@ -96,8 +107,12 @@ class _Job:
     model: nn.Module
     batches: list[Batch]
     loss: Callable[[Tensor, Tensor], Tensor]
-    trains: bool
+    work: str
     setting: Setting
+
+    @property
+    def trains(self) -> bool:
+        return _trains(self.work)
 
 
 @dataclass(frozen=True)
@@ -163,7 +178,7 @@ def _mixed(kind: str, job: _Job) -> Prepared:
     detach = chosen.attach(job.model, optimizer, job.setting)
     called, before = job.setting.compile(job.model), partial(chosen.before, region)
     if optimizer is None:
-        return Prepared(_inference(called, job.batches, region), detach, before)
+        return Prepared(_inference(called, job.batches, region, job.work), detach, before)
     scaler = None if kind == "float32" else chosen.scaler
     update = _wrapped(job.setting, scaler)(optimizer)
     return Prepared(_training(called, job.batches, region, job.loss, update), detach, before)
@@ -173,7 +188,8 @@ def _by_hand(kind: str, job: _Job) -> Prepared:
     dtype = job.setting.dtype
     lowered = [(i.to(dtype) if i.is_floating_point() else i, target) for i, target in job.batches]
     if not job.trains:
-        return Prepared(_inference(job.setting.compile(job.model.to(dtype)), lowered, nullcontext))
+        called = job.setting.compile(job.model.to(dtype))
+        return Prepared(_inference(called, lowered, nullcontext, job.work))
     make = by_hand.masters if kind == BY_HAND else by_hand.summing_masters
     update = make(job.model, dtype, _sgd, _wrapped(job.setting, torch.amp.GradScaler))
     called = job.setting.compile(job.model)
@@ -196,15 +212,19 @@ def _wrapped(setting: Setting, scaler: Callable[..., Any] | None) -> Callable[[O
 
 
 def _inference(
-    model: Callable[[Tensor], Tensor], batches: list[Batch], region: Region
+    model: Callable[[Tensor], Tensor], batches: list[Batch], region: Region, work: str
 ) -> Callable[[], Tensor]:
     [(inputs, _)] = batches
+    mode = torch.inference_mode if work == GENERATION_IN_INFERENCE_MODE else torch.no_grad
+    more = 0 if work == INFERENCE else _FORWARDS - 1
 
-    def work() -> Tensor:
-        with torch.no_grad(), region():
+    def infer() -> Tensor:
+        with mode(), region():
+            for _ in range(more):
+                model(inputs)
             return model(inputs)
 
-    return work
+    return infer
 
 
 def _training(

@@ -14,15 +14,29 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from benchmarks import by_hand, chart, demos, growth, models, networks, observe, page
+from benchmarks import (
+    by_hand,
+    chart,
+    demos,
+    elsewhere,
+    growth,
+    models,
+    networks,
+    observe,
+    overhead,
+    page,
+    targets,
+)
 from benchmarks.__main__ import main
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
-from benchmarks.targets import TARGETS, Result, results
+from benchmarks.targets import MET, NOT_JUDGED, NOT_MET, TARGETS, judged
 from benchmarks.variants import (
     ACCUMULATION,
     BASELINE,
     BY_HAND,
+    GENERATION,
+    GENERATION_IN_INFERENCE_MODE,
     INFERENCE,
     LOWER_GRADIENTS,
     TRAINING,
@@ -113,6 +127,33 @@ def test_inference_gives_what_no_grad_gives(network: Network) -> None:
         assert not output.requires_grad, kind
         assert not output.is_inference(), kind
         assert output.dtype == (torch.float32 if kind == "float32" else torch.bfloat16), kind
+
+
+@pytest.mark.parametrize(
+    ("work", "inference"), [(GENERATION, False), (GENERATION_IN_INFERENCE_MODE, True)]
+)
+def test_generation_is_one_region_around_many_forward_passes(work: str, inference: bool) -> None:
+    calls: list[tuple[bool, bool]] = []
+
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+            return super().forward(x)
+
+    network = Network(
+        "one layer",
+        lambda: Counting(16, 8),
+        lambda _: (torch.randn(4, 16), torch.randn(4, 8)),
+        nn.functional.mse_loss,
+    )
+    assert LOWER_GRADIENTS not in kinds(work)
+    once = prepare(BASELINE, network, INFERENCE, SETTING).work()
+    calls.clear()
+    for kind in ("precast", BASELINE):
+        prepared = prepare(kind, network, work, SETTING)
+        assert torch.equal(prepared.work(), once), kind
+        assert calls == 16 * [(inference, False)], kind
+        calls.clear()
 
 
 def test_accumulation_is_one_step_on_the_mean_of_the_batches() -> None:
@@ -282,8 +323,8 @@ def test_a_turn_has_untimed_calls_and_waits_before_the_clock_starts_and_stops() 
 # --- rows ---
 
 TINY: dict[str, models.Case] = {
-    "MLP": (lambda _: networks.mlp(8, 4, layers=1), (ACCUMULATION,)),
-    "transformers": (lambda _: networks.transformers_gpt2("tiny"), (INFERENCE,)),
+    "MLP": models.Case(lambda _: networks.mlp(8, 4, layers=1), (ACCUMULATION,)),
+    "transformers": models.Case(lambda _: networks.transformers_gpt2("tiny"), (INFERENCE,)),
 }
 FIGURES = {"median_ms", "iqr_ms", "ratio", "ratio_iqr", "by_hand", "by_hand_iqr"}
 COUNTS = {"peak_bytes", "casts", "cast_bytes", "rounds", "calls"}
@@ -384,34 +425,120 @@ def _row(kind: str, ratio: float, **others: Any) -> dict[str, Any]:
     }
 
 
-def _result(*rows: dict[str, Any]) -> Result:
-    return next(results(rows))
+def _verdict(
+    target: int, *rows: dict[str, Any], units: bool = True, engine: str = "native"
+) -> tuple[str, str]:
+    """Of `TARGETS[target]`, from these rows."""
+    machine = {"bfloat16_units": ["amx_bf16"] if units else [], "engine": engine}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "TARGETS", (TARGETS[target],))
+        [found] = judged(machine, rows)
+    return found["verdict"], found["reason"]
+
+
+def _index(kind: str, figure: str, **row: str) -> int:
+    wanted = {"kind": kind, **row}
+    return next(
+        i
+        for i, target in enumerate(TARGETS)
+        if target.figure == figure and wanted.items() <= target.row.items()
+    )
 
 
 def test_a_target_is_met_when_the_median_is_within_it() -> None:
-    assert TARGETS[0].cases[0] == "decoder 512, 1x1"
-    assert _result(_row("attached", 0.45)).met("ratio") is True
-    assert _result(_row("attached", 0.45)).met("by_hand") is False
-    assert _result(_row("attached", 0.451)).met("ratio") is False
-    assert _result(_row("attached", float("nan"))).met("ratio") is False
-    assert _result(_row("precast", 0.1)).met("ratio") is None
-    assert _result(_row("attached", 0.1, device="cuda")).met("ratio") is None
-    for result in results([]):
-        assert result.met("ratio") is None
+    one_token = {"work": INFERENCE, "case": "decoder 512, 1x1"}
+    ratio = _index("attached", "ratio", **one_token)
+    assert TARGETS[ratio].limit == 0.45
+    assert _verdict(ratio, _row("attached", 0.45)) == (MET, "")
+    assert _verdict(ratio, _row("attached", 0.451)) == (NOT_MET, "")
+    assert _verdict(ratio, _row("attached", float("nan"))) == (NOT_MET, "")
+    by_hand = _index("attached", "by_hand", **one_token)
+    assert _verdict(by_hand, _row("attached", 0.4, by_hand=1.08)) == (MET, "")
+    assert _verdict(by_hand, _row("attached", 0.4, by_hand=1.09)) == (NOT_MET, "")
+
+
+def test_what_a_machine_cannot_show_is_not_judged() -> None:
+    one_token = {"work": INFERENCE, "case": "decoder 512, 1x1"}
+    attached, drop_in = (_index(kind, "ratio", **one_token) for kind in ("attached", "precast"))
+    reason = "this machine has no bfloat16 units"
+    assert _verdict(attached, _row("attached", 0.4), units=False) == (NOT_JUDGED, reason)
+    assert _verdict(drop_in, _row("precast", 1.01), units=False) == (MET, "")
+    linear = _index("with a weight", "difference_us", case="linear")
+    call = {"benchmark": "overhead", **TARGETS[linear].row, "difference_us_iqr": 0.1}
+    assert _verdict(linear, call | {"difference_us": 0.4}, units=False) == (MET, "")
+    assert _verdict(linear, call | {"difference_us": 0.5}, units=False) == (NOT_MET, "")
+
+
+def test_an_attached_model_is_held_to_what_is_possible_by_hand() -> None:
+    attached = _index("attached", "ratio", work=INFERENCE, case="decoder 512, 1x1")
+    slow = _row("attached", 0.5), _row(BY_HAND, 0.48)
+    assert _verdict(attached, *slow) == (NOT_JUDGED, "by hand takes 0.48 here")
+    assert _verdict(attached, _row("attached", 0.5), _row(BY_HAND, 0.44)) == (NOT_MET, "")
+
+
+def test_targets_judge_the_engine_of_the_run() -> None:
+    linear = _index("with a weight", "difference_us", case="linear")
+    call = {"benchmark": "overhead", **TARGETS[linear].row}
+    slow = call | {"engine": "reference", "difference_us": 9.0}
+    fast = call | {"engine": "native", "difference_us": 0.1}
+    assert _verdict(linear, slow, fast) == (MET, "")
+    verdict, reason = _verdict(linear, slow)
+    assert verdict == NOT_JUDGED
+    assert "reference" in reason
+
+
+def test_what_was_skipped_is_told_and_what_was_not_asked_for_is_not() -> None:
+    assert list(judged({}, [])) == []
+    skipped = {"benchmark": "clients", "case": "all", "skipped": "no clients here"}
+    found = list(judged({}, [skipped]))
+    assert {row["reason"] for row in found} == {"no clients here"}
+    assert {row["verdict"] for row in found} == {NOT_JUDGED}
+    assert {row["work"] for row in found} == {"transformers under install()"}
 
 
 def test_every_target_is_about_a_case_that_is_measured() -> None:
     cases = {
-        make(CPU).case: works for name, (make, works) in models.CASES.items() if "GPT" not in name
+        case.make(CPU).case: case.works for name, case in models.CASES.items() if "GPT" not in name
     }
     for target in TARGETS:
-        for case in target.cases:
-            assert target.work in cases[case], target
-        assert target.kind in kinds(target.work)
+        row = target.row
+        if row["benchmark"] == "models":
+            assert row["work"] in cases[row["case"]], target
+            assert row["kind"] in kinds(row["work"])
+        if row["benchmark"] == "clients":
+            assert row["case"] in elsewhere._MODELS
+            assert row["work"] in elsewhere._WORKS
+            assert row["size"] in elsewhere._SIZES
 
 
+def test_every_target_about_calls_is_measured() -> None:
+    rows = list(overhead.run(rounds=1, calls=1, regions=10))
+    found = list(judged({"engine": rows[0]["engine"]}, rows))
+    expected = [t for t in TARGETS if t.row["benchmark"] not in {"models", "clients"}]
+    assert [row["case"] for row in found] == [target.case for target in expected]
+    assert {row["figure"] for row in found} == {targets._FIGURES[t.figure] for t in expected}
+    for row in found:
+        assert row["value"] is not None, row
+    json.dumps(found)
+
+
+CALLS = [
+    {
+        "engine": engine,
+        "kind": "with a weight",
+        "case": "linear",
+        "policy": "torch",
+        "torch": {"median_us": 7.0},
+        "precast": {"median_us": 7.0 + difference},
+        "difference_us": difference,
+        "difference_us_iqr": 0.05,
+    }
+    for engine, difference in (("native", 0.25), ("reference", 9.0))
+]
 DATA = {
     "machine": {
+        "engine": "native",
+        "bfloat16_units": ["avx512_bf16"],
         "date": "2026-01-02",
         "python": "3.11.7",
         "torch": "2.13.0",
@@ -434,6 +561,29 @@ DATA = {
         },
         _row(BASELINE, 1.0, device="cuda", compiled=True, dtype="float16"),
         _row(BASELINE, 1.0, benchmark="models growth", case="layers", size=4, times_first=1.0),
+        *({"benchmark": "overhead", **call} for call in CALLS),
+        {
+            "benchmark": "targets",
+            "work": "a call",
+            "case": "linear, torch",
+            "figure": "us more than torch.autocast",
+            "value": 0.5,
+            "spread": 0.125,
+            "limit": 0.4,
+            "verdict": NOT_MET,
+            "reason": "",
+        },
+        {
+            "benchmark": "targets",
+            "work": "inference",
+            "case": "decoder",
+            "figure": "of torch.autocast",
+            "value": 0.5,
+            "spread": 0.0,
+            "limit": 0.4,
+            "verdict": NOT_JUDGED,
+            "reason": "no units",
+        },
     ],
 }
 
@@ -441,8 +591,9 @@ DATA = {
 def test_the_page_says_what_the_rows_say() -> None:
     text = page.render(DATA)
     for line in (
-        "| inference, 1 token | attached | decoder 512, 1x1 | 0.440 (0.012) | 0.45 | met"
-        " | 1.200 (0.030) | 1.10 | **not met** |",
+        "| a call | linear, torch | us more than torch.autocast | +0.50 (0.125) | +0.40 | **not met** |",
+        "| inference | decoder | of torch.autocast | 0.500 | 0.40 | not judged: no units |",
+        "| with a weight | linear | `torch` | 7.00 | 7.25 | +0.25 | 0.05 | +9.00 |",
         "| decoder 512, 1x1 | inference | 10.00 (0.10) |  |  | 0.440 (0.012) | 0.400 (0.012) |  |  |  |",
         "| decoder 512, 1x1 | inference |  | 3.0; 7 / 0.5 |  | 3.0; 7 / 0.5 | 3.0; none |  |  |",
         "| decoder 512, 1x1, float16, compiled | inference | 10.00 (0.10) |  |  |  |  |  |  |  |",
@@ -452,6 +603,9 @@ def test_the_page_says_what_the_rows_say() -> None:
         assert line in text.splitlines()
     assert "Skipped: GPT: no GPT." in text
     assert "load of the machine when it began: 0.1" in text
+    assert "(AVX512, with AVX512_BF16)" in text
+    assert "the native engine" in text
+    assert "0 met, 1 not met, 1 not judged" in text
 
 
 def test_the_chart_says_what_it_was_measured_on_and_which_side_is_faster(
@@ -512,7 +666,7 @@ def test_the_command_prints_and_writes_rows(
 def test_an_interrupted_run_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted() -> Iterator[dict[str, Any]]:
+    def interrupted(**_: int) -> Iterator[dict[str, Any]]:
         yield DATA["rows"][0]
         raise KeyboardInterrupt
 
@@ -524,6 +678,30 @@ def test_an_interrupted_run_keeps_what_was_measured(
     assert json.loads(path.read_text(encoding="utf-8"))["rows"] == [DATA["rows"][0]]
 
 
+def test_rows_of_another_process_come_as_lines_and_its_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    row = json.dumps({"benchmark": "overhead", "case": "relu"})
+    program.write_text(
+        f"#!/bin/sh\necho noise; echo '{row}'; echo $PRECAST_ENGINE >&2; exit 3\n", encoding="utf-8"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(elsewhere.sys, "executable", str(program))
+    measured, failed = elsewhere.overhead_of_reference(1)
+    assert measured == {"benchmark": "overhead", "case": "relu"}
+    assert failed["skipped"] == "`benchmarks overhead` ended with 3: reference"
+    monkeypatch.setattr(elsewhere, "CLIENTS", tmp_path / "none")
+    [missing] = elsewhere.clients(1)
+    assert "make bench" in missing["skipped"]
+
+
+def test_lines_are_all_that_a_child_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demos, "run", lambda **_: iter([DATA["rows"][0]]))
+    result = CliRunner().invoke(main, ["demos", "--lines"], catch_exceptions=False)
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [DATA["rows"][0]]
+
+
 def test_a_device_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(main, ["models", "--device", "cuda"])
@@ -532,7 +710,8 @@ def test_a_device_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_only_chooses_cases_by_words() -> None:
-    assert models.comparisons(("1024, 8x128",), CPU) == 2
+    assert models.comparisons(("1024, 8x128",), CPU) == 1
+    assert models.comparisons(("512, 8x128",), CPU) == 2
     assert models.comparisons(("digits", "checkerboard"), CPU) == 6
     assert models.comparisons(("digits",), torch.device("cuda")) == 12
     assert models.comparisons(("no such",), CPU) == 0
