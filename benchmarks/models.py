@@ -72,8 +72,9 @@ def _decoders() -> Iterator[tuple[str, Case]]:
         for batch, length in SHAPES:
             # Longer sequences four times a step would take most of the run, and differ little from one; so would a
             # training step of the largest, which is nearly all products.
-            works = _ALL if batch * length <= 16 else (INFERENCE, TRAINING)
-            works = (INFERENCE,) if (width, batch) == (max(WIDTHS), 8) else works
+            works: tuple[str, ...] = _ALL if batch * length <= 16 else (INFERENCE, TRAINING)
+            if (width, batch) == (max(WIDTHS), 8):
+                works = (INFERENCE,)
             generations = _GENERATIONS if batch * length == 1 else ()
             make = _on_any(networks.decoder, width, batch, length)
             yield f"decoder {width}, {batch}x{length}", Case(make, (*works, *generations), _JUDGED)
