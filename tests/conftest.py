@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from precast import _torch
 from precast.engine.compile_guards import NO_GUARD_ID
+from precast.engine.native import library
 from precast.engine.thread_state import regions
 from precast.weights import held
 
@@ -47,8 +48,25 @@ def _leave_out() -> None:
 _leave_out()
 
 
-def pytest_report_header() -> str:
-    return f"random programs: PRECAST_PROGRAMS_SEED={PROGRAMS_SEED}"
+_native = library.load()
+
+
+def pytest_report_header() -> list[str]:
+    return [
+        f"random programs: PRECAST_PROGRAMS_SEED={PROGRAMS_SEED}",
+        f"native engine: {_native.path if isinstance(_native, library.Library) else _native}",
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a compiler there is one engine, and the tests of the other are skipped with the reason."""
+    if isinstance(_native, library.Unavailable):
+        reason = pytest.mark.skip(reason=f"needs the native engine: {_native.reason}")
+        for item in items:
+            parameters = getattr(item, "callspec", None)
+            named = "" if parameters is None else " ".join(map(str, parameters.params.values()))
+            if "native" in named.split():
+                item.add_marker(reason)
 
 
 @pytest.fixture(autouse=True, scope="session")

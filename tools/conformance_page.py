@@ -21,7 +21,7 @@ _HEAD = """\
 
 What ran on PyTorch's autocast and on precast with the policy `torch`, in one process, and was compared to the last
 bit: results, gradients, dtypes. Four ways to run on precast: its own regions (`precast.autocast`) and PyTorch's while
-precast is installed (`precast.install()`), each on the delegated and on the reference engine.
+precast is installed (`precast.install()`), each on the native and on the reference engine.
 
 `make conformance` runs all of it and writes this page and its data. This run was on {date}, with PyTorch {torch},
 Python {python}, on the CPU ({cpu}). `make conformance-nightly` runs random programs alone, from another seed.
@@ -52,7 +52,7 @@ _DIFFERENCES = """\
 
 ## Intended differences
 
-How many of the {count} programs each explains, on the delegated engine; some programs need two.
+How many of the {count} programs each explains, on the native engine; some programs need two.
 
 """
 
@@ -126,11 +126,11 @@ def _systems(programs: Results) -> Iterator[str]:
 
 
 def _differences(programs: Results) -> Iterator[str]:
-    delegated = [s for s in programs["systems"] if "delegated" in s["name"]]
-    yield from _header("difference", "what", *(s["name"].partition(",")[0] for s in delegated))
+    native = [s for s in programs["systems"] if "native" in s["name"]]
+    yield from _header("difference", "what", *(s["name"].partition(",")[0] for s in native))
     for difference in DIFFERENCES:
         link = f"[{difference.name}](differences.md#{difference.anchor})"
-        counts = (_explained_by(difference.point, system) for system in delegated)
+        counts = (_explained_by(difference.point, system) for system in native)
         yield _row(link, difference.what, *counts)
 
 

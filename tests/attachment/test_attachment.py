@@ -25,8 +25,9 @@ import precast
 from precast.attachment import attachment as attachments
 from precast.attachment.attachment import Attachment
 from precast.engine import registration
-from precast.weights import held, unversioned_writes, weight_cache
+from precast.weights import held, unversioned_writes
 from precast.weights.held_gradients import GradientMemory, with_gradient
+from tests.support.casts import Casts
 
 BF16 = torch.bfloat16
 WIDTH = 160
@@ -92,17 +93,9 @@ def _no_trace() -> Iterator[None]:
 
 
 @pytest.fixture
-def casts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The shapes of all weights that are cast for a region alone."""
-    made: list[Any] = []
-    original = weight_cache.cast_without_torch_function
-
-    def counted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        made.append(tuple(tensor.shape))
-        return original(tensor, dtype)
-
-    monkeypatch.setattr(weight_cache, "cast_without_torch_function", counted)
-    return made
+def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
+    """All casts of weights for a region alone."""
+    return Casts(monkeypatch, of_single_uses=True)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -146,7 +139,7 @@ def test_results_are_those_of_the_drop_in_in_every_mode(
 
 
 def test_nothing_is_cast_and_nothing_allocated_for_weights_once_they_are_held(
-    casts: list[Any],
+    casts: Casts,
 ) -> None:
     model, x = Net(), tokens()
     with precast.attach(model) as attachment:
@@ -163,7 +156,7 @@ def test_nothing_is_cast_and_nothing_allocated_for_weights_once_they_are_held(
                 model(x)
             with torch.no_grad():
                 model.twice.weight.add_(1)
-        assert casts == []
+        assert len(casts) == 0
         after = [
             c.tensor.data_ptr() for h in held.held_parameters.values() for c in h.copies.values()
         ]
@@ -171,14 +164,13 @@ def test_nothing_is_cast_and_nothing_allocated_for_weights_once_they_are_held(
         assert attachment.memory() == size
 
 
-def test_in_training_only_small_weights_are_cast_in_each_region(casts: list[Any]) -> None:
+def test_in_training_only_small_weights_are_cast_in_each_region(casts: Casts) -> None:
     model, x = Net(), tokens()
     with precast.attach(model):
         for _ in range(3):
             casts.clear()
             outcome(model, x)
-    assert casts
-    assert all(len(shape) == 1 for shape in casts), "biases: their cast is cheaper than a node"
+    assert len(casts) == 2, "the biases of two layers: their cast is cheaper than a node"
 
 
 def test_memory_is_two_bytes_for_each_number_that_is_held() -> None:
@@ -321,7 +313,7 @@ def test_a_change_inside_a_region_is_seen_too() -> None:
         assert model(x).abs().sum() == 0
 
 
-def test_what_is_added_or_replaced_is_held_from_the_next_region_on(casts: list[Any]) -> None:
+def test_what_is_added_or_replaced_is_held_from_the_next_region_on(casts: Casts) -> None:
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), torch.randn(2, WIDTH)
     with precast.attach(model) as attachment:
         model.append(nn.Linear(WIDTH, 8, bias=False))
@@ -329,13 +321,13 @@ def test_what_is_added_or_replaced_is_held_from_the_next_region_on(casts: list[A
         for _ in range(2):
             with torch.no_grad(), region():
                 model(x)
-        assert casts == []
+        assert len(casts) == 0
         gc.collect()
         assert attachment.memory() == 2 * WIDTH * (WIDTH + 8)
         assert "2 parameters" in repr(attachment)
 
 
-def test_what_a_conversion_puts_in_the_place_of_a_parameter_is_held(casts: list[Any]) -> None:
+def test_what_a_conversion_puts_in_the_place_of_a_parameter_is_held(casts: Casts) -> None:
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
     with precast.attach(model) as attachment:
         torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -344,17 +336,17 @@ def test_what_a_conversion_puts_in_the_place_of_a_parameter_is_held(casts: list[
         gc.collect()
         with torch.no_grad(), region():
             model(x)
-        assert casts == []
+        assert len(casts) == 0
         assert attachment.memory() == 2 * WIDTH * (WIDTH + 1)
 
 
-def test_a_lazy_module_is_held_once_it_has_numbers(casts: list[Any]) -> None:
+def test_a_lazy_module_is_held_once_it_has_numbers(casts: Casts) -> None:
     model, x = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyLinear(WIDTH)), torch.randn(2, WIDTH)
     with precast.attach(model, "torch") as attachment:
         for _ in range(2):
             with torch.no_grad(), region():
                 model(x)
-        assert casts == []
+        assert len(casts) == 0
         assert attachment.left_alone == {}
         assert attachment.memory() == 2 * 2 * WIDTH * (WIDTH + 1)
 
@@ -1160,9 +1152,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_of_a_held_weight_is_as_if_it_were_cast(
-    name: str, mode: Any, casts: list[Any]
-) -> None:
+def test_a_view_of_a_held_weight_is_as_if_it_were_cast(name: str, mode: Any, casts: Casts) -> None:
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
 
     def product(region: Any) -> Tensor:
@@ -1175,7 +1165,7 @@ def test_a_view_of_a_held_weight_is_as_if_it_were_cast(
             with torch.no_grad():
                 write()
             assert torch.equal(product(region()), product(torch.autocast("cpu", BF16)))
-    assert casts == []
+    assert len(casts) == 0
 
 
 def test_a_view_that_is_older_than_the_data_of_its_weight_is_cast_itself() -> None:

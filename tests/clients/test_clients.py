@@ -130,7 +130,7 @@ def test_a_client_runs_in_the_policy_that_is_installed(case: str) -> None:
 def test_a_client_in_float16_steps_with_precasts_scaler(case: str) -> None:
     steps: list[object] = []
     with precast.observe(steps.append):
-        by_precast(case, "delegated")
+        by_precast(case, "native")
     assert steps
 
 

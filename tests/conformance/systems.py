@@ -49,7 +49,7 @@ def systems(policy: Policy | str) -> tuple[System, ...]:
     """The ways to run on precast: its own regions and installed ones, on each engine."""
     return tuple(
         system
-        for name in registration.ENGINES
+        for name in registration.available_engines()
         for system in (
             System(
                 f"precast, {name} engine",

@@ -60,7 +60,7 @@ def test_each_difference_has_its_test_and_its_line(difference: Difference) -> No
     assert difference.name in sections[heading] or difference.test in sections[heading]
 
 
-@pytest.mark.parametrize("system", SYSTEMS[2:], ids=str)
+@pytest.mark.parametrize("system", SYSTEMS[:2], ids=str)
 def test_a_stale_copy_is_not_explained_by_pytorchs_own(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_stale_copy_is_not_explained_by_pytorchs_own(
     assert len(case.program) <= 4
 
 
-@pytest.mark.parametrize("system", SYSTEMS[2:], ids=str)
+@pytest.mark.parametrize("system", SYSTEMS[:2], ids=str)
 def test_a_copy_without_its_gradient_is_not_explained(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:

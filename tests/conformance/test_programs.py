@@ -106,7 +106,9 @@ def test_the_default_policy_gives_the_bits_of_torch_until_torch_raises(
     [system] = (s for s in systems("default") if s.name == f"precast, {engine_name} engine")
     ours, theirs = repaired(case, system)
     works = next((i for i, t in enumerate(theirs.results) if isinstance(t, type)), None)
-    if works is None:
+    if works is None and not any(
+        isinstance(g, type) for g in theirs.gradients
+    ):  # nor does its backward
         assert difference(ours, theirs) is None
     assert same(ours.results[:works], theirs.results[:works])
 
@@ -119,7 +121,7 @@ def test_mixed_dtypes_give_the_same_with_and_without_the_cache_on_both_engines(c
         return precast.autocast(device, dtype, enabled, False)
 
     results = []
-    for name in registration.ENGINES:
+    for name in registration.available_engines():
         with registration.use_engine(name):
             results += [
                 _values(run(*case, precast.autocast)),

@@ -4,8 +4,7 @@ The contracts are import-linter's, in `pyproject.toml`; the page `docs/architect
 
 What is private: a name in torch that begins with one underscore, however it is reached (an import,
 `torch.x._y`, `getattr(torch, "_y")`), and an attribute with such a name on anything but `self` or
-`cls`, unless the same file defines it. Text is not looked into; the one text that becomes code, the
-template of `engine/generated.py`, reads `_version` and `_base`, which `_torch` describes.
+`cls`, unless the same file defines it. Text is not looked into.
 """
 
 from __future__ import annotations

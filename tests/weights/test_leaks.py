@@ -19,7 +19,7 @@ import precast
 from precast.engine import registration
 from precast.engine.thread_state import regions
 from precast.policy.policy import Policy
-from precast.weights import weight_cache
+from tests.support.casts import Casts
 
 
 @pytest.fixture(params=registration.ENGINES, autouse=True)
@@ -28,24 +28,10 @@ def _engine(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
-    """Every copy of a weight that is made from here on."""
-    made: list[weakref.ref[Tensor]] = []
-    original = weight_cache._graph_cast
-
-    def noted(*args: Any) -> Tensor:
-        cast = original(*args)
-        made.append(weakref.ref(cast))
-        return cast
-
-    monkeypatch.setattr(weight_cache, "_graph_cast", noted)
-    return made
-
-
 def test_a_model_its_graph_and_its_copies_go_when_the_region_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = copies(monkeypatch)
+    made = Casts(monkeypatch)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.randn(2, 4)
     with precast.autocast("cpu"):
@@ -57,20 +43,20 @@ def test_a_model_its_graph_and_its_copies_go_when_the_region_ends(
     gone = [weakref.ref(t) for t in (model, loss, *model.parameters())]
     del model, loss
     assert len(made) == 4
-    assert [cast() for cast in made] == [None] * 4
+    assert made.alive() == 0
     gc.collect()
     assert [thing() for thing in gone] == [None] * 6
 
 
 def test_an_error_in_a_region_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = copies(monkeypatch)
+    made = Casts(monkeypatch)
     weight = Parameter(torch.randn(4, 4))
     for _ in range(3):
         with pytest.raises(RuntimeError, match="size mismatch"), precast.autocast("cpu"):
             F.linear(torch.randn(2, 4), weight) @ torch.randn(3)
     assert len(made) == 3
     gc.collect()
-    assert [cast() for cast in made] == [None] * 3
+    assert made.alive() == 0
 
 
 def test_an_open_region_keeps_no_frozen_model() -> None:
@@ -85,7 +71,7 @@ def test_an_open_region_keeps_no_frozen_model() -> None:
             del model
         gc.collect()
         assert [weight() for weight in gone] == [None] * 5
-        assert not any(regions.cache.leaves.values())
+        assert len(regions.cache) == 0
 
 
 def test_of_weights_that_are_gone_nothing_is_kept_in_later_regions() -> None:
@@ -103,15 +89,14 @@ def test_of_weights_that_are_gone_nothing_is_kept_in_later_regions() -> None:
                         model(x)
         del model
         gc.collect()
-        tables = cache.leaves, cache.persistent, cache._held_entries, cache._wrapped
-        assert not any(entries for table in tables for entries in table.values())
+        assert len(cache) == 0
         assert not cache._storages
 
 
 def test_an_open_region_keeps_one_copy_of_a_weight_that_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = copies(monkeypatch)
+    made = Casts(monkeypatch)
     model, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with precast.autocast("cpu"):
@@ -120,11 +105,11 @@ def test_an_open_region_keeps_one_copy_of_a_weight_that_is_written(
             optimizer.step()
             optimizer.zero_grad()
         assert len(made) == 10
-        assert sum(cast() is not None for cast in made) == 1
+        assert made.alive() == 1
 
 
 def test_a_thread_takes_its_copies_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = copies(monkeypatch)
+    made = Casts(monkeypatch)
     model = nn.Linear(4, 4)
 
     def ends_without_leaving() -> None:
@@ -137,7 +122,7 @@ def test_a_thread_takes_its_copies_with_it(monkeypatch: pytest.MonkeyPatch) -> N
     thread.join()
     gc.collect()
     assert len(made) == 2
-    assert [cast() for cast in made] == [None] * 2
+    assert made.alive() == 0
 
 
 def test_thousands_of_regions_take_no_memory() -> None:

@@ -18,6 +18,7 @@ import precast
 from precast.engine import registration
 from precast.engine.thread_state import regions
 from precast.weights.weight_cache import WeightCache
+from tests.support.casts import Casts
 
 Region = Callable[..., AbstractContextManager[object]]
 
@@ -29,19 +30,9 @@ def _engine(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights cast from here on."""
-    from precast.weights import weight_cache
-
-    made: list[tuple[int, ...]] = []
-    original = weight_cache._graph_cast
-
-    def counted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        made.append(tuple(tensor.shape))
-        return original(tensor, dtype)
-
-    monkeypatch.setattr(weight_cache, "_graph_cast", counted)
-    return made
+def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
+    """The weights cast from here on."""
+    return Casts(monkeypatch)
 
 
 def parameter(*shape: int) -> Parameter:
@@ -49,21 +40,21 @@ def parameter(*shape: int) -> Parameter:
 
 
 @pytest.mark.usefixtures("_engine")
-def test_a_weight_is_cast_once_for_the_outermost_region(casts: list[Any]) -> None:
+def test_a_weight_is_cast_once_for_the_outermost_region(casts: Casts) -> None:
     weight, bias, x = parameter(3, 3), parameter(3), torch.randn(2, 3)
     with precast.autocast("cpu"):
         for _ in range(3):
             F.linear(x, weight, bias)
             with precast.autocast("cpu"), torch.autocast("cpu"):
                 F.linear(x, weight)
-    assert sorted(casts) == [(3,), (3, 3)]
+    assert len(casts) == 2
     with precast.autocast("cpu"):
         F.linear(x, weight)
     assert len(casts) == 3, "the cache ended with the region"
 
 
 @pytest.mark.usefixtures("_engine")
-def test_no_cache_where_it_is_switched_off(casts: list[Any]) -> None:
+def test_no_cache_where_it_is_switched_off(casts: Casts) -> None:
     weight, x = parameter(3, 3), torch.randn(2, 3)
     with precast.autocast("cpu", cache_enabled=False):
         F.linear(x, weight)
@@ -255,7 +246,7 @@ def test_freezing_and_unfreezing_inside_a_region_is_seen() -> None:
 
 
 @pytest.mark.usefixtures("_engine")
-def test_a_thawed_weight_gets_back_the_copy_it_had(casts: list[Any]) -> None:
+def test_a_thawed_weight_gets_back_the_copy_it_had(casts: Casts) -> None:
     weight, x = parameter(4, 4), torch.randn(3, 4)
     gradients = []
     for autocast in (torch.autocast, precast.autocast):
@@ -354,7 +345,7 @@ def test_what_graph_trees_manage_is_cast_at_each_use() -> None:
     assert uses(precast.autocast("cpu")) == [3.0, 3.0], "as PyTorch, of a leaf that requires grad"
 
 
-def test_a_view_that_needs_a_gradient_is_left_to_pytorchs_way(casts: list[Any]) -> None:
+def test_a_view_that_needs_a_gradient_is_left_to_pytorchs_way(casts: Casts) -> None:
     tied, x = parameter(4, 4), torch.randn(3, 4)
     gradients = []
     for autocast in (torch.autocast, precast.autocast):
@@ -362,14 +353,14 @@ def test_a_view_that_needs_a_gradient_is_left_to_pytorchs_way(casts: list[Any]) 
             loss = sum(F.linear(x, tied.t()).float().square().sum() for _ in range(3))
         gradients += torch.autograd.grad(loss, tied)
     assert torch.equal(*gradients)
-    assert casts == []
+    assert len(casts) == 0
 
 
-def test_activations_are_not_cached(casts: list[Any]) -> None:
+def test_activations_are_not_cached(casts: Casts) -> None:
     with precast.autocast("cpu"):
         torch.mm(torch.randn(2, 3), torch.randn(3, 2))
-    assert casts == []
-    assert not any(regions.cache.leaves.values())
+    assert len(casts) == 0
+    assert len(regions.cache) == 0
 
 
 def test_inference_tensors_as_weights_are_cast_each_time() -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "count_other_modes",
     "dispatch_modes",
     "function_modes",
+    "impl_address",
     "innermost_dispatch_mode",
     "innermost_other_mode",
     "leave_mode",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many `TorchDispatchMode`s are active in this thread; generated kernels ask it at each call (2.13)."""
+"""How many `TorchDispatchMode`s are active in this thread; kernels ask it for each weight (2.13)."""
 
 function_modes: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 """Whether a `TorchFunctionMode` is active in this thread; regions ask it at each entry (2.13)."""
@@ -149,6 +150,14 @@ read a number of it and are no part of it (2.13)."""
 
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
 """A context whose operations no tensor subclass and no function mode sees, as the program did not call them (2.13)."""
+
+
+def impl_address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's TensorImpl, by which compiled code knows it; it is nowhere public (2.11 to 2.15)."""
+    if not function_modes():
+        return tensor._cdata
+    with without_torch_function():
+        return tensor._cdata
 
 
 def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

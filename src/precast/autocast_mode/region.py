@@ -30,6 +30,7 @@ from precast.autocast_mode.arguments import (
     refuse_dtype_type,
 )
 from precast.autocast_mode.decorator import DecoratorRegion
+from precast.autocast_mode.shortcut import Shortcut, Start
 from precast.engine import registration
 from precast.engine.thread_state import (
     BoundPolicy,
@@ -73,6 +74,8 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         torch.bfloat16
     """
 
+    _shortcut: Shortcut | None = None
+
     @_torch.runs_uncompiled
     def __init__(
         self,
@@ -108,6 +111,18 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             return self
         if held.attached and self.enabled:
             unversioned_writes.check_at_entry()
+        depth = len(regions.records)
+        try:  # Ctrl-C may come between any two steps: what is restored is what the record says
+            known = self._known_shortcut()
+            if known is None or not known.enter(self):
+                self._enter_step_by_step()
+            return self
+        except BaseException:
+            for record in reversed(regions.records[depth:]):
+                _end(record)
+            raise
+
+    def _enter_step_by_step(self) -> None:
         device = self.device
         here = thread_state(device).state
         outside = here.bound_policy
@@ -116,6 +131,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             bound = registration.bind(bound.policy, device)
         if _torch.function_modes():
             self._write_down(bound)
+        start = Start.of(device, bound)
         record = Record(
             self,
             device,
@@ -125,22 +141,34 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             outside,
             _torch.optimizes_torchscript(),
         )
-        try:  # Ctrl-C may come between any two of these: what is restored is what the record says
-            regions.records.append(record)
-            if bound is not None and not bound.is_pytorchs:
-                _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
-            if bound is not outside:
-                put_in_force(here, device, bound)
-            torch.set_autocast_enabled(device, self.enabled)
-            torch.set_autocast_dtype(device, self.fast_dtype)
-            # PyTorch's count is changed and kept in one step that nothing interrupts, by what a trace may listen with.
-            record.nesting.extend(map(call, (torch.autocast_increment_nesting,)))
-            if self.cache_enabled is not None:
-                torch.set_autocast_cache_enabled(self.cache_enabled)
-        except BaseException:
-            _end(record)
-            raise
-        return self
+        regions.records.append(record)
+        if bound is not None and not bound.is_pytorchs:
+            _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
+        if bound is not outside:
+            put_in_force(here, device, bound)
+        torch.set_autocast_enabled(device, self.enabled)
+        torch.set_autocast_dtype(device, self.fast_dtype)
+        # PyTorch's count is changed and kept in one step that nothing interrupts, by what a trace may listen with.
+        record.nesting.extend(map(call, (torch.autocast_increment_nesting,)))
+        if self.cache_enabled is not None:
+            torch.set_autocast_cache_enabled(self.cache_enabled)
+        if start is not None and bound is not None:
+            self._remember(start.shortcut(record, bound), outside)
+
+    def _known_shortcut(self) -> Shortcut | None:
+        if self._shortcut is None and self.policy is None:
+            self._shortcut = _shortcuts.get(self._key())
+        return self._shortcut
+
+    def _remember(self, known: Shortcut, outside: BoundPolicy | None) -> None:
+        """Keeps a shortcut for this object or, with the default policy outside of all regions, for all like it."""
+        self._shortcut, device = known, self.device
+        if self.policy is None and outside is None and installed(device).bound_policy is None:
+            _shortcuts[self._key()] = known
+
+    def _key(self) -> tuple[object, ...]:
+        """What says what a region with the policy around it is."""
+        return self.device, self.enabled, self.fast_dtype, self.cache_enabled
 
     @_torch.runs_uncompiled
     def __exit__(self, *exc_info: object) -> None:
@@ -153,8 +181,10 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
                 _torch.export_region(None)
             records = regions.records
             if records and records[-1].owner is self:
-                found.append(records[-1])
-                _end(records[-1])
+                record = records[-1]
+                found.append(record)
+                if record.shortcut is None or not record.shortcut.leave(record):
+                    _end(record)
             else:
                 _leave_nesting(_splice_out(self))
                 _warn_out_of_order(self)
@@ -196,6 +226,10 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
     def __repr__(self) -> str:
         policy = f", policy={self.policy.name!r}" if self.policy else ""
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self.enabled}{policy})"
+
+
+_shortcuts: Final[dict[tuple[object, ...], Shortcut]] = {}
+"""How regions with the default policy are entered, by what they are."""
 
 
 # What `torch.compile` sees of a region: one of PyTorch's, whose `cache_enabled` says the policy where that is not

@@ -21,13 +21,14 @@ from torch import Tensor
 from precast import _torch
 from precast._internal import events
 from precast._internal.pytree import tensors_in
+from precast._torch import Kernel as DispatcherKernel
 from precast.engine.operation import Convert, Operation
 from precast.engine.thread_state import Kernel, ThreadState, regions, thread_state
 from precast.errors import BannedOperationError
 from precast.policy.policy import Rule
 from precast.weights import held, unversioned_writes
 
-__all__ = ["kernel_for", "noting", "promoting", "retry_promoted"]
+__all__ = ["attempting", "kernel_for", "noting", "promoting"]
 
 _F32: Final = torch.float32
 _ABOUT_DTYPES: Final = re.compile(
@@ -166,6 +167,27 @@ def promoting(op: Operation, inner: Kernel) -> Kernel:
     return run
 
 
+def attempting(op: Operation, native_kernel: DispatcherKernel) -> Kernel:
+    """What runs without precast first; where that raises on mixed floating dtypes, `op` with all in the widest.
+
+    Autocast stays on in what it calls: what is promoted is the outermost operation, so that its result has the widest
+    dtype.
+    """
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here = thread_state(op.device_type).state
+        here.attempts += 1
+        try:
+            return native_kernel(keyset, *args, **kwargs)
+        except RuntimeError as error:
+            failure = error
+        finally:
+            here.attempts -= 1
+        return retry_promoted(op, failure, args, kwargs)
+
+    return run
+
+
 def retry_promoted(
     op: Operation, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -178,7 +200,7 @@ def retry_promoted(
         raise error
     promotable = functools.partial(_promotable, op)
     floating = {t.dtype for t in tensors_in((args, kwargs)) if promotable(t)}
-    if len(floating) < 2 or thread_state(op.device_type).state.attempts:
+    if len(floating) < 2 or thread_state(op.device_type).state.is_attempt():
         raise error
     try:
         return op.call_cast(_to(_widest(floating), promotable), args, kwargs)

@@ -1,5 +1,9 @@
 """Chooses what runs behind each operation, and registers it at PyTorch's autocast keys.
 
+There are two engines, which give the same bits. The *reference* is the Python kernels of `reference_kernels`. The
+*native* one is a kernel in C++ above each of them, which does what is common: PyTorch's own rule, with weights from the
+cache. All else it hands to the reference.
+
 Invariants:
 
 - where a policy's rule is the one PyTorch compiled, the compiled kernel does the work; an operation that
@@ -7,15 +11,12 @@ Invariants:
 - what is registered is the same for every policy: it asks the thread's bound policy, and without one (another
   thread, plain `torch.autocast`) hands straight on to PyTorch's kernel;
 - while somebody watches, every operation that PyTorch or precast has an autocast kernel for is registered, and each
-  kernel calls the watcher; afterwards there is on the dispatcher what there was before;
-- with `PRECAST_ENGINE=reference` in the environment every operation with a rule runs on the Python
-  kernels of `kernels` instead. Both engines give the same bits.
+  kernel calls the watcher; afterwards there is on the dispatcher what there was before.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,8 +31,11 @@ from precast import _torch
 from precast._internal.locks import survives_fork
 from precast._torch import Kernel as DispatcherKernel
 from precast._torch.optimizer_hooks import on_optimizer_step
-from precast.engine import compile_cache_key, generated, reference_kernels
-from precast.engine.generated import DELEGATE, Watcher
+from precast.engine import compile_cache_key, reference_kernels
+from precast.engine.entry_point import Watcher, entry_point, watchers
+from precast.engine.native import library
+from precast.engine.native.calls import Calls
+from precast.engine.native.library import ENGINES
 from precast.engine.operation import Operation
 from precast.engine.pending import is_overtaken, wait
 from precast.engine.thread_state import (
@@ -40,24 +44,26 @@ from precast.engine.thread_state import (
     Registration,
     a_region_is_open,
     installed,
+    native_engine,
     regions,
 )
-from precast.errors import PrecastError
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
+from precast.weights import held, unversioned_writes
+from precast.weights.native_copies import native
 
 __all__ = [
     "ENGINES",
+    "available_engines",
     "bind",
     "bind_default",
     "cache_clear_hooks",
+    "clear_cache",
     "engine",
     "unregister",
     "unwatch",
     "use_engine",
     "watch",
 ]
-
-ENGINES: Final = ("delegated", "reference")
 
 _lock = survives_fork(threading.RLock())
 _bound_policies: Final[weakref.WeakValueDictionary[tuple[str, ...], BoundPolicy]] = (
@@ -69,43 +75,78 @@ _defaults: Final[dict[tuple[str, str], BoundPolicy]] = {}
 _native_kernels: dict[tuple[str, str], NativeKernel] = {}
 _registered: dict[tuple[str, str], DispatcherKernel] = {}
 _libraries: dict[str, Library] = {}
-_watcher: Watcher | None = None
 _watched_only: dict[tuple[str, str], DispatcherKernel] = {}
 """What is registered for the watcher alone."""
 _watching: Final[list[Library]] = []
 _registration = Registration()
 
 
-def _from_environment() -> str:
-    asked = os.environ.get("PRECAST_ENGINE", "delegated")
-    if asked not in ENGINES:
-        raise PrecastError(f"PRECAST_ENGINE is {asked!r}. Allowed: {', '.join(ENGINES)}")
-    return asked
-
-
-_engine = _from_environment()
+_chosen: str | None = None
+"""The engine, once it has been asked for: to find out may load a library."""
 
 
 def engine() -> str:
     """The engine that regions entered from now on will use: one of `ENGINES`."""
-    return _engine
+    if _chosen is None:
+        _choose_engine(library.chosen_engine())
+    assert _chosen is not None
+    return _chosen
+
+
+def available_engines() -> tuple[str, ...]:
+    """The engines that can run in this process: without a library, the reference alone."""
+    has_library = isinstance(library.load(), library.Library)
+    return tuple(name for name in ENGINES if has_library or name != "native")
 
 
 @contextmanager
 def use_engine(name: str) -> Iterator[None]:
     """Chooses the engine for the regions entered inside, in all threads; for tests and comparisons."""
-    global _engine  # noqa: PLW0603 -- one switch for the process, as the environment variable is
     assert name in ENGINES, name
-    before, _engine = _engine, name
+    before = engine()
+    _choose_engine(name)
     try:
         yield
     finally:
-        _engine = before
+        _choose_engine(before)
+
+
+def _choose_engine(name: str) -> None:
+    global _chosen  # noqa: PLW0603 -- one switch for the process, as the environment variable is
+    if name == "native" and native_engine.calls is None:
+        _load_native()
+    native.is_used = name == "native"
+    _chosen = name
+
+
+def _load_native() -> None:
+    """Loads the library, and tells it what there is already."""
+    found = library.load()
+    assert isinstance(found, library.Library), found
+    global _registration  # noqa: PLW0603 -- the dispatcher is one for the process
+    with _lock, held.lock:
+        if (
+            _registered
+        ):  # what is there already is put anew, with PyTorch's own kernels known to the library
+            _registration.holds = False
+            _bound_policies.clear()
+            _defaults.clear()
+            _take_off_kernels()
+            _registration = Registration()
+        calls = Calls(
+            found.functions,
+            unversioned_writes.check_within_region,
+            _torch.is_capturing,
+            unversioned_writes.USES_BETWEEN_CHECKS,
+        )
+        native.copies = native_engine.calls = calls
+        for held_parameter in held.held_parameters.values():
+            calls.hold(held_parameter.source, True)
 
 
 def bind(policy: Policy, device_type: str) -> BoundPolicy:
     """The bound policy for `policy` on `device_type`, its kernels registered; made once for each engine."""
-    key = device_type, _engine
+    key = device_type, engine()
     bound: BoundPolicy | None = policy.made_of.get(key)
     if bound is None or not bound.registration.holds or is_overtaken(bound):
         with _lock:
@@ -115,7 +156,7 @@ def bind(policy: Policy, device_type: str) -> BoundPolicy:
 
 def _shared(policy: Policy, device_type: str) -> BoundPolicy:
     """The bound policy of an equal policy, if there is one, or a new one."""
-    key = device_type, _engine, policy.name, policy.fingerprint
+    key = device_type, engine(), policy.name, policy.fingerprint
     bound = _bound_policies.get(key)
     holds = bound is not None and bound.registration.holds and not bound.pending
     if bound is None or not holds or bound.policy != policy:
@@ -127,7 +168,8 @@ cache_clear_hooks: list[Callable[[], None]] = []
 """What else is to be done when a thread's outermost region has ended."""
 
 
-def _clear_cache() -> None:
+def clear_cache() -> None:
+    """Drops the copies of this thread, as its outermost region has ended, and does what else is to be done then."""
     regions.cache.clear()
     for act in cache_clear_hooks:
         act()
@@ -151,11 +193,11 @@ def _stepped(optimizer: Optimizer) -> None:
 
 def bind_default(device_type: str) -> BoundPolicy:
     """The bound policy of the policy that a region uses when none is named, in none, and with none installed."""
-    return _defaults.get((device_type, _engine)) or _remember_default(device_type)
+    return _defaults.get((device_type, engine())) or _remember_default(device_type)
 
 
 def _remember_default(device_type: str) -> BoundPolicy:
-    bound = _defaults[device_type, _engine] = bind(Policy.load("default"), device_type)
+    bound = _defaults[device_type, engine()] = bind(Policy.load("default"), device_type)
     return bound
 
 
@@ -190,48 +232,49 @@ def unregister(*, kernels: bool = True) -> bool:
 
 def _take_off_kernels() -> None:
     _take_off_watched_only()
-    for library in _libraries.values():
-        _torch.destroy(library)
+    for number in _compiled:
+        assert native_engine.calls is not None
+        native_engine.calls.deregister(number)
+    for put in _libraries.values():
+        _torch.destroy(put)
+    _compiled.clear()
     for state in (_libraries, _registered, _native_kernels):
         state.clear()
-    if _watcher is not None:
-        _watch_all(_watcher)
+    if watchers:
+        _watch_all()
 
 
 def watch(watcher: Watcher) -> None:
     """Has `watcher` called around every operation that has an autocast kernel, in all threads, until `unwatch`."""
-    global _watcher  # noqa: PLW0603 -- the dispatcher is one for the process
     with _lock:
-        assert _watcher is None, "one watcher at a time"
-        _watcher = watcher
-        _watch_all(watcher)
+        assert not watchers, "one watcher at a time"
+        watchers.append(watcher)
+        if native_engine.calls is not None:
+            native_engine.calls.watch(True)
+        _watch_all()
 
 
 def unwatch() -> None:
     """Ends `watch`: the dispatcher has again what it had."""
-    global _watcher  # noqa: PLW0603
     with _lock:
-        _watcher = None
-        for entry in _registered.values():
-            generated.unwatch(entry)
+        if native_engine.calls is not None:
+            native_engine.calls.watch(False)
+        watchers.clear()
         _take_off_watched_only()
 
 
-def _watch_all(watcher: Watcher) -> None:
-    for entry in _registered.values():
-        generated.watch(entry, watcher)
-    library = Library("aten", "IMPL")
-    _watching.append(library)
+def _watch_all() -> None:
+    """Registers the Python kernels of operations that no policy has needed yet."""
+    put = Library("aten", "IMPL")
+    _watching.append(put)
     for device_type in filter(_torch.has_device, DEVICE_TYPES):
         for name in _torchs_table(device_type):
-            native = _native_kernel(name, device_type)
+            found = _native_kernel(name, device_type)
             key = name, device_type
-            if native is None or not native.compiled or key in _registered:
+            if found is None or not found.compiled or key in _registered:
                 continue
-            entry = _entry(native)
-            generated.watch(entry, watcher)
-            _put(library, native, entry)
-            _watched_only[key] = entry
+            _watched_only[key] = entry_point(found.op, found.kernel)
+            _put(put, found, _watched_only[key])
 
 
 def _take_off_watched_only() -> None:
@@ -239,31 +282,40 @@ def _take_off_watched_only() -> None:
         _torch.destroy(_watching.pop())
     for (name, device_type), entry in _watched_only.items():
         if (name, device_type) in _registered:  # a policy has come to need it meanwhile
-            native = _native_kernels[name, device_type]
-            _put(_library(name), native, entry)
+            found = _native_kernels[name, device_type]
+            _put(_library(name), found, entry)
+            _compile(found)
     _watched_only.clear()
 
 
 def _bind(policy: Policy, device_type: str) -> BoundPolicy:
-    _torch.on_cleared_cache(_clear_cache)
+    _torch.on_cleared_cache(clear_cache)
     _torch.wrap_checkpoints()
     _listen_to_optimizers(True)
     defined = _torch.definitions()
     table, unknown = policy.expand(device_type)
     bound_kernels: dict[str, Kernel] = {}
+    delegated: set[str] = set()
     is_pytorchs = True
     for name in table.keys() | _torchs_table(device_type).keys():
-        native = _native_kernel(name, device_type)
-        if native is None:
+        found = _native_kernel(name, device_type)
+        if found is None:
             continue
-        kernel = _choose(policy, native, table.get(name))
-        is_pytorchs &= _is_pytorchs(policy, native, table.get(name))
-        if kernel is not None:
-            _register(native)
-            bound_kernels[name] = kernel
+        is_pytorchs &= _is_pytorchs(policy, found, table.get(name))
+        kernel = _kernel_for(policy, found, table.get(name))
+        if kernel is None:
+            continue
+        if engine() == "native" and _can_delegate(policy, found, table.get(name)):
+            delegated.add(name)
+        _register(found)
+        bound_kernels[name] = kernel
     pending = tuple(name for name in unknown if not name.startswith("aten::"))
     meaning = None if is_pytorchs and policy.mixed == "raise" else policy.fingerprint
-    bound = BoundPolicy(policy, bound_kernels, _registration, pending, is_pytorchs, meaning)
+    bound = BoundPolicy(
+        policy, bound_kernels, _registration, pending, is_pytorchs, meaning, frozenset(delegated)
+    )
+    if native_engine.calls is not None:
+        bound.native = _native_policy(native_engine.calls, bound, device_type)
     wait(bound, defined)
     if meaning is not None:
         compile_cache_key.put_on()
@@ -284,20 +336,54 @@ def _is_pytorchs(policy: Policy, native: NativeKernel, entry: Entry | None) -> b
     return entry is not None and (entry.rule is native.rule or native.rule is Rule.BANNED)
 
 
-def _choose(policy: Policy, native: NativeKernel, entry: Entry | None) -> Kernel | None:
+def _kernel_for(policy: Policy, native: NativeKernel, entry: Entry | None) -> Kernel | None:
     """What runs an operation; None where PyTorch's kernel (or none) does just what the policy says."""
     if entry is None and not native.compiled:
         return None
     op, rule = native.op, Rule.KEEP if entry is None else entry.rule
-    promotes = policy.mixed == "promote" and rule is not Rule.BANNED and op.takes_several
+    promotes = _promotes(policy, native, rule)
     if promotes and rule is Rule.PROMOTE and not native.compiled:
-        return DELEGATE  # promotion is asked for where the operation raises, and only there
-    if rule is native.rule and _engine == "delegated":
-        return DELEGATE if promotes or rule is Rule.LOWER else None
+        # Promotion is asked for where the operation raises, and only there.
+        return reference_kernels.attempting(op, native.kernel)
+    if rule is native.rule and rule is not Rule.LOWER and not promotes and engine() == "native":
+        return None
     kernel = reference_kernels.kernel_for(rule, op)
     if native.rule is Rule.BANNED and rule is not Rule.BANNED:
         kernel = reference_kernels.noting(op, f"banned by PyTorch, ran as '{rule}'", kernel)
     return reference_kernels.promoting(op, kernel) if promotes else kernel
+
+
+def _can_delegate(policy: Policy, native: NativeKernel, entry: Entry | None) -> bool:
+    """Whether PyTorch's kernel (or none) does what the policy says, given weights that are cast already."""
+    rule = Rule.KEEP if entry is None else entry.rule
+    if not native.compiled:
+        return rule is Rule.PROMOTE and _promotes(policy, native, rule)
+    return rule is native.rule
+
+
+def _promotes(policy: Policy, native: NativeKernel, rule: Rule) -> bool:
+    return policy.mixed == "promote" and rule is not Rule.BANNED and native.op.takes_several
+
+
+_numbers: Final[dict[tuple[str, str], int]] = {}
+"""What compiled kernels know operations by: name and device type -> a number, for the process."""
+
+
+def _number(name: str, device_type: str) -> int:
+    return _numbers.setdefault((name, device_type), len(_numbers))
+
+
+def _native_policy(calls: Calls, bound: BoundPolicy, device_type: str) -> int:
+    """What the compiled kernels do under a policy."""
+    actions = bytearray(len(_numbers))
+    for name in bound.kernels:
+        number = _number(name, device_type)
+        actions.extend(bytes(max(0, number + 1 - len(actions))))
+        actions[number] = _DELEGATE if name in bound.delegated else _REFERENCE
+    return calls.policy(promotes=bound.policy.mixed == "promote", actions=bytes(actions))
+
+
+_DELEGATE, _REFERENCE = 1, 2  # the numbers of `Action` in `native/state.h`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -323,6 +409,8 @@ def _native_kernel(name: str, device_type: str) -> NativeKernel | None:
     entry = _torchs_table(device_type).get(name)
     rule = entry.rule if entry is not None and compiled else None
     native = NativeKernel(Operation(name, device_type, overload), kernel, compiled, rule)
+    if compiled and native_engine.calls is not None:
+        native_engine.calls.take_native(*_in_dispatcher(native.op))
     return _native_kernels.setdefault((name, device_type), native)
 
 
@@ -330,28 +418,41 @@ def _register(native: NativeKernel) -> None:
     """Puts one kernel for all policies at the operation's autocast key, once."""
     key = native.op.name, native.op.device_type
     if key in _registered:
+        if key not in _watched_only:
+            _compile(native)  # the library may have come since
         return
     if key in _watched_only:
         _registered[key] = _watched_only[key]
         return
-    entry = _registered[key] = _entry(native)
-    if _watcher is not None:
-        generated.watch(entry, _watcher)
+    entry = _registered[key] = entry_point(native.op, native.kernel)
     _put(_library(native.op.name), native, entry)
+    _compile(native)
 
 
-def _entry(native: NativeKernel) -> DispatcherKernel:
-    return generated.entry_point(
-        native.op,
-        native.kernel,
+_compiled: Final[set[int]] = set()
+"""The numbers of the operations that have a compiled kernel."""
+
+
+def _compile(native: NativeKernel) -> None:
+    """Puts a compiled kernel above the Python kernel of an operation, once there is a library."""
+    calls, op = native_engine.calls, native.op
+    number = _number(op.name, op.device_type)
+    if calls is None or number in _compiled:
+        return
+    _compiled.add(number)
+    calls.register(
+        *_in_dispatcher(op),
+        device_type=op.device_type,
+        number=number,
         takes_weights=native.rule is Rule.LOWER,
-        needs_keyset=_needs_keyset(native),
+        keeps_autocast_on=not native.compiled,
     )
 
 
-def _needs_keyset(native: NativeKernel) -> bool:
-    # PyTorch's compiled autocast kernels are plain functions: a keyset made at each call would be thrown away.
-    return not (native.compiled and native.op.name.startswith("aten::"))
+def _in_dispatcher(op: Operation) -> tuple[str, str, str]:
+    """The name, overload and key under which the dispatcher knows an operation's kernel."""
+    name, _, overload = op.name.partition(".")
+    return name, overload, _torch.autocast_key(op.device_type)
 
 
 def _library(name: str) -> Library:
@@ -363,4 +464,4 @@ def _put(library: Library, native: NativeKernel, entry: DispatcherKernel) -> Non
     operation = native.op.name.partition("::")[2]
     with _torch.without_override_warning():
         key = _torch.autocast_key(native.op.device_type)
-        library.impl(operation, entry, key, with_keyset=_needs_keyset(native))
+        library.impl(operation, entry, key, with_keyset=True)

@@ -15,13 +15,14 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from precast._torch import in_pool_thread
 from precast.engine import compile_guards
 from precast.engine.compile_guards import NO_GUARD_ID, GuardId
+from precast.engine.native.calls import Calls
 from precast.policy.policy import Policy
 from precast.weights.weight_cache import WeightCache
 
@@ -30,6 +31,7 @@ __all__ = [
     "Group",
     "Installed",
     "Kernel",
+    "NativeEngine",
     "Record",
     "Records",
     "Registration",
@@ -39,6 +41,7 @@ __all__ = [
     "a_region_is_open",
     "inherited_policy",
     "installed",
+    "native_engine",
     "regions",
     "thread_state",
     "write_guard_id",
@@ -55,7 +58,7 @@ class Registration:
     holds: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class BoundPolicy:
     """A policy made ready for one device type: its kernel for each operation that needs one."""
 
@@ -71,6 +74,12 @@ class BoundPolicy:
     meaning: str | None = None
     """The policy's fingerprint; None where it is exactly PyTorch's, also in what raises an error."""
 
+    delegated: frozenset[str] = frozenset()
+    """The operations that compiled kernels do without the reference."""
+
+    native: int = 0
+    """What compiled kernels know it by; 0 where there are none."""
+
 
 @dataclass(slots=True, eq=False)
 class Record:
@@ -85,6 +94,8 @@ class Record:
     optimizes_torchscript: bool
     nesting: list[int] = field(default_factory=list)
     """PyTorch's count of open regions when this one was counted, and when it was no longer."""
+    shortcut: Any = None
+    """How the library entered the region in one step, if it did; it leaves it so."""
 
 
 Group = tuple[object, list[tuple[Any, Record]]]
@@ -100,6 +111,18 @@ class Records(list[Record]):
 _threads: list[weakref.ref[Records]] = []
 
 
+class NativeEngine:
+    """The library of compiled kernels, once it is loaded: they look up in C++ what is in force in a thread."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: Calls | None = None
+
+
+native_engine: Final = NativeEngine()
+
+
 class ThreadRegions(threading.local):
     """This thread's records, the regions entered as one, its weight cache, and the guard id for the compiler."""
 
@@ -108,10 +131,26 @@ class ThreadRegions(threading.local):
         _threads.append(weakref.ref(self.records, _threads.remove))
         self.groups: list[Group] = []
         # A thread of PyTorch's own ends no region, so nothing would empty its cache.
-        self.cache = WeightCache(holds=not in_pool_thread())
+        self.is_pytorchs = in_pool_thread()
+        self.cache = WeightCache(holds=not self.is_pytorchs, is_threads=True)
         self.guard_id = NO_GUARD_ID
         self.written_guard_id: GuardId | None = NO_GUARD_ID
         """The guard id that the flags hold; None while they are being changed."""
+        self.lends = False
+        """Whether this thread has given its policies to PyTorch's own threads, as it does with every change of them."""
+        self.is_known = False
+        """Whether compiled kernels know this thread; until then its operations run on the reference."""
+
+    def introduce(self) -> None:
+        """Tells compiled kernels whose thread this is, and what is in force in it."""
+        calls = native_engine.calls
+        if self.is_known or calls is None:
+            return
+        for device_type, slot in list(_thread_states.items()):
+            bound = slot.state.bound_policy
+            calls.put_in_force(calls.device(device_type), 0 if bound is None else bound.native)
+        calls.this_thread(2 if self.is_pytorchs else 1)
+        self.is_known = True
 
 
 regions = ThreadRegions()
@@ -129,23 +168,47 @@ def _is_open(thread: weakref.ref[Records]) -> bool:
 class ThreadState:
     """What is in force in one thread for one device type."""
 
-    __slots__ = ("attempts", "bound_policy", "cache", "uses")
+    __slots__ = ("_bound_policy", "_device_type", "attempts", "uses")
 
-    def __init__(self) -> None:
-        self.bound_policy: BoundPolicy | None = None
-        """The policy of precast's innermost region; None outside of all regions."""
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._bound_policy: BoundPolicy | None = None
         self.attempts = 0
         """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
-        self.cache = regions.cache
         self.uses = 0
         """How many operations have taken weights since a held copy was last compared with its parameter."""
+
+    @property
+    def bound_policy(self) -> BoundPolicy | None:
+        """The policy of precast's innermost region; None outside of all regions."""
+        return self._bound_policy
+
+    @bound_policy.setter
+    def bound_policy(self, bound: BoundPolicy | None) -> None:
+        self._bound_policy = bound
+        calls = native_engine.calls
+        if calls is not None:
+            calls.put_in_force(
+                calls.device(self._device_type), 0 if bound is None else bound.native
+            )
+
+    def assume(self, bound: BoundPolicy | None) -> None:
+        """Notes what compiled kernels are told to have in force otherwise."""
+        self._bound_policy = bound
+
+    def is_attempt(self) -> bool:
+        """Whether an operation is being tried, in Python or in compiled kernels."""
+        calls = native_engine.calls
+        return bool(
+            self.attempts or (calls is not None and calls.attempts(calls.device(self._device_type)))
+        )
 
 
 class ThreadLocalState(threading.local):
     """`ThreadState` of the thread that asks; one read of a thread-local value gives a kernel all it needs."""
 
-    def __init__(self) -> None:
-        self.state = ThreadState()
+    def __init__(self, device_type: str) -> None:
+        self.state = ThreadState(device_type)
 
 
 _thread_states: dict[str, ThreadLocalState] = {}
@@ -154,17 +217,30 @@ _thread_states: dict[str, ThreadLocalState] = {}
 def thread_state(device_type: str) -> ThreadLocalState:
     """The thread-local slot for `device_type`; kernels hold on to it."""
     return _thread_states.get(device_type) or _thread_states.setdefault(
-        device_type, ThreadLocalState()
+        device_type, ThreadLocalState(device_type)
     )
 
 
 class Installed:
     """What holds in every thread for one device type, in regions of PyTorch's own outside of all of precast's."""
 
-    __slots__ = ("bound_policy",)
+    __slots__ = ("_bound_policy", "_device_type")
 
-    def __init__(self) -> None:
-        self.bound_policy: BoundPolicy | None = None
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._bound_policy: BoundPolicy | None = None
+
+    @property
+    def bound_policy(self) -> BoundPolicy | None:
+        """The installed policy, made ready; None where there is none."""
+        return self._bound_policy
+
+    @bound_policy.setter
+    def bound_policy(self, bound: BoundPolicy | None) -> None:
+        self._bound_policy = bound
+        calls = native_engine.calls
+        if calls is not None:
+            calls.install(calls.device(self._device_type), 0 if bound is None else bound.native)
 
 
 _installed: dict[str, Installed] = {}
@@ -172,7 +248,7 @@ _installed: dict[str, Installed] = {}
 
 def installed(device_type: str) -> Installed:
     """The slot for `device_type`; kernels hold on to it."""
-    return _installed.get(device_type) or _installed.setdefault(device_type, Installed())
+    return _installed.get(device_type) or _installed.setdefault(device_type, Installed(device_type))
 
 
 def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
@@ -187,7 +263,7 @@ def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
     compile_guards.write(
         guard_id, before, {device: slot.state.bound_policy for device, slot in slots if slot}
     )
-    regions.written_guard_id = guard_id
+    regions.written_guard_id, regions.lends = guard_id, True
 
 
 def inherited_policy(device_type: str) -> BoundPolicy | None:

@@ -1,21 +1,16 @@
 """One entry of the weight cache: a copy, and what its source was like when the copy was made.
 
-Invariants:
-
-- the version is noted before the copy is made: what another thread writes meanwhile is then seen at the next use;
-- nothing in an entry refers to a tensor weakly, unless the entry stands for a held copy: see `weight_cache`.
+Invariant: the version is noted before the copy is made, so the next use sees what another thread writes meanwhile.
 """
 
 from __future__ import annotations
-
-import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from precast._torch import counts_versions, version_of
 from precast.weights.freshness import is_at, is_fresh
+from precast.weights.held_copy import CopyHandle
 
 __all__ = ["CachedCast"]
 
@@ -26,50 +21,40 @@ class CachedCast:
     Args:
         source: what is cast.
         plain: whether its numbers are in memory that it has an address of.
-        counted: whether writes to it are counted.
+        handle: the held copy that this one stands for, if it does.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "cast",
-        "owner",
-        "plain",
-        "pointer",
-        "shape",
-        "storage",
-        "stride",
-        "version",
-    )
+    __slots__ = ("__weakref__", "cast", "handle", "plain", "pointer", "shape", "stride", "version")
 
-    def __init__(self, source: Tensor, *, plain: bool = True, counted: bool = True) -> None:
+    def __init__(
+        self, source: Tensor, *, plain: bool = True, handle: CopyHandle | None = None
+    ) -> None:
         self.cast: Tensor | None = None
         self.plain = plain
-        self.version = version_of(source) if counted else 0
+        self.handle = handle
+        self.version = version_of(source) if counts_versions(source) else 0
         self.pointer = source.data_ptr() if plain else 0
         self.shape, self.stride = source.shape, source.stride()
-        # What ends with a held parameter, and with its memory: see `WeightCache._entry`.
-        self.owner: weakref.ref[Tensor] | None = None
-        self.storage: weakref.ref[Any] | None = None
+        if handle is not None:  # the copy was made earlier
+            self.version, self.pointer = handle.version, handle.pointer
 
-    def is_fresh_for(self, source: Tensor) -> bool:
-        """Whether `source` is still what was cast, as far as its counter of versions says; never where it has none."""
-        if self.cast is None or not counts_versions(source):
+    def stands_for(self, source: Tensor) -> bool:
+        """Whether the cast may be used for `source` as it is now.
+
+        A tensor that was made in inference mode counts no versions: there, the numbers are compared.
+        """
+        if self.cast is None or (self.handle is not None and not self.handle.is_current()):
             return False
+        if not counts_versions(source):
+            return self._has_numbers_of(source, self.cast)
         return is_fresh(self, source) if self.plain else self.version == version_of(source)
 
-    def has_numbers_of(self, source: Tensor) -> bool:
-        """Whether the cast has the numbers of `source`: for one that counts no writes, as in inference mode."""
-        if self.cast is None or not self.plain or not is_at(self, source):
+    def _has_numbers_of(self, source: Tensor, cast: Tensor) -> bool:
+        if not self.plain or not is_at(self, source):
             return False
         with torch.no_grad():
-            return torch.equal(self.cast, source.to(self.cast.dtype))
+            return torch.equal(cast, source.to(cast.dtype))
 
     def evict(self, _: object = None) -> None:
-        """Drops the copy, in whichever thread's cache the entry is, because it is out of date."""
-        self.version = -1  # first: see `engine.generated`
+        """Drops the copy, because it is out of date."""
         self.cast = None
-
-    def renew(self, cast: Tensor, version: int) -> None:
-        """Takes a copy of the same source, which was written or has lost its copy: as it was in that version."""
-        self.cast = cast
-        self.version = version

@@ -44,6 +44,7 @@ from precast.weights.held_parameter import (
     held_in_memory_of,
     held_parameters,
 )
+from precast.weights.native_copies import native
 from precast.weights.possible_writes import may_have_been_written, note_circumstances
 
 __all__ = [
@@ -115,9 +116,9 @@ def hold(name: str, parameter: Parameter) -> HeldParameter:
     with lock:
         held_parameter = held_parameters.get(id(parameter))
         if held_parameter is None:
-            held_parameter = held_parameters[id(parameter)] = HeldParameter(
-                name, parameter, _forget
-            )
+            held_parameter = HeldParameter(name, parameter, _forget)
+            held_parameters[id(parameter)] = held_parameter
+            _tell_kernels(held_parameter, is_held=True)
         held_parameter.attachments += 1
         return held_parameter
 
@@ -283,7 +284,15 @@ def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
             note_circumstances(held_parameter, copy, parameter, in_use=in_use)
 
 
+def _tell_kernels(held_parameter: HeldParameter, *, is_held: bool) -> None:
+    if native.copies is not None and held_parameter.source:
+        native.copies.hold(held_parameter.source, is_held)
+    if not is_held:
+        held_parameter.source = 0  # another parameter may have that address from now on
+
+
 def _end(held_parameter: HeldParameter) -> None:
+    _tell_kernels(held_parameter, is_held=False)
     held_parameter.drop()
     held_parameter.set_memory_range(None)
     if held_parameter in compared_in_turn:

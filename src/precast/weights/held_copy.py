@@ -3,7 +3,8 @@
 Invariants:
 
 - it has the parameter's shape, and its strides where these leave neither gaps nor overlaps;
-- the cache entries of all threads that stand for it end when it does, whichever thread ends it;
+- what stands for it in the caches of all threads ends when it does, whichever thread ends it: Python's entries ask
+  for its epoch at each use, those of compiled kernels are dropped;
 - each user gets a tensor of its own on the copy's memory, so the use count of the storage says how many there are;
 - memory that somebody can still read is never written: the copy is then written into new memory, and the old memory
   lives as long as its readers. Only what a CUDA graph reads is always written in place.
@@ -11,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
@@ -21,12 +23,14 @@ import torch
 from torch import Tensor
 
 from precast._internal.locks import survives_fork
-from precast._torch import is_shared, version_of, without_torch_function
+from precast._torch import impl_address, is_shared, version_of, without_torch_function
 from precast.weights.freshness import has_geometry_of, is_fresh
 from precast.weights.held_gradients import GradientMemory
+from precast.weights.native_copies import Evicted, Use, native
 
 __all__ = ["Copy", "CopyHandle", "lock", "unless_python_ends"]
 
+_numbers: Final = itertools.count(1)
 lock: Final = survives_fork(threading.RLock())
 """Taken to create, end, hand out or write copies; an entry in a thread's cache is used without it."""
 
@@ -43,6 +47,10 @@ class CopyHandle(NamedTuple):
     """How often the copy had been written."""
     epoch: int
     """How often it had been taken out of all caches."""
+
+    def is_current(self) -> bool:
+        """Whether the copy has not been taken out of all caches since."""
+        return self.epoch == self.copy.epoch
 
 
 def unless_python_ends(act: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -68,6 +76,8 @@ class Copy:
         pointer: the parameter's address when it was copied.
         shape: the parameter's shape, which never changes while this copy is used.
         stride: the parameter's strides, likewise.
+        number: its own, for the caches of compiled kernels.
+        epoch: how often it has been taken out of all caches.
         gradient: memory for the parameter's gradient.
         stream: the stream that wrote it last; None where the device has none.
         writes: how often it was written.
@@ -77,16 +87,17 @@ class Copy:
 
     __slots__ = (
         "__weakref__",
-        "_epoch",
+        "_dtype",
         "_event",
-        "_has_ended",
         "_parameter",
         "_read_elsewhere",
+        "_source",
         "_storage",
-        "_users",
         "circumstances",
+        "epoch",
         "gradient",
         "is_in_graphs",
+        "number",
         "pointer",
         "shape",
         "stream",
@@ -99,10 +110,9 @@ class Copy:
     def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
         self._parameter = weakref.ref(parameter)
         self._storage: weakref.ref[Any] | None = None
-        self._users: list[tuple[weakref.ref[Any], bool]] = []
-        """Entries of caches, and whether each outlives its region."""
-        self._epoch = 0
-        self._has_ended = False
+        self._source, self._dtype = impl_address(parameter), dtype
+        self.number = next(_numbers)
+        self.epoch = 0
         self.gradient = GradientMemory()
         self.version = -1
         self.writes = 0
@@ -128,7 +138,7 @@ class Copy:
         """The copy for one more user; the caller has the lock."""
         with without_torch_function():
             tensor = self.tensor.detach()
-        return CopyHandle(self, tensor, self.version, self.pointer, self.writes, self._epoch)
+        return CopyHandle(self, tensor, self.version, self.pointer, self.writes, self.epoch)
 
     def invalidate(self, *, at_once: bool = False) -> None:
         """Has the copy written before its next use, whatever version counters say.
@@ -140,15 +150,14 @@ class Copy:
             if at_once:
                 self.evict()
             else:
-                self._evict(lambda _, lasts: lasts)
+                self._drop(Evicted.PERSISTENT)
 
     def make_room(self, parameter: Tensor) -> None:
         """Has memory for the next write that nobody reads; the caller has the lock.
 
         No thread can begin to read an evicted copy, so no user comes after the users have been counted.
         """
-        now = version_of(parameter)
-        self._evict(lambda entry, lasts: lasts or entry.version != now)
+        self._drop(Evicted.PERSISTENT_AND_OLDER, version_of(parameter))
         if self.is_in_graphs or not (self._read_elsewhere or is_shared(self.tensor)):
             return
         self._read_elsewhere = False
@@ -188,37 +197,34 @@ class Copy:
             and has_geometry_of(self, parameter)
         )
 
-    def used_by(self, entry: Any, handle: CopyHandle, *, lasts: bool) -> None:
-        """Notes a cache's entry that stands for this copy, with the handle that it was made from."""
+    def keep_for_kernels(self, source: Tensor, cast: Tensor, handle: CopyHandle, use: Use) -> None:
+        """Has compiled kernels of this thread use a cast that was made from a handle, unless that is out of date."""
         with lock:
-            self._users = [user for user in self._users if user[0]() not in (None, entry)]
-            self._users.append((weakref.ref(entry), lasts))
             is_old = (handle.version, handle.writes) != (self.version, self.writes)
-            if self._has_ended:  # in another thread, meanwhile
-                self.evict()
-            elif handle.epoch != self._epoch or (lasts and is_old):
-                entry.evict()
+            if (
+                native.copies is None
+                or not handle.is_current()
+                or (is_old and use is Use.PERSISTENT)
+            ):
+                return
+            native.copies.keep(
+                source,
+                cast,
+                use=use,
+                held=self.number,
+                version=handle.version,
+                pointer=handle.pointer,
+            )
 
     def evict(self) -> None:
         """Takes the copy out of all caches."""
         with lock:
-            self._epoch += 1
-            self._evict(lambda _entry, _lasts: True)
+            self.epoch += 1
+            self._drop(Evicted.ALL)
 
-    def _evict(self, wanted: Callable[[Any, bool], bool]) -> None:
-        users, self._users = self._users, []
-        for user, lasts in users:
-            entry = user()
-            if entry is not None and wanted(entry, lasts):
-                entry.evict()
-            elif entry is not None:
-                self._users.append((user, lasts))
-
-    def end(self) -> None:
-        """Takes the copy out of all caches, for good."""
-        with lock:
-            self._has_ended = True
-            self.evict()
+    def _drop(self, which: Evicted, version: int = 0) -> None:
+        if native.copies is not None:
+            native.copies.evict(self._source, self._dtype, self.number, which, version)
 
 
 def _memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from precast._torch import is_plain
+from precast._torch import impl_address, is_plain
 from precast.weights.held_copy import Copy, unless_python_ends
 
 __all__ = [
@@ -62,6 +62,7 @@ class HeldParameter:
         "optimizer",
         "overlapping",
         "parameter",
+        "source",
         "stale",
         "suspended",
         "threads",
@@ -70,6 +71,8 @@ class HeldParameter:
     def __init__(self, name: str, parameter: Parameter, forget: Callable[[int], None]) -> None:
         key = id(parameter)
         self.name = name
+        self.source = impl_address(parameter)
+        """The address of the parameter's TensorImpl, by which compiled kernels know it; 0 when it is held no longer."""
         self.parameter = weakref.ref(parameter, unless_python_ends(lambda _: forget(key)))
         self.copies: Mapping[torch.dtype, Copy] = {}
         """By dtype; exchanged and never changed, so that another thread may go through it meanwhile."""
@@ -92,7 +95,7 @@ class HeldParameter:
     def new_copy(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
         """A copy that has yet to be written, in place of the one in that dtype, if there is one."""
         if dtype in self.copies:
-            self.copies[dtype].end()
+            self.copies[dtype].evict()
         copy = Copy(parameter, dtype)
         self.copies = {**self.copies, dtype: copy}
         return copy
@@ -145,7 +148,7 @@ class HeldParameter:
     def _keep(self, wanted: Callable[[Copy], bool]) -> None:
         before, self.copies = self.copies, {d: c for d, c in self.copies.items() if wanted(c)}
         for dtype in before.keys() - self.copies.keys():
-            before[dtype].end()
+            before[dtype].evict()
 
 
 held_parameters: Final[dict[int, HeldParameter]] = {}

@@ -22,7 +22,6 @@ Invariants:
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
@@ -50,8 +49,8 @@ from precast._torch import (
 )
 from precast.weights import held
 from precast.weights.cached_cast import CachedCast
-from precast.weights.freshness import is_at
 from precast.weights.held_gradients import with_gradient
+from precast.weights.native_copies import Use, native
 from precast.weights.view_cache import same_view
 
 __all__ = ["WeightCache", "see_modes"]
@@ -65,66 +64,47 @@ def see_modes(count: Callable[[], int], innermost: Callable[[], Any]) -> None:
     dispatch_modes, innermost_dispatch_mode = count, innermost
 
 
-Table = defaultdict[torch.dtype, dict[int, CachedCast]]
-"""Target dtype -> ``id(source)`` -> copy."""
-
-
 class WeightCache:
     """Copies by target dtype and source; lives as long as the outermost region of its thread.
 
-    One that does not hold leaves every weight to what runs below.
+    Args:
+        holds: whether it keeps copies; one that does not leaves every weight to what runs below.
+        is_threads: whether it is its thread's own, which shares its copies with compiled kernels where there are any.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_held_entries",
-        "_holds",
-        "_modes",
-        "_storages",
-        "_wrapped",
-        "leaves",
-        "per_region",
-        "persistent",
-    )
+    __slots__ = ("__weakref__", "_entries", "_holds", "_is_threads", "_modes", "_storages")
 
-    def __init__(self, *, holds: bool = True) -> None:
+    def __init__(self, *, holds: bool = True, is_threads: bool = False) -> None:
         self._holds = holds
-        self.leaves: Table = defaultdict(dict)
-        """What carries a gradient, for this region; the hot path of a kernel reads it directly."""
-        self.persistent: Table = defaultdict(dict)
-        """Held copies where no gradient is recorded: they outlive regions, and so do their entries here."""
-        self.per_region: Table = defaultdict(dict)
-        """Held copies of frozen weights where gradients are recorded, for this region."""
-        self._held_entries: Table = defaultdict(dict)
-        """The entries of held copies in `leaves` and those of earlier regions, which have no copy."""
-        self._wrapped: Table = defaultdict(dict)
-        """Copies of what the hot path cannot look at: wrappers of tensors, and tensors that count no versions."""
+        self._is_threads = is_threads
+        self._entries: dict[tuple[int, torch.dtype], CachedCast] = {}
+        """By ``id(source)`` and target dtype."""
         self._storages: dict[tuple[int, torch.dtype], Any] = {}
         """A reference to the storage of each source: an address is given out again when it is freed."""
         self._modes: weakref.WeakKeyDictionary[Any, WeightCache] | None = None
 
     def clear(self) -> None:
         """Drops every copy that does not outlive regions."""
-        for entries in self._held_entries.values():
-            for entry in list(entries.values()):
-                entry.cast = None
         self._storages.clear()
-        self.leaves.clear()
-        self.per_region.clear()
-        if self._wrapped:
-            self._wrapped.clear()
+        self._entries.clear()
         self._modes = None
+        if self._is_threads and native.copies is not None:
+            native.copies.clear()
 
-    def invalidate(self, parameters: Collection[Tensor]) -> None:
-        """Makes the copies of these leaves anew at their next use, whatever version counters say."""
-        for table in (self.leaves, self._wrapped):
-            for entries in table.values():
-                for key in map(id, parameters):
-                    entry = entries.get(key)
-                    if entry is not None:
-                        entry.version = -1
+    def __len__(self) -> int:
+        """How many copies there are in this thread, those that outlive regions too."""
+        kept = sum(entry.cast is not None for entry in self._entries.values())
+        return kept + (native.copies.count() if self._is_threads and native.copies else 0)
+
+    def invalidate(self, parameters: Collection[Tensor], dtype: torch.dtype | None = None) -> None:
+        """Makes the copies of these leaves, in one dtype or in all, anew at their next use."""
+        written = set(map(id, parameters))
+        for key in [key for key in self._entries if key[0] in written and dtype in (None, key[1])]:
+            del self._entries[key]
         for cache in () if self._modes is None else list(self._modes.values()):
-            cache.invalidate(parameters)
+            cache.invalidate(parameters, dtype)
+        if self._is_threads and native.copies is not None:
+            native.copies.invalidate(parameters, dtype)
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
         """The copy of `tensor` in `dtype`, made now if need be; None where each use casts it."""
@@ -151,10 +131,14 @@ class WeightCache:
             copy = held_parameter.copies.get(dtype)
             if copy is not None and copy.is_fresh_for(leaf):
                 return not _needs_grad(leaf) or leaf.numel() >= held.MIN_ELEMENTS_FOR_NODE
-        entry = self.leaves[dtype].get(id(leaf))
-        if entry is None or entry.cast is None or not entry.is_fresh_for(leaf):
-            return False
-        return _is_kept_by_pytorch(leaf)
+        return self._find(leaf, dtype) is not None and _is_kept_by_pytorch(leaf)
+
+    def _find(self, leaf: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The copy that stands for a leaf in this region, if there is one."""
+        entry = self._entries.get((id(leaf), dtype))
+        if entry is not None and entry.stands_for(leaf):
+            return entry.cast
+        return native.copies.find(leaf, dtype) if self._is_threads and native.copies else None
 
     def _held(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What an attachment holds of a parameter, or of a view of one."""
@@ -177,13 +161,13 @@ class WeightCache:
             return self._with_gradient(handle, held_parameter, tensor, dtype)
         lasts = not is_grad_enabled()
         if (
-            not (lasts and held_parameter.overlapping)
+            self._uses_kernels()
+            and not (lasts and held_parameter.overlapping)
             and not is_captured(tensor)
             and handle.copy.has_run()
         ):
-            table = self.persistent if lasts else self.per_region
-            entry = table[dtype][id(tensor)] = self._entry(tensor, dtype)
-            _stand_for(entry, handle, handle.tensor, lasts=lasts)
+            use = Use.PERSISTENT if lasts else Use.PER_REGION
+            handle.copy.keep_for_kernels(tensor, handle.tensor, handle, use)
         return handle.tensor
 
     def _with_gradient(
@@ -194,57 +178,41 @@ class WeightCache:
         dtype: torch.dtype,
     ) -> Tensor:
         """The cast that stands for a held copy in this region's graph."""
-        entry = self.leaves[dtype].get(id(tensor))
-        if entry is not None and entry.is_fresh_for(tensor) and (cast := entry.cast) is not None:
-            return cast
+        known = self._find(tensor, dtype)
+        if known is not None:
+            return known
         if held_parameter.grad_dtype is not None and tensor.grad is None:
             tensor.grad_dtype = torch.float32 if in_ddp() else held_parameter.grad_dtype
         cast = with_gradient(tensor, handle.tensor, handle.copy.gradient)
-        known = self._held_entries[dtype].get(id(tensor))
-        if known is None or not is_at(known, tensor) or known.pointer != handle.pointer:
-            known = self._held_entries[dtype][id(tensor)] = self._entry(tensor, dtype)
-        _stand_for(known, handle, cast, lasts=False)
-        self.leaves[dtype][id(tensor)] = known
+        if self._uses_kernels():
+            handle.copy.keep_for_kernels(tensor, cast, handle, Use.LEAF)
+        else:
+            entry = self._entries[id(tensor), dtype] = CachedCast(tensor, handle=handle)
+            entry.cast = cast
         return cast
 
-    def _entry(self, tensor: Tensor, dtype: torch.dtype) -> CachedCast:
-        """An entry that stands for a held copy, and is forgotten with the parameter."""
-        entry, key, here = CachedCast(tensor), id(tensor), weakref.ref(self)
-
-        def forget(_: Any) -> None:
-            cache = here()
-            if cache is not None:
-                for table in (
-                    cache.leaves,
-                    cache.persistent,
-                    cache.per_region,
-                    cache._held_entries,
-                ):
-                    table.get(dtype, {}).pop(key, None)
-
-        entry.owner = weakref.ref(tensor, forget)
-        entry.storage = weakref.ref(tensor.untyped_storage(), forget)
-        return entry
+    def _uses_kernels(self) -> bool:
+        """Whether compiled kernels use the copies of this thread."""
+        return self._is_threads and native.is_used
 
     def _leaf(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         plain = is_plain(type(tensor))
-        counted = counts_versions(tensor)
-        table = self.leaves if plain and counted else self._wrapped
-        entries, key = table[dtype], id(tensor)
-        entry = entries.get(key)
-        if entry is not None:
-            if entry.is_fresh_for(tensor) if counted else entry.has_numbers_of(tensor):
-                return entry.cast
-            entry.evict()
+        key = id(tensor), dtype
+        known = self._entries.get(key)
+        if known is not None:
+            if known.stands_for(tensor):
+                return known.cast
+            known.evict()
         if not _holdable(tensor, plain):
             return _once(tensor, dtype)
-        entry = CachedCast(tensor, plain=plain, counted=counted)  # before the cast: see there
+        if plain and counts_versions(tensor) and self._uses_kernels() and native.copies is not None:
+            return native.copies.copy_of(tensor, dtype)
+        entry = CachedCast(tensor, plain=plain)  # before the cast: see there
         cast = entry.cast = _graph_cast(tensor, dtype)
         if type(cast) is Tensor or type(cast) is type(tensor):  # else a tracer's, no use outside
-            entries[key] = entry
+            self._entries[key] = entry
             if plain:
-                storage = tensor.untyped_storage()
-                self._storages[key, dtype] = weakref.ref(storage, entry.evict)
+                self._storages[key] = weakref.ref(tensor.untyped_storage(), entry.evict)
         return cast
 
 
@@ -265,13 +233,6 @@ def _held_view(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None
     handle = held.handle_of(base, dtype)
     return None if handle is None else same_view(handle.tensor, base, tensor)
-
-
-def _stand_for(entry: CachedCast, handle: held.CopyHandle, cast: Tensor, *, lasts: bool) -> None:
-    """Has an entry stand for a held copy: with what its parameter was when it was copied, not what it is now."""
-    entry.pointer = handle.pointer
-    entry.renew(cast, handle.version)
-    handle.copy.used_by(entry, handle, lasts=lasts)
 
 
 def _needs_grad(tensor: Tensor) -> bool:

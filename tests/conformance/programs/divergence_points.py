@@ -33,43 +33,34 @@ _clear_pytorchs = (
 
 
 class Repairs(NamedTuple):
-    """At which divergence points something is done, and what: called with the divergence point and what is there."""
+    """At which divergence points something is done, and what: called with the point, what is there, and all leaves."""
 
     points: frozenset[str]
-    forget: Callable[[str, Any], None]
+    forget: Callable[[str, Any, list[Tensor]], None]
 
 
-def _nothing(point: str, what: Any) -> None:
+def _nothing(point: str, what: Any, leaves: list[Tensor]) -> None:
     raise AssertionError(point)
 
 
 NO_REPAIRS = Repairs(frozenset(), _nothing)
 
 
-def repair_pytorch(point: str, what: Any) -> None:
+def repair_pytorch(point: str, what: Any, leaves: list[Tensor]) -> None:
     """PyTorch's cache can be emptied, no more."""
     if point != "re-entered":
         _clear_pytorchs()
 
 
-def repair_ours(point: str, what: Any) -> None:
+def repair_ours(point: str, what: Any, leaves: list[Tensor]) -> None:
     """Drops what PyTorch's cache lost with its wrong copies; keeps those that precast must know to be wrong."""
-    repair_pytorch(point, what)
+    repair_pytorch(point, what, leaves)
     if point == "written":
-        _drop(lambda leaf, entry: leaf not in what)
+        regions.cache.invalidate([leaf for leaf in leaves if id(leaf) not in what])
     elif point == "dtype":
-        _drop(lambda leaf, entry: entry.cast is None or entry.cast.dtype is what)
+        regions.cache.invalidate(leaves, what)
     elif point != "re-entered":
         regions.cache.clear()
-
-
-def _drop(is_lost: Callable[[int, Any], bool]) -> None:
-    """Takes copies of leaves out of precast's cache."""
-    for entries in regions.cache.leaves.values():
-        for leaf, entry in list(entries.items()):
-            if is_lost(leaf, entry):
-                entry.cast = None
-                entries.pop(leaf, None)  # it may have ended with its copy
 
 
 class DivergencePoints:
@@ -90,7 +81,7 @@ class DivergencePoints:
         self.met.add(point)
         if point not in self._repairs.points:
             return False
-        self._repairs.forget(point, what)
+        self._repairs.forget(point, what, list(self._world.watched()))
         return True
 
     def entered(self, step: Region | GradMode) -> None:

@@ -216,20 +216,18 @@ _hooks: Final[list[Callable[[], None]]] = []
 
 def _around_kernel(
     op: Operation,
-    plain: Callable[..., Any],
+    run: Callable[[], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    skip: int,
 ) -> Any:
     """Runs around every kernel at an autocast key while a trace is open in the process."""
     watching = _here.watching or _torch.inherited_tls(_INHERITED) or ()
     if not watching or _torch.writes_graph():
-        return plain(*args, **kwargs)
-    own = args[skip:] if skip else args
+        return run()
     for one in watching:
-        one.begin(op, own, kwargs)
+        one.begin(op, args, kwargs)
     try:
-        result = plain(*args, **kwargs)
+        result = run()
     except BaseException as error:
         for one in reversed(watching):
             one.fail(error)

@@ -1,0 +1,324 @@
+// What Python calls: C functions through ctypes, and two operations that give tensors. See `engine/native/__init__.py`.
+//
+// Invariants:
+// - a function here calls nothing of Python, and no exception leaves it: where one is thrown the answer says so, and
+//   `precast_error` gives its text;
+// - Python passes a tensor as the address of its TensorImpl (`tensor._cdata`), and keeps it alive during the call.
+#include "kernel.h"
+#include "torch_api.h"
+
+#include <torch/library.h>
+
+#include <pthread.h>
+
+#include <map>
+#include <memory>
+
+#define PRECAST_API extern "C" __attribute__((visibility("default")))
+
+namespace precast {
+
+ThreadState::ThreadState() {
+  std::lock_guard<std::mutex> guard(Process::lock);
+  Process::threads.push_back(this);
+}
+
+ThreadState::~ThreadState() {
+  std::lock_guard<std::mutex> guard(Process::lock);
+  auto& threads = Process::threads;
+  threads.erase(std::remove(threads.begin(), threads.end(), this), threads.end());
+}
+
+ThreadState& ThreadState::here() {
+  struct Owner {
+    ThreadState* state = new ThreadState;
+    ~Owner() {
+      if (!Process::ends) {  // else Python is gone, and tensors may need it to end
+        delete state;
+      }
+    }
+  };
+  static thread_local Owner owner;
+  return *owner.state;
+}
+
+namespace {
+
+std::vector<std::unique_ptr<const Policy>> policies;
+std::map<size_t, c10::RegistrationHandleRAII> registrations;
+thread_local std::string error;
+
+const c10::TensorImpl* source_of(void* tensor) {
+  return static_cast<const c10::TensorImpl*>(tensor);
+}
+
+at::Tensor tensor_of(void* tensor) {
+  return at::Tensor(
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(static_cast<c10::TensorImpl*>(tensor)));
+}
+
+template <class Act>
+int64_t reported(const Act& act) {
+  try {
+    return act();
+  } catch (const std::exception& exception) {
+    error = exception.what();
+  } catch (...) {
+    error = "an exception of a kind that is not known";
+  }
+  return -1;
+}
+
+Operation described(const c10::OperatorHandle& op, size_t number, c10::DeviceType device, c10::DispatchKey key) {
+  const auto& arguments = op.schema().arguments();
+  Operation operation{number, device, key, false, false, false, true, false, {}, arguments.size()};
+  for (size_t i = arguments.size(); i-- > 0;) {
+    const std::string kind = arguments[i].type()->str();
+    if (kind.find("Tensor") != std::string::npos) {
+      operation.takes_several |= !operation.tensors.empty() || kind.find("[]") != std::string::npos;
+      operation.tensors.push_back(i);
+    }
+    operation.writes |= arguments[i].alias_info() != nullptr && arguments[i].alias_info()->isWrite();
+  }
+  operation.may_run_twice = !operation.writes || op.operator_name().name.rfind("aten::", 0) == 0;
+  return operation;
+}
+
+// In a child process there is one thread, whose state alone is right; locks may have been taken by others.
+void hold_for_fork() {
+  Process::lock.lock();
+  HeldSources::lock().lock();
+}
+
+void release_in_parent() {
+  HeldSources::lock().unlock();
+  Process::lock.unlock();
+}
+
+void release_in_child() {
+  release_in_parent();
+  Process::threads.assign(1, &ThreadState::here());
+}
+
+at::Tensor region_copy(const at::Tensor& source, at::ScalarType dtype) {
+  return copy_of(ThreadState::here(), source, dtype);
+}
+
+int64_t number_of(at::ScalarType dtype) {
+  return static_cast<int64_t>(dtype);
+}
+
+std::optional<at::Tensor> find(const at::Tensor& source, at::ScalarType dtype) {
+  ThreadState& here = ThreadState::here();
+  const c10::TensorImpl& impl = *source.unsafeGetTensorImpl();
+  at::Tensor copy = here.copies.find_held(impl, dtype, Use::Leaf);
+  if (!copy.defined()) {
+    copy = here.copies.find(impl, dtype);
+  }
+  return copy.defined() ? std::optional<at::Tensor>(std::move(copy)) : std::nullopt;
+}
+
+}  // namespace
+}  // namespace precast
+
+using namespace precast;
+
+TORCH_LIBRARY(precast_native, library) {
+  library.def("copy_of(Tensor source, ScalarType dtype) -> Tensor", region_copy);
+  library.def("number_of(ScalarType dtype) -> int", number_of);
+  library.def("find(Tensor source, ScalarType dtype) -> Tensor?", find);
+}
+
+PRECAST_API const char* precast_error() {
+  return error.c_str();
+}
+
+// Once, when the library has been loaded.
+PRECAST_API void precast_begin(void (*compare)(), int (*is_capturing)(), int uses_between_checks) {
+  Process::compare = compare;
+  Process::is_capturing = is_capturing;
+  kUsesBetweenChecks = uses_between_checks;
+  pthread_atfork(hold_for_fork, release_in_parent, release_in_child);
+}
+
+// Before Python ends.
+PRECAST_API void precast_end() {
+  Process::ends = true;
+  Process::compare = nullptr;
+  Process::is_capturing = nullptr;
+  ThreadState::here().copies.clear();
+}
+
+PRECAST_API int precast_device(const char* type) {
+  return static_cast<int>(c10::Device(type).type());
+}
+
+namespace {
+struct Silence final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+std::map<std::string, c10::SafeKernelFunction> taken;
+
+std::string key_of(const char* name, const char* overload, const char* key) {
+  return std::string(name) + "." + overload + " " + key;
+}
+}  // namespace
+
+// Takes note of PyTorch's kernel, before one of precast's is put over it.
+PRECAST_API int64_t precast_take_native(const char* name, const char* overload, const char* key) {
+  return reported([&] {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    taken.insert_or_assign(
+        key_of(name, overload, key), op.getComputedKernelForDispatchKey(c10::parseDispatchKey(key)));
+    return 0;
+  });
+}
+
+// Puts a kernel above the one that is at an operation's autocast key now, which is the reference.
+PRECAST_API int64_t precast_register(
+    const char* name,
+    const char* overload,
+    const char* key,
+    int device,
+    int64_t number,
+    int takes_weights,
+    int keeps_autocast_on) {
+  return reported([&] {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    const auto dispatch_key = c10::parseDispatchKey(key);
+    const auto native = taken.find(key_of(name, overload, key));
+    Operation operation = described(op, number, static_cast<c10::DeviceType>(device), dispatch_key);
+    operation.takes_weights = takes_weights != 0;
+    operation.keeps_autocast_on = keeps_autocast_on != 0;
+    auto kernel = std::make_unique<Kernel>(
+        operation,
+        op.getComputedKernelForDispatchKey(dispatch_key),
+        native == taken.end() ? std::nullopt : std::optional<c10::SafeKernelFunction>(native->second));
+    Silence silence;  // PyTorch warns that a kernel is put over another: that is what this is for
+    c10::WarningUtils::WarningHandlerGuard guard(&silence);
+    registrations.insert_or_assign(
+        number,
+        c10::Dispatcher::singleton().registerImpl(
+            op.operator_name(),
+            dispatch_key,
+            c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)),
+            std::nullopt,
+            nullptr,
+            "precast"));
+    return 0;
+  });
+}
+
+PRECAST_API void precast_deregister(int64_t number) {
+  registrations.erase(number);
+}
+
+// A policy: for each operation by its number what its kernel does. The same one for the same table.
+PRECAST_API const void* precast_policy(int promotes, const uint8_t* actions, int64_t count) {
+  Policy policy{promotes != 0, {}};
+  for (int64_t i = 0; i < count; ++i) {
+    policy.actions.push_back(static_cast<Action>(actions[i]));
+  }
+  while (!policy.actions.empty() && policy.actions.back() == Action::Pass) {
+    policy.actions.pop_back();
+  }
+  for (const auto& known : policies) {
+    if (known->promotes == policy.promotes && known->actions == policy.actions) {
+      return known.get();
+    }
+  }
+  policies.push_back(std::make_unique<const Policy>(std::move(policy)));
+  return policies.back().get();
+}
+
+PRECAST_API void precast_put_in_force(int device, const void* policy) {
+  ThreadState::here().policies[device] = static_cast<const Policy*>(policy);
+}
+
+PRECAST_API void precast_install(int device, const void* policy) {
+  Process::installed[device].store(static_cast<const Policy*>(policy));
+}
+
+PRECAST_API void precast_watch(int is_watched) {
+  Process::is_watched = is_watched != 0;
+}
+
+PRECAST_API void precast_this_thread(int kind) {
+  ThreadState::here().kind = static_cast<Thread>(kind);
+}
+
+PRECAST_API int precast_attempts(int device) {
+  return ThreadState::here().attempts[device];
+}
+
+PRECAST_API void precast_clear() {
+  ThreadState::here().copies.clear();
+}
+
+PRECAST_API int64_t precast_count() {
+  return static_cast<int64_t>(ThreadState::here().copies.size());
+}
+
+// From now on the casts of weights are noted, in all threads; for tests.
+PRECAST_API void precast_record_casts() {
+  std::lock_guard<std::mutex> guard(Process::lock);
+  Process::casts.clear();
+  Process::records_casts = true;
+}
+
+// How many were made since then, or are alive of those.
+PRECAST_API int64_t precast_recorded_casts(int are_alive) {
+  std::lock_guard<std::mutex> guard(Process::lock);
+  const auto& casts = Process::casts;
+  return are_alive == 0 ? static_cast<int64_t>(casts.size())
+                        : std::count_if(casts.begin(), casts.end(), [](const auto& cast) { return !cast.expired(); });
+}
+
+PRECAST_API int precast_has(void* source, int dtype) {
+  ThreadState& here = ThreadState::here();
+  const auto scalar = static_cast<at::ScalarType>(dtype);
+  const c10::TensorImpl& impl = *source_of(source);
+  return here.copies.find_held(impl, scalar, Use::Leaf).defined() || here.copies.find(impl, scalar).defined();
+}
+
+// `dtype` is -1 for all.
+PRECAST_API void precast_invalidate(void* source, int dtype) {
+  ThreadState::here().copies.invalidate(*source_of(source), dtype);
+}
+
+PRECAST_API void precast_hold(void* source, int is_held) {
+  HeldSources::change(source_of(source), is_held != 0);
+}
+
+// Keeps a copy that stands for a held one, which was made when the source had this version and address.
+PRECAST_API int64_t
+precast_keep(void* source, void* cast, int dtype, int use, int64_t held, int64_t version, int64_t address) {
+  return reported([&] {
+    const at::Tensor tensor = tensor_of(source);
+    ThreadState::here().copies.put_held(
+        tensor,
+        static_cast<at::ScalarType>(dtype),
+        static_cast<Use>(use),
+        Copy{
+            Notes(tensor, static_cast<uint32_t>(version), reinterpret_cast<const void*>(address)),
+            tensor_of(cast),
+            held});
+    return 0;
+  });
+}
+
+// Drops what stands for a held copy, in all threads.
+PRECAST_API void precast_evict(void* source, int dtype, int64_t held, int which, int64_t version) {
+  std::vector<Copy> gone;
+  std::lock_guard<std::mutex> guard(Process::lock);
+  for (ThreadState* thread : Process::threads) {
+    thread->copies.evict(
+        source_of(source),
+        static_cast<at::ScalarType>(dtype),
+        held,
+        static_cast<Evicted>(which),
+        static_cast<uint32_t>(version),
+        gone);
+  }
+}

@@ -1,0 +1,229 @@
+"""What Python asks of the library: one method for each C function of `api.cpp`.
+
+Invariants:
+
+- a tensor is passed as the address of its TensorImpl, and lives as long as the call;
+- the interpreter's lock is held during a call (`ctypes.PyDLL`); the only Python code that a call runs is what `begin`
+  was given.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from precast._torch import UNUSED_DEVICE_TYPES, impl_address
+from precast.errors import PrecastError
+from precast.weights.native_copies import Evicted, Use
+
+__all__ = ["Calls"]
+
+_Compare: Final = ctypes.CFUNCTYPE(None)
+_IsCapturing: Final = ctypes.CFUNCTYPE(ctypes.c_int)
+_SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
+    "error": (ctypes.c_char_p, []),
+    "begin": (None, [_Compare, _IsCapturing, ctypes.c_int]),
+    "end": (None, []),
+    "device": (ctypes.c_int, [ctypes.c_char_p]),
+    "take_native": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p]),
+    "register": (
+        ctypes.c_int64,
+        [
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_int,
+            ctypes.c_int64,
+            ctypes.c_int,
+            ctypes.c_int,
+        ],
+    ),
+    "deregister": (None, [ctypes.c_int64]),
+    "policy": (ctypes.c_void_p, [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]),
+    "put_in_force": (None, [ctypes.c_int, ctypes.c_void_p]),
+    "install": (None, [ctypes.c_int, ctypes.c_void_p]),
+    "watch": (None, [ctypes.c_int]),
+    "this_thread": (None, [ctypes.c_int]),
+    "attempts": (ctypes.c_int, [ctypes.c_int]),
+    "guard_types": (None, [ctypes.c_int, ctypes.c_int]),
+    "snapshot": (ctypes.c_void_p, [ctypes.c_int]),
+    "free_snapshot": (None, [ctypes.c_void_p]),
+    "enter": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]),
+    "leave": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]),
+    "clear": (None, []),
+    "count": (ctypes.c_int64, []),
+    "record_casts": (None, []),
+    "recorded_casts": (ctypes.c_int64, [ctypes.c_int]),
+    "has": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]),
+    "invalidate": (None, [ctypes.c_void_p, ctypes.c_int]),
+    "hold": (None, [ctypes.c_void_p, ctypes.c_int]),
+    "keep": (
+        ctypes.c_int64,
+        [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_int64,
+        ],
+    ),
+    "evict": (
+        None,
+        [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64],
+    ),
+}
+
+
+class Calls:
+    """The library's functions, with the arguments that Python has.
+
+    Args:
+        library: the loaded library.
+        compare: compares a held copy with its parameter; called every `uses_between_checks` operations.
+        is_capturing: whether a CUDA graph is being captured.
+        uses_between_checks: how many operations that take weights run between two comparisons.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.PyDLL,
+        compare: Callable[[], None],
+        is_capturing: Callable[[], bool],
+        uses_between_checks: int,
+    ) -> None:
+        self._functions: dict[str, Any] = {}
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, f"precast_{name}")
+            function.restype, function.argtypes = result, arguments
+            self._functions[name] = function
+        # These objects are what C++ calls: they live as long as it may.
+        self._callbacks = _Compare(compare), _IsCapturing(is_capturing)
+        self._functions["begin"](*self._callbacks, uses_between_checks)
+        atexit.register(self._functions["end"])
+        self.put_in_force: Callable[[int, int], None] = self._functions["put_in_force"]
+        self.install: Callable[[int, int], None] = self._functions["install"]
+        self.enter: Callable[[int, int], int] = self._functions["enter"]
+        self.leave: Callable[[int, int], int] = self._functions["leave"]
+        self.free_snapshot: Callable[[int], None] = self._functions["free_snapshot"]
+        self.clear: Callable[[], None] = self._functions["clear"]
+        self.attempts: Callable[[int], int] = self._functions["attempts"]
+        self.watch: Callable[[bool], None] = self._functions["watch"]
+        self.this_thread: Callable[[int], None] = self._functions["this_thread"]
+        self.deregister: Callable[[int], None] = self._functions["deregister"]
+        self._operations: Any = torch.ops.precast_native
+        self._functions["guard_types"](*map(self.device, UNUSED_DEVICE_TYPES))
+
+    @cache  # noqa: B019 -- one object for the process
+    def device(self, device_type: str) -> int:
+        """PyTorch's number of a device type."""
+        return int(self._functions["device"](device_type.encode()))
+
+    @cache  # noqa: B019
+    def dtype(self, dtype: torch.dtype) -> int:
+        """PyTorch's number of a dtype."""
+        return int(self._operations.number_of.default(dtype))
+
+    def snapshot(self, device_type: str) -> int:
+        """All that a region changes in this thread on a device type, as it is now; to be freed."""
+        return int(self._functions["snapshot"](self.device(device_type)))
+
+    def take_native(self, name: str, overload: str, key: str) -> None:
+        """Notes the kernel that an operation has at an autocast key now: PyTorch's own."""
+        self._check(self._functions["take_native"](name.encode(), overload.encode(), key.encode()))
+
+    def register(
+        self,
+        name: str,
+        overload: str,
+        key: str,
+        *,
+        device_type: str,
+        number: int,
+        takes_weights: bool,
+        keeps_autocast_on: bool,
+    ) -> None:
+        """Puts a compiled kernel above the Python kernel that an operation has at an autocast key now."""
+        self._check(
+            self._functions["register"](
+                name.encode(),
+                overload.encode(),
+                key.encode(),
+                self.device(device_type),
+                number,
+                takes_weights,
+                keeps_autocast_on,
+            )
+        )
+
+    def policy(self, *, promotes: bool, actions: bytes) -> int:
+        """What each operation's kernel does, by its number; policies that say the same are one."""
+        return int(self._functions["policy"](promotes, actions, len(actions)))
+
+    def copy_of(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """The copy of a leaf for this region, which is made if need be."""
+        copy: Tensor = self._operations.copy_of.default(source, dtype)
+        return copy
+
+    def find(self, source: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The copy of a leaf for this region, if there is one that stands for it."""
+        if not self._functions["has"](impl_address(source), self.dtype(dtype)):
+            return None
+        copy: Tensor | None = self._operations.find.default(source, dtype)
+        return copy
+
+    def invalidate(self, sources: Iterable[Tensor], dtype: torch.dtype | None) -> None:
+        """Makes the copies of these leaves, in one dtype or in all, out of date, whatever version counters say."""
+        number = -1 if dtype is None else self.dtype(dtype)
+        for source in sources:
+            self._functions["invalidate"](impl_address(source), number)
+
+    def keep(
+        self, source: Tensor, cast: Tensor, *, use: Use, held: int, version: int, pointer: int
+    ) -> None:
+        """Keeps what stands for the held copy of this number, as its source was when it was copied."""
+        self._check(
+            self._functions["keep"](
+                impl_address(source),
+                impl_address(cast),
+                self.dtype(cast.dtype),
+                use,
+                held,
+                version,
+                pointer,
+            )
+        )
+
+    def evict(
+        self, source: int, dtype: torch.dtype, held: int, which: Evicted, version: int
+    ) -> None:
+        """Drops what stands for the held copy of this number, in all threads."""
+        self._functions["evict"](source, self.dtype(dtype), held, which, version)
+
+    def hold(self, source: int, is_held: bool) -> None:
+        """Says whether a parameter, given by the address of its TensorImpl, is held."""
+        self._functions["hold"](source, is_held)
+
+    def count(self) -> int:
+        """How many copies this thread has, those that outlive regions too."""
+        return int(self._functions["count"]())
+
+    def record_casts(self) -> None:
+        """Notes the casts of weights that are made from now on, in all threads; for tests."""
+        self._functions["record_casts"]()
+
+    def recorded_casts(self) -> tuple[int, int]:
+        """How many there were, and how many of them are not freed."""
+        return tuple(self._functions["recorded_casts"](alive) for alive in (False, True))
+
+    def _check(self, status: int) -> None:
+        if status < 0:
+            said = self._functions["error"]().decode()
+            raise PrecastError(f"The native engine refused a call: {said}")

@@ -1,0 +1,246 @@
+"""The native engine: what it does itself, what it hands to the reference, and many threads on one model."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
+from torch.testing._internal.logging_tensor import LoggingTensor, LoggingTensorMode
+
+import precast
+from precast import Policy
+from precast.engine import registration
+from precast.engine.native import library
+from precast.engine.thread_state import native_engine, thread_state
+
+BF16 = torch.bfloat16
+WIDTH = 160
+
+
+@pytest.fixture(autouse=True)
+def _native_engine() -> Iterator[None]:
+    if isinstance(missing := library.load(), library.Unavailable):
+        pytest.skip(f"needs the native engine: {missing.reason}")
+    with registration.use_engine("native"):
+        yield
+
+
+def python_calls(act: Callable[[], object]) -> list[str]:
+    """The functions of precast that Python calls meanwhile."""
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and "precast" in frame.f_code.co_filename.split("tests")[0]:
+            called.append(frame.f_code.co_name)
+
+    kept = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(kept)
+    return called
+
+
+def layer(*, attached: bool = False, grad: bool = True) -> tuple[nn.Linear, Tensor]:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(grad), torch.randn(3, WIDTH)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_where_weights_have_copies_nothing_of_python_is_called(attached: bool, mode: Any) -> None:
+    model, x = layer()
+    with precast.attach(model) if attached else nullcontext():
+        with mode(), precast.autocast("cpu"):
+            expected = model(x)
+            found: list[Tensor] = []
+            calls = python_calls(lambda: found.append(model(x)))
+    assert calls == []
+    assert torch.equal(found[0], expected)
+
+
+def test_the_first_use_of_a_weight_calls_nothing_of_python_either() -> None:
+    model, x = layer()
+    with precast.autocast("cpu"):
+        torch.mm(x, x.t())
+        assert python_calls(lambda: model(x)) == []
+
+
+@pytest.mark.parametrize("policy", ["torch", "default"])
+def test_operations_without_weights_call_nothing_of_python(policy: str) -> None:
+    x, y = torch.randn(4, 4).bfloat16(), torch.randn(4, 4)
+    with precast.autocast("cpu", policy=policy):
+        for act in (
+            lambda: torch.matmul(x, x),
+            lambda: F.mse_loss(x, y),
+            lambda: torch.index_add(y, 0, torch.tensor([0]), y[:1]),
+            lambda: torch.softmax(x, 0),
+        ):
+            assert python_calls(act) == []
+
+
+def test_a_kept_region_is_entered_and_left_in_few_calls() -> None:
+    region = precast.autocast("cpu")
+
+    def use() -> None:
+        with region:
+            pass
+
+    use()
+    use()
+    calls = python_calls(use)
+    assert "enter" in calls
+    assert "leave" in calls
+    assert "put_in_force" not in calls
+
+
+def _fake() -> None:
+    with FakeTensorMode():
+        F.linear(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def _in_mode() -> None:
+    with LoggingTensorMode():
+        F.linear(torch.ones(2, 2), Parameter(torch.ones(2, 2)))
+
+
+def _traced() -> None:
+    with precast.trace():
+        F.linear(torch.ones(2, 2), Parameter(torch.ones(2, 2)))
+
+
+STRANGE: dict[str, Callable[[], Any]] = {
+    "fake tensor": _fake,
+    "subclass": lambda: F.linear(LoggingTensor(torch.ones(2, 2)), Parameter(torch.ones(2, 2))),
+    "mode": _in_mode,
+    "vmap": lambda: torch.vmap(lambda x: x @ torch.ones(2, 2))(torch.ones(3, 2, 2)),
+    "trace": _traced,
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_what_is_not_common_is_handed_to_the_reference(name: str) -> None:
+    with precast.autocast("cpu"):
+        assert "entry" in python_calls(STRANGE[name])
+
+
+PROMOTED: dict[str, Callable[[], Tensor]] = {
+    "mm": lambda: torch.mm(torch.ones(2, 2).double(), torch.ones(2, 2)),
+    "put": lambda: torch.put(torch.ones(3).bfloat16(), torch.tensor([0]), torch.ones(1).half()),
+    "index_add": lambda: torch.index_add(
+        torch.ones(3).bfloat16(), 0, torch.tensor([0]), torch.full((1,), 0.1)
+    ),
+    "index_put": lambda: torch.index_put(
+        torch.ones(3).bfloat16(), (torch.tensor([0]),), torch.full((1,), 0.1)
+    ),
+    "in place": lambda: (
+        torch.ones(3).bfloat16().index_add_(0, torch.tensor([0]), torch.ones(1) / 3)
+    ),
+    "dot": lambda: torch.dot(torch.ones(3).bfloat16(), torch.full((3,), 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", PROMOTED)
+def test_what_is_promoted_is_what_the_reference_promotes(name: str) -> None:
+    results = []
+    for engine in registration.ENGINES:
+        with registration.use_engine(engine), precast.autocast("cpu"):
+            results.append(PROMOTED[name]())
+    assert results[0].dtype is results[1].dtype
+    assert torch.equal(*results)
+
+
+def test_an_error_is_the_one_of_the_operation() -> None:
+    x, weight = torch.ones(2, 3), Parameter(torch.ones(4, 4))
+    messages = []
+    for engine in registration.ENGINES:
+        with registration.use_engine(engine), precast.autocast("cpu"):
+            with pytest.raises(RuntimeError) as raised:
+                F.linear(x, weight)
+            messages.append(str(raised.value).splitlines()[0])
+    assert messages[0] == messages[1]
+
+
+def test_policies_that_say_the_same_are_one_in_the_library() -> None:
+    calls = native_engine.calls
+    assert calls is not None
+    assert calls.policy(promotes=True, actions=b"\1\2\0") == calls.policy(
+        promotes=True, actions=b"\1\2"
+    )
+    assert calls.policy(promotes=True, actions=b"\1\2") != calls.policy(
+        promotes=False, actions=b"\1\2"
+    )
+
+
+def test_a_policy_bound_on_the_reference_holds_in_compiled_kernels() -> None:
+    ours = Policy.load("torch").replace(ops={"mm": "fp32"})
+    x = torch.randn(3, 3)
+    with precast.autocast("cpu", policy="torch"):
+        torch.mm(x, x)
+    with registration.use_engine("reference"), precast.autocast("cpu", policy=ours):
+        assert thread_state("cpu").state.bound_policy is not None
+        assert torch.mm(x, x).dtype is torch.float32
+
+
+def test_a_thread_that_the_library_does_not_know_runs_its_policy() -> None:
+    model, x = layer()
+    found: list[torch.dtype] = []
+
+    def work() -> None:
+        with torch.autocast("cpu"):
+            found.append(model(x).dtype)
+        with precast.autocast("cpu", policy=Policy.load("torch").replace(ops={"linear": "fp32"})):
+            found.append(model(x).dtype)
+        found.append(model(x).dtype)
+
+    with precast.autocast("cpu"):
+        model(x)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found == [BF16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_eight_threads_on_one_attached_model_that_is_written(mode: Any) -> None:
+    """Each forward sees one value of the weight, never an older one than before, and the last write at the end."""
+    model, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.ones(1, WIDTH)
+    model.weight.requires_grad_(mode is torch.enable_grad)
+    stop, wrong = threading.Event(), []
+
+    def serve() -> None:
+        last = 0.0
+        while not stop.is_set():
+            with mode(), precast.autocast("cpu"):
+                values = model(x).detach().float()
+            low, high = values.min().item(), values.max().item()
+            # A write while the copy is made may be seen by halves, but never anything that was not there.
+            if low < last or high > WIDTH * 64:
+                wrong.append((last, low, high))
+            last = low
+
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    with precast.attach(model), ThreadPoolExecutor(8) as threads:
+        served = [threads.submit(serve) for _ in range(8)]
+        for value in range(2, 65):
+            with torch.no_grad():
+                model.weight.fill_(float(value))
+            stop.wait(0.002)
+        stop.set()
+        for each in served:
+            each.result()
+        with mode(), precast.autocast("cpu"):
+            assert (model(x) == 64.0 * WIDTH).all()
+    assert wrong == []
