@@ -236,6 +236,19 @@ def test_without_a_compiler_the_command_says_so(
     assert not cache.exists()
 
 
+def test_a_compiler_that_makes_nothing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", script(tmp_path, "exit 0"))
+    assert one_line(precast_build()).startswith("the library could not be made: [Errno 2] No such")
+    assert libraries(cache) == []
+
+
+def test_a_compiler_that_is_no_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ 'half")
+    assert one_line(precast_build()).endswith("which is no command: No closing quotation")
+
+
 def test_a_compiler_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-g++ -O3")
     assert "CXX is 'no-such-g++ -O3', and there is no such compiler" in one_line(precast_build())

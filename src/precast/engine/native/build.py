@@ -136,7 +136,10 @@ def find_compiler() -> Compiler | None:
     Raises:
         BuildError: `CXX` names one that is not there, or that does not run.
     """
-    asked = shlex.split(os.environ.get("CXX", ""))
+    try:
+        asked = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX is {os.environ['CXX']!r}, which is no command: {error}") from error
     if asked:
         if shutil.which(asked[0]) is None:
             raise BuildError(
@@ -277,40 +280,36 @@ class _Job:
         return None
 
     def make(self) -> Path:
-        with tempfile.TemporaryDirectory(prefix="precast-build-") as work:
-            objects = [Path(work, f"{p.stem}.o") for p in library_file.SOURCES.glob("*.cpp")]
-            objects.sort()
-            steps = len(objects) + 2
-            with ThreadPoolExecutor(_cores()) as pool:
-                for done, _ in enumerate(pool.map(self._compile, objects)):
-                    self.advance(f"compiled {objects[done].stem}.cpp", done + 1, steps)
-            self.advance("linking", steps - 2, steps)
-            made = Path(work, "library.so")
-            self._run(
-                [
-                    *self.compiler.command,
-                    *_LINK,
-                    "-o",
-                    str(made),
-                    *map(str, objects),
-                    *self._libraries(),
-                ]
-            )
-            self.advance("checking", steps - 1, steps)
-            content = made.read_bytes()
-            path = Path(
-                work, library_file.file_name(self.torch.version, self.compiler.key, content)
-            )
-            made.rename(path)
-            wrong = _wrong(path, self.torch, self.check)
-            if wrong:
-                raise BuildError(f"what {self.compiler.version} has made does not work: {wrong}")
-        kept = self.folder / path.name
+        try:
+            with tempfile.TemporaryDirectory(prefix="precast-build-") as work:
+                name, content = self._make_in(Path(work))
+        except OSError as error:  # of the temporary folder, or a compiler that has made nothing
+            raise BuildError(f"the library could not be made: {error}") from error
+        kept = self.folder / name
         atomic_write.replace(kept, content, 0o755)
         with contextlib.suppress(OSError):
             (self.folder / LOG).unlink()  # of a compiler that has failed before
-        self.advance("done", steps, steps)
         return kept
+
+    def _make_in(self, work: Path) -> tuple[str, bytes]:
+        """Compiles, links and checks; the library's name and content."""
+        objects = sorted(work / f"{path.stem}.o" for path in library_file.SOURCES.glob("*.cpp"))
+        steps = len(objects) + 2
+        self.advance("compiling", 0, steps)
+        with ThreadPoolExecutor(_cores()) as pool:
+            for done, _ in enumerate(pool.map(self._compile, objects), 1):
+                self.advance("compiling", done, steps)
+        self.advance("linking", steps - 2, steps)
+        made = work / "library.so"
+        inputs = [*map(str, objects), *self._libraries()]
+        self._run([*self.compiler.command, *_LINK, "-o", str(made), *inputs])
+        self.advance("checking", steps - 1, steps)
+        content = made.read_bytes()
+        name = library_file.file_name(self.torch.version, self.compiler.key, content)
+        wrong = _wrong(made.rename(work / name), self.torch, self.check)
+        if wrong:
+            raise BuildError(f"what {self.compiler.version} has made does not work: {wrong}")
+        return name, content
 
     def _compile(self, target: Path) -> None:
         include = self.torch.folder / "include"
@@ -351,6 +350,7 @@ class _Job:
                 text=True,
                 errors="replace",
                 check=False,
+                env={**os.environ, "LC_ALL": "C"},  # its errors are found by the English word
             )
         except OSError as error:
             raise BuildError(
