@@ -34,6 +34,7 @@ MAY_SHIP = (
     "precast/policy/presets/*.toml",
     "precast/demo/*.jinja",
     "precast/engine/native/*.cpp",
+    "precast/engine/native/*.h",
     "precast/diagnostics/report/assets/*.jinja",
     "precast/diagnostics/report/assets/*.css",
     "precast/diagnostics/report/assets/*.js",
