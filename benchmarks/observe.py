@@ -1,4 +1,4 @@
-"""What one step of a variant needs besides time: its peak memory, and the casts it makes.
+"""What one step of a variant needs: its peak memory, the casts it makes, and what its time goes into.
 
 Measured apart from time, in a run of its own under PyTorch's profiler, which writes down every allocation, every
 release and every operation with the dtypes of its arguments:
@@ -7,7 +7,9 @@ release and every operation with the dtypes of its arguments:
   highest value within the step. Weights, masters, copies that are kept, gradients and activations are all in it,
   and nothing of other variants. On CUDA it is the most that the allocator had handed out, from the same beginning;
 - a cast is a copy between two floating-point dtypes, whoever asked for it; its bytes are those that it writes. On
-  CUDA a fused copy of a whole list of tensors is one operation without sizes, and is not counted.
+  CUDA a fused copy of a whole list of tensors is one operation without sizes, and is not counted;
+- time is that of operations without those that they call. What is in none of them is Python's, the dispatcher's and
+  precast's. The profiler takes its own time at each operation, so that shares say more than the milliseconds.
 """
 
 from __future__ import annotations
@@ -25,19 +27,25 @@ from torch.autograd.profiler import profile, record_function
 from benchmarks.variants import Prepared
 from precast.diagnostics.hardware.machine import synchronize
 
-__all__ = ["Observation", "observe"]
+__all__ = ["PARTS", "Observation", "observe"]
+
+PARTS = ("products", "casts and copies", "other operations", "outside of operations")
+"""What the time of a step is told by."""
 
 _STEP = "the step that is observed"
+_PRODUCTS = ("conv", "mm", "linear", "attention")
+_COPIES = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::_foreach_copy_")
 _SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Of one step: tensor memory at its worst moment, number of casts, and the bytes that they wrote."""
+    """Of one step: tensor memory at its worst moment, casts, the bytes that they wrote, and milliseconds by `PARTS`."""
 
     peak_bytes: int
     casts: int
     cast_bytes: int
+    parts_ms: dict[str, float]
 
 
 def observe(make: Callable[[], Prepared], device: torch.device) -> Observation:
@@ -66,7 +74,27 @@ def observe(make: Callable[[], Prepared], device: torch.device) -> Observation:
     begin, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == _STEP)
     casts = list(_casts(e for e in events if begin <= e.start_ns() <= end))
     on_cpu = device.type == "cpu"
-    return Observation(_cpu_peak(events, begin, end) if on_cpu else peak, len(casts), sum(casts))
+    highest = _cpu_peak(events, begin, end) if on_cpu else peak
+    return Observation(highest, len(casts), sum(casts), _parts(profiler.function_events))
+
+
+def _parts(events: Iterable[Any]) -> dict[str, float]:
+    """The time of the step, of the CPU, by what it goes into."""
+    events = list(events)
+    step = next(event for event in events if event.name == _STEP).time_range
+    parts = dict.fromkeys(PARTS, 0.0)
+    for event in events:
+        if step.start <= event.time_range.start <= step.end:
+            parts[_part(event.name)] += event.self_cpu_time_total / 1e3
+    return parts
+
+
+def _part(operation: str) -> str:
+    if operation == _STEP:
+        return PARTS[3]
+    if operation in _COPIES:
+        return PARTS[1]
+    return PARTS[0] if any(word in operation for word in _PRODUCTS) else PARTS[2]
 
 
 def _casts(events: Iterable[Any]) -> Iterator[int]:

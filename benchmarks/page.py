@@ -74,6 +74,7 @@ def render(data: dict[str, Any]) -> str:
             "",
             *_demos(by_name["demos"]),
             "",
+            *_clients(by_name["clients"]),
             "### Whole networks",
             "",
             "![Time of each variant as a ratio to torch.autocast; left is faster](images/models.png)",
@@ -91,6 +92,7 @@ def render(data: dict[str, Any]) -> str:
             "",
             *_needs(rows),
             "",
+            *_parts(rows),
             "#### Growth",
             "",
             "Microseconds, how often the first size's, and the ratio to `torch.autocast`.",
@@ -179,6 +181,52 @@ def _targets(rows: Sequence[Row]) -> Iterator[str]:
         told = f"{verdict}: {row['reason']}" if row["reason"] else verdict
         figures = row["figure"], written(row, "value"), written(row, "limit")
         yield _line([row["work"], row["case"], *figures, told])
+
+
+def _clients(rows: Sequence[Row]) -> Iterator[str]:
+    if not any("ratio" in row for row in rows):
+        return
+    shown = list(dict.fromkeys(row["kind"] for row in rows if "ratio" in row))
+    yield "### Programs of other libraries"
+    yield ""
+    yield "Models of transformers, with nothing but `precast.install()`, as ratios to the first `torch.autocast`."
+    yield ""
+    yield _line(["size", "model", "work", *shown])
+    yield "|---|---|---|" + "---|" * len(shown)
+    for size, case, work in dict.fromkeys(
+        (r["size"], r["case"], r["work"]) for r in rows if "ratio" in r
+    ):
+        found = {
+            r["kind"]: r
+            for r in rows
+            if (r["case"], r.get("size"), r.get("work")) == (case, size, work)
+        }
+        cells = [_figure(found.get(kind), "ratio") for kind in shown]
+        cells[shown.index(BASELINE)] = f"{found[BASELINE]['median_ms']:.2f} ms"
+        yield _line([size, case, work, *cells])
+    yield ""
+
+
+def _parts(rows: Sequence[Row]) -> Iterator[str]:
+    """What the time of a step goes into, for the networks that show it best."""
+    chosen = [r for r in rows if "parts_ms" in r and r["case"] in _PROFILED]
+    if not chosen:
+        return
+    parts = list(chosen[0]["parts_ms"])
+    yield "#### What the time of one step goes into"
+    yield ""
+    yield "Milliseconds under PyTorch's profiler, which adds some to each operation. Outside of operations are"
+    yield "Python, the dispatcher, and what precast does."
+    yield ""
+    yield _line(["network", "work", "variant", *parts])
+    yield "|---|---|---|" + "---|" * len(parts)
+    for row in chosen:
+        cells = [f"{row['parts_ms'][part]:.2f}" for part in parts]
+        yield _line([title(row), row["work"], row["kind"], *cells])
+    yield ""
+
+
+_PROFILED = ("decoder 512, 1x1", "MLP 32 x 16, 8")
 
 
 def _times(rows: Sequence[Row]) -> Iterator[str]:

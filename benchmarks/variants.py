@@ -28,7 +28,7 @@ from benchmarks.networks import MOST_BATCHES, Batch, Network
 from precast.engine import registration
 
 __all__ = ["ACCUMULATION", "BASELINE", "BY_HAND", "GENERATION", "INFERENCE", "TRAINING", "WORKS"]
-__all__ += ["GENERATION_IN_INFERENCE_MODE", "LOWER_GRADIENTS", "Prepared", "Setting"]
+__all__ += ["GENERATION_IN_INFERENCE_MODE", "LEAN", "LOWER_GRADIENTS", "Prepared", "Setting"]
 __all__ += ["SkippedError", "kinds", "prepare"]
 
 BASELINE, BY_HAND = "torch.autocast", "by hand"
@@ -39,7 +39,7 @@ _WITHOUT_GRADIENTS = (INFERENCE, GENERATION, GENERATION_IN_INFERENCE_MODE)
 _FORWARDS = 16
 """Forward passes in the one region of a generation."""
 _SUMMING = "by hand, float32 sums"
-LOWER_GRADIENTS = "attached, gradients in 16 bits"
+LEAN, LOWER_GRADIENTS = "attached + lean", "attached, gradients in 16 bits"
 _LEARNING_RATE = 1e-2
 
 Region = Callable[[], AbstractContextManager[object]]
@@ -164,9 +164,7 @@ _MIXED: Mapping[str, _Mixed] = {
     BASELINE: _Mixed(_torch_region, lambda _: registration.unregister()),
     "precast": _Mixed(partial(_precast_region, policy="torch"), _register, precast.GradScaler),
     "attached": _Mixed(_precast_region, _register, precast.GradScaler, _attach),
-    "attached + lean": _Mixed(
-        _precast_region, _register, precast.GradScaler, partial(_attach, policy="lean")
-    ),
+    LEAN: _Mixed(_precast_region, _register, precast.GradScaler, partial(_attach, policy="lean")),
     LOWER_GRADIENTS: _Mixed(_precast_region, _register, precast.GradScaler, _attach_both),
 }
 
