@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -202,16 +204,22 @@ def _models(
 
 
 def _measure(suites: Suites, output: Output) -> None:
-    machine, interrupted = about(), False
+    machine, code = about(), 0
     rows: list[dict[str, Any]] = []
-    try:
-        for name, suite in suites.items():
+    for name, suite in suites.items():
+        try:
             for row in _with_progress(name, suite, quiet=output.as_lines):
                 rows.append(row)
                 if output.as_lines:
                     click.echo(json.dumps(row))
-    except KeyboardInterrupt:
-        interrupted = True
+        except KeyboardInterrupt:
+            click.echo("interrupted: these are the rows measured before", err=True)
+            code = _INTERRUPTED
+            break
+        except Exception as error:
+            traceback.print_exception(error)
+            rows.append(elsewhere.skipped(name, f"{type(error).__name__}: {error}"))
+            code = 1
     machine = {
         **about(),
         "load": machine["load"],
@@ -222,22 +230,31 @@ def _measure(suites: Suites, output: Output) -> None:
     if output.path is not None:
         output.path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
         click.echo(f"wrote {output.path}", err=output.as_lines)
-    if interrupted:
-        click.echo("interrupted: these are the rows measured before", err=True)
-        raise SystemExit(130)
+    if code:
+        raise SystemExit(code)
+
+
+_INTERRUPTED = 130
 
 
 def _with_progress(name: str, suite: Suite, *, quiet: bool) -> Rows:
+    """The rows as they come; a bar says where it is, or a line for each comparison where there is no terminal."""
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    console = Console(stderr=True, quiet=quiet)
+    shown = console.is_terminal
     with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=quiet
+        *columns, console=console, transient=True, disable=quiet or not shown
     ) as progress:
         task = progress.add_task(name, total=suite.total)
-        seen = set()
+        seen: set[tuple[Any, ...]] = set()
+        start = time.monotonic()
         for row in suite.run():
             keys = ("case", "size", "work", "dtype", "compiled")
-            seen.add(tuple(row[key] for key in keys if key in row))
+            measured = tuple(row[key] for key in keys if key in row)
             case = ", ".join(str(row[key]) for key in ("case", "work") if key in row)
+            if measured not in seen and not shown:
+                console.out(f"{name}: {case}: {time.monotonic() - start:.0f} s", highlight=False)
+            seen.add(measured)
             progress.update(task, description=f"{name}: {case}", completed=len(seen))
             yield row
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CLIENTS", "clients", "overhead_of_reference"]
+__all__ = ["CLIENTS", "clients", "overhead_of_reference", "skipped"]
 
 _ROOT = Path(__file__).parent.parent
 CLIENTS = _ROOT / ".venvs" / "clients" / "bin" / "python"
@@ -37,7 +37,7 @@ def overhead_of_reference(rounds: int) -> Rows:
 def clients(rounds: int) -> Rows:
     """The models of other libraries that have a target."""
     if not CLIENTS.exists():
-        yield _skipped("clients", "the clients' environment is not there; write: make bench")
+        yield skipped("clients", "the clients' environment is not there; write: make bench")
         return
     chosen = {"--size": _SIZES, "--model": _MODELS, "--work": _WORKS}
     options = [word for option, words in chosen.items() for one in words for word in (option, one)]
@@ -68,10 +68,11 @@ def _rows(
         if process.wait() != 0:
             complaints.seek(0)
             last = complaints.read().strip()[-_SHOWN:]
-            yield _skipped(
+            yield skipped(
                 command, f"`benchmarks {command}` ended with {process.returncode}: {last}"
             )
 
 
-def _skipped(benchmark: str, why: str) -> dict[str, Any]:
+def skipped(benchmark: str, why: str) -> dict[str, Any]:
+    """A row in place of those of a whole kind of measurement."""
     return {"benchmark": benchmark, "case": "all", "skipped": why}

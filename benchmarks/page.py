@@ -45,13 +45,15 @@ def render(data: dict[str, Any]) -> str:
     """The generated part of the page."""
     by_name: defaultdict[str, list[Row]] = defaultdict(list)
     for row in data["rows"]:
-        by_name[row["benchmark"]].append(row)
+        if row.get("case") != "all":
+            by_name[row["benchmark"]].append(row)
     rows, grown = by_name["models"], by_name["models growth"]
     machine = data["machine"]
     return "\n".join(
         [
             "",
             _machine(machine),
+            *_failed(data["rows"]),
             "",
             "### Targets",
             "",
@@ -114,6 +116,13 @@ def _machine(machine: Row) -> str:
         f"cores{gpu},\n{machine['threads']} thread(s), Python {machine['python']}, PyTorch {machine['torch']}{engine}; "
         f"load of the machine when it began: {machine['load']}."
     )
+
+
+def _failed(rows: Sequence[Row]) -> Iterator[str]:
+    """The kinds of measurement that gave nothing, or not all."""
+    for row in rows:
+        if row.get("case") == "all":
+            yield f"\nNot all measured: {row['benchmark']}: {row['skipped']}."
 
 
 def _calls(rows: Sequence[Row], engine: str | None) -> Iterator[str]:

@@ -720,6 +720,23 @@ def test_rows_of_another_process_come_as_lines_and_its_failure_is_told(
     assert "make bench" in missing["skipped"]
 
 
+def test_what_others_measured_is_kept_when_one_measurement_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(**_: int) -> Iterator[dict[str, Any]]:
+        yield DATA["rows"][0]
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(demos, "run", failing)
+    path = tmp_path / "rows.json"
+    result = CliRunner().invoke(main, ["demos", "--json", str(path)])
+    assert result.exit_code == 1
+    assert "no more" in result.output
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert written["rows"] == [DATA["rows"][0], elsewhere.skipped("demos", "RuntimeError: no more")]
+    assert "Not all measured: demos: RuntimeError: no more." in page.render(written)
+
+
 def test_lines_are_all_that_a_child_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demos, "run", lambda **_: iter([DATA["rows"][0]]))
     result = CliRunner().invoke(main, ["demos", "--lines"], catch_exceptions=False)
