@@ -75,17 +75,22 @@ def observe(make: Callable[[], Prepared], device: torch.device) -> Observation:
     casts = list(_casts(e for e in events if begin <= e.start_ns() <= end))
     on_cpu = device.type == "cpu"
     highest = _cpu_peak(events, begin, end) if on_cpu else peak
-    return Observation(highest, len(casts), sum(casts), _parts(profiler.function_events))
+    return Observation(highest, len(casts), sum(casts), _parts(events, begin, end))
 
 
-def _parts(events: Iterable[Any]) -> dict[str, float]:
-    """The time of the step, of the CPU, by what it goes into."""
-    events = list(events)
-    step = next(event for event in events if event.name == _STEP).time_range
+def _parts(events: Iterable[Any], begin: int, end: int) -> dict[str, float]:
+    """The time of the step by what it goes into; that of an operation is without those that it calls."""
     parts = dict.fromkeys(PARTS, 0.0)
-    for event in events:
-        if step.start <= event.time_range.start <= step.end:
-            parts[_part(event.name)] += event.self_cpu_time_total / 1e3
+    calling: list[tuple[int, str]] = []
+    within = (e for e in events if begin <= e.start_ns() <= end and e.name() != "[memory]")
+    for event in sorted(within, key=lambda e: (e.start_ns(), -e.end_ns())):
+        while calling and calling[-1][0] <= event.start_ns():
+            calling.pop()
+        part, milliseconds = _part(event.name()), (event.end_ns() - event.start_ns()) / 1e6
+        parts[part] += milliseconds
+        if calling:
+            parts[calling[-1][1]] -= milliseconds
+        calling.append((event.end_ns(), part))
     return parts
 
 
