@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -118,6 +121,43 @@ def _in_mode() -> None:
 def _traced() -> None:
     with precast.trace():
         F.linear(torch.ones(2, 2), Parameter(torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda region: pickle.loads(pickle.dumps(region))]
+)
+def test_a_region_that_was_entered_can_be_copied(copied: Callable[[Any], Any]) -> None:
+    region, x = precast.autocast("cpu", dtype=torch.float16), torch.ones(2, 2)
+    for _ in range(3):
+        with region:
+            pass
+    with copied(region):
+        assert torch.mm(x, x).dtype is torch.float16
+
+
+def test_a_trace_hears_of_a_region_that_is_known() -> None:
+    region, x = precast.autocast("cpu"), torch.ones(2, 2)
+    for _ in range(3):
+        with region:
+            pass
+    with precast.trace() as trace, region:
+        torch.mm(x, x)
+    assert [row.region is not None for row in trace.rows if row.op.endswith("mm")] == [True]
+
+
+def test_what_is_entered_in_one_step_may_end_out_of_order() -> None:
+    first, second = precast.autocast("cpu"), precast.autocast("cpu", dtype=torch.float16)
+    x = torch.ones(2, 2)
+    for _ in range(3):
+        with first, second:
+            pass
+    first.__enter__()
+    second.__enter__()
+    with pytest.warns(precast.errors.PrecastWarning, match="still open"):
+        first.__exit__(None, None, None)
+    assert torch.mm(x, x).dtype is torch.float16
+    second.__exit__(None, None, None)
+    assert torch.mm(x, x).dtype is torch.float32
 
 
 STRANGE: dict[str, Callable[[], Any]] = {
@@ -244,3 +284,28 @@ def test_eight_threads_on_one_attached_model_that_is_written(mode: Any) -> None:
         with mode(), precast.autocast("cpu"):
             assert (model(x) == 64.0 * WIDTH).all()
     assert wrong == []
+
+
+def test_threads_that_start_together_load_one_library_and_each_runs_its_policy() -> None:
+    program = """
+import threading
+import torch, precast
+barrier, wrong = threading.Barrier(6), []
+def work(rule, dtype):
+    policy = precast.Policy.load("torch").replace(ops={"matmul": rule})
+    a = torch.ones(2, 2)
+    barrier.wait(60)
+    for _ in range(50):
+        with precast.autocast("cpu", policy=policy):
+            wrong.extend([rule] if (a @ a).dtype is not dtype else [])
+rules = [("fp32", torch.float32), ("lower", torch.bfloat16), ("keep", torch.float32)] * 2
+threads = [threading.Thread(target=work, args=rule) for rule in rules]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not wrong, wrong
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Exception in thread" not in done.stderr

@@ -127,8 +127,6 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         here = thread_state(device).state
         outside = here.bound_policy
         bound = self._bound_policy(outside)
-        if bound is not None and bound is not outside and not bound.registration.holds:
-            bound = registration.bind(bound.policy, device)
         if _torch.function_modes():
             self._write_down(bound)
         start = Start.of(device, bound)
@@ -142,6 +140,9 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             _torch.optimizes_torchscript(),
         )
         regions.records.append(record)
+        # Only now: who takes the kernels off says so first, and then looks for records.
+        if bound is not None and bound is not outside and not bound.registration.holds:
+            bound = registration.bind(bound.policy, device)
         if bound is not None and not bound.is_pytorchs:
             _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
         if bound is not outside:
@@ -165,6 +166,10 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         self._shortcut, device = known, self.device
         if self.policy is None and outside is None and installed(device).bound_policy is None:
             _shortcuts[self._key()] = known
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy or a pickle has: all but the way in that this process knows."""
+        return {name: value for name, value in vars(self).items() if name != "_shortcut"}
 
     def _key(self) -> tuple[object, ...]:
         """What says what a region with the policy around it is."""
@@ -433,6 +438,8 @@ def _splice_out(owner: autocast) -> Record:
         raise _ended_elsewhere(owner)
     record = records.pop(index)
     later = records[index:]
+    for each in later:
+        each.shortcut = None  # it would restore what was, and not what the record says from now on
     if later:
         later[0].cache_enabled = record.cache_enabled
         later[0].optimizes_torchscript = record.optimizes_torchscript
@@ -483,11 +490,11 @@ def put_in_force(here: ThreadState, device_type: str, bound: BoundPolicy | None)
     guard_id = regions.guard_id.after(device_type, None if bound is None else bound.meaning)
     before = regions.written_guard_id
     if guard_id is before:
-        here.bound_policy = bound
+        here.follow(bound)
         return
     # None until it is written: an interrupt in between leaves that to whoever restores the record.
     regions.written_guard_id = None
-    here.bound_policy = bound
+    here.follow(bound)
     write_guard_id(guard_id, before)
 
 

@@ -18,6 +18,7 @@ import torch
 from precast import _torch
 from precast.engine import registration
 from precast.engine.compile_guards import GuardId
+from precast.engine.entry_point import watchers
 from precast.engine.native.calls import Calls
 from precast.engine.thread_state import (
     BoundPolicy,
@@ -62,12 +63,29 @@ class Start:
 class Shortcut:
     """One region as it was entered once."""
 
+    __slots__ = (
+        "_after",
+        "_before",
+        "_bound",
+        "_enter",
+        "_everywhere",
+        "_found",
+        "_guard_after",
+        "_guard_before",
+        "_installed",
+        "_leave",
+        "_outside",
+        "_registration",
+        "_thread",
+    )
+
     def __init__(
         self, record: Record, bound: BoundPolicy, before: _Snapshot, guard_before: GuardId
     ) -> None:
         calls = native_engine.calls
         assert calls is not None
-        self._calls = calls
+        self._enter, self._leave = calls.enter, calls.leave
+        self._registration = bound.registration
         self._found = (
             record.device_type,
             record.enabled,
@@ -87,24 +105,26 @@ class Shortcut:
         """Enters the region; False, and nothing is changed, where it has to be entered step by step."""
         here = self._thread.state
         if (
-            regions.written_guard_id is not self._guard_before
+            watchers
             or here.bound_policy is not self._outside
+            or regions.written_guard_id is not self._guard_before
             or self._everywhere.bound_policy is not self._installed
-            or not self._bound.registration.holds
             or not (native.is_used and regions.lends)
-            or _is_heard()
         ):
             return False
         record = Record(owner, *self._found)
         record.shortcut = self
         regions.records.append(record)
-        regions.written_guard_id = None
-        here.assume(self._bound)
-        record.nesting.extend(map(self._calls.enter, self._before, self._after))
+        if (
+            not self._registration.holds
+        ):  # asked after the record is there: see `registration.unregister`
+            regions.records.pop()
+            return False
+        regions.written_guard_id, here.bound_policy = None, self._bound
+        record.nesting.extend(map(self._enter, self._before, self._after))
         if record.nesting[0] < 0:
             record.nesting.clear()
-            here.assume(self._outside)
-            regions.written_guard_id = self._guard_before
+            regions.written_guard_id, here.bound_policy = self._guard_before, self._outside
             regions.records.pop()
             return False
         regions.guard_id = regions.written_guard_id = self._guard_after
@@ -114,18 +134,22 @@ class Shortcut:
         """Leaves the thread's innermost region, which is this; False, and nothing is changed, where it cannot."""
         here = self._thread.state
         if (
-            regions.written_guard_id is not self._guard_after
+            watchers
             or here.bound_policy is not self._bound
-            or _is_heard()
+            or regions.written_guard_id is not self._guard_after
         ):
             return False
-        regions.written_guard_id = None
-        here.assume(self._outside)
-        record.nesting.extend(map(self._calls.leave, self._before, self._after))
+        nesting = record.nesting
+        regions.written_guard_id, here.bound_policy = None, self._outside
+        nesting.extend(map(self._leave, self._before, self._after))
+        if nesting[1] < 0:
+            del nesting[1:]
+            regions.written_guard_id, here.bound_policy = self._guard_after, self._bound
+            return False
         regions.guard_id = regions.written_guard_id = self._guard_before
         records = regions.records
         records.pop()
-        if record.nesting[1] == 0 or (not records and self._everywhere.bound_policy is None):
+        if nesting[1] == 0 or (not records and self._everywhere.bound_policy is None):
             registration.clear_cache()
         return True
 

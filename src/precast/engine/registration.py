@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+from torch import Tensor
 from torch.library import Library
 from torch.optim import Optimizer
 
@@ -88,7 +90,9 @@ _chosen: str | None = None
 def engine() -> str:
     """The engine that regions entered from now on will use: one of `ENGINES`."""
     if _chosen is None:
-        _choose_engine(library.chosen_engine())
+        with _lock:  # one thread loads the library
+            if _chosen is None:
+                _choose_engine(library.chosen_engine())
     assert _chosen is not None
     return _chosen
 
@@ -123,25 +127,31 @@ def _load_native() -> None:
     """Loads the library, and tells it what there is already."""
     found = library.load()
     assert isinstance(found, library.Library), found
-    global _registration  # noqa: PLW0603 -- the dispatcher is one for the process
+    # What is on the dispatcher already is put there anew, with PyTorch's own kernels known to the library.
+    assert unregister(), "the library is loaded while no region is open and nothing is installed"
     with _lock, held.lock:
-        if (
-            _registered
-        ):  # what is there already is put anew, with PyTorch's own kernels known to the library
-            _registration.holds = False
-            _bound_policies.clear()
-            _defaults.clear()
-            _take_off_kernels()
-            _registration = Registration()
         calls = Calls(
             found.functions,
             unversioned_writes.check_within_region,
             _torch.is_capturing,
             unversioned_writes.USES_BETWEEN_CHECKS,
         )
+        asked = Library("precast_native", "IMPL")
+        asked.impl("ask", _asked, "CompositeImplicitAutograd")
+        _for_good.append(asked)
         native.copies = native_engine.calls = calls
         for held_parameter in held.held_parameters.values():
             calls.hold(held_parameter.source, True)
+
+
+_for_good: Final[list[Library]] = []
+"""What stays registered as long as the process lives."""
+
+
+@_torch.never_compiled
+def _asked(source: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | None:
+    """The copy of a weight that compiled kernels have none of; None where each use casts it."""
+    return regions.cache.cast(source, dtype, device_type)
 
 
 def bind(policy: Policy, device_type: str) -> BoundPolicy:

@@ -168,33 +168,25 @@ def _is_open(thread: weakref.ref[Records]) -> bool:
 class ThreadState:
     """What is in force in one thread for one device type."""
 
-    __slots__ = ("_bound_policy", "_device_type", "attempts", "uses")
+    __slots__ = ("_device_type", "attempts", "bound_policy", "uses")
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self._bound_policy: BoundPolicy | None = None
+        self.bound_policy: BoundPolicy | None = None
+        """The policy of precast's innermost region; None outside of all regions. `follow` changes it."""
         self.attempts = 0
         """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
         self.uses = 0
         """How many operations have taken weights since a held copy was last compared with its parameter."""
 
-    @property
-    def bound_policy(self) -> BoundPolicy | None:
-        """The policy of precast's innermost region; None outside of all regions."""
-        return self._bound_policy
-
-    @bound_policy.setter
-    def bound_policy(self, bound: BoundPolicy | None) -> None:
-        self._bound_policy = bound
+    def follow(self, bound: BoundPolicy | None) -> None:
+        """Has a policy in force, in compiled kernels too."""
+        self.bound_policy = bound
         calls = native_engine.calls
         if calls is not None:
             calls.put_in_force(
                 calls.device(self._device_type), 0 if bound is None else bound.native
             )
-
-    def assume(self, bound: BoundPolicy | None) -> None:
-        """Notes what compiled kernels are told to have in force otherwise."""
-        self._bound_policy = bound
 
     def is_attempt(self) -> bool:
         """Whether an operation is being tried, in Python or in compiled kernels."""
@@ -224,20 +216,16 @@ def thread_state(device_type: str) -> ThreadLocalState:
 class Installed:
     """What holds in every thread for one device type, in regions of PyTorch's own outside of all of precast's."""
 
-    __slots__ = ("_bound_policy", "_device_type")
+    __slots__ = ("_device_type", "bound_policy")
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self._bound_policy: BoundPolicy | None = None
+        self.bound_policy: BoundPolicy | None = None
+        """The installed policy, made ready; None where there is none. `follow` changes it."""
 
-    @property
-    def bound_policy(self) -> BoundPolicy | None:
-        """The installed policy, made ready; None where there is none."""
-        return self._bound_policy
-
-    @bound_policy.setter
-    def bound_policy(self, bound: BoundPolicy | None) -> None:
-        self._bound_policy = bound
+    def follow(self, bound: BoundPolicy | None) -> None:
+        """Installs a policy, in compiled kernels too."""
+        self.bound_policy = bound
         calls = native_engine.calls
         if calls is not None:
             calls.install(calls.device(self._device_type), 0 if bound is None else bound.native)

@@ -126,6 +126,7 @@ using namespace precast;
 TORCH_LIBRARY(precast_native, library) {
   library.def("copy_of(Tensor source, ScalarType dtype) -> Tensor", region_copy);
   library.def("number_of(ScalarType dtype) -> int", number_of);
+  library.def("ask(Tensor source, ScalarType dtype, str device_type) -> Tensor?");  // Python implements it
   library.def("find(Tensor source, ScalarType dtype) -> Tensor?", find);
 }
 

@@ -59,8 +59,15 @@ bool is_kept_by_pytorch(const at::Tensor& tensor) {
   return tensor.is_leaf() && !tensor.is_view() && !at::caching::is_cached_tensor(tensor);
 }
 
-// What becomes of an argument.
-enum class Found { Itself, Copy, Ask };
+// The copy that Python gives for a weight: of what is held, or of a kind that this table does not keep; or nothing,
+// where each use casts it. `registration.py` has the function.
+std::optional<at::Tensor> copy_from_python(const at::Tensor& source, at::ScalarType dtype, c10::DeviceType device) {
+  static const auto ask =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("precast_native::ask", "")
+          .typed<std::optional<at::Tensor>(const at::Tensor&, at::ScalarType, c10::string_view)>();
+  return ask.call(source, dtype, c10::DeviceTypeName(device, true));
+}
 
 // Looks for the copies of weights, for one call.
 class Search {
@@ -91,84 +98,72 @@ class Search {
     return is_held_;
   }
 
-  Found look(const at::Tensor& tensor, at::Tensor& copy) {
+  // The copy of an argument; undefined where it is to be passed as it is.
+  at::Tensor copy_for(const at::Tensor& tensor) {
     const c10::TensorImpl& source = *tensor.unsafeGetTensorImpl();
     if (source.dtype() != caffe2::TypeMeta::Make<float>() || source.device_type() != device_) {
-      return Found::Itself;
+      return {};
     }
     const bool trains = tensor.requires_grad();
     if (!trains && !is_held_) {
-      return Found::Itself;  // PyTorch casts it at each use
+      return {};  // PyTorch casts it at each use
     }
-    if (!source.has_storage() || source.layout() != at::kStrided ||
-        tensor.is_inference() || !source.version_counter().enabled() || captures_) {
-      return trains || is_held_ ? Found::Ask : Found::Itself;
+    if (!source.has_storage() || source.layout() != at::kStrided || tensor.is_inference() ||
+        !source.version_counter().enabled() || captures_) {
+      return ask(tensor);
     }
     if (is_held_) {
       const Use use = !records_ ? Use::Persistent : trains ? Use::Leaf : Use::PerRegion;
-      copy = here_.copies.find_held(source, dtype_, use);
+      at::Tensor copy = here_.copies.find_held(source, dtype_, use);
       if (copy.defined()) {
-        return Found::Copy;
+        return copy;
       }
       if (here_.held.has(&source)) {
-        if (use == Use::Leaf && (copy = here_.copies.find(source, dtype_)).defined()) {
-          return Found::Copy;
-        }
-        return Found::Ask;
+        copy = use == Use::Leaf ? here_.copies.find(source, dtype_) : at::Tensor();
+        return copy.defined() ? copy : ask(tensor);
       }
       if (tensor.is_view() && here_.held.has(tensor._base().unsafeGetTensorImpl())) {
-        return Found::Ask;
-      }
-      if (!trains) {
-        return Found::Itself;
+        return ask(tensor);
       }
     }
-    if (is_inference_) {
-      return Found::Itself;
+    if (!trains || is_inference_) {
+      return {};
     }
-    copy = here_.copies.find(source, dtype_);
-    if (!copy.defined()) {
-      if (!is_kept_by_pytorch(tensor)) {
-        return Found::Itself;
-      }
-      copy = copy_of(here_, tensor, dtype_);
-    }
-    return Found::Copy;
+    at::Tensor copy = here_.copies.find(source, dtype_);
+    return copy.defined() || !is_kept_by_pytorch(tensor) ? copy : copy_of(here_, tensor, dtype_);
   }
 
-  // The same for an argument of any kind; what has a copy is replaced.
-  Found replace(c10::IValue& value) {
+  // The same for an argument of any kind: what has a copy is replaced.
+  void replace(c10::IValue& value) {
     if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
-      at::Tensor copy;
-      const Found found = tensor.defined() ? look(tensor, copy) : Found::Itself;
-      if (found == Found::Copy) {
+      at::Tensor copy = tensor.defined() ? copy_for(tensor) : at::Tensor();
+      if (copy.defined()) {
         value = c10::IValue(std::move(copy));
       }
-      return found;
+    } else if (value.isTensorList()) {
+      replace_in_list(value);
     }
-    return value.isTensorList() ? replace_in_list(value) : Found::Itself;
   }
 
  private:
-  Found replace_in_list(c10::IValue& value) {
+  at::Tensor ask(const at::Tensor& tensor) const {
+    return copy_from_python(tensor, dtype_, device_).value_or(at::Tensor());
+  }
+
+  void replace_in_list(c10::IValue& value) {
     std::vector<at::Tensor> tensors = value.toTensorVector();
-    Found all = Found::Itself;
+    bool has_copies = false;
     for (at::Tensor& tensor : tensors) {
-      at::Tensor copy;
-      const Found found = tensor.defined() ? look(tensor, copy) : Found::Itself;
-      if (found == Found::Ask) {
-        return found;
-      }
-      if (found == Found::Copy) {
+      at::Tensor copy = tensor.defined() ? copy_for(tensor) : at::Tensor();
+      if (copy.defined()) {
         tensor = std::move(copy);
-        all = found;
+        has_copies = true;
       }
     }
-    if (all == Found::Copy) {
+    if (has_copies) {
       value = c10::IValue(std::move(tensors));
     }
-    return all;
   }
 
   ThreadState& here_;
@@ -347,20 +342,8 @@ void Kernel::run_delegated(
           compare();
         }
       }
-      c10::SmallVector<std::pair<size_t, c10::IValue>, 4> replaced;
       for (size_t slot : operation_.tensors) {
-        c10::IValue& value = (*stack)[first + slot];
-        c10::IValue before = value;
-        const Found found = search.replace(value);
-        if (found == Found::Ask) {
-          for (auto& [position, original] : replaced) {
-            (*stack)[position] = std::move(original);
-          }
-          return reference_.callBoxed(op, keys, stack);
-        }
-        if (found == Found::Copy) {
-          replaced.emplace_back(first + slot, std::move(before));
-        }
+        search.replace((*stack)[first + slot]);
       }
     }
   }

@@ -2,7 +2,8 @@
 //
 // Invariants:
 // - it does the common case. All else is the reference's, the Python kernel that was registered before it: what is
-//   watched, traced, transformed or recorded, tensors of a subclass, and weights whose copy has to be asked for;
+//   watched, traced, transformed or recorded, and tensors of a subclass. Python is asked too for the copy of a weight that
+//   is held, or of a kind that the table does not keep;
 // - nothing of Python is called where every weight has its copy;
 // - arguments are looked at from the last to the first, as PyTorch casts them: backward comes by in the other order,
 //   and so do hooks;

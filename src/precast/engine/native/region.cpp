@@ -7,6 +7,7 @@
 #include "kernel.h"
 #include "torch_api.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 
 #define PRECAST_API extern "C" __attribute__((visibility("default")))
@@ -108,18 +109,22 @@ PRECAST_API void precast_free_snapshot(void* snapshot) {
 }
 
 // Enters a region by its snapshots: how many are open then, or -1, and nothing is changed, where another state is now
-// than when it was entered first.
+// than when it was entered first, or a function mode is to hear of it.
 PRECAST_API int precast_enter(const void* before, const void* after) {
   const auto& old = *static_cast<const Snapshot*>(before);
-  if (!old.is_now()) {
+  if (at::impl::torch_function_mode_enabled() || !old.is_now()) {
     return -1;
   }
   static_cast<const Snapshot*>(after)->replace(old);
   return at::autocast::increment_nesting();
 }
 
-// Leaves it: how many are still open. Behind the outermost, all copies of this thread end.
+// Leaves it: how many are still open, or -1, and nothing is changed, where a function mode is to hear of it. Behind the
+// outermost, all copies of this thread end.
 PRECAST_API int precast_leave(const void* before, const void* after) {
+  if (at::impl::torch_function_mode_enabled()) {
+    return -1;
+  }
   static_cast<const Snapshot*>(before)->replace(*static_cast<const Snapshot*>(after));
   const int open = at::autocast::decrement_nesting();
   if (open == 0) {

@@ -140,9 +140,7 @@ def _put_in_force() -> None:
     policy = _installations[-1].policy if _installations else None
     before = _meanings()
     for device in filter(_torch.has_device, DEVICE_TYPES):
-        installed(device).bound_policy = (
-            None if policy is None else registration.bind(policy, device)
-        )
+        installed(device).follow(None if policy is None else registration.bind(policy, device))
     has_pending = any(bound and bound.pending for bound in _bound_policies())
     ours = {unversioned_writes.check_at_exit: policy is not None, _look_again: has_pending}
     hooks = registration.cache_clear_hooks
