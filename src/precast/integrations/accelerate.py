@@ -23,7 +23,7 @@ from precast.grad_scaler.scaler import GradScaler
 from precast.integrations.torch_amp.installation import install
 from precast.policy.policy import Policy, as_policy
 
-__all__ = ["Use", "chosen_scaler", "use"]
+__all__ = ["Use", "use"]
 
 
 def use(
