@@ -21,7 +21,7 @@ _HEAD = """\
 
 What ran on PyTorch's autocast and on precast with the policy `torch`, in one process, and was compared to the last
 bit: results, gradients, dtypes. Four ways to run on precast: its own regions (`precast.autocast`) and PyTorch's while
-precast is installed (`precast.install()`), each on the native and on the reference engine.
+precast is installed (`precast.install()`), each on the {engine} and on the reference engine.
 
 `make conformance` runs all of it and writes this page and its data. This run was on {date}, with PyTorch {torch},
 Python {python}, on the CPU ({cpu}). `make conformance-nightly` runs random programs alone, from another seed.
@@ -52,7 +52,7 @@ _DIFFERENCES = """\
 
 ## Intended differences
 
-How many of the {count} programs each explains, on the native engine; some programs need two.
+How many of the {count} programs each explains, on the {engine} engine; some programs need two.
 
 """
 
@@ -79,8 +79,9 @@ _NOT_RUN = "Not run.\n"
 def render(results: Results) -> str:
     """The whole page."""
     programs = results["programs"]
+    engine = _engine(programs).removesuffix(" engine")
     parts = [
-        _HEAD.format(**results),
+        _HEAD.format(**results, engine=engine),
         _TESTS,
         *_lines(_tests(results["sections"])),
         *_skipped(results["sections"]),
@@ -88,7 +89,7 @@ def render(results: Results) -> str:
         _PROGRAMS.format(**programs),
         *_lines(_systems(programs)),
         f"\nUnexplained: {_in_words(programs['unexplained'])}.\n",
-        _DIFFERENCES.format(**programs),
+        _DIFFERENCES.format(**programs, engine=engine),
         *_lines(_differences(programs)),
         _CLIENTS,
         *(_lines(_clients(results["clients"])) if results["clients"] else [_NOT_RUN]),
@@ -125,12 +126,19 @@ def _systems(programs: Results) -> Iterator[str]:
         yield _row(system["name"], programs["count"], system["equal"], explained)
 
 
+def _engine(programs: Results) -> str:
+    """The engine beside the reference that the programs ran on, as the names of systems say it."""
+    names = [system["name"].partition(", ")[2] for system in programs["systems"]]
+    return next((name for name in names if name != "reference engine"), "reference engine")
+
+
 def _differences(programs: Results) -> Iterator[str]:
-    native = [s for s in programs["systems"] if "native" in s["name"]]
-    yield from _header("difference", "what", *(s["name"].partition(",")[0] for s in native))
+    engine = _engine(programs)
+    first = [s for s in programs["systems"] if s["name"].endswith(engine)]
+    yield from _header("difference", "what", *(s["name"].partition(",")[0] for s in first))
     for difference in DIFFERENCES:
         link = f"[{difference.name}](differences.md#{difference.anchor})"
-        counts = (_explained_by(difference.point, system) for system in native)
+        counts = (_explained_by(difference.point, system) for system in first)
         yield _row(link, difference.what, *counts)
 
 
