@@ -115,9 +115,8 @@ class Shortcut:
         record = Record(owner, *self._found)
         record.shortcut = self
         regions.records.append(record)
-        if (
-            not self._registration.holds
-        ):  # asked after the record is there: see `registration.unregister`
+        # Asked only now: who takes the kernels off says so first, and then looks for records.
+        if not self._registration.holds:
             regions.records.pop()
             return False
         regions.written_guard_id, here.bound_policy = None, self._bound

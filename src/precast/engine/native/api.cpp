@@ -138,7 +138,7 @@ PRECAST_API const char* precast_error() {
 PRECAST_API void precast_begin(void (*compare)(), int (*is_capturing)(), int uses_between_checks) {
   Process::compare = compare;
   Process::is_capturing = is_capturing;
-  kUsesBetweenChecks = uses_between_checks;
+  Process::uses_between_checks = uses_between_checks;
   pthread_atfork(hold_for_fork, release_in_parent, release_in_child);
 }
 

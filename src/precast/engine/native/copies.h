@@ -187,10 +187,6 @@ class Copies {
     return own_.size() + held_.size();
   }
 
-  std::mutex& lock() {
-    return lock_;
-  }
-
  private:
   static at::Tensor found(const Table& table, const Key& key) {
     const auto known = table.find(key);

@@ -50,10 +50,6 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
   return to.call(tensor, dtype, false, false, std::nullopt);
 }
 
-c10::DispatchKeySet autocast_keys() {
-  return c10::autocast_dispatch_keyset;
-}
-
 // What PyTorch's cache keeps, and so ours: see `weights/weight_cache.py`.
 bool is_kept_by_pytorch(const at::Tensor& tensor) {
   return tensor.is_leaf() && !tensor.is_view() && !at::caching::is_cached_tensor(tensor);
@@ -268,7 +264,7 @@ at::Tensor copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType d
   at::Tensor made;
   {
     c10::AutoGradMode recorded(true);
-    c10::impl::ExcludeDispatchKeyGuard without_autocast(autocast_keys());
+    c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
     made = cast(source, dtype);
   }
   here.copies.put(source, dtype, Copy{std::move(notes), made});
@@ -336,7 +332,7 @@ void Kernel::run_delegated(
   if (operation_.takes_weights) {
     Search search(here, operation_.device);
     if (search.is_on()) {
-      if (search.is_held() && ++here.uses >= kUsesBetweenChecks) {
+      if (search.is_held() && ++here.uses >= Process::uses_between_checks) {
         here.uses = 0;
         if (const auto compare = Process::compare.load()) {
           compare();

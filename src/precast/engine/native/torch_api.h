@@ -31,8 +31,3 @@ namespace torch::jit {
 TORCH_API void setGraphExecutorOptimize(bool o);
 TORCH_API bool getGraphExecutorOptimize();
 }  // namespace torch::jit
-
-namespace precast {
-// How many operations that take weights run between two comparisons: `weights/unversioned_writes.py` says it.
-inline int kUsesBetweenChecks = 256;
-}  // namespace precast
