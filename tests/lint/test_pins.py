@@ -42,6 +42,28 @@ FILES = {
         '[tool.poetry.group.ml.dependencies]\ntorch = {version = "2.1.2", source = "x"}\n',
         "2.1.2",
     ),
+    "Poetry's choices": (
+        "pyproject.toml",
+        '[tool.poetry.dependencies]\ntorch = [{version = "^2.0", platform = "linux"}, {version = "1.13"}]\n',
+        "1.13",
+    ),
+    "uv's constraints": (
+        "pyproject.toml",
+        '[tool.uv]\nconstraint-dependencies = ["torch<2.4"]\n',
+        "2.3",
+    ),
+    "a wheel's address": (
+        "requirements.txt",
+        "torch @ https://download.pytorch.org/whl/cu113/torch-1.10.0%2Bcu113-cp38-cp38-linux_x86_64.whl\n",
+        "1.10.0",
+    ),
+    "what is compiled to a list": ("requirements.in", "torch>=1.9\n", "1.9"),
+    "a recipe in a folder": (
+        "conda.recipe/meta.yaml",
+        "requirements:\n  run:\n    - pytorch >=1.12,<2.0\n",
+        "1.12",
+    ),
+    "a channel": ("environment.yaml", "dependencies:\n  - pytorch::pytorch=1.12.1\n", "1.12.1"),
     "only a bound above": ("requirements.txt", "torch<2.3\n", "2.2"),
     "a bound that bounds nothing": ("requirements.txt", "torch<3\n", None),
     "no version": ("requirements.txt", "torch\ntorchvision==0.7\n", None),

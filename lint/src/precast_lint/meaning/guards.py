@@ -155,6 +155,19 @@ def _asks_by_name(source: Source, node: cst.Name) -> bool:
             return True
         if any(isinstance(n, cst.Call) and _asks_for_attribute(source, n) for n in inner):
             return True
-        if any(_is_guard(source, o) for o in source.around(binding.node) if isinstance(o, cst.Try)):
+        tries = (o for o in source.around(binding.node) if isinstance(o, cst.Try))
+        if any(_is_guard(source, outer) and _is_of_torch(source, outer) for outer in tries):
+            return True
+    return False
+
+
+def _is_of_torch(source: Source, node: cst.Try) -> bool:
+    """Whether something of PyTorch's is tried: that another package is there says nothing of PyTorch's version."""
+    for inner in walk(node.body):
+        if isinstance(inner, cst.ImportFrom) and f"{dotted(inner.module)}.".startswith("torch."):
+            return True
+        if isinstance(inner, cst.ImportAlias) and (dotted(inner.name) or "").startswith("torch."):
+            return True
+        if isinstance(inner, cst.Attribute) and (source.origin(inner) or "").startswith("torch."):
             return True
     return False

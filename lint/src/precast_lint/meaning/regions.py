@@ -1,7 +1,7 @@
 """The autocast regions that a file writes down: `with` statements and decorators.
 
-Invariants: a region is listed only if what makes it resolves to an autocast class; device, dtype and
-enabled are None where the text does not say (a variable), never a guess.
+Invariants: a region is listed only if what makes it resolves to an autocast class, or is `autocast` of a trainer of
+Accelerate's or Lightning's; device, dtype and enabled are None where the text does not say (a variable), never a guess.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings
+from precast_lint.parsing.syntax import Node, cst, dotted, strings
 
 __all__ = [
     "AUTOCASTS",
@@ -23,6 +23,7 @@ __all__ = [
     "region_of_call",
     "regions",
     "regions_around",
+    "regions_of_trainers",
 ]
 
 NEW_AUTOCASTS = ("torch.amp.autocast", "precast.autocast")
@@ -37,6 +38,14 @@ DEFAULT_DTYPE = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
 """The dtype of a region that is not told one, by device type."""
 
 _SAME_DTYPE = {"torch.half": "torch.float16"}
+_TRAINERS = (
+    "accelerate.Accelerator",
+    "accelerate.accelerator.Accelerator",
+    "lightning.Fabric",
+    "lightning.fabric.Fabric",
+    "lightning_fabric.Fabric",
+)
+_TRAINER_NAMES = ("accelerator", "fabric", "self.accelerator", "self.fabric")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +58,7 @@ class Region:
         device: "cuda", "cpu", ...; None: not known.
         dtype: "torch.float16", ...; the device's default one if none is given; None: not known.
         enabled: whether it is on; None: not known.
+        is_trainers: whether a trainer makes it, which casts a model's outputs back to float32.
     """
 
     node: Node
@@ -56,6 +66,7 @@ class Region:
     device: str | None
     dtype: str | None
     enabled: bool | None
+    is_trainers: bool = False
 
     @property
     def body(self) -> Node:
@@ -65,18 +76,34 @@ class Region:
 
 
 def regions(source: Source) -> list[Region]:
-    """All regions of a file; computed once."""
+    """All regions of a file, but for those of trainers; computed once."""
     known = source.cache.get("regions")
     if known is None:
-        known = source.cache["regions"] = list(_regions(source))
+        found = list(_regions(source))
+        source.cache["regions of trainers"] = [region for region in found if region.is_trainers]
+        known = source.cache["regions"] = [region for region in found if not region.is_trainers]
     assert isinstance(known, list)
     return known
 
 
-def regions_around(source: Source, node: Node) -> Iterator[Region]:
-    """The regions that a node runs in, the innermost first, as far as its own function shows them."""
+def regions_of_trainers(source: Source) -> list[Region]:
+    """The regions that trainers make: `with accelerator.autocast():`."""
+    regions(source)
+    known = source.cache["regions of trainers"]
+    assert isinstance(known, list)
+    return known
+
+
+def regions_around(source: Source, node: Node, trainers: bool = False) -> Iterator[Region]:
+    """The regions that a node runs in, the innermost first, as far as its own function shows them.
+
+    Args:
+        source: the file.
+        node: what runs.
+        trainers: those that trainers make count, too.
+    """
     by_body: dict[Node, list[Region]] = {}
-    for region in regions(source):
+    for region in [*regions(source), *(regions_of_trainers(source) if trainers else ())]:
         by_body.setdefault(region.body, []).append(region)
     for outer in source.around(node):
         yield from reversed(by_body.get(outer, []))
@@ -85,9 +112,9 @@ def regions_around(source: Source, node: Node) -> Iterator[Region]:
             return
 
 
-def region_in_force(source: Source, node: Node) -> Region | None:
+def region_in_force(source: Source, node: Node, trainers: bool = False) -> Region | None:
     """The innermost region around a node, unless the text says that it is disabled."""
-    region = next(regions_around(source, node), None)
+    region = next(regions_around(source, node, trainers), None)
     return region if region is not None and region.enabled is not False else None
 
 
@@ -106,6 +133,14 @@ def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
         device = _device(arguments.get("device_type", 0))
     enabled = _flag(arguments.get("enabled", 0 if old else 2))
     return Region(node, call, device, _dtype(source, arguments.get("dtype", 1), device), enabled)
+
+
+def _is_trainers(source: Source, func: Node) -> bool:
+    """`accelerator.autocast`: what its region is like is settled where the trainer is made or launched."""
+    if not isinstance(func, cst.Attribute) or func.attr.value != "autocast":
+        return False
+    made = source.instance(func.value)
+    return made in _TRAINERS if made is not None else dotted(func.value) in _TRAINER_NAMES
 
 
 def _regions(source: Source) -> Iterator[Region]:
@@ -138,7 +173,11 @@ def _entered(source: Source, statement: Node, item: Node) -> Region | None:
             return None
         return replace(one, enabled=None if one.enabled else one.enabled)
     call = source.values.constructed(item)
-    return region_of_call(source, statement, call) if isinstance(call, cst.Call) else None
+    if not isinstance(call, cst.Call):
+        return None
+    if _is_trainers(source, call.func):
+        return Region(statement, call, None, None, None, is_trainers=True)
+    return region_of_call(source, statement, call)
 
 
 def _device(node: Node | None) -> str | None:

@@ -23,6 +23,7 @@ def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each use, and for imports that nothing else is to be said about."""
     if not source.allows("2.4"):
         return
+    replaced = _replaced(source)
     for node in [*source.all(cst.Attribute), *source.all(cst.Name)]:
         if isinstance(node, cst.Name) and node not in source.scopes.scope_of:
             continue
@@ -33,12 +34,18 @@ def check(source: Source) -> Iterator[Finding]:
             continue
         if any(b.node is node for b in source.names.bindings(node)) or is_guarded(source, node):
             continue
-        if is_listed(source, node):
+        if is_listed(source, node) or match[0] in replaced:
             continue
         new = f"{match['verb']}_autocast_{match['what']}"
         message = RULE.message.format(old=match[0], new=f"torch.{new}")
         fix = _fix(source, node, new, _DEVICES[match["device"]])
         yield source.find(RULE, node, message, fix)
+
+
+def _replaced(source: Source) -> set[str | None]:
+    """The functions of PyTorch's that the file puts others in the place of: it has to name them as they are."""
+    targets = (assign.target for assign in source.all(cst.AssignTarget))
+    return {source.origin(target) for target in targets if isinstance(target, cst.Attribute)}
 
 
 def _fix(source: Source, node: Node, new: str, device: str) -> Fix | None:
@@ -101,6 +108,19 @@ VALID = (
         handlers = {torch.get_autocast_cpu_dtype: handle}
         """,
         note="Functions that are only listed: the old ones are meant.",
+    ),
+    Case(
+        """
+        import torch
+
+        kept = torch.get_autocast_gpu_dtype
+        torch.get_autocast_gpu_dtype = lambda: torch.bfloat16
+        try:
+            run()
+        finally:
+            torch.get_autocast_gpu_dtype = kept
+        """,
+        note="Another function in its place.",
     ),
 )
 

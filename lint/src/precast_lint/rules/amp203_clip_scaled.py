@@ -460,6 +460,34 @@ INVALID = (
         unsafe=True,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def train_epoch(self, model, optimizer, scaler, batches):
+                for i, batch in enumerate(batches):
+                    loss = model(batch)
+                    if self.use_fp16:
+                        scaler.scale(loss).backward()
+                    else:
+                        loss.backward()
+                    if i % self.every == 0:
+                        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.limit)
+                        if not torch.isfinite(norm):
+                            optimizer.zero_grad()
+                            continue
+                        if self.use_fp16:
+                            scaler.step(optimizer)
+                            scaler.update()
+                        else:
+                            optimizer.step()
+                        optimizer.zero_grad()
+                    self.save_checkpoint(model, optimizer, scaler=scaler)
+        """,
+        count=1,
+        note="What saves the scaler's state does not unscale.",
+    ),
 )
 
 RULE = Rule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from precast_lint.editing.lines import block_of
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
@@ -16,6 +17,7 @@ from precast_lint.training_step.protocol import is_plain
 __all__ = ["RULE"]
 
 _SCALER = re.compile(r"scal|\bamp\b", re.IGNORECASE)
+_MODELS = ("model", "net", "network", "model_state_dict", "state_dict", "weights", "ema")
 _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
 
 
@@ -37,18 +39,49 @@ def check(source: Source) -> Iterator[Finding]:
                 yield source.find(RULE, saved, fix=_fix(source, saved, node))
 
 
-def _dictionary(source: Source, node: Node) -> cst.Dict | None:
+def _dictionary(source: Source, saved: Node) -> cst.Dict | None:
     """The literal that is saved: it, or the one that its name is given."""
-    if isinstance(node, cst.Name):
-        binding = source.names.only_binding(node)
-        value = binding.value if binding is not None and binding.kind == "assign" else None
-        more = any(
-            isinstance(s.value, cst.Name) and s.value.value == node.value
-            for s in source.all(cst.Subscript)
-            if any(isinstance(source.parents[s], kind) for kind in (cst.AssignTarget,))
-        )
-        node = value if value is not None and not more else node
+    node: Node | None = saved
+    if isinstance(saved, cst.Name):
+        node = None if _grows(source, saved.value) else _latest(source, saved)
     return node if isinstance(node, cst.Dict) else None
+
+
+def _grows(source: Source, name: str) -> bool:
+    """Whether a dictionary of this name gets entries one by one, or many at once."""
+    items = (
+        s for s in source.all(cst.Subscript) if isinstance(source.parents[s], cst.AssignTarget)
+    )
+    owners = [item.value for item in items]
+    owners += [owner for _, owner, _ in source.methods("update", "setdefault")]
+    return any(isinstance(owner, cst.Name) and owner.value == name for owner in owners)
+
+
+def _latest(source: Source, name: cst.Name) -> Node | None:
+    """The only value of a name, or the one that it is given before in the same block or in one around it."""
+    binding = source.names.only_binding(name)
+    if binding is not None:
+        return binding.value if binding.kind == "assign" else None
+    line: Node = source.statement(name)
+    while not isinstance(line, (cst.FunctionDef, cst.Module)):
+        block = block_of(source, line)
+        for statement in reversed(block[: block.index(line)] if line in block else []):
+            if name.value in _assigned(statement):
+                return _value(statement)
+        line = source.parents[line]
+    return None
+
+
+def _assigned(statement: Node) -> set[str]:
+    """The names that are assigned somewhere in a statement."""
+    targets = (n.target for n in walk(statement) if isinstance(n, (cst.AssignTarget, cst.For)))
+    return {target.value for target in targets if isinstance(target, cst.Name)}
+
+
+def _value(statement: Node) -> Node | None:
+    """The value of a statement that does nothing but assign one."""
+    first = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    return first.value if isinstance(first, cst.Assign) else None
 
 
 def _is_training_state(source: Source, flow: Flow, saved: cst.Dict) -> bool:
@@ -72,7 +105,15 @@ def _is_training_state(source: Source, flow: Flow, saved: cst.Dict) -> bool:
         or key(source, owner) in flow.optimizers
         or _OPTIMIZER.search(key(source, owner) or "")
     ]
-    return bool(optimizers) and len(states) > len(optimizers)
+    return bool(optimizers) and (len(states) > len(optimizers) or _has_model(saved))
+
+
+def _has_model(saved: cst.Dict) -> bool:
+    """Whether an entry is a model as a whole: `"model": deepcopy(model).half()`."""
+    return any(
+        isinstance(element, cst.DictElement) and strings(element.key) in _MODELS
+        for element in saved.elements
+    )
 
 
 def _scaler(source: Source, flow: Flow) -> Node | None:
@@ -169,6 +210,23 @@ VALID = (
             for batch in batches:
                 scaler.scale(model(batch)).backward()
     """),
+    Case(
+        """
+        import torch
+
+        def train(model, optimizer, batches, path, amp):
+            scaler = torch.amp.GradScaler("cuda")
+            state = None
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                state = {"model": model, "optimizer": optimizer.state_dict()}
+                state.update(extra(scaler))
+                torch.save(state, path)
+        """,
+        note="More is put into it.",
+    ),
 )
 
 INVALID = (
@@ -273,6 +331,86 @@ INVALID = (
             torch.save({"net": model.state_dict(), "sgd": optimizer.state_dict(), "scaler": scaler.state_dict()}, path)
         """,
         unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+        from copy import deepcopy
+
+        def train(model, optimizer, batches, last):
+            scaler = torch.amp.GradScaler("cuda")
+            for epoch in range(9):
+                for batch in batches:
+                    scaler.scale(model(batch)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                saved = {
+                    "epoch": epoch,
+                    "model": deepcopy(model).half(),
+                    "optimizer": optimizer.state_dict(),
+                }
+                torch.save(saved, last)
+                del saved
+        """,
+        """
+        import torch
+        from copy import deepcopy
+
+        def train(model, optimizer, batches, last):
+            scaler = torch.amp.GradScaler("cuda")
+            for epoch in range(9):
+                for batch in batches:
+                    scaler.scale(model(batch)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                saved = {
+                    "epoch": epoch,
+                    "model": deepcopy(model).half(),
+                    "optimizer": optimizer.state_dict(),
+                    "scaler": scaler.state_dict(),
+                }
+                torch.save(saved, last)
+                del saved
+        """,
+        unsafe=True,
+        note="A model that is saved as a whole.",
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
+        checkpoint = torch.load(path) if resume else None
+        while True:
+            if step % 1000 == 0:
+                checkpoint = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                }
+                torch.save(checkpoint, path)
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
+        checkpoint = torch.load(path) if resume else None
+        while True:
+            if step % 1000 == 0:
+                checkpoint = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "scaler": scaler.state_dict(),
+                }
+                torch.save(checkpoint, path)
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        unsafe=True,
+        note="The name has had another value before.",
     ),
 )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.editing.dedent import move_out
 from precast_lint.meaning.regions import region_in_force
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow_events import key
+from precast_lint.training_step.tail import end_before
 
 __all__ = ["RULE"]
 
@@ -20,9 +20,11 @@ _TRAINERS = ("accelerator", "fabric", "self.accelerator", "self.fabric")
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each backward pass that a region of its own function is around."""
     for call in source.all(cst.Call):
-        region = region_in_force(source, call) if _is_backward(source, call) else None
+        if not _is_backward(source, call):
+            continue
+        region = region_in_force(source, call, trainers=True)
         if region is not None:
-            edits = move_out(source, region.node, call)
+            edits = end_before(source, region.node, call)
             message = "End the region before it"
             fix = source.fix(message, edits, unsafe=True) if edits else None
             yield source.find(RULE, call, fix=fix)
@@ -220,6 +222,53 @@ INVALID = (
         count=2,
         unsafe=True,
         note="A region that is not always entered.",
+    ),
+    Case(
+        """
+        import torch
+
+        for x, y in batches:
+            with torch.autocast("cuda"):
+                loss = model(x).mean()
+                loss.backward()
+                other_loss = model(y).mean()
+                other_loss.backward()
+        """,
+        """
+        import torch
+
+        for x, y in batches:
+            with torch.autocast("cuda"):
+                loss = model(x).mean()
+                loss.backward()
+                other_loss = model(y).mean()
+            other_loss.backward()
+        """,
+        count=2,
+        unsafe=True,
+        note="The second forward pass stays in the region, so the first backward has no fix.",
+    ),
+    Case(
+        """
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(mixed_precision="fp16")
+        for x in batches:
+            with accelerator.autocast():
+                loss = model(x)
+                accelerator.backward(loss)
+        """,
+        """
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(mixed_precision="fp16")
+        for x in batches:
+            with accelerator.autocast():
+                loss = model(x)
+            accelerator.backward(loss)
+        """,
+        unsafe=True,
+        note="A trainer's region is one, too.",
     ),
 )
 

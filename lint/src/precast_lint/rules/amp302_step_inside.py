@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.editing.dedent import move_out
 from precast_lint.meaning.regions import region_in_force
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import is_optimizer, key
+from precast_lint.training_step.tail import end_before
 
 __all__ = ["RULE"]
 
@@ -24,9 +24,9 @@ def check(source: Source) -> Iterator[Finding]:
         by_scaler = source.instance(owner) in SCALERS and bool(arguments.positional)
         if not by_scaler and not _is_optimizer(source, owner):
             continue
-        region = region_in_force(source, call)
+        region = region_in_force(source, call, trainers=True)
         if region is not None:
-            edits = move_out(source, region.node, call)
+            edits = end_before(source, region.node, call)
             fix = source.fix("End the region before it", edits, unsafe=True) if edits else None
             yield source.find(RULE, call, fix=fix)
 

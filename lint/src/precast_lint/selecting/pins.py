@@ -18,19 +18,26 @@ __all__ = ["oldest_torch"]
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 _PATTERNS = (
     "*requirements*.txt",
+    "*requirements*.in",
     "requirements/*.txt",
+    "requirements/*.in",
     "environment*.y*ml",
     "env.y*ml",
     "conda*.y*ml",
     "meta.yaml",
     "recipe/meta.yaml",
     "conda/meta.yaml",
+    "conda.recipe/meta.yaml",
+    "conda-recipe/meta.yaml",
+    "recipe.yaml",
+    "recipe/recipe.yaml",
 )
 _LARGEST = 1 << 20  # bytes; a list of requirements is smaller
 _LONGEST = 200  # characters of a requirement; a longer text is a description that speaks of one
 _PIN = re.compile(
     r"""(?<![\w.-])(?:py)?torch(?:\[[\w,\s-]*\])?\s*\(?\s*(?P<signs>(?:[<>=~!^]=?=?\s*v?\d[\w.*+!-]*\s*,?\s*)+)"""
 )
+_WHEEL = re.compile(r"/torch-(?P<number>\d+(?:\.\d+)*)[^/]*\.whl")
 _CONDITION = re.compile(r"([<>=~!^]+)\s*v?(\d[\w.*+!-]*)")
 
 
@@ -107,9 +114,10 @@ def _in_pyproject(text: str) -> Iterator[str]:
         yield from _strings(tools.get(name))
     for table in _tables(tools.get("poetry")):
         wanted = table.get("torch")
-        wanted = wanted.get("version") if isinstance(wanted, dict) else wanted
-        if isinstance(wanted, str):
-            yield f"torch{wanted if wanted[:1] in '<>=~!^' else '==' + wanted}"
+        for choice in wanted if isinstance(wanted, list) else [wanted]:
+            number = choice.get("version") if isinstance(choice, dict) else choice
+            if isinstance(number, str):
+                yield f"torch{number if number[:1] in '<>=~!^' else '==' + number}"
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -134,7 +142,8 @@ def _lowest(text: str) -> str | None:
     """The oldest PyTorch that one requirement allows; None where it is not about PyTorch, or allows every one."""
     match = _PIN.search(text)
     if match is None:
-        return None
+        wheel = _WHEEL.search(text)
+        return wheel["number"] if wheel else None
     conditions = _CONDITION.findall(match["signs"])
     floors = [number for sign, number in conditions if sign[0] in "=~^" or sign in (">=", ">")]
     known = [floor for floor in map(_number, floors) if floor]

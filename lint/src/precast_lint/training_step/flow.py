@@ -14,6 +14,7 @@ Invariants: states are hashable and never changed; a function with too many path
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
 from typing import TypeVar
@@ -40,6 +41,8 @@ _HARMLESS = {
     "hasattr",
     "getattr",
 }
+# What writes states down or reads them has no hand in a step: `save_checkpoint(model, optimizer, scaler)`.
+_KEEPS = re.compile(r"(^|_)(save|load|resume|restore|checkpoint|ckpt|snapshot)(_|$)", re.IGNORECASE)
 # Where a name may stand without going anywhere: tests, the left of an assignment, before a dot.
 _LOOKED_AT = {
     "AnnAssign",
@@ -185,7 +188,9 @@ class Flow:
         if isinstance(parent, cst.Arg):
             call = self.source.parents[parent]
             func = call.func if isinstance(call, cst.Call) else None
-            return self.source.names.builtin(func) not in _HARMLESS
+            called = func.attr if isinstance(func, cst.Attribute) else func
+            keeps = isinstance(called, cst.Name) and _KEEPS.search(called.value) is not None
+            return not keeps and self.source.names.builtin(func) not in _HARMLESS
         if isinstance(parent, cst.Assign):
             return parent.value is node
         if isinstance(parent, cst.IfExp):
