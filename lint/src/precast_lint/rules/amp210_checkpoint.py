@@ -52,7 +52,7 @@ def _grows(source: Source, name: str) -> bool:
     items = (
         s for s in source.all(cst.Subscript) if isinstance(source.parents[s], cst.AssignTarget)
     )
-    owners = [item.value for item in items]
+    owners: list[Node] = [item.value for item in items]
     owners += [owner for _, owner, _ in source.methods("update", "setdefault")]
     return any(isinstance(owner, cst.Name) and owner.value == name for owner in owners)
 
