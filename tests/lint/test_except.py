@@ -63,3 +63,24 @@ def test_a_handler_that_leaves_does_not_reach_what_follows() -> None:
             scaler.update()
         """
     assert rows(code) == []
+
+
+FLAGGED = """
+from torch.cuda.amp import custom_fwd
+
+try:
+    import {module}
+    THERE = True
+except ImportError:
+    THERE = False
+
+if THERE:
+    run = custom_fwd(run)
+"""
+
+
+@pytest.mark.parametrize(("module", "found"), [("flash_attn", True), ("torch.amp", False)])
+def test_that_another_package_is_there_says_nothing_of_pytorch(module: str, found: bool) -> None:
+    text = decode(FLAGGED.format(module=module).encode())
+    settings = Settings(codes=frozenset({"AMP004"}))
+    assert bool(check(text, "example.py", settings).findings) is found

@@ -444,43 +444,6 @@ INVALID: dict[str, tuple[Case, ...]] = {
         forward = torch.amp.custom_fwd(run, device_type="cuda")
         """,
         ),
-        Case(
-            """
-        import torch
-        from torch.cuda.amp import custom_fwd
-
-        try:
-            import flash_attn
-            HAS_FLASH = True
-        except ImportError:
-            HAS_FLASH = False
-
-        if HAS_FLASH:
-            class Attention(torch.autograd.Function):
-                @staticmethod
-                @custom_fwd
-                def forward(ctx, q, k, v):
-                    return flash_attn.forward(q, k, v)
-        """,
-            """
-        import torch
-        from torch.amp import custom_fwd
-
-        try:
-            import flash_attn
-            HAS_FLASH = True
-        except ImportError:
-            HAS_FLASH = False
-
-        if HAS_FLASH:
-            class Attention(torch.autograd.Function):
-                @staticmethod
-                @custom_fwd(device_type="cuda")
-                def forward(ctx, q, k, v):
-                    return flash_attn.forward(q, k, v)
-        """,
-            note="That another package is there says nothing of PyTorch's version.",
-        ),
     ),
     "AMP006": (
         Case(
