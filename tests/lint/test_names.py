@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from precast_lint.parsing.names import canonical
+from precast_lint.rules.amp010_removed_name import PACKAGES
 
 DOCUMENTED = tuple(
     f"{module}.{name}"
@@ -48,3 +49,10 @@ def test_an_alias_of_pytorchs_is_known_as_what_it_stands_for(documented: str) ->
 def test_the_newest_names_are_there() -> None:
     assert canonical("torch.GradScaler") == "torch.amp.GradScaler"
     assert torch.GradScaler is torch.amp.GradScaler
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_of_a_package_of_amp_is_known(package: str) -> None:
+    module = importlib.import_module(package)
+    names = {name for name in vars(module) if not name.startswith("_")}
+    assert names <= PACKAGES[package]

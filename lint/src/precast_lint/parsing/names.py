@@ -90,6 +90,8 @@ class Names:
             return f"{base}.{node.attr.value}" if base else None
         found = {self._bound(binding) for binding in self.bindings(node)}
         found.discard("")
+        if len(found) > 1 and None not in found:  # one thing under several of its names
+            found = {canonical(path) for path in found if path is not None}
         return found.pop() if len(found) == 1 else None
 
     def _bound(self, binding: Binding) -> str | None:

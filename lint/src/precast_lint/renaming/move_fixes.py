@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from precast_lint.editing.imports import move_names, name_for
 from precast_lint.model import Edit, Fix
+from precast_lint.parsing.names import canonical
 from precast_lint.parsing.scopes import Binding, Scope
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
@@ -55,7 +56,7 @@ def groups_of(source: Source, move: Move, uses: list[Use]) -> _Groups:
             groups.setdefault(key, Group(scope.bindings[name])).uses.append(use)
     for scope in {source.scopes.module: 0, **dict.fromkeys(source.scopes.owned.values())}:
         for name, bindings in scope.bindings.items():
-            if bindings and all(move.knows(_path(source, b)) for b in bindings):
+            if bindings and _is_moved(source, move, bindings):
                 groups.setdefault((scope, name), Group(bindings))
     for (scope, name), group in groups.items():
         group.foreign = not all(move.knows(_path(source, b)) for b in group.bindings)
@@ -67,6 +68,19 @@ def groups_of(source: Source, move: Move, uses: list[Use]) -> _Groups:
         group.foreign |= name in exported(source) or source.filename.endswith("__init__.py")
         group.foreign |= scope.is_class or len(group.bindings) > 1
     return groups
+
+
+def _is_moved(source: Source, move: Move, bindings: list[Binding]) -> bool:
+    """Whether what moves is all that a name is bound to, or one import of several, none of which is the new name."""
+    paths = [_path(source, binding) for binding in bindings]
+    if all(map(move.knows, paths)):
+        return True
+    old = [
+        b.path
+        for b in bindings
+        if b.kind == "from" and b.path and move.knows(b.path) and move.covers(b.path)
+    ]
+    return bool(old) and not {move.new(path) for path in old} & {canonical(p or "") for p in paths}
 
 
 def _path(source: Source, binding: Binding) -> str | None:

@@ -196,14 +196,18 @@ def _with_device(source: Source, node: Node, old: Old) -> tuple[Edit, ...] | Non
 
 
 def _import_uses(source: Source, group: Group) -> Iterator[Use]:
-    """The imports of a group, as uses that AMP005 reports."""
+    """The imports of a group, as uses that AMP005 reports, those of private names AMP010."""
     for binding in group.bindings:
         path = binding.path or ""
         if binding.kind not in ("import", "from") or is_guarded(source, binding.node):
             continue
+        if not MOVE.covers(path):  # the other of two imports
+            continue
         if not source.allows(_since(path, group)):
             continue
-        use = Use(binding.node, binding.node, path, "import", "AMP005", ())
+        old = OLD.get(canonical(path))
+        code = "AMP010" if old is not None and old.code == "AMP010" else "AMP005"
+        use = Use(binding.node, binding.node, path, "import", code, ())
         use.unsafe = not group.uses  # someone else may import it from here
         group.uses.append(use)
         yield use

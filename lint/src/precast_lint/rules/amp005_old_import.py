@@ -41,6 +41,16 @@ VALID = (
         except ImportError:
             from torch.cuda.amp import *
     """),
+    Case(
+        """
+        from settings import modern
+
+        if modern:
+            from torch.amp import autocast
+        else:
+            from torch.cuda.amp import autocast
+        """,
+    ),
 )
 
 INVALID = (
@@ -93,6 +103,22 @@ INVALID = (
             pass
         """,
         note="A use that can't be changed keeps the import.",
+    ),
+    Case(
+        """
+        import contextlib
+        import os
+
+        if os.environ.get("AMP"):
+            from torch.cuda.amp import autocast
+        else:
+            autocast = contextlib.nullcontext
+
+        with autocast():
+            pass
+        """,
+        count=1,
+        note="A setting is no test of the version. What the name stands for is not known, so there is no fix.",
     ),
 )
 

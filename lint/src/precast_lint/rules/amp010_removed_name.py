@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from precast_lint.editing.imports import is_alone
-from precast_lint.meaning.guards import is_guarded
+from precast_lint.meaning.guards import is_guarded, is_tried
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import cst, dotted
+from precast_lint.parsing.syntax import Node, cst, dotted
 from precast_lint.renaming import old_names
 
-__all__ = ["RULE"]
+__all__ = ["PACKAGES", "RULE"]
+
+# The packages of AMP -> the public names that any version of PyTorch has had there.
+_BOTH = frozenset({"GradScaler", "autocast", "autocast_mode", "grad_scaler"})
+_CUSTOM = frozenset({"custom_bwd", "custom_fwd"})
+PACKAGES = {
+    "torch.amp": _BOTH | _CUSTOM | {"autocast_decorator", "is_autocast_available"},
+    "torch.cuda.amp": _BOTH | _CUSTOM | {"amp_definitely_not_available", "common"},
+    "torch.cpu.amp": _BOTH,
+}
 
 # A name of torch._six -> the statement that binds it to the same thing.
 _SIX = {
@@ -32,9 +42,50 @@ def check(source: Source) -> Iterator[Finding]:
         is_six = dotted(statement.module) == "torch._six" and not statement.relative
         if is_six and not is_guarded(source, statement):
             yield source.find(RULE, statement, _SIX_MESSAGE, _without_six(source, statement))
+    yield from _unknown(source)
     for node in source.all(cst.Attribute):
         if source.names.path(node) == "torch._six" and not is_guarded(source, node):
             yield source.find(RULE, node, _SIX_MESSAGE)
+
+
+def _unknown(source: Source) -> Iterator[Finding]:
+    """Names that the packages of AMP have never had: imported, used or not, or after a dot."""
+    for statement in source.all(cst.ImportFrom):
+        package = None if statement.relative else dotted(statement.module)
+        if package not in PACKAGES or isinstance(statement.names, cst.ImportStar):
+            continue
+        for alias in statement.names:
+            name = dotted(alias.name) or ""
+            if _is_unknown(package, name) and not _is_expected(source, statement):
+                yield source.find(RULE, alias, _message(package, name))
+    own = {source.names.path(n.target) for n in source.all(cst.AssignTarget)}
+    for node in source.all(cst.Attribute):
+        path = source.names.path(node) or ""
+        package, _, name = path.rpartition(".")
+        if package not in PACKAGES or not _is_unknown(package, name) or path in own:
+            continue
+        inside = isinstance(source.parents.get(node), cst.Attribute)
+        if not inside and not _is_expected(source, node):
+            yield source.find(RULE, node, _message(package, name))
+
+
+def _is_unknown(package: str, name: str) -> bool:
+    return name not in PACKAGES[package] and not name.startswith("_")
+
+
+def _is_expected(source: Source, node: Node) -> bool:
+    """Whether a node is seen to fail on purpose, or under a test of what is there."""
+    return is_guarded(source, node) or is_tried(source, node)
+
+
+def _message(package: str, name: str) -> str:
+    """What is wrong with a name, and what may be meant."""
+    others = [p for p in PACKAGES if name in PACKAGES[p]]
+    near = difflib.get_close_matches(name.lower(), [n.lower() for n in PACKAGES[package]], 1, 0.75)
+    meant = [f"{package}.{n}" for n in PACKAGES[package] if n.lower() in near]
+    found = [f"{other}.{name}" for other in others] or meant
+    hint = f"; `{found[0]}` may be meant" if found else ""
+    return f"`{package}` has no `{name}` in any version of PyTorch{hint}"
 
 
 _SIX_MESSAGE = "`torch._six` was removed in PyTorch 2.0"
@@ -68,6 +119,21 @@ VALID = (
         except ImportError:
             from torch import inf
     """),
+    Case(
+        """
+        import torch.amp
+        import torch.cuda.amp.grad_scaler
+        from torch.amp import autocast_mode, is_autocast_available
+        from torch.cuda.amp import common
+
+        try:
+            from torch.amp import something_new
+        except ImportError:
+            something_new = None
+        if hasattr(torch.amp, "later"):
+            torch.amp.later()
+        """,
+    ),
 )
 
 INVALID = (
@@ -125,6 +191,34 @@ INVALID = (
         if isinstance(x, torch._six.string_classes):
             pass
     """),
+    Case(
+        """
+        from torch.amp import GradScaler, autocats
+        from torch.cpu.amp import custom_fwd
+        """,
+        count=2,
+        note="Nothing has to use them: the import raises.",
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.cuda.amp.Gradscaler()
+        """,
+    ),
+    Case(
+        """
+        from torch.cuda.amp.autocast_mode import _cast
+        from torch.cuda.amp.grad_scaler import _refresh_per_optimizer_state
+        """,
+        """
+        from torch.amp.autocast_mode import _cast
+        from torch.amp.grad_scaler import _refresh_per_optimizer_state
+        """,
+        unsafe=True,
+        count=2,
+        note="Imported, and not used.",
+    ),
 )
 
 RULE = Rule(
@@ -134,8 +228,8 @@ RULE = Rule(
     fix=Applicability.UNSAFE,
     message="`{old}` is private to PyTorch: it moved, and may go without a warning",
     what=(
-        "Private names that moved with `torch.amp` (`_cast`, `_refresh_per_optimizer_state`), and `torch._six`, "
-        "which was removed."
+        "Private names that moved with `torch.amp` (`_cast`, `_refresh_per_optimizer_state`), `torch._six`, which was "
+        "removed, and names that `torch.amp`, `torch.cuda.amp` and `torch.cpu.amp` have never had."
     ),
     why="The import fails on a current PyTorch, or will on a coming one.",
     fine="The code runs on one fixed, old version of PyTorch only.",
@@ -144,6 +238,12 @@ RULE = Rule(
         "cuda _refresh_per_optimizer_state",
         "cuda _MultiDeviceReplicator",
         "autocast _cast",
+        "torch.amp",
+        "torch.cuda.amp",
+        "torch.cpu.amp",
+        "torch import amp",
+        "torch.cuda import amp",
+        "torch.cpu import amp",
     ),
     check=check,
     valid=VALID,

@@ -10,6 +10,7 @@ from precast_lint.meaning.regions import AUTOCASTS, NEW_AUTOCASTS
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import canonical
+from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
@@ -33,11 +34,21 @@ def _one_of_several(source: Source) -> Iterator[tuple[cst.Call, Arguments]]:
     """The calls of a name that several imports bind to regions, one of which is to be told its device type."""
     for call in source.all(cst.Call):
         bindings = source.names.bindings(call.func)
+        if source.origin(call.func) is not None:
+            continue
         if len(bindings) < 2 or any(b.kind not in ("import", "from") for b in bindings):
             continue
+        bindings = _in_force(source, bindings)
         origins = {canonical(binding.path or "") for binding in bindings}
-        if len(origins) > 1 and origins <= set(AUTOCASTS) and origins & set(NEW_AUTOCASTS):
+        if origins <= set(AUTOCASTS) and origins & set(NEW_AUTOCASTS):
             yield call, Arguments.of(call)
+
+
+def _in_force(source: Source, bindings: list[Binding]) -> list[Binding]:
+    """The last of some imports, where they follow one another in one block; else all of them."""
+    lines = [source.statement(binding.node) for binding in bindings]
+    blocks = {source.parents[line] for line in lines}
+    return bindings[-1:] if len(blocks) == 1 else bindings
 
 
 def _slot(source: Source, node: Node) -> str | None:
@@ -108,6 +119,16 @@ VALID = (
         with autocast("cuda"):
             pass
         """,
+    ),
+    Case(
+        """
+        from torch.amp import autocast
+        from torch.cuda.amp import autocast
+
+        with autocast(enabled=True):
+            pass
+        """,
+        note="The second import takes the place of the first.",
     ),
 )
 
@@ -194,6 +215,30 @@ INVALID = (
             pass
         """,
         note="It raises with the first of the two, which is there since PyTorch 1.12.",
+    ),
+    Case(
+        """
+        import torch
+        from torch import autocast
+        from torch.amp import autocast
+
+        def train(model, x):
+            x = x.cuda()
+            with autocast(dtype=torch.bfloat16):
+                return model(x)
+        """,
+        """
+        import torch
+        from torch import autocast
+        from torch.amp import autocast
+
+        def train(model, x):
+            x = x.cuda()
+            with autocast("cuda", dtype=torch.bfloat16):
+                return model(x)
+        """,
+        unsafe=True,
+        note="Two names of one thing.",
     ),
 )
 

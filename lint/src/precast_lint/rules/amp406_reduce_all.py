@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.meaning.tensor_values import is_module_method, is_tensor
 from precast_lint.meaning.tensors import Operation, operation
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import cst, walk
+from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow_events import key
 
 __all__ = ["RULE"]
 
 _REDUCTIONS = ("sum", "mean", "prod", "max", "min", "std", "var", "norm", "squeeze")
-_MODULES = ("torch.nn.Module", "torch.nn.modules.module.Module")
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each of them in a module's forward."""
-    for function in source.all(cst.FunctionDef):
-        if function.name.value == "forward" and _is_module(source, function):
-            for call in source.all(cst.Call):
-                found = operation(source, call, *_REDUCTIONS)
-                if found is None or source.function(call) is not function:
-                    continue
-                if found.positional or found.keywords:
-                    continue
-                if _is_of_batch(source, function, found):
-                    yield source.find(RULE, call, RULE.message.format(name=found.name))
+    """Yields a finding for each of them in a function that computes with tensors."""
+    for call in source.all(cst.Call):
+        found = operation(source, call, *_REDUCTIONS)
+        if found is None or found.positional or found.keywords:
+            continue
+        function = source.function(call)
+        if function is None or not _is_tensor(source, function, found):
+            continue
+        if _is_of_batch(source, function, found):
+            yield source.find(RULE, call, RULE.message.format(name=found.name))
 
 
-def _is_module(source: Source, function: cst.FunctionDef) -> bool:
-    home = source.values.enclosing_class(function)
-    return isinstance(home, cst.ClassDef) and any(
-        source.origin(base.value) in _MODULES for base in home.bases
-    )
+def _is_tensor(source: Source, function: cst.FunctionDef, found: Operation) -> bool:
+    """Whether what is reduced is a tensor: by the function it is in, or by how it was made."""
+    if not found.is_method:
+        return True
+    in_forward = function.name.value == "forward" and is_module_method(source, function)
+    return in_forward or is_tensor(source, found.operand)
 
 
 def _is_of_batch(source: Source, function: cst.FunctionDef, found: Operation) -> bool:
@@ -47,12 +47,31 @@ def _is_of_batch(source: Source, function: cst.FunctionDef, found: Operation) ->
     if isinstance(statement, cst.Assign):
         names = [key(source, target.target) for target in statement.targets]
     for node in walk(function.body):
-        if not isinstance(node, cst.BinaryOperation) or key(source, node.left) != tensor:
+        if not isinstance(node, cst.BinaryOperation):
+            continue
+        if not any(key(source, part) == tensor for part in _terms(node.left)):
             continue
         is_scale = isinstance(node.operator, (cst.Divide, cst.Subtract))
-        if is_scale and (node.right is found.call or key(source, node.right) in names):
+        right = list(_terms(node.right))
+        if is_scale and any(n is found.call or key(source, n) in names for n in right):
             return True
     return False
+
+
+def _terms(node: Node) -> Iterator[Node]:
+    """The parts of a sum or difference: `x.max() - x.min() + eps`."""
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, (cst.Add, cst.Subtract)):
+        yield from _terms(node.left)
+        yield from _terms(node.right)
+    elif (
+        isinstance(node, cst.Call)
+        and isinstance(node.func, cst.Attribute)
+        and node.func.attr.value in ("clamp", "clamp_min", "item")
+    ):
+        yield from _terms(node.func.value)
+        yield node
+    else:
+        yield node
 
 
 VALID = (
@@ -80,6 +99,16 @@ VALID = (
         def forward(x):
             return x.squeeze()
     """),
+    Case(
+        """
+        import numpy as np
+        import torch
+
+        def normalized(x: np.ndarray, y):
+            return torch.from_numpy(x / x.max()), y / y.max()
+        """,
+        note="An array, and what nobody knows.",
+    ),
 )
 
 INVALID = (
@@ -99,6 +128,27 @@ INVALID = (
                 scale = torch.max(x)
                 return x / scale
     """),
+    Case(
+        """
+        import torch
+
+        def normalized(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+            return (x - x.min()) / (x.max() - x.min() + eps)
+        """,
+        count=3,
+        note="Outside of a module too, where it is certainly a tensor.",
+    ),
+    Case(
+        """
+        import torch
+
+        @torch.no_grad()
+        def evaluate(model, batches):
+            model.eval()
+            for x, y in batches:
+                print(model(x).squeeze() - y)
+        """,
+    ),
 )
 
 RULE = Rule(
@@ -108,15 +158,20 @@ RULE = Rule(
     fix=Applicability.NONE,
     message="`{name}` without a dim works on the batch as well",
     what=(
-        "In the `forward` of a module: `squeeze` without a dim, and a tensor from which its own mean over all is "
-        "taken, or that is divided by its own maximum, norm or sum."
+        "`squeeze` of a tensor without a dim, and a tensor from which its own mean over all is taken, or that is "
+        "divided by its own maximum, norm or sum: in the `forward` of a module, and wherever the value is certainly a "
+        "tensor."
     ),
     why=(
         "The result of one example then depends on the others in the batch; `squeeze` takes the batch's dimension away "
         "if it has one example. A sum over everything is also what overflows float16 first."
     ),
     fine="One number for the whole batch is meant.",
-    words=("torch forward",),
+    words=(
+        "torch forward",
+        *(f"torch .{name}()" for name in _REDUCTIONS),
+        *(f"torch.{name}(" for name in _REDUCTIONS),
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -21,6 +21,7 @@ _MOVE = Move(
         "torch.amp.autocast_mode": "precast",
         "torch.amp.grad_scaler": "precast",
         "torch.autocast": "precast.autocast",
+        "torch.GradScaler": "precast.GradScaler",
     },
     names=frozenset(
         {
@@ -236,6 +237,25 @@ INVALID = (
         class Scaler(torch.amp.GradScaler):
             pass
     """),
+    Case(
+        """
+        import torch
+        from torch import GradScaler
+
+        scaler = GradScaler("cuda")
+        other = torch.GradScaler("cpu")
+        x = torch.ones(3)
+        """,
+        """
+        import precast
+        import torch
+        from precast import GradScaler
+
+        scaler = GradScaler("cuda")
+        other = precast.GradScaler("cpu")
+        x = torch.ones(3)
+        """,
+    ),
 )
 
 RULE = Rule(

@@ -1,0 +1,117 @@
+"""What is certainly a tensor: by how it is made, by its annotation, or as what a module gets and gives.
+
+Invariant: True only with evidence in the file; of several values of a name each needs its own.
+"""
+
+from __future__ import annotations
+
+import re
+
+from precast_lint.meaning.functions import methods_of
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
+
+__all__ = ["is_module_method", "is_tensor"]
+
+_MODULES = (
+    "torch.nn.Module",
+    "torch.nn.modules.module.Module",
+    "lightning.LightningModule",
+    "lightning.pytorch.LightningModule",
+    "pytorch_lightning.LightningModule",
+)
+_NOTES = ("torch.Tensor", "torch.FloatTensor", "torch.nn.Parameter")
+# Methods that give a tensor if they are called on one.
+_METHODS = re.compile(
+    r"abs|bfloat16|clone|contiguous|cpu|cuda|detach|double|exp|expand|flatten|float|half|log|masked_fill|matmul|max|"
+    r"mean|min|norm|permute|prod|relu|reshape|sigmoid|softmax|squeeze|std|sum|tanh|to|transpose|unsqueeze|var|view"
+)
+_MAKERS = re.compile(
+    r"arange|as_tensor|cat|einsum|empty|eye|from_numpy|full|linspace|matmul|ones|rand|randn|stack|tensor|where|zeros"
+)
+_FUNCTIONAL = "torch.nn.functional."
+_DEPTH = 4
+
+
+def is_module_method(source: Source, node: Node) -> bool:
+    """Whether a node is in a method of a class that is a module by its own bases."""
+    home = source.values.enclosing_class(node)
+    return isinstance(home, cst.ClassDef) and any(
+        source.origin(base.value) in _MODULES for base in home.bases
+    )
+
+
+def is_tensor(source: Source, node: Node, depth: int = _DEPTH) -> bool:
+    """Whether a value is certainly a tensor."""
+    if depth == 0:
+        return False
+    if isinstance(node, cst.BinaryOperation):
+        return any(is_tensor(source, side, depth - 1) for side in (node.left, node.right))
+    if isinstance(node, cst.Call):
+        return _gives_tensor(source, node, depth)
+    if not isinstance(node, cst.Name):
+        return False
+    found = source.names.bindings(node)
+    return bool(found) and all(
+        source.origin(b.annotation) in _NOTES
+        if b.annotation is not None
+        else _is_input(source, node)
+        if b.kind == "param"
+        else b.kind == "assign" and b.value is not None and _is_given(source, b.value, node, depth)
+        for b in found
+    )
+
+
+def _is_given(source: Source, value: Node, name: cst.Name, depth: int) -> bool:
+    """Whether what a name is given is a tensor; `x = x / 2` says nothing of its own."""
+    again = any(isinstance(n, cst.Name) and n.value == name.value for n in walk(value))
+    others = [b for b in source.names.bindings(name) if b.value is not value]
+    return (again and bool(others)) or is_tensor(source, value, depth - 1)
+
+
+def _gives_tensor(source: Source, call: cst.Call, depth: int) -> bool:
+    origin = source.origin(call.func)
+    if origin is not None:
+        name = origin.rpartition(".")[2]
+        known = origin.startswith("torch.") and origin.count(".") == 1
+        return origin.startswith(_FUNCTIONAL) or (
+            known and any(names.fullmatch(name) for names in (_METHODS, _MAKERS))
+        )
+    if isinstance(call.func, cst.Attribute) and _METHODS.fullmatch(call.func.attr.value):
+        return is_tensor(source, call.func.value, depth - 1)
+    return _is_model(source, call.func)
+
+
+def _is_input(source: Source, name: cst.Name) -> bool:
+    """A parameter without an annotation, of a method of a module, or that functions of torch are given; not `self`."""
+    if name.value in ("self", "cls"):
+        return False
+    if is_module_method(source, name):
+        return True
+    home = source.scopes.scope_of[name].home(name.value)
+    for other in source.scopes.references(home, name.value) if home is not None else ():
+        arg = source.parents.get(other)
+        call = source.parents.get(arg) if arg is not None else None
+        if isinstance(arg, cst.Arg) and isinstance(call, cst.Call) and call.args[0] is arg:
+            origin = source.origin(call.func) or ""
+            module, _, function = origin.rpartition(".")
+            if origin.startswith(_FUNCTIONAL) or (
+                module == "torch" and _METHODS.fullmatch(function)
+            ):
+                return True
+    return False
+
+
+def _is_model(source: Source, func: Node) -> bool:
+    """What is made from `torch.nn`, an attribute that a module calls, or what is told `eval()` or `train()`."""
+    if (source.instance(func) or "").startswith("torch.nn."):
+        return True
+    name = dotted(func)
+    if name is None:
+        return False
+    if name.startswith("self.") and name.count(".") == 1 and is_module_method(source, func):
+        home = source.values.enclosing_class(func)
+        assert isinstance(home, cst.ClassDef)
+        return name.removeprefix("self.") not in methods_of(source, home)
+    modes = source.methods("eval", "train")
+    return any(dotted(owner) == name for _, owner, _ in modes)
