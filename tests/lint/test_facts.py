@@ -124,6 +124,63 @@ def test_products_are_float16_in_a_region() -> None:
             (x @ x).masked_fill(x > 0, -1e9)
 
 
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.T, x.T @ grad
+
+
+def test_a_backward_under_custom_fwd_runs_outside_its_region() -> None:  # AMP313
+    forward = torch.amp.custom_fwd(_Product.forward, device_type="cpu")
+    for decorator, raises in ((torch.amp.custom_fwd, True), (torch.amp.custom_bwd, False)):
+        backward = staticmethod(decorator(_Product.backward, device_type="cpu"))
+        kind: Any = type(
+            "Kind", (_Product,), {"forward": staticmethod(forward), "backward": backward}
+        )
+        x = torch.randn(3, 3, requires_grad=True)
+        with torch.autocast("cpu"):
+            y = kind.apply(x, torch.randn(3, 3, requires_grad=True))
+        if raises:
+            with pytest.raises(RuntimeError, match="same dtype"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+
+
+def test_a_checkpoint_by_hand_computes_something_else_again() -> None:  # AMP314
+    seen = []
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, run: Any, x: torch.Tensor) -> Any:
+            ctx.run, ctx.x = run, x
+            with torch.no_grad():
+                return run(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            x = ctx.x.detach().requires_grad_()
+            with torch.enable_grad():
+                y = ctx.run(x)
+            return None, *torch.autograd.grad(y, x, grad)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        seen.append(y.dtype)
+        return y
+
+    with torch.autocast("cpu"):
+        y = Checkpoint.apply(run, torch.randn(3, 3, requires_grad=True))
+    y.sum().backward()
+    assert seen == [torch.bfloat16, torch.float32]
+
+
 FIXED = [
     pytest.param(case.code, case.fixed, id=f"{code}-{number}")
     for code in ("AMP401", "AMP402")

@@ -11,23 +11,19 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.values import SCALERS
-from precast_lint.training_step.flow_events import is_optimizer, key
+from precast_lint.training_step.flow_events import key
+from precast_lint.training_step.trained import cast_dtype, cast_model, home
+from precast_lint.training_step.trained import trained as trained_models
 
 __all__ = ["RULE"]
 
-_METHODS = {"half": "torch.float16", "bfloat16": "torch.bfloat16"}
-_LOW = {
-    "torch.float16": "torch.float16",
-    "torch.half": "torch.float16",
-    "torch.bfloat16": "torch.bfloat16",
-}
 _SCALED = "the scaler refuses float16 gradients; leave the model in float32, the region casts"
 _INPUTS = "the region casts inputs where that helps; by hand they lose digits where it does not"
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each cast of a model that is trained in a region, and of inputs in its calls."""
-    trained = _trained(source)
+    trained = trained_models(source)
     if not trained or not any(region.enabled is not False for region in regions(source)):
         return
     scaled = any(
@@ -35,8 +31,8 @@ def check(source: Source) -> Iterator[Finding]:
     )
     models = set()
     for call, owner, arguments in source.methods("half", "bfloat16", "to"):
-        dtype = _dtype(source, call, arguments)
-        name = _model(source, call, owner, trained) if dtype else None
+        dtype = cast_dtype(source, call, arguments)
+        name = cast_model(source, call, owner, trained) if dtype else None
         if name is not None and _runs_in_region(source, call, name):
             models.add(name)
             is_error = scaled and dtype == "torch.float16"
@@ -51,76 +47,22 @@ def _inputs(source: Source, trained: dict[str, Node | None], models: set[str]) -
         name = key(source, call.func) if isinstance(call.func, (cst.Name, cst.Attribute)) else None
         if name not in trained or name in models or region_in_force(source, call) is None:
             continue
-        if trained[name] is not _home(source, call, name):
+        if trained[name] is not home(source, call, name):
             continue
         for arg in call.args:
             inner = arg.value
             if not isinstance(inner, cst.Call) or not isinstance(inner.func, cst.Attribute):
                 continue
-            if _dtype(source, inner, Arguments.of(inner)):
+            if cast_dtype(source, inner, Arguments.of(inner)):
                 fix = source.fix("Leave it to the region", _bare(source, inner), unsafe=True)
                 yield source.find(RULE, inner, _INPUTS, fix)
-
-
-def _trained(source: Source) -> dict[str, Node | None]:
-    """The models whose parameters an optimizer gets, by their text, with the function where it does."""
-    found: dict[str, Node | None] = {}
-    for call in source.all(cst.Call):
-        if not (source.origin(call.func) or "").startswith("torch.optim.") or not call.args:
-            continue
-        if not is_optimizer(source, call):
-            continue
-        first = call.args[0].value
-        func = first.func if isinstance(first, cst.Call) else None
-        if isinstance(func, cst.Attribute) and func.attr.value == "parameters":
-            name = key(source, func.value) or ""
-            found[name] = _home(source, call, name)
-    return found
-
-
-def _home(source: Source, node: Node, name: str) -> Node | None:
-    """Where a name means one thing: the function around a node, or for an attribute of self the class."""
-    if name.startswith("self."):
-        return source.values.enclosing_class(node)
-    return source.function(node)
-
-
-def _dtype(source: Source, call: cst.Call, arguments: Arguments) -> str | None:
-    """The lower precision that a call casts to: `x.half()`, `x.to(torch.float16)`; nothing else at once."""
-    assert isinstance(call.func, cst.Attribute)
-    name = call.func.attr.value
-    if name in _METHODS:
-        return None if call.args else _METHODS[name]
-    if name != "to" or len(call.args) != 1 or arguments.starred:
-        return None
-    return _LOW.get(source.origin(arguments.get("dtype", 0)) or "")
-
-
-def _model(
-    source: Source, call: cst.Call, owner: Node, trained: dict[str, Node | None]
-) -> str | None:
-    """The trained model that a call casts: `model.half()`, `model = Net().half().cuda()`."""
-    name = key(source, owner) or ""
-    if name in trained and trained[name] is _home(source, call, name):
-        return name
-    outer: Node = call
-    while isinstance(source.parents[outer], (cst.Attribute, cst.Call)):
-        outer = source.parents[outer]
-    parent = source.parents[outer]
-    if not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
-        return None
-    name = key(source, parent.targets[0].target) or ""
-    # of a name that gets a tensor later on it says nothing: only what is made here
-    is_here = trained.get(name, source.module) is _home(source, call, name)
-    made = is_here and (isinstance(owner, cst.Call) or name.startswith("self."))
-    return name if made else None
 
 
 def _runs_in_region(source: Source, call: cst.Call, name: str) -> bool:
     """Whether the model is called in a region of the same function, or of the same class."""
     return any(
         key(source, other.func) == name
-        and _home(source, other, name) is _home(source, call, name)
+        and home(source, other, name) is home(source, call, name)
         and region_in_force(source, other) is not None
         for other in source.all(cst.Call)
         if isinstance(other.func, (cst.Name, cst.Attribute))

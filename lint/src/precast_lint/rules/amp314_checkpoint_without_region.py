@@ -1,0 +1,246 @@
+"""AMP314: an autograd Function that computes its forward again in backward, without the forward's region."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.meaning.functions import Method, functions
+from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
+
+__all__ = ["RULE"]
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each call in a backward of a function that the forward was given and ran."""
+    for node, methods in functions(source):
+        forward, backward = methods.get("forward"), methods.get("backward")
+        if forward is None or backward is None or forward.decorators or backward.decorators:
+            continue
+        if _cares(node):
+            continue
+        kept = _kept(forward)
+        call = next(
+            (c for c in _with_gradients(source, backward) if _runs(backward, c, kept)), None
+        )
+        if call is not None:
+            yield source.find(RULE, call)
+
+
+def _cares(node: Node) -> bool:
+    """Whether a class has to do with regions somehow: nothing is known then."""
+    names = (n.value for n in walk(node) if isinstance(n, cst.Name))
+    return any("autocast" in name.lower() or "amp" in name.lower().split("_") for name in names)
+
+
+def _kept(forward: Method) -> set[str]:
+    """The attributes of ctx in which forward keeps functions that it was given, and calls."""
+    names = {param.name.value for param in forward.node.params.params[1:]}
+    inner = list(walk(forward.node.body))
+    called = {dotted(n.func) for n in inner if isinstance(n, cst.Call)}
+    found = set()
+    for statement in (n for n in inner if isinstance(n, cst.Assign)):
+        value = statement.value
+        if not isinstance(value, cst.Name) or value.value not in names:
+            continue
+        kept = {dotted(target.target) or "" for target in statement.targets}
+        if value.value in called or kept & called:
+            found |= {name for name in kept if name.startswith("ctx.")}
+    return found
+
+
+def _with_gradients(source: Source, backward: Method) -> Iterator[cst.Call]:
+    """The calls in a backward under `torch.enable_grad()`."""
+    for statement in (n for n in walk(backward.node.body) if isinstance(n, cst.With)):
+        items = [i.item for i in statement.items if isinstance(i.item, cst.Call)]
+        if any(source.origin(item.func) == "torch.enable_grad" for item in items):
+            yield from (n for n in walk(statement.body) if isinstance(n, cst.Call))
+
+
+def _runs(backward: Method, call: cst.Call, kept: set[str]) -> bool:
+    """Whether a call runs what is kept, by its name in ctx or by one that it is given."""
+    name = dotted(call.func) or ""
+    if name in kept:
+        return True
+    for statement in (n for n in walk(backward.node.body) if isinstance(n, cst.Assign)):
+        if dotted(statement.value) in kept:
+            return any(dotted(target.target) == name for target in statement.targets)
+    return False
+
+
+VALID = (
+    Case("""
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        def forward(block, x):
+            return checkpoint(block, x, use_reentrant=False)
+    """),
+    Case("""
+        import torch
+
+        class Checkpoint(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, run, x):
+                ctx.run, ctx.x = run, x
+                ctx.on = torch.is_autocast_enabled("cuda")
+                ctx.run = run
+                with torch.no_grad():
+                    return ctx.run(x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                x = ctx.x.detach().requires_grad_()
+                with torch.enable_grad(), torch.autocast("cuda", enabled=ctx.on):
+                    y = ctx.run(x)
+                return None, *torch.autograd.grad(y, x, grad)
+    """),
+    Case(
+        """
+        import torch
+
+        class Checkpoint(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type="cuda")
+            def forward(ctx, run, x):
+                ctx.run = run
+                ctx.x = x
+                with torch.no_grad():
+                    return run(x)
+
+            @staticmethod
+            @torch.amp.custom_bwd(device_type="cuda")
+            def backward(ctx, grad):
+                x = ctx.x.detach().requires_grad_()
+                with torch.enable_grad():
+                    y = ctx.run(x)
+                return None, *torch.autograd.grad(y, x, grad)
+        """,
+        note="`custom_bwd` enters the region of the forward.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, size):
+                ctx.size = size
+                ctx.save_for_backward(x)
+                return x * size
+
+            @staticmethod
+            def backward(ctx, grad):
+                (x,) = ctx.saved_tensors
+                with torch.enable_grad():
+                    y = x.detach().requires_grad_() * ctx.size
+                return grad * ctx.size, None
+        """,
+        note="Nothing that was given is run.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Hook(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, then, x):
+                ctx.then = then
+                return x
+
+            @staticmethod
+            def backward(ctx, grad):
+                with torch.enable_grad():
+                    ctx.then(grad)
+                return None, grad
+        """,
+        note="Forward has not run it.",
+    ),
+    Case("""
+        import torch
+
+        class Block(torch.nn.Module):
+            def forward(self, run, x):
+                self.run = run
+                return run(x)
+
+            def backward(self, x):
+                with torch.enable_grad():
+                    return self.run(x)
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        class Checkpoint(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, run_function, length, *args):
+                ctx.run_function = run_function
+                ctx.inputs = list(args[:length])
+                ctx.params = list(args[length:])
+                with torch.no_grad():
+                    return ctx.run_function(*ctx.inputs)
+
+            @staticmethod
+            def backward(ctx, *grads):
+                inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
+                with torch.enable_grad():
+                    outputs = ctx.run_function(*inputs)
+                found = torch.autograd.grad(outputs, inputs + ctx.params, grads, allow_unused=True)
+                return (None, None) + found
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch as th
+        from torch.autograd import Function
+
+        class Recompute(Function):
+            @staticmethod
+            def forward(ctx, layer, x):
+                ctx.layer = layer
+                ctx.save_for_backward(x)
+                with th.no_grad():
+                    y = layer(x)
+                return y
+
+            @staticmethod
+            def backward(ctx, grad):
+                (x,) = ctx.saved_tensors
+                layer = ctx.layer
+                with th.enable_grad():
+                    x = x.detach().requires_grad_()
+                    y = layer(x)
+                y.backward(grad)
+                return None, x.grad
+        """,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP314",
+    name="checkpoint-without-region",
+    severity=Severity.WARNING,
+    fix=Applicability.NONE,
+    message="this runs without the region that forward ran in; use `torch.utils.checkpoint.checkpoint`",
+    what=(
+        "An autograd Function that runs a function in forward and once more in backward, under "
+        "`torch.enable_grad()` alone: a checkpoint by hand."
+    ),
+    why=(
+        "A backward pass runs outside the region. What forward computed in lower precision is computed again in "
+        "float32: slower, with more memory, and not what the loss was computed from. `torch.utils.checkpoint` enters "
+        "the regions again, and so does a Function with `custom_fwd` and `custom_bwd`."
+    ),
+    fine="The model is cast by hand, and no region is ever around it.",
+    words=("Function enable_grad backward",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)
