@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from precast_lint.editing.lines import block_of, insert_before, line_of
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
@@ -23,7 +23,8 @@ __all__ = ["RULE"]
 
 _SCALED, _UNSCALED, _UNKNOWN = "scaled", "unscaled", "unknown"
 # What depends on how large a gradient is; sums, copies, reductions over processes and `is None` do not.
-_MEASURES = {"add_", "clamp", "clamp_", "clip", "clip_", "norm", "square", "sub_"}
+_MEASURES = {"clamp", "clamp_", "clip", "clip_", "norm", "square"}
+_ADDS = {"add", "add_", "sub", "sub_"}
 _FUNCTIONS = {
     "torch.clamp",
     "torch.norm",
@@ -58,7 +59,7 @@ def _follower(source: Source, scaler: str) -> Callable[[str, Event, Say], str]:
             return _UNKNOWN
         if hides(source, event, scaler):
             return _UNKNOWN
-        if event.kind == "clip" or (event.kind == "grad_read" and _measures(source, event.node)):
+        if _needs_size(source, event):
             if state == _SCALED:
                 say.bad(event.node)
             elif state == _UNSCALED:
@@ -66,6 +67,36 @@ def _follower(source: Source, scaler: str) -> Callable[[str, Event, Say], str]:
         return state
 
     return on
+
+
+def _needs_size(source: Source, event: Event) -> bool:
+    """Whether the size of gradients matters for what happens: they are clipped, measured, or something is added."""
+    if event.kind == "grad_read":
+        return _measures(source, event.node)
+    return event.kind == "clip" or (event.kind == "assign" and _adds(source, event))
+
+
+def _adds(source: Source, event: Event) -> bool:
+    """`p.grad += 0.1 * p`, `p.grad = p.grad + noise`: what is added is not scaled, unless it is a gradient, too."""
+    target, value = event.node, event.value
+    if isinstance(target, cst.Attribute) and target.attr.value == "data":
+        target = target.value
+    if not isinstance(target, cst.Attribute) or target.attr.value != "grad" or value is None:
+        return False
+    statement = source.parents[event.node]
+    if isinstance(statement, cst.AugAssign):
+        is_sum = isinstance(statement.operator, (cst.AddAssign, cst.SubtractAssign))
+        return is_sum and _is_foreign(value)
+    if not isinstance(value, cst.BinaryOperation):
+        return False
+    sides = sorted(_is_foreign(side) for side in (value.left, value.right))
+    return isinstance(value.operator, (cst.Add, cst.Subtract)) and sides == [False, True]
+
+
+def _is_foreign(value: Node) -> bool:
+    """Whether a value comes from no gradient: no name in it speaks of one."""
+    names = [n.value.lower() for n in walk(value) if isinstance(n, cst.Name)]
+    return bool(names) and not any("grad" in name or "scale" in name for name in names)
 
 
 def _measures(source: Source, grad: Node) -> bool:
@@ -76,6 +107,9 @@ def _measures(source: Source, grad: Node) -> bool:
         node, parent = parent, source.parents[parent]
         if isinstance(parent, cst.Call) and parent.func is node:
             node, parent = parent, source.parents[parent]
+    if isinstance(parent, cst.Attribute) and parent.attr.value in _ADDS:
+        outer = source.parents[parent]
+        return isinstance(outer, cst.Call) and any(_is_foreign(arg.value) for arg in outer.args)
     if isinstance(parent, cst.Attribute):
         return parent.attr.value in _MEASURES
     call = source.parents.get(parent)
@@ -155,6 +189,22 @@ VALID = (
         scaler.update()
     """,
         note="A mean over processes is the same for scaled gradients.",
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(model(batch)).backward()
+        for p, q in zip(model.parameters(), twin.parameters()):
+            p.grad += q.grad
+            p.grad.add_(momentum_grads[p])
+            p.grad *= mask[p]
+            p.grad = p.grad / world_size
+        scaler.step(optimizer)
+        scaler.update()
+    """,
+        note="Sums of scaled gradients, and factors.",
     ),
     Case(
         """
@@ -488,6 +538,23 @@ INVALID = (
         count=1,
         note="What saves the scaler's state does not unscale.",
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler, decay):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                for p in model.parameters():
+                    p.grad += decay * p.data
+                    p.grad = p.grad + torch.randn_like(p)
+                    p.grad.data.add_(p.data, alpha=decay)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=3,
+        note="What is added to a scaled gradient is divided by the scale with it.",
+    ),
 )
 
 RULE = Rule(
@@ -497,8 +564,8 @@ RULE = Rule(
     fix=Applicability.UNSAFE,
     message="gradients are still scaled here; call `scaler.unscale_(optimizer)` before",
     what=(
-        "`clip_grad_norm_`, `clip_grad_value_` or the norm of a `.grad` between a scaled backward and its step, no "
-        "`unscale_` before."
+        "`clip_grad_norm_`, `clip_grad_value_`, the norm of a `.grad`, or something added to one, between a scaled "
+        "backward and its step, no `unscale_` before."
     ),
     why=(
         "The gradients are those of the scaled loss, 65536 times too large with the default scale. Clipping them to "
