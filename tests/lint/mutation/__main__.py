@@ -11,12 +11,15 @@ from tests.lint.mutation.measuring import alarms, correct, is_found, mistakes, s
 
 @click.command()
 @click.option("--seed", type=int, help="A sample instead of all.")
-@click.option("--for-each", default=40, show_default=True, help="Mistakes of each rule in a sample.")
+@click.option(
+    "--for-each", default=40, show_default=True, help="Mistakes of each rule in a sample."
+)
 @click.option("--two", is_flag=True, help="All, in two other ways at once.")
 @click.option("--code", help="One rule alone.")
-@click.option("--missed", default=3, show_default=True, help="How many misses of each rule are shown.")
-@click.option("--text", is_flag=True, help="Show the programs that are missed.")
-def main(seed: int | None, for_each: int, two: bool, code: str | None, missed: int, text: bool) -> None:
+@click.option(
+    "--missed", default=3, show_default=True, help="How many misses of each rule are shown."
+)
+def main(seed: int | None, for_each: int, two: bool, code: str | None, missed: int) -> None:
     """Break correct programs in every way that the catalogue names, and count what is found."""
     counts: dict[str, Counter[bool]] = {}
     shown: Counter[str] = Counter()
@@ -29,14 +32,10 @@ def main(seed: int | None, for_each: int, two: bool, code: str | None, missed: i
             shown[mistake.code] += 1
             if shown[mistake.code] <= missed:
                 click.echo(f"missed: {mistake}")
-                if text:
-                    click.echo(mistake.text)
     click.echo(table(counts))
     for program, way, written in correct(two):
         for alarm in alarms(written):
             click.echo(f"false: {alarm}: in {program}, {' + '.join(way) or 'as it stands'}")
-            if text:
-                click.echo(written)
 
 
 if __name__ == "__main__":

@@ -92,10 +92,13 @@ def sample(seed: int, for_each: int) -> Iterator[Mistake]:
     for code, places in sorted(made.items()):
         for _ in range(for_each):
             program, mutator, number, module = chance.choice(places)
-            way = tuple(chance.sample(sorted(WRAPPERS), chance.choice((0, 1, 1, 2))))
-            text = _written(module, way)
-            if text is not None:
-                yield Mistake(code, program, mutator, number, way, text)
+            count = chance.choice((0, 1, 1, 2))
+            for _ in range(20):  # not every program can be written in every way
+                way = tuple(chance.sample(sorted(WRAPPERS), count))
+                text = _written(module, way)
+                if text is not None:
+                    yield Mistake(code, program, mutator, number, way, text)
+                    break
 
 
 def correct(two: bool = False) -> Iterator[tuple[str, tuple[str, ...], str]]:

@@ -138,13 +138,14 @@ def class_as_module(module: cst.Module) -> Iterator[cst.Module]:
             continue
         yield with_imports(module, f"import torch.amp.{name}\n")
         news = {c: c.with_changes(func=expr("Made")) for c in found}
-        yield with_imports(replaced(module, dict(news)), f"import torch.amp.{name} as Made\n")
+        yield with_imports(replaced(module, news), f"import torch.amp.{name} as Made\n")
         old = [c for c in found if device(c) == "cuda"]
         news = {
-            c: c.with_changes(func=expr(f"torch.cuda.amp.{name}"), args=without_device(c)) for c in old
+            c: c.with_changes(func=expr(f"torch.cuda.amp.{name}"), args=without_device(c))
+            for c in old
         }
         if old:
-            yield with_imports(replaced(module, dict(news)), f"import torch.cuda.amp.{name}\n")
+            yield with_imports(replaced(module, news), f"import torch.cuda.amp.{name}\n")
 
 
 @mutates("AMP109")
@@ -189,7 +190,11 @@ def _withs(module: cst.Module) -> Iterator[tuple[cst.With, cst.Call]]:
     for node in nodes(module):
         if isinstance(node, cst.With) and len(node.items) == 1:
             item = node.items[0].item
-            if isinstance(item, cst.Call) and path(item.func) in REGIONS and not node.items[0].asname:
+            if (
+                isinstance(item, cst.Call)
+                and path(item.func) in REGIONS
+                and not node.items[0].asname
+            ):
                 yield node, item
 
 
@@ -200,19 +205,19 @@ def entered_twice(module: cst.Module) -> Iterator[cst.Module]:
         outer = cst.With(items=[cst.WithItem(expr("region"))], body=cst.IndentedBlock([again]))
         made = stmt(f"region = {source(call)}\n")
         yield replaced(module, {node: [*made, outer]})
-    for node in nodes(module):
-        if isinstance(node, cst.FunctionDef) and any(
+    for function in nodes(module):
+        if isinstance(function, cst.FunctionDef) and any(
             isinstance(d.decorator, cst.Call) and path(d.decorator.func) in REGIONS
-            for d in node.decorators
+            for d in function.decorators
         ):
-            first = node.params.params[-1].name.value
-            is_method = node.params.params[0].name.value == "self"
-            name = f"self.{node.name.value}" if is_method else node.name.value
-            again_ = stmt(f"if {first}.ndim > 2:\n    return {name}({first}[0])\n")
-            block = node.body
+            first = function.params.params[-1].name.value
+            is_method = function.params.params[0].name.value == "self"
+            name = f"self.{function.name.value}" if is_method else function.name.value
+            guard = stmt(f"if {first}.ndim > 2:\n    return {name}({first}[0])\n")
+            block = function.body
             assert isinstance(block, cst.IndentedBlock)
-            new = node.with_changes(body=block.with_changes(body=[*again_, *block.body]))
-            yield replaced(module, {node: new})
+            new = function.with_changes(body=block.with_changes(body=[*guard, *block.body]))
+            yield replaced(module, {function: new})
 
 
 @mutates("AMP113")
@@ -220,13 +225,14 @@ def never_entered(module: cst.Module) -> Iterator[cst.Module]:
     for node, call in _withs(module):
         assert isinstance(node.body, cst.IndentedBlock)
         yield replaced(module, {node: [*stmt(source(call) + "\n"), *node.body.body]})
-    for node in nodes(module):
-        if isinstance(node, cst.With) and len(node.items) == 2:
-            both = " and ".join(source(item.item) for item in node.items)
-            yield replaced(module, {node: node.with_changes(items=[cst.WithItem(expr(both))])})
+    for both in nodes(module):
+        if isinstance(both, cst.With) and len(both.items) == 2:
+            text = " and ".join(source(item.item) for item in both.items)
+            yield replaced(module, {both: both.with_changes(items=[cst.WithItem(expr(text))])})
     for node, call in _withs(module):
         in_function = any(
-            isinstance(f, cst.FunctionDef) and any(n is node for n in nodes(f)) for f in nodes(module)
+            isinstance(f, cst.FunctionDef) and any(n is node for n in nodes(f))
+            for f in nodes(module)
         )
         if in_function:  # a name of a module may be for others
             assert isinstance(node.body, cst.IndentedBlock)

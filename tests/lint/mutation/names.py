@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import libcst as cst
 
 from tests.lint.mutation.registry import mutates
 from tests.lint.mutation.trees import (
-    assigned,
+    assignment,
     call_of,
     calls,
     expr,
     lines,
+    made,
     method,
     nodes,
     path,
@@ -82,9 +84,9 @@ def old_scaler(module: cst.Module) -> Iterator[cst.Module]:
 def old_custom_functions(module: cst.Module) -> Iterator[cst.Module]:
     for line in lines(module):
         if source(line).strip() == "from torch.amp import custom_bwd, custom_fwd":
-            old = {call: call.func for call in calls(module, "custom_fwd", "custom_bwd")}
-            new = stmt("from torch.cuda.amp import custom_bwd, custom_fwd\n")
-            yield replaced(module, {**old, line: new})
+            news: dict[Any, Any] = {c: c.func for c in calls(module, "custom_fwd", "custom_bwd")}
+            news[line] = stmt("from torch.cuda.amp import custom_bwd, custom_fwd\n")
+            yield replaced(module, news)
 
 
 @mutates("AMP004")
@@ -101,31 +103,34 @@ def old_imports(module: cst.Module) -> Iterator[cst.Module]:
         return
     if regions:
         news: dict[cst.CSTNode, cst.CSTNode] = {c: old(c, "autocast") for c in regions}
-        yield with_imports(replaced(module, dict(news)), "from torch.cuda.amp import autocast\n")
+        yield with_imports(replaced(module, news), "from torch.cuda.amp import autocast\n")
         news = {c: old(c, "region") for c in regions}
         yield with_imports(
-            replaced(module, dict(news)), "from torch.cuda.amp import autocast as region\n"
+            replaced(module, news), "from torch.cuda.amp import autocast as region\n"
         )
     if scalers:
         news = {c: old(c, "GradScaler") for c in scalers}
-        yield with_imports(replaced(module, dict(news)), "from torch.cuda.amp import GradScaler\n")
-    both = {**{c: old(c, "amp.autocast") for c in regions}, **{c: old(c, "amp.GradScaler") for c in scalers}}
+        yield with_imports(replaced(module, news), "from torch.cuda.amp import GradScaler\n")
+    both = {
+        **{c: old(c, "amp.autocast") for c in regions},
+        **{c: old(c, "amp.GradScaler") for c in scalers},
+    }
     if both:
-        yield with_imports(replaced(module, dict(both)), "from torch.cuda import amp\n")
-        yield with_imports(replaced(module, dict(both)), "import torch.cuda.amp as amp\n")
+        yield with_imports(replaced(module, both), "from torch.cuda import amp\n")
+        yield with_imports(replaced(module, both), "import torch.cuda.amp as amp\n")
 
 
 @mutates("AMP006")
 def old_classes(module: cst.Module) -> Iterator[cst.Module]:
     for line in lines(module):
-        found = assigned(line)
-        if found is None or not isinstance(found[1], cst.Call) or "Version" in source(module):
+        found = made(line)
+        if found is None or "Version" in source(module):
             continue
         name, call = found
         if path(call.func) in SCALERS and device(call) == "cuda":
             maker = "torch.cuda.amp.GradScaler"
-            made = source(old(call, "make"))
-            yield replaced(module, {line: stmt(f"make = {maker}\n{name} = {made}\n")})
+            again = source(old(call, "make"))
+            yield replaced(module, {line: stmt(f"make = {maker}\n{name} = {again}\n")})
             partial = source(old(call, f"functools.partial({maker})"))
             yield with_imports(
                 replaced(module, {line: stmt(f"{name} = {partial}\n")}), "import functools\n"
@@ -178,15 +183,12 @@ def apex(module: cst.Module) -> Iterator[cst.Module]:
             continue
         loss = backward[0].removeprefix("scaler.scale(").removesuffix(")")
         text = f"with amp.scale_loss({loss}, optimizer) as scaled:\n    scaled.backward()\n"
-        made = next(
-            (i for i in lines(module) if assigned(i) and assigned(i)[0] == "scaler"),  # type: ignore[index]
-            None,
-        )
-        news: dict[cst.CSTNode, list[cst.CSTNode] | None] = {line: stmt(text)}
-        if made is None:
+        scaler = assignment(module, "scaler")
+        if scaler is None:
             continue
-        news[made] = stmt('model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n')
-        yield with_imports(replaced(module, dict(news)), "from apex import amp\n")
+        initialized = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+        news = {line: stmt(text), scaler: stmt(initialized)}
+        yield with_imports(replaced(module, news), "from apex import amp\n")
 
 
 @mutates("AMP010")
@@ -197,8 +199,10 @@ def removed_names(module: cst.Module) -> Iterator[cst.Module]:
     uses = {
         "from torch._six import inf\n": "print(inf)\n",
         "from torch._six import string_classes\n": 'print(isinstance("a", string_classes))\n',
-        "from torch.cuda.amp.autocast_mode import _cast\n": 'print(_cast(torch.ones(1), torch.float16))\n',
-        "from torch.cuda.amp.grad_scaler import _refresh_per_optimizer_state\n": "print(_refresh_per_optimizer_state())\n",
+        "from torch.cuda.amp.autocast_mode import _cast\n": "print(_cast(torch.ones(1), torch.float16))\n",
+        "from torch.cuda.amp.grad_scaler import _refresh_per_optimizer_state\n": (
+            "print(_refresh_per_optimizer_state())\n"
+        ),
     }
     for text, use in uses.items():
         yield with_imports(module.with_changes(body=[*body, *stmt(use)]), text)
@@ -218,7 +222,9 @@ _ELSEWHERE = {
 @mutates("AMP505")
 def names_of_others(module: cst.Module) -> Iterator[cst.Module]:
     for call in calls(module, "F.gelu", "F.silu", "torch.amax"):
-        yield replaced(module, {call: call.with_changes(func=expr(_ELSEWHERE[path(call.func) or ""]))})
+        yield replaced(
+            module, {call: call.with_changes(func=expr(_ELSEWHERE[path(call.func) or ""]))}
+        )
 
 
 __all__ = ["REGIONS", "SCALERS", "call_of", "device", "without_device"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import libcst as cst
 
@@ -116,14 +117,23 @@ def constant_too_large(module: cst.Module) -> Iterator[cst.Module]:
 
 @mutates("AMP503")
 def not_sharded(module: cst.Module) -> Iterator[cst.Module]:
-    loops = [n for n in nodes(module) if isinstance(n, cst.If) and "workers == number" in source(n.test)]
-    asks = [line for line in lines(module) if not is_import(line) and ("get_worker_info" in source(line) or "num_workers if" in source(line))]
-    imports = [line for line in module.body if "get_worker_info" in source(line) and is_import(line)]
+    loops = [
+        n for n in nodes(module) if isinstance(n, cst.If) and "workers == number" in source(n.test)
+    ]
+    asks = [
+        line
+        for line in lines(module)
+        if not is_import(line)
+        and ("get_worker_info" in source(line) or "worker.num_workers" in source(line))
+    ]
+    imports = [
+        line for line in module.body if "get_worker_info" in source(line) and is_import(line)
+    ]
     if loops and asks and imports:
         plain = stmt("from torch.utils.data import DataLoader, IterableDataset\n")
         inner = list(loops[0].body.body)
-        gone = dict.fromkeys(asks)
-        yield replaced(module, {**gone, loops[0]: inner, imports[0]: plain})
+        news: dict[Any, Any] = {**dict.fromkeys(asks), loops[0]: inner, imports[0]: plain}
+        yield replaced(module, news)
 
 
 __all__ = ["assigned"]

@@ -361,16 +361,16 @@ class Model(nn.Module):
         self.second = nn.Linear(8, 8)
 
     def forward(self, x):
-        hidden = self.first(x)
-        with torch.autocast("cuda", enabled=False):
-            energy = hidden.float().exp().sum(-1)
-            spectrum = torch.fft.rfft(hidden.float())
-        return self.second(hidden), energy, spectrum
+        with torch.autocast("cuda", dtype=torch.float16):
+            hidden = self.first(x)
+            with torch.autocast("cuda", enabled=False):
+                energy = hidden.float().exp().sum(-1)
+                spectrum = torch.fft.rfft(hidden.float())
+            return self.second(hidden), energy, spectrum
 
 
 model = Model().cuda()
-with torch.autocast("cuda", dtype=torch.float16):
-    print(model(torch.randn(4, 8, device="cuda")))
+print(model(torch.randn(4, 8, device="cuda")))
 """,
     "behind": """
 import torch

@@ -12,6 +12,7 @@ from tests.lint.mutation.registry import mutates
 from tests.lint.mutation.trees import (
     Body,
     assigned,
+    assignment,
     blocks,
     calls,
     expr,
@@ -36,9 +37,9 @@ def scaler_of(module: cst.Module) -> str | None:
     """The name of the one scaler that is on."""
     for line in lines(module):
         found = assigned(line)
-        if found and isinstance(found[1], cst.Call) and path(found[1].func) in SCALERS:
-            if "Version" not in source(module):
-                return found[0]
+        is_one = found and isinstance(found[1], cst.Call) and path(found[1].func) in SCALERS
+        if found and is_one and "Version" not in source(module):
+            return found[0]
     return None
 
 
@@ -99,7 +100,7 @@ def no_scaler(module: cst.Module) -> Iterator[cst.Module]:
     for node in nodes(module):
         if isinstance(node, cst.DictElement) and source(node.value).startswith(f"{scaler}."):
             news[node] = None
-    yield replaced(module, dict(news))
+    yield replaced(module, news)
 
 
 @mutates("AMP202")
@@ -109,7 +110,7 @@ def scaler_for_bfloat16(module: cst.Module) -> Iterator[cst.Module]:
     scales = [n for n in nodes(module) if scaler and source(n) == f"{scaler}.scale"]
     if scales and found:
         news = {call: with_keyword(call, "dtype", "torch.bfloat16") for call in found}
-        yield replaced(module, dict(news))
+        yield replaced(module, news)
 
 
 @mutates("AMP203")
@@ -124,7 +125,9 @@ def clipped_while_scaled(module: cst.Module) -> Iterator[cst.Module]:
         if unscales and clips:
             yield replaced(module, {unscales[0]: None})
             yield moved(module, unscales[0], after=clips[0])
-            norms = "norm = sum(p.grad.norm() for p in PARAMETERS)\nif norm > 100:\n    print(norm)\n"
+            norms = (
+                "norm = sum(p.grad.norm() for p in PARAMETERS)\nif norm > 100:\n    print(norm)\n"
+            )
             call = next(c for c in nodes(clips[0]) if isinstance(c, cst.Call))
             norms = norms.replace("PARAMETERS", source(call.args[0].value))
             yield replaced(module, {unscales[0]: None, clips[0]: stmt(norms)})
@@ -263,7 +266,11 @@ def closures(module: cst.Module) -> Iterator[cst.Module]:
     for name in ("SGD", "Adam", "AdamW"):
         for call in calls(module, f"torch.optim.{name}"):
             if scaler and len(list(calls(module, "torch.optim.Adam"))) < 2:
-                lbfgs = expr("torch.optim.LBFGS(PARAMETERS)".replace("PARAMETERS", source(call.args[0].value)))
+                lbfgs = expr(
+                    "torch.optim.LBFGS(PARAMETERS)".replace(
+                        "PARAMETERS", source(call.args[0].value)
+                    )
+                )
                 yield replaced(module, {call: lbfgs})
 
 
@@ -282,8 +289,8 @@ def update_between(module: cst.Module) -> Iterator[cst.Module]:
 def penalty_scaled(module: cst.Module) -> Iterator[cst.Module]:
     for node in nodes(module):
         if isinstance(node, cst.BinaryOperation) and source(node.right) == "inverse":
-            gone = [line for line in lines(module) if assigned(line) and assigned(line)[0] == "inverse"]  # type: ignore[index]
-            yield replaced(module, {node: node.left, gone[0]: None})
+            gone = assignment(module, "inverse")
+            yield replaced(module, {node: node.left, gone: None})
 
 
 @mutates("AMP214")
@@ -293,7 +300,8 @@ def scheduler_goes_on(module: cst.Module) -> Iterator[cst.Module]:
         asks = [
             line
             for line in block
-            if isinstance(line, cst.If) and any(method(i, "step") for i in lines(line))
+            if isinstance(line, cst.If)
+            and any(method(i, "step") for i in lines(line))
             and "get_scale" in source(line.test)
         ]
         reads = [line for line in block if assigned(line) and "get_scale" in source(line)]
@@ -311,7 +319,9 @@ def scheduler_goes_on(module: cst.Module) -> Iterator[cst.Module]:
             assert found is not None
             optimizer = source(found[1].args[0].value)
             owner = "self." if optimizer.startswith("self.") else ""
-            made = f"{owner}scheduler = torch.optim.lr_scheduler.CosineAnnealingLR({optimizer}, 100)\n"
+            made = (
+                f"{owner}scheduler = torch.optim.lr_scheduler.CosineAnnealingLR({optimizer}, 100)\n"
+            )
             after = {steps[0]: [steps[0], *stmt(f"{owner}scheduler.step()\n")]}
             for line in lines(module):
                 value = assigned(line)

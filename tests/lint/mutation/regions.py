@@ -13,10 +13,13 @@ from tests.lint.mutation.registry import mutates
 from tests.lint.mutation.trees import (
     Body,
     assigned,
+    assignment,
     blocks,
     calls,
     expr,
+    indented,
     lines,
+    made,
     method,
     nodes,
     path,
@@ -75,18 +78,19 @@ _LOSSES = ("F.cross_entropy", "criterion", "self.criterion", "F.mse_loss")
 
 @mutates("AMP303")
 def loss_outside(module: cst.Module) -> Iterator[cst.Module]:
-    is_torchs = any(name in source(module) for name in ("nn.CrossEntropyLoss()", "nn.MSELoss()", "import functional as F"))
+    is_torchs = any(
+        name in source(module)
+        for name in ("nn.CrossEntropyLoss()", "nn.MSELoss()", "import functional as F")
+    )
     for block in blocks(module):
         for _, region in _regions(block):
             last = _body(region)[-1]
-            found = assigned(last)
-            if found and len(_body(region)) == 2 and is_torchs and isinstance(found[1], cst.Call):
-                if path(found[1].func) in _LOSSES:
-                    assert isinstance(region.body, cst.IndentedBlock)
-                    shorter = region.with_changes(
-                        body=region.body.with_changes(body=_body(region)[:-1])
-                    )
-                    yield replaced(module, {region: [shorter, last]})
+            found = made(last)
+            is_theirs = found is not None and path(found[1].func) in _LOSSES
+            if is_theirs and len(_body(region)) == 2 and is_torchs:
+                assert isinstance(region.body, cst.IndentedBlock)
+                shorter = region.body.with_changes(body=_body(region)[:-1])
+                yield replaced(module, {region: [region.with_changes(body=shorter), last]})
 
 
 @mutates("AMP304")
@@ -134,7 +138,11 @@ def no_custom_fwd(module: cst.Module) -> Iterator[cst.Module]:
 @mutates("AMP307")
 def custom_bwd_alone(module: cst.Module) -> Iterator[cst.Module]:
     for node in nodes(module):
-        if isinstance(node, cst.FunctionDef) and node.name.value == "forward" and "custom_fwd" in "".join(map(source, node.decorators)):
+        if (
+            isinstance(node, cst.FunctionDef)
+            and node.name.value == "forward"
+            and "custom_fwd" in "".join(map(source, node.decorators))
+        ):
             yield replaced(module, {node: _without_decorators(node, "custom_fwd")})
 
 
@@ -156,7 +164,9 @@ def custom_fwd_without_ctx(module: cst.Module) -> Iterator[cst.Module]:
                 assert isinstance(node.body, cst.IndentedBlock)
                 new = node.with_changes(
                     params=node.params.with_changes(params=params[1:]),
-                    body=node.body.with_changes(body=[s for s in node.body.body if "ctx" not in source(s)]),
+                    body=node.body.with_changes(
+                        body=[s for s in node.body.body if "ctx" not in source(s)]
+                    ),
                 )
                 yield replaced(module, {node: [new, *setup]})
 
@@ -166,7 +176,12 @@ def threads(module: cst.Module) -> Iterator[cst.Module]:
     if "import threading" not in source(module):
         for line in lines(module):
             found = assigned(line)
-            if found and found[0] == "model" and "bfloat16" in source(module) and "step" in source(module):
+            if (
+                found
+                and found[0] == "model"
+                and "bfloat16" in source(module)
+                and "step" in source(module)
+            ):
                 wrapped = stmt("model = torch.nn.DataParallel(model)\n")
                 yield replaced(module, {line: [line, *wrapped]})
         return
@@ -179,8 +194,8 @@ def threads(module: cst.Module) -> Iterator[cst.Module]:
                 begin = [s for s in block if method(s, "start")]
                 if begin:
                     item = cst.WithItem(expr('torch.autocast("cuda", dtype=torch.float16)'))
-                    news[begin[0]] = cst.With(items=[item], body=cst.IndentedBlock([begin[0]]))
-            yield replaced(module, dict(news))
+                    news[begin[0]] = cst.With(items=[item], body=indented([begin[0]]))
+            yield replaced(module, news)
 
 
 @mutates("AMP310")
@@ -203,21 +218,16 @@ def lower_escapes(module: cst.Module) -> Iterator[cst.Module]:
 
 @mutates("AMP312")
 def in_place(module: cst.Module) -> Iterator[cst.Module]:
+    before = assignment(module, "b")
     for line in lines(module):
-        found = assigned(line)
-        if found and isinstance(found[1], cst.Call) and path(found[1].func) in (
-            "torch.mm",
-            "torch.addmm",
-            "torch.matmul",
-        ) and "b = torch.randn(8, 8" in source(module):
+        found = made(line)
+        if before and found and path(found[1].func) in ("torch.mm", "torch.addmm", "torch.matmul"):
             name, call = found
-            before = next(s for s in lines(module) if assigned(s) and assigned(s)[0] == "b")  # type: ignore[index]
-            made = stmt(f'{name} = torch.empty(8, 8, device="cuda")\n')
+            empty = stmt(f'{name} = torch.empty(8, 8, device="cuda")\n')
             new = stmt(source(with_keyword(call, "out", name)) + "\n")
-            yield replaced(module, {line: new, before: [before, *made]})
+            yield replaced(module, {line: new, before: [before, *empty]})
             if path(call.func) == "torch.addmm":
-                in_place_ = stmt(f"c.addmm_(a, b)\n{name} = c\n")
-                yield replaced(module, {line: in_place_})
+                yield replaced(module, {line: stmt(f"c.addmm_(a, b)\n{name} = c\n")})
 
 
 __all__ = ["device", "scaler_of", "with_imports"]

@@ -5,20 +5,24 @@ Invariant: no function changes the tree that it gets; each returns a new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import libcst as cst
 
 __all__ = [
     "Body",
     "assigned",
+    "assignment",
     "blocks",
     "call_of",
     "calls",
     "expr",
+    "indented",
     "inside",
     "is_import",
     "lines",
+    "made",
     "method",
     "moved",
     "names",
@@ -116,6 +120,26 @@ def assigned(line: cst.CSTNode) -> tuple[str, cst.BaseExpression] | None:
     return None
 
 
+def made(line: cst.CSTNode) -> tuple[str, cst.Call] | None:
+    """The name and the call of `name = call(...)`."""
+    found = assigned(line)
+    return (found[0], found[1]) if found and isinstance(found[1], cst.Call) else None
+
+
+def assignment(module: cst.Module, name: str) -> cst.SimpleStatementLine | None:
+    """The first statement that gives a name its value."""
+    for line in lines(module):
+        found = assigned(line)
+        if found is not None and found[0] == name:
+            return line
+    return None
+
+
+def indented(body: Sequence[cst.CSTNode]) -> cst.IndentedBlock:
+    """A block of statements."""
+    return cst.IndentedBlock(body=body)  # type: ignore[arg-type]
+
+
 def is_import(line: cst.CSTNode) -> bool:
     """Whether a statement imports."""
     return isinstance(line, cst.SimpleStatementLine) and isinstance(
@@ -151,7 +175,7 @@ def names(tree: cst.CSTNode) -> set[str]:
 class _Replace(cst.CSTTransformer):
     """Puts new nodes, several or none in the place of some."""
 
-    def __init__(self, news: dict[cst.CSTNode, _New]) -> None:
+    def __init__(self, news: Mapping[Any, _New]) -> None:
         self.news = news
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
@@ -165,7 +189,7 @@ class _Replace(cst.CSTTransformer):
         return cst.FlattenSentinel(list(new))
 
 
-def replaced(module: cst.Module, news: dict[cst.CSTNode, _New]) -> cst.Module:
+def replaced(module: cst.Module, news: Mapping[Any, _New]) -> cst.Module:
     """The program with other nodes in the place of some; None takes a statement out."""
     done = module.visit(_Replace(news))
     assert isinstance(done, cst.Module)
@@ -173,7 +197,11 @@ def replaced(module: cst.Module, news: dict[cst.CSTNode, _New]) -> cst.Module:
 
 
 def moved(
-    module: cst.Module, line: cst.CSTNode, *, before: cst.CSTNode | None = None, after: cst.CSTNode | None = None
+    module: cst.Module,
+    line: cst.CSTNode,
+    *,
+    before: cst.CSTNode | None = None,
+    after: cst.CSTNode | None = None,
 ) -> cst.Module:
     """The program with a statement elsewhere."""
     if before is not None:
@@ -204,7 +232,9 @@ def renamed(module: cst.Module, change: Callable[[str], str | None]) -> cst.Modu
     """The program with other names; attributes and keywords stay."""
 
     class Renamer(cst.CSTTransformer):
-        def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        def leave_Attribute(
+            self, original_node: cst.Attribute, updated_node: cst.Attribute
+        ) -> cst.Attribute:
             return updated_node.with_changes(attr=original_node.attr)
 
         def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import libcst as cst
 
 from tests.lint.mutation.trees import (
     assigned,
     call_of,
+    indented,
     is_import,
     lines,
     method,
@@ -44,7 +45,9 @@ def torch_as_th(module: cst.Module) -> cst.Module | None:
     return renamed(done, lambda name: "th" if name == "torch" else None)
 
 
-def _by_import(module: cst.Module, owner: str, text: str, news: dict[str, str]) -> cst.Module | None:
+def _by_import(
+    module: cst.Module, owner: str, text: str, news: dict[str, str]
+) -> cst.Module | None:
     """Dotted names become what an import brings."""
     found = {
         node: cst.parse_expression(news[name])
@@ -53,14 +56,17 @@ def _by_import(module: cst.Module, owner: str, text: str, news: dict[str, str]) 
     }
     if not found or owner not in source(module):
         return None
-    done = replaced(module, dict(found))
-    lines_ = [line.format(**{}) for line in text.splitlines()]
-    used = [line for line in lines_ if any(_brings(line) == source(v).partition(".")[0] for v in found.values())]
+    done = replaced(module, found)
+    used = [
+        line
+        for line in text.splitlines()
+        if any(_brings(line) == source(v).partition(".")[0] for v in found.values())
+    ]
     return with_imports(done, "\n".join(used) + "\n")
 
 
 def _brings(line: str) -> str:
-    return line.split()[-1]
+    return line.rsplit(maxsplit=1)[-1]
 
 
 @_wraps
@@ -97,7 +103,7 @@ def exported_name(module: cst.Module) -> cst.Module | None:
         for node in nodes(module)
         if isinstance(node, cst.Attribute) and path(node) == "torch.amp.GradScaler"
     }
-    return replaced(module, dict(found)) if found else None
+    return replaced(module, found) if found else None
 
 
 _OTHERS = {
@@ -120,7 +126,9 @@ def other_names(module: cst.Module) -> cst.Module | None:
         return None
 
     class Attributes(cst.CSTTransformer):
-        def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        def leave_Attribute(
+            self, original_node: cst.Attribute, updated_node: cst.Attribute
+        ) -> cst.Attribute:
             name = original_node.attr.value
             if path(original_node.value) == "self" and name in _OTHERS:
                 return updated_node.with_changes(attr=cst.Name(_OTHERS[name]))
@@ -137,14 +145,10 @@ def _split(module: cst.Module) -> tuple[list[cst.CSTNode], list[cst.CSTNode]]:
     return list(module.body[:at]), list(module.body[at:])
 
 
-def _indented(body: list[cst.CSTNode]) -> cst.IndentedBlock:
-    return cst.IndentedBlock(body=body)  # type: ignore[arg-type]
-
-
 def _function(name: str, parameters: str, body: list[cst.CSTNode]) -> cst.CSTNode:
     [made] = stmt(f"def {name}({parameters}):\n    pass\n")
     assert isinstance(made, cst.FunctionDef)
-    return made.with_changes(body=_indented(body))
+    return made.with_changes(body=indented(body))
 
 
 def _has_stray(body: list[cst.CSTNode]) -> bool:
@@ -157,7 +161,9 @@ def in_main(module: cst.Module) -> cst.Module | None:
     head, body = _split(module)
     if _has_stray(body):
         return None
-    return module.with_changes(body=[*head, _function("everything", "", body), *stmt("everything()\n")])
+    return module.with_changes(
+        body=[*head, _function("everything", "", body), *stmt("everything()\n")]
+    )
 
 
 @_wraps
@@ -166,7 +172,7 @@ def in_method(module: cst.Module) -> cst.Module | None:
     head, body = _split(module)
     if _has_stray(body):
         return None
-    job = cst.ClassDef(name=cst.Name("Job"), body=_indented([_function("run", "self", body)]))
+    job = cst.ClassDef(name=cst.Name("Job"), body=indented([_function("run", "self", body)]))
     return module.with_changes(body=[*head, job, *stmt("Job().run()\n")])
 
 
@@ -178,7 +184,7 @@ def under_main_guard(module: cst.Module) -> cst.Module | None:
         return None
     [guard] = stmt('if __name__ == "__main__":\n    pass\n')
     assert isinstance(guard, cst.If)
-    return module.with_changes(body=[*head, guard.with_changes(body=_indented(body))])
+    return module.with_changes(body=[*head, guard.with_changes(body=indented(body))])
 
 
 def _has_definitions(module: cst.Module) -> bool:
@@ -231,8 +237,11 @@ def on_self(module: cst.Module) -> cst.Module | None:
     bound = {n for n in _bound(before) & inside if n not in _bound(after)}
     inner = _on_self(cst.Module([*before]), bound)  # type: ignore[list-item]
     outer = _on_self(cst.Module([*after]), bound)  # type: ignore[list-item]
-    methods = [_function("__init__", "self", list(inner.body)), _function("train", "self", list(outer.body))]
-    job = cst.ClassDef(name=cst.Name("Trainer"), body=_indented(methods))
+    methods = [
+        _function("__init__", "self", list(inner.body)),
+        _function("train", "self", list(outer.body)),
+    ]
+    job = cst.ClassDef(name=cst.Name("Trainer"), body=indented(methods))
     return module.with_changes(body=[*head, job, *stmt("Trainer().train()\n")])
 
 
@@ -257,10 +266,10 @@ def _loop_body_out(module: cst.Module) -> cst.Module | None:
         return None
     text = ", ".join(targets)
     step = _function("step", f"self, {text}", list(loop.body.body))
-    called = loop.with_changes(body=_indented(stmt(f"self.step({text})\n")))
+    called = loop.with_changes(body=indented(stmt(f"self.step({text})\n")))
     done = replaced(module, {loop: called})
     [job] = [line for line in done.body if isinstance(line, cst.ClassDef)]
-    new = job.with_changes(body=_indented([*job.body.body, step]))
+    new = job.with_changes(body=indented([*job.body.body, step]))
     return replaced(done, {job: new})
 
 
@@ -281,7 +290,7 @@ def step_function(module: cst.Module) -> cst.Module | None:
     used = sorted((_bound(before) | targets) & {n for line in loop.body.body for n in names(line)})
     text = ", ".join(used)
     function = _function("one_step", text, list(loop.body.body))
-    called = loop.with_changes(body=_indented(stmt(f"one_step({text})\n")))
+    called = loop.with_changes(body=indented(stmt(f"one_step({text})\n")))
     return module.with_changes(body=[*head, function, *before, called, *rest])
 
 
@@ -293,7 +302,9 @@ def in_epochs(module: cst.Module) -> cst.Module | None:
     loop = next((line for line in module.body if isinstance(line, cst.For)), None)
     if loop is None:
         return None
-    outer = cst.For(target=cst.Name("epoch"), iter=cst.parse_expression("range(3)"), body=_indented([loop]))
+    outer = cst.For(
+        target=cst.Name("epoch"), iter=cst.parse_expression("range(3)"), body=indented([loop])
+    )
     return replaced(module, {loop: outer})
 
 
@@ -305,7 +316,7 @@ def until_interrupted(module: cst.Module) -> cst.Module | None:
         return None
     [guard] = stmt("try:\n    pass\nexcept KeyboardInterrupt:\n    print('stopped')\n")
     assert isinstance(guard, cst.Try)
-    return replaced(module, {loop: guard.with_changes(body=_indented([loop]))})
+    return replaced(module, {loop: guard.with_changes(body=indented([loop]))})
 
 
 @_wraps
@@ -316,7 +327,7 @@ def timed(module: cst.Module) -> cst.Module | None:
         return None
     [context] = stmt('with torch.profiler.record_function("step"):\n    pass\n')
     assert isinstance(context, cst.With)
-    return replaced(module, {loop.body: _indented([context.with_changes(body=loop.body)])})
+    return replaced(module, {loop.body: indented([context.with_changes(body=loop.body)])})
 
 
 @_wraps
@@ -325,7 +336,9 @@ def counted(module: cst.Module) -> cst.Module | None:
     loop = next((n for n in nodes(module) if isinstance(n, cst.For)), None)
     if loop is None or "enumerate" in source(loop.iter):
         return None
-    target = cst.parse_module(f"for number, ({source(loop.target)}) in enumerate({source(loop.iter)}):\n    pass\n")
+    target = cst.parse_module(
+        f"for number, ({source(loop.target)}) in enumerate({source(loop.iter)}):\n    pass\n"
+    )
     head = target.body[0]
     assert isinstance(head, cst.For)
     return replaced(module, {loop: loop.with_changes(target=head.target, iter=head.iter)})
@@ -342,7 +355,7 @@ def scale_first(module: cst.Module) -> cst.Module | None:
             assert call is not None
             rest = source(call).removeprefix(found[0])
             news[line] = stmt(f"scaled_loss = {found[0]}\nscaled_loss{rest}\n")
-    return replaced(module, dict(news)) if news else None
+    return replaced(module, news) if news else None
 
 
 @_wraps
@@ -357,7 +370,7 @@ def region_by_name(module: cst.Module) -> cst.Module | None:
                     return None
                 entered = node.with_changes(items=[cst.WithItem(cst.Name("mixed"))])
                 news[node] = [*stmt(f"mixed = {source(call)}\n"), entered]
-    return replaced(module, dict(news)) if news else None
+    return replaced(module, news) if news else None
 
 
 @_wraps
@@ -365,9 +378,11 @@ def two_contexts(module: cst.Module) -> cst.Module | None:
     """`with torch.enable_grad(), torch.autocast(...)`, or the two of one statement in two."""
     for node in nodes(module):
         if isinstance(node, cst.With) and len(node.items) == 2:
-            first, second = (item.with_changes(comma=cst.MaybeSentinel.DEFAULT) for item in node.items)
+            first, second = (
+                item.with_changes(comma=cst.MaybeSentinel.DEFAULT) for item in node.items
+            )
             inner = node.with_changes(items=[second])
-            return replaced(module, {node: cst.With(items=[first], body=_indented([inner]))})
+            return replaced(module, {node: cst.With(items=[first], body=indented([inner]))})
     return None
 
 
@@ -378,7 +393,12 @@ def talks_about_it(module: cst.Module) -> cst.Module | None:
     head, body = _split(module)
     if head and "__future__" in source(head[0]):
         return None
-    news = [*stmt(note), *head, *stmt("print('scaler.update() comes later: skipped steps, found_inf')\n"), *body]
+    news = [
+        *stmt(note),
+        *head,
+        *stmt("print('scaler.update() comes later: skipped steps, found_inf')\n"),
+        *body,
+    ]
     return module.with_changes(body=news)
 
 
@@ -390,7 +410,7 @@ def prints_scale(module: cst.Module) -> cst.Module | None:
         found = method(line, "update")
         if found and "scaler" in found[0]:
             news[line] = [line, *stmt(f'print("scale", {found[0]}.get_scale())\n')]
-    return replaced(module, dict(news)) if news else None
+    return replaced(module, news) if news else None
 
 
 @_wraps
@@ -401,9 +421,4 @@ def annotated(module: cst.Module) -> cst.Module | None:
         found = assigned(line)
         if found and isinstance(found[1], cst.Call) and "GradScaler" in source(found[1].func):
             news[line] = stmt(f"{found[0]}: {source(found[1].func)} = {source(found[1])}\n")
-    return replaced(module, dict(news)) if news else None
-
-
-def wrappers() -> Iterator[tuple[str, Wrapper]]:
-    """All of them."""
-    yield from WRAPPERS.items()
+    return replaced(module, news) if news else None
