@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from precast.grad_scaler.scaler import GradScaler
     from precast.integrations.torch_amp.installation import install, uninstall
     from precast.policy.policy import Policy
+    from precast.shipping.converted import convert
 
 _HOME = {
     "precast.attachment.attachment": ("attach",),
@@ -49,6 +50,7 @@ _HOME = {
     "precast.integrations.torch_amp.installation": ("install", "uninstall"),
     "precast.grad_scaler.losses": ("LossScalers",),
     "precast.policy.policy": ("Policy",),
+    "precast.shipping.converted": ("convert",),
     "precast.autocast_mode.region": ("autocast", "current", "disable"),
     "precast.grad_scaler.scaler": ("GradScaler",),
     "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
@@ -72,6 +74,7 @@ __all__ = [
     "__version__",
     "attach",
     "autocast",
+    "convert",
     "current",
     "custom_bwd",
     "custom_fwd",

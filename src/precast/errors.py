@@ -6,7 +6,7 @@
     │   └── RegionTypeError (TypeError)   an argument is missing or of the wrong type
     ├── BannedOperationError (RuntimeError)  an operation that the policy refuses inside a region
     ├── AttachError (TypeError, ValueError)  `attach` was given what it cannot attach to
-    ├── ConversionError (TypeError, ValueError, RuntimeError)  a model that cannot be converted, or a use of a converted
+    ├── ConversionError (ValueError, RuntimeError)  a model that cannot be converted, or a use of a converted
     │                                     model whose results would not be those of its policy
     ├── StaleWeightError (RuntimeError)   a held weight was written without a trace, so its copy is out of date
     ├── ScalerError (RuntimeError, ValueError, AssertionError)  a gradient scaler used wrongly
@@ -73,10 +73,11 @@ class AttachError(PrecastError, TypeError, ValueError):
     """`attach` was given something that it cannot attach to."""
 
 
-class ConversionError(PrecastError, TypeError, ValueError, RuntimeError):
+class ConversionError(PrecastError, ValueError, RuntimeError):
     """A model cannot be converted, and nothing has changed; or a converted model was used in a way it was not made for.
 
-    The message names the weight, module or file, and what to do.
+    The message names the weight, module or file, and what to do. It is no `TypeError`: operators of tensors turn these
+    into other errors.
     """
 
 

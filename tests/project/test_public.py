@@ -30,6 +30,7 @@ NAMES = [
     "__version__",
     "attach",
     "autocast",
+    "convert",
     "current",
     "custom_bwd",
     "custom_fwd",

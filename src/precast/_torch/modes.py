@@ -27,6 +27,7 @@ __all__ = [
     "leave_mode",
     "redispatch_in_mode",
     "without_dispatch",
+    "without_subclass_functions",
     "without_torch_function",
     "writes_graph",
 ]
@@ -150,6 +151,10 @@ read a number of it and are no part of it (2.13)."""
 
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
 """A context whose operations no tensor subclass and no function mode sees, as the program did not call them (2.13)."""
+
+
+without_subclass_functions: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+"""A context in which tensor subclasses are called as plain tensors are; function modes still see the calls (2.13)."""
 
 
 def impl_address(tensor: torch.Tensor) -> int:

@@ -1,0 +1,281 @@
+"""`convert` makes a model for inference whose weights are stored in the dtypes that a policy uses them in.
+
+Invariants:
+
+- the results of the converted model are those of the float32 model in a region of the policy, bit for bit, or it
+  raises an error that names the weight;
+- everything is checked and observed before anything is changed, so an error leaves the model as it was;
+- weights that shared memory share it afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from precast._internal.pytree import tensors_in
+from precast.attachment.module_hooks import Applied, apply
+from precast.autocast_mode.region import autocast
+from precast.errors import ConversionError, PrecastWarning
+from precast.policy.module_plan import Plan, plan
+from precast.policy.policy import Policy, as_policy
+from precast.shipping.conversion import Conversion, StoredAs
+from precast.shipping.converted_class import Carried, carry, is_converted
+from precast.shipping.observed_weights import Example, Weight, observe_uses, weights_of
+from precast.shipping.stored_weights import StoredParameter, stored_buffer
+
+__all__ = ["convert"]
+
+_rules: Final = WeakIdKeyDictionary()
+"""Converted model -> its rules for modules, which act as long as it lives."""
+_WRAPPERS: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def convert(
+    model: nn.Module,
+    policy: Policy | str | os.PathLike[str] = "default",
+    dtype: torch.dtype | None = None,
+    *,
+    example: Any,
+    in_place: bool = False,
+    methods: Sequence[str] = ("generate",),
+) -> nn.Module:
+    """Makes a model for inference that stores its weights in the dtypes in which the policy uses them.
+
+    The model is called once with the example in a region of the policy, which shows in which dtype each weight is used.
+    A weight that the region only ever casts to 16 bits is stored in these. All others stay as they are: those used in
+    float32 or in several dtypes, those that the example does not use, and buffers that the model writes.
+
+    The converted model needs no region around it: its calls run under the policy. Their results are those of the
+    float32 model in a region, with its parameters frozen, bit for bit. Where a later call takes a path on which a
+    weight in 16 bits would be used in float32, it raises a `ConversionError` that names the weight.
+
+    Args:
+        model: the model, in evaluation mode, with its weights in float32.
+        policy: a `Policy`, the name of a preset or the path of a policy file; its rules for modules act, too.
+        dtype: the lower precision, torch.bfloat16 or torch.float16. None is PyTorch's default for the model's device.
+        example: the arguments of a call: its only argument, a tuple of positional arguments, or a dict of keyword
+            arguments. A list has one of these for each call, to show more than one path through the model.
+        in_place: whether `model` itself is converted. Its float32 weights are freed one by one. Otherwise it stays as
+            it is, and the converted model shares no memory with it.
+        methods: names of methods that run under the policy, too, where the model has them.
+
+    Returns:
+        The converted model: of a subclass of its class. `precast_report` says what became of each weight. Its
+        parameters require no gradient.
+
+    Raises:
+        ConversionError: the model cannot be converted. Nothing has changed.
+        PolicyError: the policy cannot be read or carried out.
+        RegionError: the device has no such dtype.
+
+    Examples:
+        >>> import precast
+        >>> model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)).eval()
+        >>> converted = precast.convert(model, example=torch.ones(1, 256))
+        >>> converted[0].weight.dtype, converted[1].weight.dtype
+        (torch.bfloat16, torch.float32)
+        >>> converted(torch.ones(1, 256)).dtype
+        torch.bfloat16
+        >>> converted.precast_report.bytes, converted.precast_report.bytes_before
+        (133632, 265216)
+    """
+    policy = as_policy(policy)
+    device = _check(model)
+    region = autocast(device.type, dtype, policy=policy)
+    if not region.policy or not policy.tables.get(device.type):
+        raise ConversionError(
+            f"convert(policy=...) got {policy.name!r}, which has no rules for {device.type}, where the model is. Move "
+            "the model to a device that the policy is for, or give the policy rules for this one."
+        )
+    planned = plan(model, policy)
+    examples = _examples(example, device)
+    for complaint in planned.complaints():
+        warnings.warn(complaint, PrecastWarning, stacklevel=2)
+    weights = weights_of(model)
+    with _following(model, planned):
+        observe_uses(model, weights, region, examples)
+    report = Conversion(
+        type(model).__name__,
+        policy.name,
+        _name(region.fast_dtype),
+        device.type,
+        tuple(map(_stored_as, weights)),
+    )
+    carried = Carried(region, report, tuple(m for m in methods if hasattr(type(model), m)))
+    stored = [(weight, low) for weight in weights if (low := _low_dtype(weight)) is not None]
+    if in_place:
+        converted = model
+        while stored:
+            _store_in_place(*stored.pop(0))
+        del weights
+    else:
+        converted = _copied(model, stored, device.type)
+    converted.requires_grad_(False)
+    carry(converted, carried)
+    _rules[converted] = apply(converted, planned)
+    return converted
+
+
+def _low_dtype(weight: Weight) -> torch.dtype | None:
+    """The 16-bit dtype that a weight is to be stored in; None where it stays as it is."""
+    uses = weight.uses
+    if weight.fixed is not None or uses.computed or len(uses.dtypes) != 1:
+        return None
+    return next(iter(uses.dtypes))
+
+
+def _stored_as(weight: Weight) -> StoredAs:
+    before, uses = weight.bytes, weight.uses
+    low = _low_dtype(weight)
+    if low is not None:
+        return StoredAs(weight.name, _name(low), before // 2, before, f"used in {_name(low)} only")
+    names = sorted(map(_name, uses.dtypes))
+    if weight.fixed is not None:
+        why = weight.fixed
+    elif uses.computed:
+        why = f"used in float32 by {', '.join(uses.computed[:3])}"
+    elif names:
+        why = f"used in {' and '.join(names)}"
+    else:
+        why = "the example did not use it"
+    again = " and ".join(names) or None
+    return StoredAs(weight.name, _name(weight.dtype), before, before, why, again)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _store_in_place(weight: Weight, dtype: torch.dtype) -> None:
+    """Gives tensors 16-bit memory; what they had before is freed if nothing else uses it."""
+    for tensor, low in _lowered(weight, dtype):
+        name, device = weight.name, tensor.device.type
+        tensor.requires_grad_(False)
+        tensor.data = low
+        example = _stored(low, tensor, name, device)
+        tensor.__class__ = type(example)
+        vars(tensor).update(vars(example))
+
+
+def _lowered(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor of a weight with its 16-bit numbers; what shared memory shares it."""
+    tensors = weight.tensors
+    with torch.no_grad():
+        if len(tensors) == 1 and tensors[0].untyped_storage().nbytes() == tensors[0].nbytes:
+            low = tensors[0].detach().to(dtype)
+            yield tensors[0], low
+            return
+        first = tensors[0].detach()
+        storage = first.untyped_storage()
+        whole = first.new_empty(0).set_(storage, 0, (storage.nbytes() // 4,), (1,))
+        low = whole.to(dtype)
+        for tensor in tensors:
+            yield tensor, low.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _stored(low: Tensor, original: Tensor, name: str, device: str) -> Any:
+    if isinstance(original, nn.Parameter):
+        return StoredParameter(low, name, device)
+    return stored_buffer(low, name, device)
+
+
+def _copied(model: nn.Module, stored: list[tuple[Weight, torch.dtype]], device: str) -> nn.Module:
+    """A copy of the model with 16-bit weights, of which no float32 copy is made.
+
+    Raises:
+        ConversionError: the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for weight, dtype in stored:
+        for tensor, low in _lowered(weight, dtype):
+            memo[id(tensor)] = _stored(low, tensor, weight.name, device)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ConversionError(
+            f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Convert it in place: "
+            "convert(model, ..., in_place=True)."
+        ) from error
+
+
+@contextmanager
+def _following(model: nn.Module, planned: Plan) -> Iterator[Applied]:
+    """Has the modules of a model follow their rules for a while."""
+    applied = apply(model, planned)
+    try:
+        yield applied
+    finally:
+        applied.remove()
+
+
+def _check(model: object) -> torch.device:
+    """Refuses what cannot be converted, and returns the device of the model."""
+    if not isinstance(model, nn.Module):
+        raise ConversionError(
+            f"convert(model) got {type(model).__name__}. It takes a torch.nn.Module."
+        )
+    kind = type(model).__name__
+    if is_converted(model):
+        raise ConversionError(f"this {kind} is converted already. Convert the float32 model.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConversionError(
+            f"this {kind} is scripted: TorchScript uses its weights where nothing can see it. Convert the model "
+            "that it was scripted from."
+        )
+    if isinstance(model, _WRAPPERS) or "_orig_mod" in vars(model).get("_modules", {}):
+        raise ConversionError(
+            f"convert(model) got a {kind}, which wraps a model. Convert the model inside, and wrap or compile that."
+        )
+    training = [name or "the model" for name, module in model.named_modules() if module.training]
+    if training:
+        raise ConversionError(
+            f"convert is for inference, and {training[0]} is in training mode. Call model.eval() first."
+        )
+    return _device(model)
+
+
+def _device(model: nn.Module) -> torch.device:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if not named:
+        raise ConversionError(f"this {type(model).__name__} has no weights to convert.")
+    for name, tensor in named:
+        if tensor.device.type == "meta":
+            raise ConversionError(
+                f"{name} is on the meta device: it has no numbers. Load them first; precast.load does both."
+            )
+    devices = {tensor.device.type: name for name, tensor in named}
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ConversionError(
+            f"convert takes a model on one type of device; this one is on several: {places}"
+        )
+    return named[0][1].device
+
+
+def _examples(example: Any, device: torch.device) -> list[Example]:
+    """The calls that an example stands for."""
+    given = example if isinstance(example, list) else [example]
+    if not given:
+        raise ConversionError("convert(example=[]): give at least one example of a call.")
+    calls: list[Example] = []
+    for each in given:
+        if isinstance(each, Mapping):
+            calls.append(((), dict(each)))
+        else:
+            calls.append((each if isinstance(each, tuple) else (each,), {}))
+    for tensor in tensors_in(calls):
+        if tensor.device.type != device.type:
+            raise ConversionError(
+                f"convert(example=...) has a tensor on {tensor.device.type}, and the model is on {device.type}. Move "
+                "one of them."
+            )
+    return calls

@@ -1,0 +1,253 @@
+"""What one call of a PyTorch function does with weights: casts them, makes views of them, or computes with them.
+
+Invariants:
+
+- a function that is an operation with the rule `lower` casts every weight, whatever its other arguments are, so it is
+  known by its name alone. Every other function is watched while it runs once for each kind of arguments;
+- a weight counts as cast only if nothing but casts to 16 bits read its numbers, and if the function gives the same bits
+  and dtypes when it is given the 16-bit weight itself;
+- the arguments of the program are never written twice.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from precast._internal.pytree import map_tensors, tensors_in
+from precast._torch import ObservingMode
+from precast.diagnostics.tracing.operators import kind_of
+from precast.engine.thread_state import installed, thread_state
+from precast.errors import PolicyError
+from precast.policy.policy import Policy, Rule
+
+__all__ = [
+    "LOW",
+    "METADATA",
+    "Uses",
+    "address",
+    "casts_by_rule",
+    "describe",
+    "is_same",
+    "region_dtype",
+    "watched",
+]
+
+LOW: Final = frozenset({torch.bfloat16, torch.float16})
+"""The dtypes that weights are stored in instead of float32."""
+
+_GETTERS: Final = (
+    *("shape", "device", "requires_grad", "layout", "ndim", "is_leaf", "names", "grad", "grad_fn"),
+    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_mtia", "is_xpu", "is_sparse", "is_nested"),
+    *("is_quantized", "is_mkldnn", "is_sparse_csr", "_version", "_backward_hooks", "retains_grad"),
+)
+_METHODS: Final = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_pinned", "is_shared"),
+    *("is_signed", "has_names", "__len__", "__hash__", "__repr__", "__format__", "__dir__"),
+    *("untyped_storage", "is_same_size", "register_hook", "is_conj", "is_neg"),
+)
+METADATA: Final[frozenset[Any]] = frozenset(
+    [getattr(Tensor, name).__get__ for name in _GETTERS if hasattr(Tensor, name)]
+    + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
+    + [torch.numel, torch.is_floating_point, torch.is_complex]
+)
+"""Functions that read no number of a tensor and do not depend on its dtype."""
+
+_BUILT_IN: Final = (types.BuiltinFunctionType, types.MethodDescriptorType)
+
+
+@dataclass
+class Uses:
+    """What happened to a weight.
+
+    Attributes:
+        dtypes: the 16-bit dtypes that it was cast to.
+        computed: what used its float32 numbers otherwise.
+        refused: what could not have taken 16-bit numbers, although it only cast these.
+    """
+
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    computed: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def note(self, what: str) -> None:
+        """Notes something that computes in float32."""
+        if what not in self.computed:
+            self.computed.append(what)
+
+
+def region_dtype(device_type: str) -> torch.dtype | None:
+    """What the region in force casts to on a device type; None where autocast is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def casts_by_rule(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
+) -> bool:
+    """Whether a function is an operation that casts its eligible arguments, all of which are tensors of their own."""
+    if type(func) not in _BUILT_IN or "out" in kwargs:
+        return False
+    bound = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
+    policy = Policy.load("torch") if bound is None else bound.policy
+    known: dict[Any, bool] = policy.made_of.setdefault(("casts_by_rule", device_type), {})
+    lowers = known.get(func)
+    if lowers is None:
+        lowers = known[func] = _is_lowered(policy, func, device_type)
+    return lowers and all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))
+
+
+def _is_lowered(policy: Policy, func: Any, device_type: str) -> bool:
+    for name in (func.__name__, f"{func.__name__}.default"):  # other overloads take a dtype more
+        try:
+            return policy.resolve(name, device_type).rule is Rule.LOWER
+        except PolicyError:  # no operation has that name, or its overloads differ
+            continue
+    return False
+
+
+def _is_plain(argument: Any) -> bool:
+    """Whether an argument leaves a rule as it is: a list may hold tensors, and float64 is never cast."""
+    if isinstance(argument, Tensor):
+        return argument.dtype is not torch.float64
+    if isinstance(argument, list | dict):
+        return not tensors_in(argument)
+    return not isinstance(argument, torch.dtype)
+
+
+class _Watch(ObservingMode):
+    """Sees which operations read the memory of some tensors."""
+
+    def __init__(self, watched_tensors: dict[int, Uses]) -> None:
+        super().__init__()
+        self._watched = watched_tensors
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        found = [t for t in tensors_in((args, kwargs)) if address(t) in self._watched]
+        for tensor in found:
+            _classify(self._watched[address(tensor)], func, tensor, out)
+        return out
+
+
+def _classify(uses: Uses, func: Any, tensor: Tensor, out: Any) -> None:
+    kind = kind_of(func)
+    if kind.is_view:
+        return
+    if kind.base == "_to_copy" and out.dtype in LOW and out.stride() == tensor.stride():
+        uses.dtypes.add(out.dtype)
+    else:
+        uses.note(kind.name)
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 where it has none."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def watched(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    weights: list[Tensor],
+) -> tuple[Any, dict[int, Uses], bool]:
+    """Calls a function with float32 weights, and sees what it does with each.
+
+    Args:
+        func: the function.
+        args: its arguments, with the weights in their places.
+        kwargs: its keyword arguments, likewise.
+        weights: the float32 tensors that are watched.
+
+    Returns:
+        What it returned; for the address of each weight's memory what was done with it; and whether all that it
+        returned are views of these weights.
+    """
+    by_address = {address(t): Uses() for t in weights}
+    # A dispatch mode sees composite operations of inference tensors whole, and not the casts in them (2.13).
+    with torch.inference_mode(False), torch.no_grad(), _Watch(by_address):
+        args, kwargs = map_tensors(args, _counted), map_tensors(kwargs, _counted)
+        result = func(*args, **kwargs)
+    uses = {place: found for place, found in by_address.items() if place}
+    returned = tensors_in(result)
+    is_view = bool(returned) and all(address(t) in uses for t in returned)
+    if not is_view and not any(found.computed for found in uses.values()):
+        _check_low(func, args, kwargs, result, uses)
+    return result, uses, is_view
+
+
+def _counted(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _check_low(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    uses: dict[int, Uses],
+) -> None:
+    """Notes where the function does not do the same with weights that are cast already."""
+    dtypes = set().union(*(found.dtypes for found in uses.values()))
+    name = describe(func)
+    if len(dtypes) > 1 or name.endswith("_") or "out" in kwargs:
+        problem: str | None = "which casts to several dtypes or writes to its arguments"
+    else:
+        dtype = next(iter(dtypes), torch.bfloat16)
+        low = _lowering(set(uses), dtype)
+        problem = _difference(func, (map_tensors(args, low), map_tensors(kwargs, low)), result)
+    if problem is not None:
+        for found in uses.values():
+            found.refused.append(f"{name}, {problem}")
+
+
+def _lowering(places: set[int], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if address(tensor) in places else tensor
+
+
+def _difference(
+    func: Callable[..., Any], call: tuple[tuple[Any, ...], dict[str, Any]], result: Any
+) -> str | None:
+    """How a call with weights that are cast already differs from its result; None where it does not."""
+    args, kwargs = call
+    try:
+        low = func(*args, **kwargs)
+    except Exception as error:
+        return f"which refuses 16-bit weights here ({type(error).__name__})"
+    return None if is_same(result, low) else "whose result depends on the dtype of the weight"
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two results have the same tensors, bit for bit, or are the same values."""
+    ours, theirs = tensors_in(one), tensors_in(other)
+    if not ours and not theirs:
+        return bool(one == other)
+    return len(ours) == len(theirs) and all(map(_is_same_tensor, ours, theirs))
+
+
+def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    if one.is_floating_point():  # NaN is equal to itself here, and 0 is not -0
+        size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+        one, other = one.contiguous().view(size), other.contiguous().view(size)
+    return torch.equal(one, other)
+
+
+def describe(func: Any) -> str:
+    """A function's name for people."""
+    owner = getattr(func, "__self__", None)
+    name = getattr(func, "__name__", None) or str(func)
+    return getattr(owner, "__name__", name) if name in ("__get__", "__set__") else str(name)

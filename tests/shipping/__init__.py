@@ -1,0 +1,1 @@
+"""Models and programs with a policy built in."""
