@@ -1,0 +1,343 @@
+"""AMP216: a scaler and the region of its loss, of which one is on where the other is off."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from precast_lint.meaning.regions import Region, regions_around
+from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.parsing.values import SCALERS
+from precast_lint.training_step.flow_events import key
+
+__all__ = ["RULE"]
+
+_UNSCALED = "the region is on and the scaler is off: small gradients become zero"
+_USELESS = "the scaler is on and the region is off: what is scaled is float32"
+_OPPOSITE = "the scaler is on where the region is off, and the other way round"
+_SOMETIMES = "this region is always on, its scaler only with `{flag}`: without it, small gradients become zero"
+# A region is off by itself where there is no CUDA.
+_DEVICE = re.compile(r"cuda|device|available|gpu", re.IGNORECASE)
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yields a finding for each scaler, or each region, that disagrees with the other one."""
+    said: set[Node] = set()
+    for call, owner, arguments in source.methods("scale"):
+        made = source.values.constructed(owner)
+        if source.instance(owner) not in SCALERS or not isinstance(made, cst.Call):
+            continue
+        if source.origin(made.func) not in SCALERS or Arguments.of(made).starred:
+            continue
+        region = _region_of(source, call, arguments)
+        if region is None or _branches(source, made) or Arguments.of(region.call).starred:
+            continue
+        if _branches(source, region.node) != _branches(source, call):
+            continue
+        for node, message, fix in _disagreement(source, made, region):
+            if node not in said:
+                said.add(node)
+                yield source.find(RULE, node, message, fix)
+
+
+def _region_of(source: Source, call: cst.Call, arguments: Arguments) -> Region | None:
+    """The one region in which a scaled loss is computed: around the call, or around all that give it its value."""
+    around = next(regions_around(source, call), None)
+    if around is not None:
+        return around
+    loss = arguments.positional[0] if arguments.positional else None
+    names = [n for n in walk(loss) if isinstance(n, cst.Name)] if loss is not None else []
+    function = source.function(call)
+    found = set()
+    for binding in (b for name in names for b in source.names.bindings(name)):
+        region = next(regions_around(source, binding.node), None)
+        if region is not None and source.function(region.node) is function:
+            found.add(region)
+    return found.pop() if len(found) == 1 else None
+
+
+def _branches(source: Source, node: Node) -> set[Node]:
+    """The tests that decide in its function whether a node is reached, but for that of `__main__`."""
+    found: set[Node] = set()
+    inner = node
+    for outer in source.around(node):
+        if isinstance(outer, cst.FunctionDef) and inner is outer.body:
+            break
+        is_main = isinstance(outer, cst.If) and "__name__" in (key(source, outer.test) or "")
+        kinds = (cst.If, cst.IfExp, cst.ExceptHandler, cst.MatchCase)
+        if isinstance(outer, kinds) and not is_main:
+            found.add(outer)
+        inner = outer
+    return found
+
+
+def _disagreement(
+    source: Source, made: cst.Call, region: Region
+) -> Iterator[tuple[Node, str, Fix | None]]:
+    scaler = _value(source, Arguments.of(made).get("enabled"))
+    on = _value(source, _enabled(source, region))
+    is_float16 = region.dtype == "torch.float16" and region.device != "cpu"
+    if _is(scaler, "False") and _is_on(on) and is_float16:
+        yield made, _UNSCALED, None
+    elif _is(on, "False") and _is_on(scaler):
+        yield made, _USELESS, None
+    elif _opposite(source, scaler, on):
+        yield made, _OPPOSITE, None
+    elif isinstance(scaler, (cst.Name, cst.Attribute)) and _is_on(on) and is_float16:
+        flag = dotted(scaler) or ""
+        if not _is(scaler, "True", "False") and flag and not _DEVICE.search(flag):
+            yield region.call, _SOMETIMES.format(flag=flag), _fix(source, region, made)
+
+
+def _enabled(source: Source, region: Region) -> Node | None:
+    origin = source.origin(region.call.func) or ""
+    place = 0 if origin.startswith(("torch.cuda.", "torch.cpu.")) else 2
+    return Arguments.of(region.call).get("enabled", place)
+
+
+def _value(source: Source, node: Node | None) -> Node | None:
+    """What a name or an attribute of self is given, if it gets one value that can be read here; else itself."""
+    values = [v for v, note in source.values.sources(node) if note is None] if node else []
+    if len(values) == 1 and values[0] is not None and len(source.values.sources(node)) == 1:
+        binding = source.names.only_binding(node)
+        if binding is None or binding.kind == "assign":
+            return values[0]
+    return node
+
+
+def _is(node: Node | None, *names: str) -> bool:
+    return isinstance(node, cst.Name) and node.value in names
+
+
+def _is_on(node: Node | None) -> bool:
+    """Whether something is certainly on: nothing is said, or True."""
+    return node is None or _is(node, "True")
+
+
+def _opposite(source: Source, one: Node | None, other: Node | None) -> bool:
+    """`not amp` and `amp`."""
+    for negated, plain in ((one, other), (other, one)):
+        if isinstance(negated, cst.UnaryOperation) and isinstance(negated.operator, cst.Not):
+            same = _value(source, negated.expression)
+            if plain is not None and key(source, same) == key(source, plain):
+                return True
+    return False
+
+
+def _fix(source: Source, region: Region, made: cst.Call) -> Fix | None:
+    """The scaler's flag for the region, if it means the same there."""
+    flag = Arguments.of(made).get("enabled")
+    root = flag
+    while isinstance(root, cst.Attribute):
+        root = root.value
+    if flag is None or not isinstance(root, cst.Name) or region.call.args[2:]:
+        return None
+    at_scaler = source.scope(made).lookup(root.value)
+    if source.scope(region.call).lookup(root.value) is not at_scaler:
+        return None
+    if Arguments.of(region.call).get("enabled") is not None:
+        return None
+    text = f"enabled={source.code(flag)}"
+    if region.call.args:
+        edit = source.after(region.call.args[-1].value, f", {text}")
+    else:
+        end = source.span(region.call).end - 1
+        edit = Edit(end, end, text)
+    return source.fix("Let the flag decide on both", edit, unsafe=True)
+
+
+VALID = (
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+        for batch in batches:
+            with torch.autocast("cuda", enabled=args.amp):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+    """),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=args.amp and args.dtype == "float16")
+        for batch in batches:
+            with torch.autocast("cuda", enabled=args.amp, dtype=dtype):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+        """,
+        note="The scaler is for one of two dtypes.",
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=torch.cuda.is_available())
+        for batch in batches:
+            with torch.autocast("cuda"):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+        """,
+        note="Without CUDA the region is off, too.",
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        for batch in batches:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+        """,
+        note="bfloat16 needs no scaler.",
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            with torch.autocast("cuda", enabled=args.amp):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+        """,
+        note="A scale does no harm to float32.",
+    ),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=amp)
+        for batch in batches:
+            if amp:
+                with torch.autocast("cuda"):
+                    loss = model(batch)
+            else:
+                loss = model(batch)
+            scaler.scale(loss).backward()
+    """),
+    Case("""
+        import torch
+
+        USE_AMP = True
+
+        def train(model, batches):
+            scaler = torch.amp.GradScaler("cuda", enabled=USE_AMP)
+            for batch in batches:
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+    """),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, amp):
+            scaler = torch.amp.GradScaler("cuda", enabled=amp)
+            for batch in batches:
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer, amp):
+            scaler = torch.amp.GradScaler("cuda", enabled=amp)
+            for batch in batches:
+                with torch.autocast("cuda", dtype=torch.float16, enabled=amp):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+        from torch.cuda.amp import GradScaler, autocast
+
+        class Trainer:
+            def __init__(self, args, model):
+                self.args = args
+                self.scaler = GradScaler(enabled=self.args.fp16)
+
+            def step(self, batch):
+                with autocast():
+                    loss = self.model(batch)
+                loss = loss / self.args.every
+                self.scaler.scale(loss).backward()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        for batch in batches:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=not args.amp)
+        for batch in batches:
+            with torch.autocast("cuda", enabled=args.amp):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        AMP = False
+        scaler = torch.GradScaler("cuda", enabled=True)
+        for batch in batches:
+            with torch.autocast("cuda", enabled=AMP):
+                scaler.scale(model(batch)).backward()
+        """,
+        count=1,
+    ),
+)
+
+RULE = Rule(
+    code="AMP216",
+    name="scaler-and-region-disagree",
+    severity=Severity.WARNING,
+    fix=Applicability.UNSAFE,
+    message="the scaler and the region of its loss are not on together",
+    what=(
+        "A `GradScaler(enabled=...)` and the region that its loss comes from, where one of the two is off and the "
+        "other on, or the region is on whatever the scaler's flag says."
+    ),
+    why=(
+        "A scaler that is off hands losses and gradients on as they are. Float16 gradients below 6e-8 then become "
+        "zero. A region that is off leaves the scaler nothing to protect: it costs a look at all gradients, and skips "
+        "a step whenever the scale has grown too far."
+    ),
+    fine="The flag is never off where the region is on.",
+    words=("GradScaler enabled scale( autocast",),
+    check=check,
+    valid=VALID,
+    invalid=INVALID,
+)
