@@ -78,6 +78,8 @@ def test_pytorch_computes_wrongly_without_a_word() -> None:
         _scaled, _step, _update, _zero, _plain, _step
     )  # AMP206: divided by what was never there
     assert torch.allclose(mixed, right, atol=1e-4)
+    beside = _run(_scaled, _plain, _step)  # AMP215: the plain loss counts 65536 times less
+    assert torch.allclose(beside, right, atol=1e-4)
 
 
 def test_a_closure_is_refused_by_name_only() -> None:
@@ -179,6 +181,51 @@ def test_a_checkpoint_by_hand_computes_something_else_again() -> None:  # AMP314
         y = Checkpoint.apply(run, torch.randn(3, 3, requires_grad=True))
     y.sum().backward()
     assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_a_region_goes_on_with_the_weights_from_before_a_step() -> None:  # AMP315
+    x, model = torch.randn(4, 3), torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    with torch.autocast("cpu"):
+        before = model(x)
+        torch.autograd.backward(before.sum())
+        optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(model(x), before)
+    with torch.autocast("cpu"):
+        assert not torch.equal(model(x), before)
+
+
+def test_weights_of_16_bits_miss_their_updates() -> None:  # AMP316
+    torch.manual_seed(0)
+    half = torch.nn.Linear(4, 4).half()
+    optimizer = torch.optim.AdamW(half.parameters(), 1e-3)
+    torch.autograd.backward((half(torch.ones(2, 4).half()) * 1e-4).sum())
+    optimizer.step()
+    assert not half.weight.isfinite().any()
+
+    model = torch.nn.Linear(256, 256).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, weight_decay=0.0)
+    before = model.weight.detach().clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(model(torch.randn(8, 256).bfloat16()).square().mean())
+        optimizer.step()
+    assert (model.weight == before).float().mean() > 0.5
+
+
+def test_overflow_that_is_taken_out_keeps_the_scale() -> None:  # AMP217
+    for hidden in (True, False):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        scaler = torch.amp.GradScaler("cpu")
+        torch.autograd.backward(scaler.scale((weight * float("inf")).sum()))
+        if hidden:
+            assert weight.grad is not None
+            torch.nan_to_num_(weight.grad, nan=0.0, posinf=0.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (scaler.get_scale() == 65536.0) is hidden
 
 
 FIXED = [
