@@ -58,6 +58,8 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP313", "amp313_custom_fwd_on_backward", "custom-fwd-on-backward", "error", True, ("custom_fwd backward",)),
     ("AMP314", "amp314_checkpoint_without_region", "checkpoint-without-region", "warning", True, ("Function enable_grad backward",)),
     ("AMP315", "amp315_stale_weights", "stale-weights-in-region", "error", True, ("autocast .step( optim",)),
+    ("AMP316", "amp316_low_precision_weights", "low-precision-weights", "information", True, ("torch optim backward( .half( parameters(", "torch optim backward( bfloat16 parameters(", "torch optim backward( float16 parameters(")),
+    ("AMP317", "amp317_float16_on_cpu", "float16-on-cpu", "information", False, ("autocast cpu float16", "autocast cpu half")),
     ("AMP401", "amp401_softmax_by_hand", "softmax-by-hand", "warning", True, ("torch exp( sum(",)),
     ("AMP402", "amp402_log_of_softmax", "log-of-softmax", "warning", True, ("torch log( softmax(", "torch log( sigmoid(", "torch log( exp( sum(")),
     ("AMP403", "amp403_epsilon_float16", "epsilon-below-float16", "warning", True, ("torch half( e-8", "torch half( e-08", "torch half( e-9", "torch half( e-09", "torch half( e-1", "torch float16 e-8", "torch float16 e-08", "torch float16 e-9", "torch float16 e-09", "torch float16 e-1", "torch autocast e-8", "torch autocast e-08", "torch autocast e-9", "torch autocast e-09", "torch autocast e-1")),
