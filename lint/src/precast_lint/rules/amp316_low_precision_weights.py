@@ -16,7 +16,7 @@ from precast_lint.training_step.trained import cast_dtype, cast_model, home, opt
 __all__ = ["RULE"]
 
 _FLOAT16 = "these float16 weights are trained as they are: small gradients and updates become zero; train in float32"
-_ADAM = "float16 has no `eps` of 1e-8: {name} divides by zero where a squared gradient is zero, too, and weights overflow"
+_ADAM = "float16 has no `eps` of 1e-8: {name} divides by zero where a squared gradient is zero, too"
 # Others that keep weights in float32, add up what is lost, or train something else than these weights.
 _HANDLED = re.compile(
     r"master|fp32|fp16_optim|bf16_optim|deepspeed|apex|accelerat|fabric|kahan|stochastic|lora|peft|adapter|fsdp|"
@@ -337,14 +337,14 @@ RULE = Rule(
     name="low-precision-weights",
     severity=Severity.INFORMATION,
     fix=Applicability.NONE,
-    message="bfloat16 weights have 8 bits: updates below 1/256 of a weight round to nothing; train float32 weights",
+    message="bfloat16 weights have 8 bits: updates below 1/256 of one round to nothing; train float32 weights",
     what=(
         "A model cast to float16 or bfloat16, or loaded in it, whose parameters an optimizer of `torch.optim` gets: "
         "nothing keeps them in float32."
     ),
     why=(
         "An update that is small beside its weight is lost in rounding, in every step anew. With AdamW and a learning "
-        "rate of 1e-5, nine of ten bfloat16 weights of a linear layer are the same after five steps. In float16, Adam's "
+        "rate of 1e-5, nine of ten bfloat16 weights of a layer are unchanged after five steps. In float16 Adam's "
         "`eps` of 1e-8 is zero: where a squared gradient is, too, a weight becomes infinite in the first step. "
         "Regions of `torch.autocast` compute in 16 bits with float32 weights."
     ),

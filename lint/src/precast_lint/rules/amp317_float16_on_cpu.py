@@ -125,8 +125,8 @@ RULE = Rule(
     what="A region for the CPU whose dtype is float16, outside tests.",
     why=(
         "Few processors multiply in float16 (those with AVX512-FP16 or AMX-FP16). On others PyTorch converts each "
-        "number: on one thread of an AMD EPYC with AVX512-BF16, a product of 512 x 512 matrices took 98 ms in float16, 2.6 ms "
-        "in float32 and 1.2 ms in bfloat16."
+        "number: on one thread of an AMD EPYC with AVX512-BF16, a product of 512 x 512 matrices took 98 ms in "
+        "float16, 2.6 ms in float32 and 1.2 ms in bfloat16."
     ),
     fine="The processor has float16, or the region is there to see what float16 does to the numbers.",
     words=("autocast cpu float16", "autocast cpu half"),
