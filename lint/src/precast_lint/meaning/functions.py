@@ -17,6 +17,7 @@ __all__ = [
     "CUSTOM_FWD",
     "NEW_CUSTOM",
     "Method",
+    "called_function",
     "called_method",
     "functions",
     "methods_of",
@@ -93,6 +94,16 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
     first = method.node.params.params[:1]
     is_plain = bool(first) and first[0].name.value == "self"
     return method.node if is_plain else None
+
+
+def called_function(source: Source, call: Node) -> cst.FunctionDef | None:
+    """The function or method of this file that a call runs, if there is just one; a function may have decorators."""
+    method = called_method(source, call)
+    if method is not None:
+        return method
+    binding = source.names.only_binding(call.func) if isinstance(call, cst.Call) else None
+    node = binding.node if binding is not None else None
+    return node if isinstance(node, cst.FunctionDef) and node.asynchronous is None else None
 
 
 def _decorators(

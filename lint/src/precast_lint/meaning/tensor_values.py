@@ -109,6 +109,8 @@ def _is_model(source: Source, func: Node) -> bool:
     name = dotted(func)
     if name is None:
         return False
+    if name.endswith(".forward"):
+        return True
     if name.startswith("self.") and name.count(".") == 1 and is_module_method(source, func):
         home = source.values.enclosing_class(func)
         assert isinstance(home, cst.ClassDef)

@@ -205,7 +205,16 @@ def _is_self(node: Node) -> bool:
 
 
 def _stores(home: Node) -> Iterator[tuple[str, tuple[Node | None, Node | None]]]:
-    """The attributes of self that a class's methods assign, and its class attributes."""
+    """The attributes of self that a class's methods assign, and those of the class itself."""
+    assert isinstance(home, cst.ClassDef)
+    for line in home.body.body:
+        for own in line.body if isinstance(line, cst.SimpleStatementLine) else ():
+            if isinstance(own, cst.Assign):
+                for target in own.targets:
+                    if isinstance(target.target, cst.Name):
+                        yield target.target.value, (own.value, None)
+            elif isinstance(own, cst.AnnAssign) and isinstance(own.target, cst.Name):
+                yield own.target.value, (own.value, own.annotation.annotation)
     for node in walk(home):
         if isinstance(node, cst.Assign):
             for target in node.targets:

@@ -10,6 +10,7 @@ from typing import Any
 
 from precast_lint.meaning.guards import is_version_test
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity, version
+from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 from precast_lint.torch_versions import MINORS
@@ -55,22 +56,28 @@ class _Test:
         bound: where the version stands that it compares with; None where nothing can be changed.
         wanted: that version.
         text_before: the first release that is compared as a version; None: none is.
+        parts: how many numbers of the version are looked at.
+        as_number: whether "1.10" is read as the number 1.1.
     """
 
     compare: _Operator
     bound: Node | None
     wanted: str
     text_before: str | None = "0"
+    parts: int = 3
+    as_number: bool = False
 
     def holds(self, release: str) -> bool:
         """Whether it lets a release through."""
+        if self.as_number:
+            return self.compare(float(".".join(release.split(".")[:2])), float(self.wanted))
         if self.text_before is None or version(release) < version(self.text_before):
             return self.compare(release, self.wanted)
         return self.right(release)
 
     def right(self, release: str) -> bool:
         """Whether it should."""
-        one, other = version(release), version(self.wanted)
+        one, other = version(release)[: self.parts], version(self.wanted)
         width = max(len(one), len(other))
         return self.compare(one + (0,) * (width - len(one)), other + (0,) * (width - len(other)))
 
@@ -136,32 +143,44 @@ def _listed(releases: list[str]) -> str:
 
 def _test(source: Source, node: Node) -> _Test | None:
     """What an expression, or the one that a name is given, asks about PyTorch's version."""
-    if isinstance(node, cst.Name):
-        binding = source.names.only_binding(node)
-        node = binding.value if binding and binding.kind == "assign" and binding.value else node
+    node = _given(source, node)
     if isinstance(node, cst.Call):
         return _asks_for_name(source, node)
     if not isinstance(node, cst.Comparison) or len(node.comparisons) != 1:
         return None
     target = node.comparisons[0]
+    if isinstance(target.operator, cst.IsNot) and is_none(target.comparator):
+        return _asks_for_name(source, node.left) if isinstance(node.left, cst.Call) else None
     compare = _operator(target.operator)
     kind = _version_kind(source, node.left)
-    bound = target.comparator
+    bound: Node = target.comparator
     if compare is None or kind is None:
         return None
     if kind == "numbers":
-        numbers = _numbers(bound)
-        return _Test(compare, bound, numbers) if numbers else None
+        numbers = _numbers(_given(source, bound))
+        named = isinstance(bound, cst.Name)  # others may compare with it
+        return _Test(compare, None if named else bound, numbers) if numbers else None
+    if kind in ("number", "major"):
+        bound = _given(source, bound)
+        if not isinstance(bound, (cst.Float, cst.Integer)):
+            return None
+        if kind == "number":
+            return _Test(compare, None, bound.value, as_number=True)
+        return (
+            _Test(compare, None, bound.value, parts=1) if isinstance(bound, cst.Integer) else None
+        )
     inner = _bound(source, bound)
     wanted = strings(inner) if inner is not None else None
     if not re.fullmatch(r"\d+(\.\d+){0,2}", wanted or ""):
         return None
-    return _Test(compare, inner, wanted or "", _TEXT_BEFORE[kind])
+    named = inner is None or bound not in (inner, *source.around(inner))
+    return _Test(compare, None if named else inner, wanted or "", _TEXT_BEFORE[kind])
 
 
 def _asks_for_name(source: Source, call: cst.Call) -> _Test | None:
-    """`hasattr(torch, "autocast")`, which holds from the version that introduced the name."""
-    if source.names.builtin(call.func) != "hasattr" or len(call.args) != 2:
+    """`hasattr(torch, "autocast")`, which holds from the version that introduced the name, and `getattr(..., None)`."""
+    arguments = {"hasattr": 2, "getattr": 3}.get(source.names.builtin(call.func) or "")
+    if len(call.args) != arguments or not all(is_none(arg.value) for arg in call.args[2:]):
         return None
     path = f"{source.names.path(call.args[0].value)}.{strings(call.args[1].value)}"
     since = _OLDER.get(path) or _SINCE.get(path)
@@ -190,16 +209,22 @@ def _operator(node: Node) -> _Operator | None:
 
 def _version_kind(source: Source, node: Node) -> str | None:
     """How an expression with PyTorch's version compares: as "text", "parsed", as a tuple of "numbers", or "own"."""
-    if isinstance(node, cst.Name) and source.origin(node) is None:
-        binding = source.names.only_binding(node)
-        value = binding.value if binding is not None and binding.kind == "assign" else None
-        return _version_kind(source, value) if value is not None and value is not node else None
+    if source.origin(node) is None and (value := _given(source, node)) is not node:
+        return _version_kind(source, value)
     origin = source.origin(node)
     if origin == "torch.__version__":
         # From 1.10 on it is a text that compares as a version does; older ones are asked about where they are named.
         return "own" if source.min_torch is not None else "parsed"
-    if _is_tuple_of_version(source, node):
+    if _is_tuple_of_version(source, node) or _are_parts_of_version(source, node):
         return "numbers"
+    if _is_first_part(source, node):
+        return "major"
+    if isinstance(node, cst.Attribute) and node.attr.value in ("release", "major"):
+        is_parsed = _version_kind(source, node.value) == "parsed"
+        return {"release": "numbers", "major": "major"}[node.attr.value] if is_parsed else None
+    if isinstance(node, cst.Call) and source.names.builtin(node.func) == "float":
+        read = any(source.origin(inner) == "torch.__version__" for inner in walk(node))
+        return "number" if read else None
     if origin == "torch.version.__version__" or _is_text_of_version(source, node):
         return "text"
     if isinstance(node, cst.Call) and _PARSERS.fullmatch(source.origin(node.func) or ""):
@@ -213,12 +238,77 @@ def _version_kind(source: Source, node: Node) -> str | None:
 
 
 def _is_tuple_of_version(source: Source, node: Node) -> bool:
-    """`tuple(int(part) for part in torch.__version__.split(".")[:2])`, with `map` as well."""
-    if not isinstance(node, cst.Call) or source.names.builtin(node.func) not in ("tuple", "list"):
+    """`tuple(int(part) for part in torch.__version__.split(".")[:2])`, with `map` or as a list as well."""
+    is_call = isinstance(node, cst.Call) and source.names.builtin(node.func) in (
+        "tuple",
+        "list",
+        "map",
+    )
+    if not is_call and not isinstance(node, (cst.ListComp, cst.GeneratorExp)):
         return False
     inner = list(walk(node))
     has_int = any(source.names.builtin(n) == "int" for n in inner)
     return has_int and any(source.origin(n) == "torch.__version__" for n in inner)
+
+
+def _unpacked(source: Source, node: Node) -> tuple[Node, int] | None:
+    """What a name is unpacked from, and its place there: `major, minor = ...`."""
+    binding = source.names.only_binding(node)
+    line = source.statement(binding.node) if binding is not None else None
+    statement = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
+    if binding is None or not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+        return None
+    target = statement.targets[0].target
+    if not isinstance(target, (cst.Tuple, cst.List)):
+        return None
+    places: list[Node] = [element.value for element in target.elements]
+    return (statement.value, places.index(binding.node)) if binding.node in places else None
+
+
+def _are_parts_of_version(source: Source, node: Node) -> bool:
+    """`(major, minor)` after `major, minor = map(int, torch.__version__.split(".")[:2])`."""
+    if not isinstance(node, cst.Tuple):
+        return False
+    found = [_unpacked(source, element.value) for element in node.elements]
+    return bool(found) and all(
+        part is not None and part[1] == place and _is_tuple_of_version(source, part[0])
+        for place, part in enumerate(found)
+    )
+
+
+def _is_first_part(source: Source, node: Node) -> bool:
+    """The major version: the first of its numbers by that name, or `int(torch.__version__.split(".")[0])`."""
+    part = _unpacked(source, node) if isinstance(node, cst.Name) else None
+    if part is not None:
+        return part[1] == 0 and _is_tuple_of_version(source, part[0])
+    if not isinstance(node, cst.Call) or source.names.builtin(node.func) != "int" or not node.args:
+        return False
+    item = node.args[0].value
+    split = item.value if isinstance(item, cst.Subscript) and _is_first(item) else None
+    func = split.func if isinstance(split, cst.Call) else None
+    return (
+        isinstance(func, cst.Attribute)
+        and func.attr.value == "split"
+        and source.origin(func.value) == "torch.__version__"
+    )
+
+
+def _is_first(item: cst.Subscript) -> bool:
+    """`x[0]`."""
+    index = item.slice[0].slice
+    return (
+        isinstance(index, cst.Index)
+        and isinstance(index.value, cst.Integer)
+        and index.value.value == "0"
+    )
+
+
+def _given(source: Source, node: Node) -> Node:
+    """The one value that a name or an attribute of self gets, or the expression itself."""
+    found = source.values.sources(node)
+    if len(found) != 1 or source.origin(node) is not None:
+        return node
+    return found[0][0] if found[0][0] is not None else node
 
 
 def _is_text_of_version(source: Source, node: Node) -> bool:
@@ -228,22 +318,21 @@ def _is_text_of_version(source: Source, node: Node) -> bool:
         return is_str and source.origin(node.args[0].value) == "torch.__version__"
     if not isinstance(node, cst.Subscript) or not isinstance(node.value, cst.Call):
         return False
-    func, index = node.value.func, node.slice[0].slice
+    func = node.value.func
     return (
         isinstance(func, cst.Attribute)
         and func.attr.value == "split"
         and source.origin(func.value) == "torch.__version__"
         and [strings(arg.value) for arg in node.value.args] == ["+"]
-        and isinstance(index, cst.Index)
-        and isinstance(index.value, cst.Integer)
-        and index.value.value == "0"
+        and _is_first(node)
     )
 
 
 def _bound(source: Source, node: Node) -> Node | None:
-    """The text of a version, as it is or in `version.parse("1.10")`."""
+    """The text of a version, as it is or in `version.parse("1.10")`, or what a name is given."""
+    node = _given(source, node)
     if isinstance(node, cst.Call) and _PARSERS.fullmatch(source.origin(node.func) or ""):
-        node = node.args[0].value if len(node.args) == 1 else node
+        node = _given(source, node.args[0].value) if len(node.args) == 1 else node
     return node if isinstance(node, cst.SimpleString) and strings(node) else None
 
 
@@ -344,6 +433,22 @@ VALID = (
             scaler = torch.amp.GradScaler("cuda")
         elif hasattr(torch.amp, "autocast"):
             region = torch.amp.autocast("cuda")
+        """,
+    ),
+    Case(
+        """
+        import torch
+        from packaging.version import Version
+
+        release = Version(torch.__version__).release
+        major, minor = release[:2]
+        NEWEST = (2, 3)
+        if release >= NEWEST and minor > 2:
+            scaler = torch.amp.GradScaler("cuda")
+        if getattr(torch.amp, "GradScaler", None) is not None:
+            scaler = torch.amp.GradScaler("cuda")
+        if int(torch.__version__.split(".")[0]) >= 3:
+            scaler = torch.amp.GradScaler("cuda")
         """,
     ),
 )
@@ -457,6 +562,74 @@ INVALID = (
         min_torch="1.8",
         note="Before 1.10 the version was plain text.",
     ),
+    Case(
+        """
+        import torch
+
+        major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+        if (major, minor) >= (2, 0):
+            scaler = torch.amp.GradScaler("cuda")
+        else:
+            scaler = torch.cuda.amp.GradScaler()
+        """,
+        """
+        import torch
+
+        major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+        if (major, minor) >= (2, 3):
+            scaler = torch.amp.GradScaler("cuda")
+        else:
+            scaler = torch.cuda.amp.GradScaler()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        if float(torch.__version__[:3]) >= 1.6:
+            from torch.cuda.amp import autocast
+        else:
+            autocast = None
+        """,
+        note="As a number, 1.10 is 1.1.",
+    ),
+    Case(
+        """
+        import torch
+        from packaging.version import Version
+
+        OLDEST = Version("1.13")
+
+        class Trainer:
+            MODERN = Version(torch.__version__) >= OLDEST
+
+            def __init__(self):
+                if self.MODERN:
+                    self.scaler = torch.amp.GradScaler("cuda")
+                else:
+                    self.scaler = torch.cuda.amp.GradScaler()
+        """,
+        note="The test is an attribute of the class.",
+    ),
+    Case(
+        """
+        import torch
+
+        if getattr(torch.cuda, "amp", None) is not None:
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        if int(torch.__version__.split(".")[0]) >= 2:
+            scaler = torch.amp.GradScaler("cuda")
+        else:
+            scaler = torch.cuda.amp.GradScaler()
+        """,
+    ),
 )
 
 RULE = Rule(
@@ -479,6 +652,7 @@ RULE = Rule(
         "__version__ GradScaler",
         "__version__ torch.amp",
         "hasattr(torch",
+        "getattr(torch amp",
     ),
     check=check,
     valid=VALID,

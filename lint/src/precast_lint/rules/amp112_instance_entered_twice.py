@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.meaning.functions import called_method
+from precast_lint.meaning.functions import called_function, methods_of
 from precast_lint.meaning.guards import is_tried
-from precast_lint.meaning.regions import PYTORCHS_AUTOCASTS, regions
+from precast_lint.meaning.regions import PYTORCHS_AUTOCASTS
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -20,13 +20,13 @@ _THROUGH = "this enters the region's one object again, which is active here: aut
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each second entry and each recursive call."""
-    for region in regions(source):
-        if source.origin(region.call.func) not in PYTORCHS_AUTOCASTS:
-            continue
-        if isinstance(region.node, cst.FunctionDef):
-            for call in _own_calls(source, region.node):
-                yield source.find(RULE, call, _RECURSIVE)
+    """Yields a finding for each second entry and each call that leads to one."""
+    if not any(source.origin(call.func) in PYTORCHS_AUTOCASTS for call in source.all(cst.Call)):
+        return
+    entered = {f: _entered(source, f) for f in source.all(cst.FunctionDef)}
+    for function in source.all(cst.FunctionDef):
+        for region in _decorating(source, function):
+            yield from _entered_again(source, function.body, function, region, entered)
     for statement in source.all(cst.With):
         for item in statement.items:
             if is_tried(source, statement):
@@ -34,7 +34,10 @@ def check(source: Source) -> Iterator[Finding]:
             if _is_active(source, statement, item):
                 yield source.find(RULE, item.item)
             elif _is_shared(source, item):
-                yield from _entered_again(source, statement, item)
+                made = _made(source, item.item)
+                assert made is not None
+                where = source.function(statement)
+                yield from _entered_again(source, statement.body, where, made, entered)
 
 
 def _is_shared(source: Source, item: cst.WithItem) -> bool:
@@ -47,55 +50,78 @@ def _is_shared(source: Source, item: cst.WithItem) -> bool:
     return source.scopes.scope_of[node].home(node.value) is source.scopes.module
 
 
-def _entered_again(source: Source, statement: cst.With, item: cst.WithItem) -> Iterator[Finding]:
-    """The calls inside, of functions of this file that enter the very object."""
-    name = key(source, item.item)
-    for call in walk(statement.body):
-        called = _called(source, call) if isinstance(call, cst.Call) else None
-        if called is None or source.function(call) is not source.function(statement):
+def _entered(source: Source, function: cst.FunctionDef) -> set[Node]:
+    """The calls that made the regions which a function enters: as decorators, and in its own `with` statements."""
+    found = set(_decorating(source, function))
+    for statement in walk(function.body):
+        if isinstance(statement, cst.With) and source.function(statement) is function:
+            shared = [item for item in statement.items if _is_shared(source, item)]
+            found |= {made for i in shared if (made := _made(source, i.item))}
+    return found
+
+
+def _decorating(source: Source, function: cst.FunctionDef) -> Iterator[Node]:
+    """The calls that made the regions among a function's decorators, each one object for all its calls."""
+    for decorator in function.decorators:
+        inner = decorator.decorator
+        if isinstance(inner, cst.Call) and source.origin(inner.func) in PYTORCHS_AUTOCASTS:
+            yield inner
+        elif isinstance(inner, (cst.Name, cst.Attribute)) and _is_region(source, inner):
+            made = _made(source, inner)
+            assert made is not None
+            yield made
+
+
+def _entered_again(
+    source: Source,
+    body: Node,
+    where: Node | None,
+    region: Node,
+    entered: dict[cst.FunctionDef, set[Node]],
+) -> Iterator[Finding]:
+    """The calls inside that lead to functions of this file which enter the very object."""
+    for call in walk(body):
+        if not isinstance(call, cst.Call) or source.function(call) is not where:
             continue
-        entered = [n for n in walk(called.body) if isinstance(n, cst.With)]
-        own = [inner for inner in entered if source.function(inner) is called]
-        if any(key(source, other.item) == name for inner in own for other in inner.items):
+        called = _called(source, call)
+        if called is None:
+            continue
+        if called is where and region in _decorating(source, called):
+            yield source.find(RULE, call, _RECURSIVE)
+        elif any(region in entered[f] for f in _reached(source, called)):
             yield source.find(RULE, call, _THROUGH)
 
 
+def _reached(source: Source, function: cst.FunctionDef) -> Iterator[cst.FunctionDef]:
+    """A function, and those of this file that it calls."""
+    seen, waiting = {function}, [function]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        for call in walk(one.body):
+            if isinstance(call, cst.Call) and source.function(call) is one:
+                called = _called(source, call)
+                if called is not None and called not in seen:
+                    seen.add(called)
+                    waiting.append(called)
+
+
 def _called(source: Source, call: cst.Call) -> cst.FunctionDef | None:
-    """The function or method of this file that a call runs, if there is just one."""
-    method = called_method(source, call)
-    if method is not None:
-        return method
-    binding = source.names.only_binding(call.func)
-    node = binding.node if binding is not None else None
-    return node if isinstance(node, cst.FunctionDef) and not node.decorators else None
+    """The function of this file that a call runs, by its name, or the method of the same class that is the only one."""
+    function = called_function(source, call)
+    if function is not None:
+        return function
+    func, home = call.func, source.values.enclosing_class(call)
+    if not isinstance(func, cst.Attribute) or not isinstance(home, cst.ClassDef):
+        return None
+    if not isinstance(func.value, cst.Name) or func.value.value not in ("self", "cls"):
+        return None
+    method = methods_of(source, home).get(func.attr.value)
+    return method.node if method is not None and not _is_generator(method.node) else None
 
 
-def _own_calls(source: Source, function: cst.FunctionDef) -> Iterator[cst.Call]:
-    """The calls of a function in itself: by its name, or through `self`."""
-    for node in walk(function.body):
-        if not isinstance(node, cst.Call) or not _is_itself(source, node.func, function):
-            continue
-        if source.function(node) is function:
-            yield node
-
-
-def _is_itself(source: Source, func: Node, function: cst.FunctionDef) -> bool:
-    if isinstance(func, cst.Name):
-        binding = source.names.only_binding(func)
-        return binding is not None and binding.node is function
-    home = source.parents.get(source.parents.get(function))  # type: ignore[arg-type]
-    return (
-        isinstance(home, cst.ClassDef)
-        and isinstance(func, cst.Attribute)
-        and isinstance(func.value, cst.Name)
-        and func.value.value in ("self", "cls")
-        and func.attr.value == function.name.value
-        and sum(_defines(node, function.name.value) for node in home.body.body) == 1
-    )
-
-
-def _defines(node: Node, name: str) -> bool:
-    return isinstance(node, cst.FunctionDef) and node.name.value == name
+def _is_generator(function: cst.FunctionDef) -> bool:
+    return any(isinstance(node, cst.Yield) for node in walk(function.body))
 
 
 def _is_active(source: Source, statement: cst.With, item: cst.WithItem) -> bool:
@@ -115,8 +141,22 @@ def _is_active(source: Source, statement: cst.With, item: cst.WithItem) -> bool:
     return any(key(source, other.item) == text for other in before)
 
 
+def _made(source: Source, node: Node) -> Node | None:
+    """The call that made a region: the one value of a name, or one side of `nullcontext() if cpu else autocast(...)`."""
+    call = source.values.constructed(node)
+    if isinstance(call, cst.Call):
+        return call
+    values = [value for value, _ in source.values.sources(node)]
+    if len(values) != 1 or not isinstance(values[0], cst.IfExp):
+        return None
+    sides = (values[0].body, values[0].orelse)
+    calls = [side for side in sides if isinstance(side, cst.Call)]
+    regions = [call for call in calls if source.origin(call.func) in PYTORCHS_AUTOCASTS]
+    return regions[0] if len(regions) == 1 else None
+
+
 def _is_region(source: Source, node: Node) -> bool:
-    made = source.values.constructed(node)
+    made = _made(source, node)
     return isinstance(made, cst.Call) and source.origin(made.func) in PYTORCHS_AUTOCASTS
 
 
@@ -193,6 +233,30 @@ VALID = (
                 return model(x)
         """,
     ),
+    Case(
+        """
+        import torch
+
+        region = torch.autocast("cuda")
+
+        @torch.autocast("cuda")
+        def encode(x):
+            return x @ x
+
+        @torch.autocast("cuda")
+        def train(x):
+            return encode(x)
+
+        def evaluate(x):
+            with region:
+                return x @ x
+
+        def run(x):
+            with region:
+                y = train(x)
+            return evaluate(y)
+        """,
+    ),
 )
 
 INVALID = (
@@ -258,6 +322,58 @@ INVALID = (
                 with self.region:
                     return x
         """,
+    ),
+    Case(
+        """
+        import contextlib
+        import torch
+
+        region = contextlib.nullcontext() if cpu else torch.autocast("cuda")
+
+        def evaluate(model, x):
+            with region:
+                return model(x)
+
+        def report(model, x):
+            print(evaluate(model, x))
+
+        def train(model, x):
+            with region:
+                loss = model(x)
+                report(model, x)
+        """,
+        count=1,
+        note="Through a call of a call; the other side of the choice may be entered again.",
+    ),
+    Case(
+        """
+        import torch
+
+        float32 = torch.autocast("cuda", enabled=False)
+
+        @float32
+        def norm(x):
+            return x / x.norm()
+
+        @float32
+        def loss(x):
+            return norm(x).sum()
+        """,
+        count=1,
+        note="One object decorates both.",
+    ),
+    Case(
+        """
+        import torch
+
+        @torch.autocast("cuda")
+        def even(node):
+            return node.value if node.is_leaf else odd(node.child)
+
+        def odd(node):
+            return even(node.child)
+        """,
+        count=1,
     ),
 )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded, is_tried
 from precast_lint.meaning.regions import AUTOCASTS
+from precast_lint.meaning.tensor_values import is_tensor
 from precast_lint.model import Applicability, Case, Edit, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
@@ -13,11 +14,24 @@ from precast_lint.parsing.syntax import Node, cst
 __all__ = ["RULE"]
 
 _ONE_OF_TWO = "`{}` enters one of the two only, and this is the other; separate them by a comma"
+_TENSOR = "this decorates a tensor, which was computed before: call the region with the function, or enter it by `with`"
+_TENSORS = (
+    "argmax",
+    "backward",
+    "detach",
+    "item",
+    "mean",
+    "shape",
+    "softmax",
+    "sum",
+)  # no function has them
 _CONTEXTS = ("torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.set_grad_enabled")
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each region that nothing enters."""
+    for decorated in _decorating(source):
+        yield source.find(RULE, decorated, _TENSOR)
     for call, _ in source.calls(*AUTOCASTS):
         if is_tried(source, call) or is_guarded(source, call):
             continue
@@ -26,8 +40,50 @@ def check(source: Source) -> Iterator[Finding]:
             isinstance(parent, cst.Assign) and _is_unused(source, parent)
         ):
             yield source.find(RULE, call)
+        elif _is_given_tensor(source, call):
+            yield source.find(RULE, source.parents[call], _TENSOR)
         elif isinstance(parent, cst.BooleanOperation) and _is_entered(source, parent):
             yield from _one_of_two(source, parent, call)
+
+
+def _is_given_tensor(source: Source, made: cst.Call) -> bool:
+    """`autocast("cuda")(x)`: a region decorates a function, and what it is given here is a tensor."""
+    parent = source.parents[made]
+    return isinstance(parent, cst.Call) and parent.func is made and _takes_tensor(source, parent)
+
+
+def _takes_tensor(source: Source, call: cst.Call) -> bool:
+    """Whether a call has one argument, and that is certainly a tensor, or what a model gives."""
+    if len(call.args) != 1 or call.args[0].star:
+        return False
+    return is_tensor(source, call.args[0].value) or _is_used_as_tensor(source, call)
+
+
+def _is_used_as_tensor(source: Source, call: cst.Call) -> bool:
+    """Whether what a call gives is computed with: `loss = region(...)` and `loss.backward()`."""
+    parent = source.parents[call]
+    if isinstance(parent, cst.Attribute):
+        return parent.attr.value in _TENSORS
+    if not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
+        return False
+    target = parent.targets[0].target
+    if not isinstance(target, cst.Name) or source.names.only_binding(target) is None:
+        return False
+    home = source.scopes.scope_of[target].home(target.value)
+    uses = source.scopes.references(home, target.value) if home is not None else ()
+    around = [source.parents[use] for use in uses]
+    return any(isinstance(use, cst.Attribute) and use.attr.value in _TENSORS for use in around)
+
+
+def _decorating(source: Source) -> Iterator[cst.Call]:
+    """The calls of names that hold a region, with a tensor."""
+    for call in source.all(cst.Call):
+        if not isinstance(call.func, (cst.Name, cst.Attribute)):
+            continue
+        made = source.values.constructed(call.func)
+        is_region = isinstance(made, cst.Call) and source.origin(made.func) in AUTOCASTS
+        if is_region and _takes_tensor(source, call) and not is_tried(source, call):
+            yield call
 
 
 def _one_of_two(source: Source, both: cst.BooleanOperation, call: cst.Call) -> Iterator[Finding]:
@@ -121,6 +177,18 @@ VALID = (
         with torch.no_grad(), amp and torch.autocast("cuda"):
             pass
     """),
+    Case(
+        """
+        import torch
+
+        def train(model, make, x):
+            step = torch.autocast("cuda")(make(model))
+            forward = torch.autocast("cuda")(model)
+            compiled = torch.autocast("cuda")(torch.compile(model))
+            return step(x) + forward(x) + compiled(x)
+        """,
+        note="It decorates functions.",
+    ),
 )
 
 INVALID = (
@@ -163,6 +231,22 @@ INVALID = (
         count=3,
         note="The first is often met: gradients are kept all the same.",
     ),
+    Case(
+        """
+        import torch
+
+        region = torch.autocast("cuda")
+
+        def train(model, x, y):
+            model.train()
+            loss = torch.autocast("cuda")(torch.nn.functional.mse_loss(model(x), y))
+            other = region(model(x))
+            last = region(loss_of(x, y))
+            last.backward()
+        """,
+        count=3,
+        note="What is given has been computed by then.",
+    ),
 )
 
 RULE = Rule(
@@ -173,7 +257,8 @@ RULE = Rule(
     message="this makes a region and does not enter it: nothing runs in lower precision",
     what=(
         "A region that is a statement of its own, or that is assigned to a name of a function which nothing reads. "
-        "Also `with torch.no_grad() and torch.autocast(...)`, which enters the second alone."
+        "Also `with torch.no_grad() and torch.autocast(...)`, which enters the second alone, and "
+        "`torch.autocast(...)(tensor)`, where a function is meant to be."
     ),
     why=(
         "Making a region changes nothing. Only entering it does: by `with`, as a decorator, or in an `ExitStack`. And "

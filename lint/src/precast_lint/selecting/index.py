@@ -21,7 +21,7 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP106", "amp106_new_arguments", "new-arguments-to-old-name", "error", True, ("autocast", "GradScaler", "custom_fwd", "custom_bwd")),
     ("AMP107", "amp107_scaler_device_slot", "scaler-device-slot", "error", True, ("GradScaler",)),
     ("AMP108", "amp108_class_as_module", "class-as-module", "error", True, ("autocast", "GradScaler", "custom_fwd", "custom_bwd")),
-    ("AMP109", "amp109_version_guard", "version-guard", "error", True, ("__version__ autocast", "__version__ GradScaler", "__version__ torch.amp", "hasattr(torch")),
+    ("AMP109", "amp109_version_guard", "version-guard", "error", True, ("__version__ autocast", "__version__ GradScaler", "__version__ torch.amp", "hasattr(torch", "getattr(torch amp")),
     ("AMP110", "amp110_enabled_without_device", "enabled-without-device", "error", True, ("is_autocast_enabled",)),
     ("AMP111", "amp111_dtype_without_effect", "dtype-without-effect", "warning", True, ("autocast",)),
     ("AMP112", "amp112_instance_entered_twice", "region-entered-twice", "error", True, ("autocast",)),
