@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.functions import methods_of
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
@@ -51,7 +52,7 @@ def is_tensor(source: Source, node: Node, depth: int = _DEPTH) -> bool:
         return _gives_tensor(source, node, depth)
     if not isinstance(node, cst.Name):
         return False
-    found = source.names.bindings(node)
+    found = values_seen(source, node)
     return bool(found) and all(
         source.origin(b.annotation) in _NOTES
         if b.annotation is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.regions import regions_around
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
@@ -29,18 +30,25 @@ _MODULES = ("torch", "torch.nn.functional", "torch.special", "torch.linalg")
 _HALF = ("torch.float16", "torch.half")
 _PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "conv1d", "conv2d")
 LAYERS = re.compile(r"torch\.nn\.(modules\.\w+\.)?(Linear|Bilinear|Conv(Transpose)?[123]d)$")
+_ACTIVATIONS = re.compile(
+    r"torch\.nn\.(modules\.\w+\.)?(ReLU6?|LeakyReLU|GELU|SiLU|Tanh|Dropout[123]?d?|Identity|Flatten)$"
+)
 _UNARY = ("exp", "log", "sigmoid")
 _SAME_DTYPE = (
     "abs",
     "clone",
     "contiguous",
     "detach",
+    "dropout",
     "expand",
     "flatten",
+    "gelu",
+    "leaky_relu",
     "masked_fill",
     "permute",
     "relu",
     "reshape",
+    "silu",
     "squeeze",
     "transpose",
     "unsqueeze",
@@ -173,7 +181,7 @@ def is_half(source: Source, node: Node, depth: int = 4) -> bool:
         numbers = [constant(source, side) is not None for side in sides]
         return any(halves) and all(h or n for h, n in zip(halves, numbers, strict=True))
     if isinstance(node, cst.Name):
-        found = source.names.bindings(node)
+        found = values_seen(source, node)
         return bool(found) and all(
             b.kind == "assign" and b.value is not None and is_half(source, b.value, depth - 1)
             for b in found
@@ -195,24 +203,17 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
     name, owner = call.func.attr.value, call.func.value
     if name == "half":
         return not call.args and _is_tensor(source, owner)
+    alike = _made_like(source, call)
+    if alike is not None:
+        return is_half(source, alike, depth - 1) and _is_tensor(source, owner)
     if name in ("to", "type"):
         given = [*arguments.positional, *arguments.keywords.values()]
-        halves = any(
-            source.origin(v) in _HALF or _is_dtype_of_half(source, v, depth) for v in given
-        )
-        return halves and _is_tensor(source, owner)
+        return any(source.origin(v) in _HALF for v in given) and _is_tensor(source, owner)
     if name in ("matmul", "mm", "bmm"):
         return _in_float16(source, call)
     if name in _SUMS and any(regions_around(source, call)):
         return False  # float32 in a region
     return name in (*_SAME_DTYPE, *_SUMS) and is_half(source, owner, depth - 1)
-
-
-def _is_dtype_of_half(source: Source, node: Node, depth: int) -> bool:
-    """`h.dtype` of a float16 tensor."""
-    if not isinstance(node, cst.Attribute) or node.attr.value != "dtype":
-        return False
-    return is_half(source, node.value, depth - 1)
 
 
 def _is_tensor(source: Source, node: Node) -> bool:
@@ -225,33 +226,72 @@ def _in_float16(source: Source, node: Node) -> bool:
     return region is not None and region.dtype == "torch.float16" and region.enabled is True
 
 
-def is_lowered(source: Source, node: Node, depth: int = 6) -> bool:
+def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
     """Whether an expression is a product of matrices, or arithmetic on one: float16 in a float16 region."""
     if depth == 0:
         return False
     if isinstance(node, cst.BinaryOperation):
-        if isinstance(node.operator, cst.MatrixMultiply):
-            return not _casts(node)
-        if not isinstance(node.operator, (cst.Multiply, cst.Divide)):
-            return False
-        other = not isinstance(node.right, cst.Call) or _is_number(source, node.right)
-        return other and is_lowered(source, node.left, depth - 1)
+        return _is_lowered_arithmetic(source, node, depth)
     if isinstance(node, cst.Name):
-        found = source.names.bindings(node)
+        found = values_seen(source, node)
         values = [b.value for b in found if b.kind == "assign" and b.value is not None]
-        if len(values) != len(found) or any(_casts(value) for value in values):
+        if len(values) != len(found):
+            return False
+        if len(values) > 1 and any(_casts(value) for value in values):
             return False
         return any(is_lowered(source, value, depth - 1) for value in values)
-    if not isinstance(node, cst.Call) or _casts(node):
+    if not isinstance(node, cst.Call):
         return False
-    if operation(source, node, *_PRODUCTS) is not None:
+    alike = _made_like(source, node)
+    if alike is not None:
+        return is_lowered(source, alike, depth - 1)
+    if source.origin(node.func) == "torch.where" and len(node.args) == 3:
+        return _are_lowered(source, [arg.value for arg in node.args[1:]], depth)
+    if _casts(node):
+        return False
+    instance = source.instance(node.func) or ""
+    if operation(source, node, *_PRODUCTS) is not None or LAYERS.match(instance):
         return True
-    if LAYERS.match(source.instance(node.func) or ""):
-        return True
-    func = node.func
-    if isinstance(func, cst.Attribute) and func.attr.value in _SAME_DTYPE:
-        return is_lowered(source, func.value, depth - 1)
-    return False
+    if _ACTIVATIONS.match(instance):
+        return bool(node.args) and is_lowered(source, node.args[0].value, depth - 1)
+    same = operation(source, node, *_SAME_DTYPE)
+    return same is not None and is_lowered(source, same.operand, depth - 1)
+
+
+def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int) -> bool:
+    """A product of matrices, or one that a number, or another one, is added to or multiplied by."""
+    if isinstance(node.operator, cst.MatrixMultiply):
+        return not _casts(node)
+    if isinstance(node.operator, (cst.Add, cst.Subtract)):
+        return _are_lowered(source, [node.left, node.right], depth)
+    if not isinstance(node.operator, (cst.Multiply, cst.Divide)):
+        return False
+    if constant(source, node.left) is not None:
+        return is_lowered(source, node.right, depth - 1)
+    other = not isinstance(node.right, cst.Call) or _is_number(source, node.right)
+    return other and is_lowered(source, node.left, depth - 1)
+
+
+def _are_lowered(source: Source, sides: list[Node], depth: int) -> bool:
+    """Whether all are products of matrices, or numbers, and one at least is no number."""
+    lowered = [is_lowered(source, side, depth - 1) for side in sides]
+    numbers = [constant(source, side) is not None for side in sides]
+    return any(lowered) and all(a or b for a, b in zip(lowered, numbers, strict=True))
+
+
+def _made_like(source: Source, call: cst.Call) -> Node | None:
+    """The tensor whose dtype a call gives: `mask.to(x.dtype)`, `mask.type_as(x)`, `torch.ones_like(x)`."""
+    arguments = Arguments.of(call)
+    given = [*arguments.positional, *arguments.keywords.values()]
+    if source.origin(call.func) in ("torch.ones_like", "torch.zeros_like"):
+        return given[0] if len(given) == 1 else None
+    func = call.func
+    if not isinstance(func, cst.Attribute) or len(given) != 1:
+        return None
+    if func.attr.value == "type_as":
+        return given[0]
+    is_dtype = isinstance(given[0], cst.Attribute) and given[0].attr.value == "dtype"
+    return given[0].value if func.attr.value in ("to", "type") and is_dtype else None  # type: ignore[attr-defined]
 
 
 def _is_number(source: Source, call: cst.Call) -> bool:

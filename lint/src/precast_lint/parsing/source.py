@@ -137,12 +137,16 @@ class Source:
 
     @cached_property
     def words(self) -> str:
-        """The names and texts of the code, one a line; ".name" for attributes. Comments and docstrings say nothing."""
+        """The names and texts of the code, one a line; ".name" for attributes.
+
+        Comments, docstrings and sentences say nothing: only a text without spaces can be a name.
+        """
         found = [f".{n.attr.value}" for n in self.all(cst.Attribute)]
         found += [n.value for n in self.all(cst.Name)]
-        found += [
+        texts = [
             n.value for n in self.all(cst.SimpleString) if not isinstance(self.parents[n], cst.Expr)
         ]
+        found += [text for text in texts if not any(ch.isspace() for ch in text)]
         return "\n".join(found)
 
     def span(self, node: Node) -> Span:

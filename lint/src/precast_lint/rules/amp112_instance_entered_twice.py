@@ -142,7 +142,7 @@ def _is_active(source: Source, statement: cst.With, item: cst.WithItem) -> bool:
 
 
 def _made(source: Source, node: Node) -> Node | None:
-    """The call that made a region: the one value of a name, or one side of `nullcontext() if cpu else autocast(...)`."""
+    """The call that made a region: the one value of a name, or one side of `nullcontext() if cpu else autocast()`."""
     call = source.values.constructed(node)
     if isinstance(call, cst.Call):
         return call

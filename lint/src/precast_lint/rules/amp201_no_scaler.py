@@ -232,6 +232,21 @@ INVALID = (
         optimizer.step()
         """,
     ),
+    Case(
+        """
+        import torch
+
+        print("training without a GradScaler")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for batch in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(batch)
+            loss.backward()
+            optimizer.step()
+        """,
+        note="A sentence scales nothing.",
+    ),
 )
 
 RULE = Rule(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Flow, Say, flows
 from precast_lint.training_step.flow_events import Event, is_optimizer, key
 from precast_lint.training_step.protocol import followed, loops_around, may_backward
@@ -75,21 +75,40 @@ def _nowhere(source: Source, flow: Flow, scaler: str) -> Iterator[Finding]:
 
 
 def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
-    """Whether an optimizer is made here and handed to nothing but scalers and schedulers."""
+    """Whether an optimizer is made here, or by the class, and handed to nothing but scalers and schedulers."""
+    if optimizer.startswith("self."):
+        return _is_own(source, flow, optimizer)
     names = [n for n in flow.nodes if isinstance(n, cst.Name) and key(source, n) == optimizer]
     made = any(isinstance(source.parents[n], cst.AssignTarget) for n in names)
-    if not made or not all(is_optimizer(source, name) for name in names):
+    if not made or not all(_is_kept(source, name) for name in names):
         return False
-    for name in names:
-        parent = source.parents[name]
-        call = source.parents[parent] if isinstance(parent, cst.Arg) else None
-        if isinstance(call, cst.Call) and not _is_known(source, call):
-            return False
-        if not isinstance(parent, (cst.Arg, cst.AssignTarget, cst.Attribute)):
-            return False
     return not any(
         isinstance(n, (cst.FunctionDef, cst.Lambda)) and n is not flow.node for n in flow.nodes
     )
+
+
+def _is_own(source: Source, flow: Flow, optimizer: str) -> bool:
+    """Whether an optimizer is an attribute that a class without foreign bases makes and keeps for itself."""
+    home = source.values.enclosing_class(flow.node)
+    if not isinstance(home, cst.ClassDef):
+        return False
+    bases = [source.origin(base.value) or source.names.builtin(base.value) for base in home.bases]
+    if any(base not in ("object", "torch.nn.Module") for base in bases):
+        return False
+    found = [n for n in walk(home) if isinstance(n, cst.Attribute) and key(source, n) == optimizer]
+    made = any(isinstance(source.parents[node], cst.AssignTarget) for node in found)
+    return made and all(_is_kept(source, node) for node in found)
+
+
+def _is_kept(source: Source, node: Node) -> bool:
+    """Whether an optimizer is only made here, asked for something of its own, or handed to a scaler or scheduler."""
+    parent = source.parents[node]
+    call = source.parents[parent] if isinstance(parent, cst.Arg) else None
+    if not is_optimizer(source, node) or (
+        isinstance(call, cst.Call) and not _is_known(source, call)
+    ):
+        return False
+    return isinstance(parent, (cst.Arg, cst.AssignTarget, cst.Attribute))
 
 
 def _is_known(source: Source, call: cst.Call) -> bool:
@@ -185,6 +204,39 @@ VALID = (
             scaler.step(optimizer)
             scaler.update()
     """),
+    Case(
+        """
+        import torch
+
+        from trainers import Base
+
+        class Trainer(Base):
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+
+        class Clearing:
+            def __init__(self, model, clear):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+                clear(self.optimizer)
+
+            def train(self, batches):
+                for batch in batches:
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+        """,
+        note="The base, or what gets the optimizer, may do it.",
+    ),
 )
 
 INVALID = (
@@ -228,6 +280,24 @@ INVALID = (
                 scaler.scale(model(batch)).backward()
                 scaler.step(optimizer)
                 scaler.update()
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    print("no zero_grad here")
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
         """,
     ),
 )

@@ -28,7 +28,10 @@ _NO_MIX = "behind the region the layer's float32 weights and this tensor don't g
 _NO_PRODUCT = (
     "behind the region a product of this tensor and a float32 one raises; cast it with `.float()`"
 )
-_PRODUCTS = re.compile(r"torch\.(mm|matmul|bmm|addmm|baddbmm|mv|nn\.functional\.linear)")
+_PRODUCTS = re.compile(
+    r"torch\.(mm|matmul|bmm|addmm|baddbmm|mv|einsum|nn\.functional\.(linear|conv[123]d))"
+)
+_PARAMETERS = ("torch.nn.Parameter", "torch.nn.parameter.Parameter")
 _MAKERS = {"torch.rand", "torch.randn", "torch.zeros", "torch.ones", "torch.eye"}
 
 
@@ -65,7 +68,10 @@ def _refused(source: Source, name: Node, made: Region) -> str | None:
 
 def _is_float32(source: Source, node: Node) -> bool:
     """Whether a tensor is float32 for certain: `x.float()`, or one that was made without a dtype."""
-    call = value_of(source, node)
+    call = source.values.constructed(node) if isinstance(node, cst.Attribute) else None
+    call = call or value_of(source, node)
+    if isinstance(call, cst.Call) and source.origin(call.func) in _PARAMETERS and call.args:
+        call = call.args[0].value
     if not isinstance(call, cst.Call) or any(regions_around(source, call)):
         return False
     if isinstance(call.func, cst.Attribute) and call.func.attr.value == "float":

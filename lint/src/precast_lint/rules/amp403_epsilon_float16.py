@@ -121,7 +121,7 @@ RULE = Rule(
     fine="Zero is no problem there.",
     words=tuple(
         f"torch {dtype} {number}"
-        for dtype in ("half(", "float16", "autocast")
+        for dtype in ("half(", "torch.half", "float16", "autocast")
         for number in ("e-8", "e-08", "e-9", "e-09", "e-1")
     ),
     check=check,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
-from precast_lint.meaning.tensors import constant, is_half, is_lowered, operation
+from precast_lint.meaning.regions import regions_around
+from precast_lint.meaning.tensors import constant, is_half, is_lowered, operation, value_of
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 
 __all__ = ["RULE"]
 
 _LARGEST = 65504.0
+_INFINITE = "in float16 this is infinite, and a row of nothing else becomes NaN; use `torch.finfo(x.dtype).min`"
 _WIDE = ("torch.float32", "torch.float", "torch.float64", "torch.double", "numpy.float32")
 
 
@@ -27,12 +29,45 @@ def check(source: Source) -> Iterator[Finding]:
         if sign and _is_float16(source, fill.operand):
             yield source.find(RULE, value, fix=_fix(source, fill.operand, value, sign))
     yield from _stored(source)
+    yield from _chosen(source)
     for product in source.all(cst.BinaryOperation):
         if not isinstance(product.operator, cst.Multiply):
             continue
         for value, other in ((product.left, product.right), (product.right, product.left)):
-            if _too_large(source, value) and is_half(source, other):
-                yield source.find(RULE, value)
+            if _too_large(source, value) and _is_additive(source, other):
+                yield _silent(source, value)
+
+
+def _silent(source: Source, value: Node, fix: Fix | None = None) -> Finding:
+    return source.find(RULE, value, _INFINITE, fix, Severity.WARNING)
+
+
+def _is_additive(source: Source, mask: Node) -> bool:
+    """Whether what is multiplied is float16: by itself, or because it is made like a product of matrices."""
+    if is_half(source, mask):
+        return True
+    made = any(
+        isinstance(n, cst.Attribute) and n.attr.value in ("dtype", "type_as", "ones_like")
+        for inner in (mask, value_of(source, mask))
+        for n in walk(inner)
+    )
+    return made and _is_float16(source, mask)
+
+
+def _chosen(source: Source) -> Iterator[Finding]:
+    """`torch.where(mask, scores, -1e9)`, and the limit as a tensor like it."""
+    for call, arguments in source.calls("torch.where", "torch.full_like"):
+        given = arguments.positional
+        if source.origin(call.func) == "torch.full_like":
+            value = arguments.get("fill_value", 1)
+            one = given and value is not None and "dtype" not in arguments.keywords
+            if one and _too_large(source, value) and _is_float16(source, given[0]):  # type: ignore[arg-type]
+                yield source.find(RULE, value)  # type: ignore[arg-type]
+        elif len(given) == 3:
+            for value, tensor in ((given[2], given[1]), (given[1], given[2])):
+                sign = _too_large(source, value)
+                if sign and _is_float16(source, tensor):
+                    yield _silent(source, value, _fix(source, tensor, value, sign))
 
 
 def _stored(source: Source) -> Iterator[Finding]:
@@ -44,11 +79,20 @@ def _stored(source: Source) -> Iterator[Finding]:
             continue
         if _is_float16(source, target.value):
             fix = _fix(source, target.value, statement.value, sign)
-            yield source.find(RULE, statement.value, fix=fix)
+            yield _silent(source, statement.value, fix)
 
 
 def _is_float16(source: Source, node: Node) -> bool:
-    return is_half(source, node) or is_lowered(source, node)
+    """Whether a tensor is float16 in a float16 region, and no other region is what computes it."""
+    return is_half(source, node) or (is_lowered(source, node) and not _is_elsewhere(source, node))
+
+
+def _is_elsewhere(source: Source, node: Node) -> bool:
+    """Whether a tensor is computed in a region that is off, or of another dtype."""
+    values = [b.value for b in source.names.bindings(node) if b.value is not None]
+    around = [next(regions_around(source, value), None) for value in (values or [node])]
+    known = [region for region in around if region is not None]
+    return any(r.enabled is False or r.dtype not in (None, "torch.float16") for r in known)
 
 
 def _too_large(source: Source, value: Node) -> int:
@@ -138,6 +182,21 @@ VALID = (
             return (1.0 - lower) * -1e4
         """,
     ),
+    Case(
+        """
+        import torch
+
+        def attend(q, k, mask):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                scores = q @ k
+                scores = scores.masked_fill(mask, -1e9)
+            scores = scores.float()
+            scores[mask] = -1e9
+            lengths = torch.where(mask, torch.arange(8), 100000)
+            return scores + (1 - mask.float()) * -1e9
+        """,
+        note="bfloat16 has these numbers, and float32 has them.",
+    ),
 )
 
 INVALID = (
@@ -221,6 +280,67 @@ INVALID = (
         """,
         note="The product is minus infinity, and a row of only that is NaN after softmax.",
     ),
+    Case(
+        """
+        import math
+        import torch
+
+        def attend(q, k, mask, pad):
+            scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+            scores[mask == 0] = -1e9
+            scores = torch.where(pad, scores, -1e9)
+            scores = scores + (1.0 - mask.to(scores.dtype)) * -1e9
+            zero = -9e15 * torch.ones_like(scores)
+            return scores.softmax(-1)
+        """,
+        """
+        import math
+        import torch
+
+        def attend(q, k, mask, pad):
+            scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+            scores[mask == 0] = torch.finfo(scores.dtype).min
+            scores = torch.where(pad, scores, torch.finfo(scores.dtype).min)
+            scores = scores + (1.0 - mask.to(scores.dtype)) * -1e9
+            zero = -9e15 * torch.ones_like(scores)
+            return scores.softmax(-1)
+        """,
+        unsafe=True,
+        count=4,
+        note="The number becomes minus infinity in each of these.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Head(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.project = torch.nn.Linear(8, 8)
+
+            def forward(self, x, mask):
+                x = self.project(x)
+                x = torch.relu(x)
+                x = x.masked_fill(mask, -1e9)
+                return x
+        """,
+        """
+        import torch
+
+        class Head(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.project = torch.nn.Linear(8, 8)
+
+            def forward(self, x, mask):
+                x = self.project(x)
+                x = torch.relu(x)
+                x = x.masked_fill(mask, torch.finfo(x.dtype).min)
+                return x
+        """,
+        unsafe=True,
+        note="One name for all of it.",
+    ),
 )
 
 RULE = Rule(
@@ -230,12 +350,22 @@ RULE = Rule(
     fix=Applicability.UNSAFE,
     message="float16 ends at 65504: this raises in a float16 region; use `torch.finfo(x.dtype).min`",
     what=(
-        "`masked_fill` with a number beyond 65504, or with the limit of float32, on a product of matrices: such "
-        "products are float16 in a float16 region."
+        "A number beyond 65504, or the limit of float32, in `masked_fill`, `torch.where`, an assignment to an index or "
+        "a mask that is added, for a product of matrices: such products are float16 in a float16 region."
     ),
-    why='`masked_fill` raises "value cannot be converted to type c10::Half without overflow".',
+    why=(
+        '`masked_fill` raises "value cannot be converted to type c10::Half without overflow"; in the other forms the '
+        "number becomes infinite, and a row that is masked all over becomes NaN."
+    ),
     fine="The code runs in float32 or bfloat16 only.",
-    words=("masked_fill", "autocast mask", "float16 mask", ".half() mask"),
+    words=(
+        "masked_fill",
+        "autocast mask",
+        "float16 mask",
+        ".half() mask",
+        *(f"torch -{digit}e" for digit in range(1, 10)),
+        "torch full_like",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,
