@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from precast_lint.editing.lines import block_of
+from precast_lint.meaning.assignments import values_seen
+from precast_lint.meaning.functions import called_function
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
@@ -34,67 +36,84 @@ def check(source: Source) -> Iterator[Finding]:
             saved = _dictionary(source, call.args[0].value)
             if saved is None or not _is_training_state(source, flow, saved):
                 continue
+            place = saved.place
             node = _scaler(source, flow)
             if node is not None and not _is_off(source, node):
-                yield source.find(RULE, saved, fix=_fix(source, saved, node))
+                fix = _fix(source, place, node) if isinstance(place, cst.Dict) else None
+                yield source.find(RULE, place, fix=fix)
+            elif node is None and _is_saved_for_scaler(source, flow):
+                yield source.find(RULE, place)
 
 
-def _dictionary(source: Source, saved: Node) -> cst.Dict | None:
-    """The literal that is saved: it, or the one that its name is given."""
-    node: Node | None = saved
-    if isinstance(saved, cst.Name):
-        node = None if _grows(source, saved.value) else _latest(source, saved)
-    return node if isinstance(node, cst.Dict) else None
+@dataclass(frozen=True)
+class _Saved:
+    """What is saved: where it is written down, and its entries."""
+
+    place: Node
+    entries: tuple[tuple[str, Node], ...]
 
 
-def _grows(source: Source, name: str) -> bool:
-    """Whether a dictionary of this name gets entries one by one, or many at once."""
-    items = (
-        s for s in source.all(cst.Subscript) if isinstance(source.parents[s], cst.AssignTarget)
-    )
-    owners: list[Node] = [item.value for item in items]
-    owners += [owner for _, owner, _ in source.methods("update", "setdefault")]
-    return any(isinstance(owner, cst.Name) and owner.value == name for owner in owners)
+def _dictionary(source: Source, node: Node) -> _Saved | None:
+    """The dictionary that is saved: a literal, `dict(...)`, or what a name is given, with what is put in after."""
+    added: list[tuple[str, Node]] = []
+    if isinstance(node, cst.Name):
+        seen = values_seen(source, node)
+        value = seen[0].value if len(seen) == 1 and seen[0].kind == "assign" else None
+        if value is None or (more := _added(source, node)) is None:
+            return None
+        node, added = value, more
+    entries = _entries(source, node)
+    return _Saved(node, (*entries, *added)) if entries is not None else None
 
 
-def _latest(source: Source, name: cst.Name) -> Node | None:
-    """The only value of a name, or the one that it is given before in the same block or in one around it."""
-    binding = source.names.only_binding(name)
-    if binding is not None:
-        return binding.value if binding.kind == "assign" else None
-    line: Node = source.statement(name)
-    while not isinstance(line, (cst.FunctionDef, cst.Module)):
-        block = block_of(source, line)
-        for statement in reversed(block[: block.index(line)] if line in block else []):
-            if name.value in _assigned(statement):
-                return _value(statement)
-        line = source.parents[line]
-    return None
+def _added(source: Source, name: cst.Name) -> list[tuple[str, Node]] | None:
+    """What `state["key"] = value` puts in; None where something else may be put in, or where it is handed on."""
+    home = source.scopes.scope_of[name].home(name.value)
+    found: list[tuple[str, Node]] = []
+    for node in source.scopes.references(home, name.value) if home is not None else ():
+        parent = source.parents[node]
+        if isinstance(parent, cst.AssignTarget):
+            continue
+        target = source.parents.get(parent)
+        statement = source.parents.get(target) if target is not None else None
+        if isinstance(parent, cst.Subscript) and isinstance(target, cst.AssignTarget):
+            index = parent.slice[0].slice
+            text = strings(index.value) if isinstance(index, cst.Index) else None
+            if text is None or not isinstance(statement, cst.Assign):
+                return None
+            found.append((text, statement.value))
+        elif _may_grow(source, parent, target):
+            return None
+    return found
 
 
-def _assigned(statement: Node) -> set[str]:
-    """The names that are assigned somewhere in a statement."""
-    targets = (n.target for n in walk(statement) if isinstance(n, (cst.AssignTarget, cst.For)))
-    return {target.value for target in targets if isinstance(target, cst.Name)}
+def _may_grow(source: Source, parent: Node, call: Node | None) -> bool:
+    """Whether a dictionary is told to take more, or handed to something that may put in more."""
+    if isinstance(parent, cst.Attribute):
+        return parent.attr.value in ("update", "setdefault")
+    if not isinstance(parent, cst.Arg) or not isinstance(call, cst.Call):
+        return False
+    return source.origin(call.func) != "torch.save"
 
 
-def _value(statement: Node) -> Node | None:
-    """The value of a statement that does nothing but assign one."""
-    first = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    return first.value if isinstance(first, cst.Assign) else None
+def _entries(source: Source, node: Node) -> tuple[tuple[str, Node], ...] | None:
+    if isinstance(node, cst.Dict):
+        if not all(isinstance(element, cst.DictElement) for element in node.elements):
+            return None
+        plain = [e for e in node.elements if isinstance(e, cst.DictElement)]
+        return tuple((strings(e.key) or "", e.value) for e in plain)
+    if not isinstance(node, cst.Call) or source.names.builtin(node.func) != "dict":
+        return None
+    named = [(arg.keyword.value, arg.value) for arg in node.args if arg.keyword]
+    return tuple(named) if len(named) == len(node.args) else None
 
 
-def _is_training_state(source: Source, flow: Flow, saved: cst.Dict) -> bool:
+def _is_training_state(source: Source, flow: Flow, saved: _Saved) -> bool:
     """Whether it has the states of an optimizer and something else, and nothing that may be a scaler's."""
     states = []
-    for element in saved.elements:
-        if not isinstance(element, cst.DictElement):
+    for name, value in saved.entries:
+        if _SCALER.search(name) or _SCALER.search(key(source, value) or ""):
             return False
-        if _SCALER.search(strings(element.key) or "") or _SCALER.search(
-            key(source, element.value) or ""
-        ):
-            return False
-        value = element.value
         func = value.func if isinstance(value, cst.Call) else None
         if isinstance(func, cst.Attribute) and func.attr.value == "state_dict":
             states.append(func.value)
@@ -105,24 +124,37 @@ def _is_training_state(source: Source, flow: Flow, saved: cst.Dict) -> bool:
         or key(source, owner) in flow.optimizers
         or _OPTIMIZER.search(key(source, owner) or "")
     ]
-    return bool(optimizers) and (len(states) > len(optimizers) or _has_model(saved))
+    whole = any(name in _MODELS for name, _ in saved.entries)  # `"model": deepcopy(model).half()`
+    return bool(optimizers) and (len(states) > len(optimizers) or whole)
 
 
-def _has_model(saved: cst.Dict) -> bool:
-    """Whether an entry is a model as a whole: `"model": deepcopy(model).half()`."""
-    return any(
-        isinstance(element, cst.DictElement) and strings(element.key) in _MODELS
-        for element in saved.elements
-    )
+def _is_saved_for_scaler(source: Source, flow: Flow) -> bool:
+    """Whether a function that saves is called, without a scaler, by one of this file that has one."""
+    if not isinstance(flow.node, cst.FunctionDef):
+        return False
+    for other in flows(source):
+        for call in other.nodes:
+            if not isinstance(call, cst.Call) or called_function(source, call) is not flow.node:
+                continue
+            scaler = _scaler(source, other)
+            handed = any(_SCALER.search(key(source, arg.value) or "") for arg in call.args)
+            if scaler is not None and not handed and not _is_off(source, scaler):
+                return True
+    return False
 
 
 def _scaler(source: Source, flow: Flow) -> Node | None:
-    """A scaler that this function uses, or an attribute of its class that is one."""
+    """A scaler that this function makes, or uses, or an attribute of its class that is one."""
     for node in flow.nodes:
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             owner = node.func.value
             if node.func.attr.value == "scale" and source.instance(owner) in SCALERS:
                 return owner
+        if isinstance(node, cst.Arg) and isinstance(node.value, cst.Name):
+            call = source.parents[node]
+            called = called_function(source, call)
+            if called is not None and source.instance(node.value) in SCALERS:
+                return node.value
     module = source.scopes.module
     for _, used, _ in source.methods("scale"):
         if not isinstance(used, cst.Name) or source.instance(used) not in SCALERS:
@@ -226,6 +258,30 @@ VALID = (
                 torch.save(state, path)
         """,
         note="More is put into it.",
+    ),
+    Case(
+        """
+        import torch
+
+        def save(path, model, optimizer, **more):
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, path)
+
+        def keep(path, model, optimizer, grad_scaler):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            extend(state, grad_scaler)
+            torch.save(state, path)
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            save("last.pt", model, optimizer, amp=scaler.get_scale())
+            keep("last.pt", model, optimizer, scaler)
+        """,
     ),
 )
 
@@ -411,6 +467,67 @@ INVALID = (
         """,
         unsafe=True,
         note="The name has had another value before.",
+    ),
+    Case(
+        """
+        import torch
+
+        def main(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            train(model, optimizer, scaler, batches)
+            torch.save(dict(model=model.state_dict(), optim=optimizer.state_dict()), "last.pt")
+
+        def train(model, optimizer, scaler, batches):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        """,
+        note="The scaler is made here, and used in a function of the file.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+
+            def save(self, path):
+                state = {}
+                state["model"] = self.model.state_dict()
+                state["optimizer"] = self.optimizer.state_dict()
+                torch.save(state, path)
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        def save(path, model, optimizer):
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            save("last.pt", model, optimizer)
+        """,
+        note="The function that saves is not given the scaler.",
     ),
 )
 

@@ -5,15 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from precast_lint.meaning.functions import methods_of
 from precast_lint.meaning.regions import AUTOCASTS, region_in_force
+from precast_lint.meaning.tensors import LAYERS
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
 __all__ = ["RULE"]
 
 _PARALLEL = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
-_POOLS = ("concurrent.futures.ThreadPoolExecutor", "concurrent.futures.thread.ThreadPoolExecutor")
+_POOLS = (
+    "concurrent.futures.ThreadPoolExecutor",
+    "concurrent.futures.thread.ThreadPoolExecutor",
+    "multiprocessing.pool.ThreadPool",
+    "multiprocessing.dummy.Pool",
+    "torch.multiprocessing.pool.ThreadPool",
+)
+_STARTERS = ("threading.Thread", "threading.Timer")
+_SUBMITS = (
+    "apply",
+    "apply_async",
+    "imap",
+    "imap_unordered",
+    "map",
+    "map_async",
+    "starmap",
+    "submit",
+)
+_PRODUCTS = re.compile(
+    r"torch\.(addmm|baddbmm|bmm|einsum|matmul|mm|mv|nn\.functional\.(bilinear|conv[123]d|linear|scaled_dot_product_attention))"
+)
 _REPLICAS = "each replica has a thread of its own, with the default dtype and not this region's"
 _MODELS = re.compile(r"(\w*_)?(model|net|network|module)(_\w+)?", re.IGNORECASE)
 
@@ -39,13 +62,25 @@ def _target(source: Source, call: cst.Call) -> Node | None:
     name, owner = call.func.attr.value, call.func.value
     if name == "start" and not call.args:
         made = source.values.constructed(owner)
-        if isinstance(made, cst.Call) and source.origin(made.func) == "threading.Thread":
-            return next(
-                (a.value for a in made.args if a.keyword and a.keyword.value == "target"), None
-            )
-    if name in ("submit", "map") and call.args and not call.args[0].star:
+        return _started(source, made) if isinstance(made, cst.Call) else None
+    if name in _SUBMITS and call.args and not call.args[0].star:
         return call.args[0].value if _is_pool(source, owner) else None
     return None
+
+
+def _started(source: Source, made: cst.Call) -> Node | None:
+    """What a thread runs: its `target`, or the method `run` of a class of this file."""
+    if source.origin(made.func) in _STARTERS:
+        given = Arguments.of(made)
+        return given.get("target", 1) or given.get("function", 1)
+    binding = source.names.only_binding(made.func)
+    home = binding.node if binding is not None else None
+    if not isinstance(home, cst.ClassDef):
+        return None
+    if not any(source.origin(base.value) == "threading.Thread" for base in home.bases):
+        return None
+    method = methods_of(source, home).get("run")
+    return method.node if method is not None else None
 
 
 def _is_pool(source: Source, node: Node) -> bool:
@@ -62,10 +97,24 @@ def _needs_region(source: Source, target: Node) -> bool:
         return True
     if isinstance(target, cst.Lambda):
         return _calls_model(source, target.body)
+    function = target if isinstance(target, cst.FunctionDef) else _function(source, target)
+    return function is not None and _calls_model(source, function)
+
+
+def _function(source: Source, target: Node) -> cst.FunctionDef | None:
+    """The function of this file that a name stands for, the method that `self.name` does, or what `partial` gets."""
+    if isinstance(target, cst.Call) and source.origin(target.func) == "functools.partial":
+        return _function(source, target.args[0].value) if target.args else None
     binding = source.names.only_binding(target)
-    if binding is None or not isinstance(binding.node, cst.FunctionDef):
-        return False
-    return _calls_model(source, binding.node)
+    if binding is not None:
+        return binding.node if isinstance(binding.node, cst.FunctionDef) else None
+    home = source.values.enclosing_class(target)
+    is_own = isinstance(target, cst.Attribute) and dotted(target.value) == "self"
+    if not is_own or not isinstance(home, cst.ClassDef):
+        return None
+    assert isinstance(target, cst.Attribute)
+    method = methods_of(source, home).get(target.attr.value)
+    return method.node if method is not None else None
 
 
 def _calls_model(source: Source, node: Node) -> bool:
@@ -75,17 +124,22 @@ def _calls_model(source: Source, node: Node) -> bool:
         source.origin(n) in AUTOCASTS for n in inside if isinstance(n, (cst.Name, cst.Attribute))
     ):
         return False
-    return any(
-        (isinstance(n, cst.BinaryOperation) and isinstance(n.operator, cst.MatrixMultiply))
-        or (
-            isinstance(n, cst.Call)
-            and isinstance(n.func, (cst.Name, cst.Attribute))
-            and _MODELS.fullmatch(
-                n.func.value if isinstance(n.func, cst.Name) else n.func.attr.value
-            )
-        )
+    return any(_is_product(source, n) for n in inside) or any(
+        isinstance(n, cst.Call)
+        and isinstance(n.func, (cst.Name, cst.Attribute))
+        and _MODELS.fullmatch(n.func.value if isinstance(n.func, cst.Name) else n.func.attr.value)
         for n in inside
     )
+
+
+def _is_product(source: Source, node: Node) -> bool:
+    """`a @ b`, `torch.mm(a, b)`, and a layer."""
+    if isinstance(node, cst.BinaryOperation):
+        return isinstance(node.operator, cst.MatrixMultiply)
+    if not isinstance(node, cst.Call):
+        return False
+    called = source.origin(node.func) or ""
+    return bool(_PRODUCTS.fullmatch(called) or LAYERS.match(source.instance(node.func) or ""))
 
 
 def _is_parallel(source: Source, func: Node) -> bool:
@@ -132,6 +186,26 @@ VALID = (
         with torch.autocast("cuda", enabled=False):
             threading.Thread(target=work).start()
     """),
+    Case(
+        """
+        import threading
+        from multiprocessing import Pool
+        import torch
+
+        class Writer(threading.Thread):
+            def run(self):
+                self.path.write_text("x")
+
+        def work(x):
+            return x @ x
+
+        with torch.autocast("cuda"):
+            Writer().start()
+            with Pool(2) as pool:
+                pool.map(work, [1])
+        """,
+        note="It only writes, and processes never have the region.",
+    ),
 )
 
 INVALID = (
@@ -187,6 +261,35 @@ INVALID = (
             threading.Thread(target=work, args=(a, b)).start()
         """,
     ),
+    Case(
+        """
+        import threading
+        from multiprocessing.pool import ThreadPool
+        import torch
+
+        class Server:
+            def work(self, x):
+                self.result = torch.nn.functional.linear(x, self.weight)
+
+            def run(self, x):
+                def task(part):
+                    return part @ self.weight
+
+                with torch.autocast("cpu"):
+                    threading.Thread(target=self.work, args=(x,)).start()
+                    return ThreadPool(2).map(task, x)
+
+        class Worker(threading.Thread):
+            def run(self):
+                self.result = torch.matmul(self.x, self.y)
+
+        with torch.autocast("cuda"):
+            worker = Worker()
+            worker.start()
+        """,
+        count=3,
+        note="Methods, functions inside, and threads of a class of their own.",
+    ),
 )
 
 RULE = Rule(
@@ -204,7 +307,7 @@ RULE = Rule(
         "default dtype: its replicas run in float16 where the region says bfloat16."
     ),
     fine="The thread enters a region in code that is not seen. With one device `DataParallel` starts no thread.",
-    words=("autocast Thread", "autocast DataParallel"),
+    words=("autocast Thread", "autocast DataParallel", "autocast multiprocessing.dummy"),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -23,18 +23,30 @@ _DEPTH = 4  # an expression, what its names are given, and so on
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `exp(x) / exp(x).sum(...)`."""
-    for division in source.all(cst.BinaryOperation):
-        if not isinstance(division.operator, cst.Divide):
-            continue
-        power = operation(source, value_of(source, division.left), "exp")
-        total = _sum(source, division.right)
+    for division, left, right in _divisions(source):
+        power = operation(source, value_of(source, left), "exp")
+        total = _sum(source, right)
         if power is None or total is None or _is_bounded(source, power.operand):
             continue
-        same = source.code(total.operand) == source.code(division.left) or (
+        same = source.code(total.operand) == source.code(left) or (
             source.code(value_of(source, total.operand)) == source.code(power.call)
         )
         if same:
-            yield source.find(RULE, division, fix=_fix(source, division, power, total))
+            plain = isinstance(division, cst.BinaryOperation)
+            fix = _fix(source, division, power, total) if plain else None
+            yield source.find(RULE, division, fix=fix)
+
+
+def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
+    """`a / b`, `torch.div(a, b)` and `a.div(b)`: each with what is divided, and by what."""
+    for division in source.all(cst.BinaryOperation):
+        if isinstance(division.operator, cst.Divide):
+            yield division, division.left, division.right
+    for call in source.all(cst.Call):
+        found = operation(source, call, "div", "div_", "divide", "true_divide")
+        other = found.get("other", 0) if found is not None else None
+        if found is not None and other is not None:
+            yield call, found.operand, other
 
 
 def _sum(source: Source, node: Node) -> Operation | None:
@@ -221,6 +233,15 @@ INVALID = (
 
         power = torch.exp(logits)
         weights = power / power.sum(dim=-1, keepdim=True)
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        def attend(catalog):
+            power = torch.exp(catalog)
+            return torch.div(power, power.sum(-1, keepdim=True))
         """,
     ),
 )
