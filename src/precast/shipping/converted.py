@@ -30,6 +30,7 @@ from precast.policy.policy import Policy, as_policy
 from precast.shipping.conversion import Conversion, StoredAs
 from precast.shipping.converted_class import Carried, carry, is_converted
 from precast.shipping.observed_weights import Example, Weight, observe_uses, weights_of
+from precast.shipping.stored_modules import use_stored_weights
 from precast.shipping.stored_weights import StoredParameter, stored_buffer
 
 __all__ = ["convert"]
@@ -120,6 +121,7 @@ def convert(
     else:
         converted = _copied(model, stored, device.type)
     converted.requires_grad_(False)
+    use_stored_weights(converted)
     carry(converted, carried)
     _rules[converted] = apply(converted, planned)
     return converted

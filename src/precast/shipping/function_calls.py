@@ -34,6 +34,7 @@ __all__ = [
     "casts_by_rule",
     "describe",
     "is_same",
+    "lowers",
     "region_dtype",
     "watched",
 ]
@@ -89,19 +90,31 @@ def region_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+def lowers(func: Any, device_type: str) -> bool:
+    """Whether a function is an operation that casts its arguments to 16 bits under the policy in force."""
+    bound = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
+    key = func, device_type, None if bound is None else bound.policy.fingerprint
+    known = _LOWERS.get(key)
+    if known is None:
+        policy = Policy.load("torch") if bound is None else bound.policy
+        known = type(func) in _BUILT_IN and _is_lowered(policy, func, device_type)
+        if len(_LOWERS) >= _MOST_KNOWN:
+            _LOWERS.clear()
+        _LOWERS[key] = known
+    return known
+
+
+_LOWERS: Final[dict[Any, bool]] = {}
+_MOST_KNOWN: Final = 4096
+
+
 def casts_by_rule(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
 ) -> bool:
     """Whether a function is an operation that casts its eligible arguments, all of which are tensors of their own."""
-    if type(func) not in _BUILT_IN or "out" in kwargs:
+    if not lowers(func, device_type) or "out" in kwargs:
         return False
-    bound = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
-    policy = Policy.load("torch") if bound is None else bound.policy
-    known: dict[Any, bool] = policy.made_of.setdefault(("casts_by_rule", device_type), {})
-    lowers = known.get(func)
-    if lowers is None:
-        lowers = known[func] = _is_lowered(policy, func, device_type)
-    return lowers and all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))
+    return all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))
 
 
 def _is_lowered(policy: Policy, func: Any, device_type: str) -> bool:
