@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from precast.integrations.torch_amp.installation import install, uninstall
     from precast.policy.policy import Policy
     from precast.shipping.converted import convert
+    from precast.shipping.loading import load
 
 _HOME = {
     "precast.attachment.attachment": ("attach",),
@@ -51,6 +52,7 @@ _HOME = {
     "precast.grad_scaler.losses": ("LossScalers",),
     "precast.policy.policy": ("Policy",),
     "precast.shipping.converted": ("convert",),
+    "precast.shipping.loading": ("load",),
     "precast.autocast_mode.region": ("autocast", "current", "disable"),
     "precast.grad_scaler.scaler": ("GradScaler",),
     "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
@@ -81,6 +83,7 @@ __all__ = [
     "disable",
     "errors",
     "install",
+    "load",
     "monitor",
     "observe",
     "trace",

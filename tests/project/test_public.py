@@ -37,6 +37,7 @@ NAMES = [
     "disable",
     "errors",
     "install",
+    "load",
     "monitor",
     "observe",
     "trace",

@@ -33,7 +33,7 @@ from precast.shipping.observed_weights import Example, Weight, observe_uses, wei
 from precast.shipping.stored_modules import use_stored_weights
 from precast.shipping.stored_weights import StoredParameter, stored_buffer
 
-__all__ = ["convert"]
+__all__ = ["convert", "finish"]
 
 _rules: Final = WeakIdKeyDictionary()
 """Converted model -> its rules for modules, which act as long as it lives."""
@@ -111,20 +111,31 @@ def convert(
         device.type,
         tuple(map(_stored_as, weights)),
     )
-    carried = Carried(region, report, tuple(m for m in methods if hasattr(type(model), m)))
     stored = [(weight, low) for weight in weights if (low := _low_dtype(weight)) is not None]
     if in_place:
         converted = model
+        del weights
         while stored:
             _store_in_place(*stored.pop(0))
-        del weights
     else:
         converted = _copied(model, stored, device.type)
-    converted.requires_grad_(False)
-    use_stored_weights(converted)
-    carry(converted, carried)
-    _rules[converted] = apply(converted, planned)
-    return converted
+    return finish(converted, region, planned, report, methods)
+
+
+def finish(
+    model: nn.Module,
+    region: autocast,
+    planned: Plan,
+    report: Conversion,
+    methods: Sequence[str],
+) -> nn.Module:
+    """Has a model with stored weights run under the policy from now on; returns the model."""
+    model.requires_grad_(False)
+    use_stored_weights(model)
+    named = tuple(method for method in methods if hasattr(type(model), method))
+    carry(model, Carried(region, report, named))
+    _rules[model] = apply(model, planned)
+    return model
 
 
 def _low_dtype(weight: Weight) -> torch.dtype | None:

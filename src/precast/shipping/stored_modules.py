@@ -43,7 +43,7 @@ class Linear(nn.Linear):
 
     function = F.linear
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102 -- as in PyTorch
+    def forward(self, input: Tensor) -> Tensor:
         if not _casts(self, input):
             return super().forward(input)
         parameters: Any = self._parameters
@@ -56,7 +56,7 @@ class Conv1d(nn.Conv1d):
 
     function = torch.conv1d
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
+    def forward(self, input: Tensor) -> Tensor:
         if not _casts(self, input):
             return super().forward(input)
         with _torch.without_subclass_functions():
@@ -68,7 +68,7 @@ class Conv2d(nn.Conv2d):
 
     function = torch.conv2d
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
+    def forward(self, input: Tensor) -> Tensor:
         if not _casts(self, input):
             return super().forward(input)
         with _torch.without_subclass_functions():
@@ -80,7 +80,7 @@ class Conv3d(nn.Conv3d):
 
     function = torch.conv3d
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
+    def forward(self, input: Tensor) -> Tensor:
         if not _casts(self, input):
             return super().forward(input)
         with _torch.without_subclass_functions():
@@ -99,8 +99,12 @@ def use_stored_weights(model: nn.Module) -> None:
     """Exchanges the classes of the modules in a model whose weights are all stored in one 16-bit dtype."""
     for module in model.modules():
         stored = _STORED.get(type(module))
-        weights = [p for p in module._parameters.values() if p is not None]
-        if stored is None or "forward" in vars(module) or not all(getattr(weight, "is_dense", False) for weight in weights):
+        weights: list[Any] = [p for p in module._parameters.values() if p is not None]
+        if (
+            stored is None
+            or "forward" in vars(module)
+            or not all(getattr(weight, "is_dense", False) for weight in weights)
+        ):
             continue
-        if len({weight.stored_dtype for weight in weights}) == 1:  # type: ignore[union-attr]
-            module.__class__ = stored  # type: ignore[assignment]
+        if len({weight.stored_dtype for weight in weights}) == 1:
+            module.__class__ = stored

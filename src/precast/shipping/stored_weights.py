@@ -87,9 +87,7 @@ class StoredWeight(Tensor):
                 return func(*args, **kwargs)
             weights = _stored_in(args, kwargs)
             first = weights[0] if weights else None
-            if first is None or not (
-                inside.models or torch.is_autocast_enabled(first.device_type)
-            ):
+            if first is None or not (inside.models or torch.is_autocast_enabled(first.device_type)):
                 return func(*args, **kwargs)
             dtype = region_dtype(first.device_type)
             if casts_by_rule(func, args, kwargs, first.device_type) and all(
