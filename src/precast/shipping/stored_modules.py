@@ -22,9 +22,8 @@ from precast.shipping.stored_weights import StoredParameter
 __all__ = ["use_stored_weights"]
 
 
-def _casts(module: nn.Module, value: Any) -> bool:
-    """Whether the region in force casts an input, and every weight to the dtype that it has."""
-    weight: Any = module._parameters["weight"]
+def _casts(weight: Any, function: Any, value: Any) -> bool:
+    """Whether the region in force casts an input, and the weights of a function to the dtype that they have."""
     if type(weight) is not StoredParameter:  # the program has given it another one
         return False
     device = weight.device_type
@@ -33,7 +32,7 @@ def _casts(module: nn.Module, value: Any) -> bool:
         and torch.get_autocast_dtype(device) is weight.stored_dtype
         and torch.is_autocast_enabled(device)
         and value.dtype is not torch.float64
-        and lowers(module.function, device)
+        and lowers(function, device)
         and not torch.compiler.is_dynamo_compiling()
     )
 
@@ -41,10 +40,8 @@ def _casts(module: nn.Module, value: Any) -> bool:
 class Linear(nn.Linear):
     """`nn.Linear` with stored weights."""
 
-    function = F.linear
-
     def forward(self, input: Tensor) -> Tensor:
-        if not _casts(self, input):
+        if not _casts(self._parameters["weight"], F.linear, input):
             return super().forward(input)
         parameters: Any = self._parameters
         with _torch.without_subclass_functions():
@@ -54,10 +51,8 @@ class Linear(nn.Linear):
 class Conv1d(nn.Conv1d):
     """`nn.Conv1d` with stored weights."""
 
-    function = torch.conv1d
-
     def forward(self, input: Tensor) -> Tensor:
-        if not _casts(self, input):
+        if not _casts(self._parameters["weight"], torch.conv1d, input):
             return super().forward(input)
         with _torch.without_subclass_functions():
             return super().forward(input)
@@ -66,10 +61,8 @@ class Conv1d(nn.Conv1d):
 class Conv2d(nn.Conv2d):
     """`nn.Conv2d` with stored weights."""
 
-    function = torch.conv2d
-
     def forward(self, input: Tensor) -> Tensor:
-        if not _casts(self, input):
+        if not _casts(self._parameters["weight"], torch.conv2d, input):
             return super().forward(input)
         with _torch.without_subclass_functions():
             return super().forward(input)
@@ -78,10 +71,8 @@ class Conv2d(nn.Conv2d):
 class Conv3d(nn.Conv3d):
     """`nn.Conv3d` with stored weights."""
 
-    function = torch.conv3d
-
     def forward(self, input: Tensor) -> Tensor:
-        if not _casts(self, input):
+        if not _casts(self._parameters["weight"], torch.conv3d, input):
             return super().forward(input)
         with _torch.without_subclass_functions():
             return super().forward(input)
@@ -99,7 +90,7 @@ def use_stored_weights(model: nn.Module) -> None:
     """Exchanges the classes of the modules in a model whose weights are all stored in one 16-bit dtype."""
     for module in model.modules():
         stored = _STORED.get(type(module))
-        weights: list[Any] = [p for p in module._parameters.values() if p is not None]
+        weights: list[Any] = list(module.parameters(recurse=False))
         if (
             stored is None
             or "forward" in vars(module)
