@@ -93,21 +93,6 @@ def test_operations_without_weights_call_nothing_of_python(policy: str) -> None:
             assert python_calls(act) == []
 
 
-def test_a_kept_region_is_entered_and_left_in_few_calls() -> None:
-    region = precast.autocast("cpu")
-
-    def use() -> None:
-        with region:
-            pass
-
-    use()
-    use()
-    calls = python_calls(use)
-    assert "enter" in calls
-    assert "leave" in calls
-    assert "put_in_force" not in calls
-
-
 def _fake() -> None:
     with FakeTensorMode():
         F.linear(torch.ones(2, 2), torch.ones(2, 2))

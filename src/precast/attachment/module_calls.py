@@ -128,7 +128,7 @@ def forget_abandoned(frame: FrameType | None = None) -> None:
     while _thread.calls and not _is_running(_thread.calls[-1], frame or inspect.currentframe()):
         call = _thread.calls.pop()
         _set_off(call.off)
-        if not regions.records:
+        if not regions.is_open:
             for replaced in reversed(call.replaced):
                 _put_policy(replaced, None)
 

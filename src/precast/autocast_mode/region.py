@@ -32,12 +32,14 @@ from precast.autocast_mode.arguments import (
 from precast.autocast_mode.decorator import DecoratorRegion
 from precast.autocast_mode.shortcut import Shortcut, Start
 from precast.engine import registration
+from precast.engine.native.calls import ONE_OF_SEVERAL, OUTERMOST
 from precast.engine.thread_state import (
     BoundPolicy,
     Group,
     Record,
     ThreadState,
     installed,
+    native_engine,
     regions,
     thread_state,
     write_guard_id,
@@ -109,29 +111,39 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         if _is_traced():
             next(self._steps)
             return self
+        record = Record()
+        try:  # Ctrl-C may come between any two steps: what is restored is what the record says
+            self.enter_as(record)
+        except BaseException:
+            _end_all([record])
+            raise
+        return self
+
+    def enter_as(self, record: Record) -> None:
+        """Enters the region; the caller ends this record, which is empty before, if that is interrupted."""
         if held.attached and self.enabled:
             unversioned_writes.check_at_entry()
-        depth = len(regions.records)
-        try:  # Ctrl-C may come between any two steps: what is restored is what the record says
-            known = self._known_shortcut()
-            if known is None or not known.enter(self):
-                self._enter_step_by_step()
-            return self
-        except BaseException:
-            for record in reversed(regions.records[depth:]):
-                _end(record)
-            raise
+        known = self._shortcut
+        if known is None or not known.enter(known.number, self, known, record):
+            self._enter_otherwise(record)
 
-    def _enter_step_by_step(self) -> None:
+    def _enter_otherwise(self, record: Record) -> None:
+        """Enters by the shortcut that another object has found, or step by step."""
         device = self.device
         here = thread_state(device).state
         outside = here.bound_policy
         bound = self._bound_policy(outside)
+        policies = outside and outside.number, bound and bound.number
+        way = (*policies, *self._flags(), self.cache_enabled)
+        known = _shortcuts.get(way)
+        if known is not None and known is not self._shortcut:
+            self._shortcut = known
+            if known.enter(known.number, self, known, record):
+                return
         if _torch.function_modes():
             self._write_down(bound)
         start = Start.of(device, bound)
-        record = Record(
-            self,
+        found = (
             device,
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
@@ -139,6 +151,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             outside,
             _torch.optimizes_torchscript(),
         )
+        record.fill(self, found, [])
         regions.records.append(record)
         # Only now: who takes the kernels off says so first, and then looks for records.
         if bound is not None and bound is not outside and not bound.registration.holds:
@@ -154,53 +167,48 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         if self.cache_enabled is not None:
             torch.set_autocast_cache_enabled(self.cache_enabled)
         if start is not None and bound is not None:
-            self._remember(start.shortcut(record, bound), outside)
-
-    def _known_shortcut(self) -> Shortcut | None:
-        if self._shortcut is None and self.policy is None:
-            self._shortcut = _shortcuts.get(self._key())
-        return self._shortcut
-
-    def _remember(self, known: Shortcut, outside: BoundPolicy | None) -> None:
-        """Keeps a shortcut for this object or, with the default policy outside of all regions, for all like it."""
-        self._shortcut, device = known, self.device
-        if self.policy is None and outside is None and installed(device).bound_policy is None:
-            _shortcuts[self._key()] = known
+            if len(_shortcuts) >= _MOST_SHORTCUTS:
+                _shortcuts.clear()
+            self._shortcut = _shortcuts[way] = start.shortcut(found, bound)
 
     def __getstate__(self) -> dict[str, object]:
         """What a copy or a pickle has: all but the way in that this process knows."""
         return {name: value for name, value in vars(self).items() if name != "_shortcut"}
 
-    def _key(self) -> tuple[object, ...]:
-        """What says what a region with the policy around it is."""
-        return self.device, self.enabled, self.fast_dtype, self.cache_enabled
-
     @_torch.runs_uncompiled
     def __exit__(self, *exc_info: object) -> None:
         found: list[Record] = []  # gets the record before anything is changed
+        left: list[int] = []
         try:
             if _is_traced():
                 next(self._steps, None)
                 return
-            if _torch.function_modes():
-                _torch.export_region(None)
-            records = regions.records
-            if records and records[-1].owner is self:
-                record = records[-1]
-                found.append(record)
-                if record.shortcut is None or not record.shortcut.leave(record):
-                    _end(record)
-            else:
-                _leave_nesting(_splice_out(self))
-                _warn_out_of_order(self)
+            left.extend(map(native_engine.leave, (self,)))  # one step that nothing interrupts
+            if left[0] == 0:
+                self._leave_step_by_step(found)
+            elif left[0] != ONE_OF_SEVERAL:
+                _ended(self.device, left[0])
         except RegionError:
             raise
         except BaseException:  # Ctrl-C, say: what is done already is not done twice
             if found:
                 _end(found[0])
-            else:
+            elif left in ([], [0]):
                 self.__exit__()
+            else:
+                _ended(self.device, left[0])
             raise
+
+    def _leave_step_by_step(self, found: list[Record]) -> None:
+        if _torch.function_modes():
+            _torch.export_region(None)
+        records = regions.records
+        if records and records[-1].owner is self:
+            found.append(records[-1])
+            _end(records[-1])
+        else:
+            _leave_nesting(_splice_out(self))
+            _warn_out_of_order(self)
 
     def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:
         """The policy to be in force inside; a disabled region has one too: code in it may enable autocast again."""
@@ -234,7 +242,10 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
 
 
 _shortcuts: Final[dict[tuple[object, ...], Shortcut]] = {}
-"""How regions with the default policy are entered, by what they are."""
+"""How regions are entered in one step, by what they are and the numbers of the bound policies around and inside."""
+
+_MOST_SHORTCUTS: Final = 64
+"""How many are kept for new objects before all are forgotten: each keeps its policies alive."""
 
 
 # What `torch.compile` sees of a region: one of PyTorch's, whose `cache_enabled` says the policy where that is not
@@ -307,17 +318,15 @@ class Regions(DecoratorRegion):
     @_torch.never_compiled
     def __enter__(self) -> Regions:
         entered: list[tuple[autocast, Record]] = []
-        depth = len(regions.records)
         try:
             for region in self._members():
-                region.__enter__()
-                entered.append((region, regions.records[-1]))
+                entered.append((region, Record()))
+                region.enter_as(entered[-1][1])
             regions.groups.append((self, entered))
         except BaseException:  # where one cannot be entered, or Ctrl-C comes, those before it end
             if regions.groups and regions.groups[-1][1] is entered:
                 regions.groups.pop()
-            for record in reversed(regions.records[depth:]):
-                _end(record)
+            _end_all([record for _, record in entered])
             raise
         return self
 
@@ -329,7 +338,7 @@ class Regions(DecoratorRegion):
         except RegionError:
             raise
         except BaseException:
-            _leave_group(self, found)
+            _leave_group(self, found, again=True)
             raise
 
 
@@ -366,7 +375,7 @@ def disable() -> Regions:
 
 def _again_in_this_region(function: Callable[..., Any]) -> Callable[..., Any]:
     """What a checkpoint runs again in backward: in the policy in force here, where PyTorch restores its flags alone."""
-    if not regions.records:
+    if not regions.is_open:
         return function
     here = current()
 
@@ -410,6 +419,19 @@ class _Captured(autocast):
         return self._captured
 
 
+def _end_all(entered: list[Record]) -> None:
+    """Ends what is open of these entries, the innermost first."""
+    for record in reversed(regions.records):
+        if any(record is one for one in entered):
+            _end(record)
+
+
+def _ended(device_type: str, left: int) -> None:
+    """Empties the caches when the library has left the outermost region, or the outermost of precast's own."""
+    if left == OUTERMOST or not (regions.is_open or installed(device_type).bound_policy):
+        registration.clear_cache()
+
+
 def _end(record: Record) -> None:
     """Restores what a record says and takes it off this thread's stack; where that was begun already, the rest."""
     _restore_device(record)
@@ -438,8 +460,6 @@ def _splice_out(owner: autocast) -> Record:
         raise _ended_elsewhere(owner)
     record = records.pop(index)
     later = records[index:]
-    for each in later:
-        each.shortcut = None  # it would restore what was, and not what the record says from now on
     if later:
         later[0].cache_enabled = record.cache_enabled
         later[0].optimizes_torchscript = record.optimizes_torchscript
@@ -457,14 +477,14 @@ def _splice_out(owner: autocast) -> Record:
     return record
 
 
-def _leave_group(owner: Regions, found: list[Group]) -> None:
-    """Leaves what is open of an object's latest entry, the innermost region first, and forgets the entry."""
+def _leave_group(owner: Regions, found: list[Group], *, again: bool = False) -> None:
+    """Leaves an object's latest entry, the innermost region first; `again`, what is still open of it."""
     if not found:
         found.extend([group for group in regions.groups if group[0] is owner][-1:])
     if not found:
         raise _ended_elsewhere(owner)
     for region, record in reversed(found[0][1]):
-        if any(record is known for known in regions.records):
+        if not again or any(record is known for known in regions.records):
             region.__exit__(None, None, None)
     regions.groups[:] = [other for other in regions.groups if other is not found[0]]
 

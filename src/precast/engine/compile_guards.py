@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import torch
 from precast import _torch
 from precast._internal.locks import survives_fork
 
-__all__ = ["LIMIT", "NO_GUARD_ID", "GuardId", "inherited", "write"]
+__all__ = ["LIMIT", "NO_GUARD_ID", "GuardId", "by_number", "inherited", "write"]
 
 Policies = frozenset[tuple[str, str]]
 """Device type and fingerprint of every policy in force that is not exactly PyTorch's."""
@@ -45,6 +46,8 @@ class GuardId:
     low: torch.dtype | None
     high: torch.dtype | None
     repeats: bool = False
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """What the flags cannot say: each has its own."""
     _next: dict[tuple[str, str | None], GuardId] = field(default_factory=dict, repr=False)
 
     def after(self, device_type: str, fingerprint: str | None) -> GuardId:
@@ -59,6 +62,8 @@ class GuardId:
 
 NO_GUARD_ID: Final = GuardId(frozenset(), None, None)
 _guard_ids: Final[dict[Policies, GuardId]] = {NO_GUARD_ID.policies: NO_GUARD_ID}
+by_number: Final = {NO_GUARD_ID.number: NO_GUARD_ID}
+"""All guard ids; there is one more for each set of policies that was in force."""
 _lock = survives_fork(threading.Lock())
 
 
@@ -102,7 +107,9 @@ def _new_guard_id(policies: Policies) -> GuardId:
     number = min(len(_guard_ids), LIMIT) - 1
     high, low = divmod(number, len(_ALL))
     digit = _digits(_HIGH)[high - 1] if high else None
-    return GuardId(policies, _digits(_LOW)[low], digit, repeats=len(_guard_ids) >= LIMIT)
+    new = GuardId(policies, _digits(_LOW)[low], digit, repeats=len(_guard_ids) >= LIMIT)
+    by_number[new.number] = new
+    return new
 
 
 def _digits(device_type: str) -> tuple[torch.dtype, ...]:

@@ -121,6 +121,14 @@ def _choose_engine(name: str) -> None:
         _load_native()
     native.is_used = name == "native"
     _chosen = name
+    _allow_shortcuts()
+
+
+def _allow_shortcuts() -> None:
+    """Has the library enter regions in one step, where its engine is in use and kernels are registered to stay."""
+    if native_engine.calls is not None:
+        allowed = native.is_used and _registration.holds
+        native_engine.calls.allow_shortcuts(_registration.number if allowed else 0)
 
 
 def _load_native() -> None:
@@ -139,7 +147,9 @@ def _load_native() -> None:
         asked = Library("precast_native", "IMPL")
         asked.impl("ask", _asked, "CompositeImplicitAutograd")
         _for_good.append(asked)
-        native.copies = native_engine.calls = calls
+        native.copies = calls
+        native_engine.load(calls)
+        calls.watch(bool(watchers))
         for held_parameter in held.held_parameters.values():
             calls.hold(held_parameter.source, True)
 
@@ -225,8 +235,10 @@ def unregister(*, kernels: bool = True) -> bool:
     with _lock:
         # First the announcement, then the look: who enters a region meanwhile is seen here, or sees it and binds anew.
         _registration.holds = False
+        _allow_shortcuts()
         if a_region_is_open() or any(installed(device).bound_policy for device in DEVICE_TYPES):
             _registration.holds = True
+            _allow_shortcuts()
             return False
         _bound_policies.clear()  # what policies keep does not hold any more, which `bind` sees
         _defaults.clear()
@@ -234,6 +246,7 @@ def unregister(*, kernels: bool = True) -> bool:
             _take_off_kernels()
             _torch.unwrap_checkpoints()  # another thread may be in a module with a rule
         _registration = Registration()
+        _allow_shortcuts()
         compile_cache_key.take_off()
         _torch.on_cleared_cache(None)
         _listen_to_optimizers(False)

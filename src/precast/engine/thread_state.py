@@ -5,15 +5,19 @@ Invariants:
 - PyTorch's own thread-local flags stay the one truth for *enabled* and *dtype*; precast adds only the policy;
 - every entry of a region pushes one record that holds all it replaced, so any nesting, re-entry or recursion of one
   object restores what was there;
+- a region that the library entered in one step lies on the library's stack, above the records of here, until somebody
+  reads `regions.records`. What it has in force is a number in memory that C++ and Python share;
 - all of it is thread-local: a new thread starts with no region, as in PyTorch. All threads share only what `install`
   put there, for the regions that PyTorch opens.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from ctypes import c_int64
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,6 +32,7 @@ from precast.weights.weight_cache import WeightCache
 
 __all__ = [
     "BoundPolicy",
+    "Found",
     "Group",
     "Installed",
     "Kernel",
@@ -56,6 +61,8 @@ class Registration:
     """The set of kernels that is on the dispatcher; `holds` turns False when they are taken off."""
 
     holds: bool = True
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """What the library knows it by."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -78,12 +85,22 @@ class BoundPolicy:
     """The operations that compiled kernels do without the reference."""
 
     native: int = 0
-    """What compiled kernels know it by; 0 where there are none."""
+    """What compiled kernels know what it says by, which other bound policies may say too; 0 where there are none."""
+
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """What this thread's memory says while it is in force."""
+
+    def __post_init__(self) -> None:
+        number = self.number
+        _bound_policies[number] = weakref.ref(self, lambda _: _bound_policies.pop(number, None))
 
 
-@dataclass(slots=True, eq=False)
+_bound_policies: Final[dict[int, weakref.ref[BoundPolicy]]] = {}
+
+
+@dataclass(slots=True, eq=False, init=False)
 class Record:
-    """One entry of a region: whose it is, and what it replaced."""
+    """One entry of a region: whose it is, and what it replaced; empty until `fill`."""
 
     owner: object
     device_type: str
@@ -92,11 +109,24 @@ class Record:
     cache_enabled: bool
     bound_policy: BoundPolicy | None
     optimizes_torchscript: bool
-    nesting: list[int] = field(default_factory=list)
+    nesting: list[int]
     """PyTorch's count of open regions when this one was counted, and when it was no longer."""
-    shortcut: Any = None
-    """How the library entered the region in one step, if it did; it leaves it so."""
 
+    def fill(self, owner: object, found: Found, nesting: list[int]) -> None:
+        """Says whose entry it is, what it found, and how it was counted."""
+        self.owner, self.nesting = owner, nesting
+        (
+            self.device_type,
+            self.enabled,
+            self.dtype,
+            self.cache_enabled,
+            self.bound_policy,
+            self.optimizes_torchscript,
+        ) = found
+
+
+Found = tuple[str, bool, torch.dtype, bool, BoundPolicy | None, bool]
+"""What an entry found: the fields of `Record` from `device_type` to `optimizes_torchscript`."""
 
 Group = tuple[object, list[tuple[Any, Record]]]
 """Regions that were entered as one: the object that was, and each region with its record."""
@@ -114,10 +144,16 @@ _threads: list[weakref.ref[Records]] = []
 class NativeEngine:
     """The library of compiled kernels, once it is loaded: they look up in C++ what is in force in a thread."""
 
-    __slots__ = ("calls",)
+    __slots__ = ("calls", "leave")
 
     def __init__(self) -> None:
         self.calls: Calls | None = None
+        self.leave: Callable[[object], int] = lambda _: 0
+        """`calls.leave`, which leaves no region while there is no library."""
+
+    def load(self, calls: Calls) -> None:
+        """Has the library in use, for as long as the process lives."""
+        self.calls, self.leave = calls, calls.leave
 
 
 native_engine: Final = NativeEngine()
@@ -127,19 +163,64 @@ class ThreadRegions(threading.local):
     """This thread's records, the regions entered as one, its weight cache, and the guard id for the compiler."""
 
     def __init__(self) -> None:
-        self.records = Records()
-        _threads.append(weakref.ref(self.records, _threads.remove))
+        self._records = Records()
+        _threads.append(weakref.ref(self._records, _threads.remove))
         self.groups: list[Group] = []
         # A thread of PyTorch's own ends no region, so nothing would empty its cache.
         self.is_pytorchs = in_pool_thread()
         self.cache = WeightCache(holds=not self.is_pytorchs, is_threads=True)
-        self.guard_id = NO_GUARD_ID
-        self.written_guard_id: GuardId | None = NO_GUARD_ID
-        """The guard id that the flags hold; None while they are being changed."""
-        self.lends = False
-        """Whether this thread has given its policies to PyTorch's own threads, as it does with every change of them."""
+        self._guard_id, self._written = c_int64(NO_GUARD_ID.number), c_int64(NO_GUARD_ID.number)
+        self._lends, self._open = c_int64(), c_int64()
         self.is_known = False
         """Whether compiled kernels know this thread; until then its operations run on the reference."""
+
+    @property
+    def records(self) -> Records:
+        """The open regions, outermost first."""
+        if self._open.value:
+            self._take_over()
+        return self._records
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a region is open; this needs no records."""
+        return bool(self._open.value or self._records)
+
+    @property
+    def guard_id(self) -> GuardId:
+        """The guard id of the policies that are in force."""
+        return compile_guards.by_number[self._guard_id.value]
+
+    @guard_id.setter
+    def guard_id(self, guard_id: GuardId) -> None:
+        self._guard_id.value = guard_id.number
+
+    @property
+    def written_guard_id(self) -> GuardId | None:
+        """The guard id that the flags hold; None while they are being changed."""
+        return compile_guards.by_number.get(self._written.value)
+
+    @written_guard_id.setter
+    def written_guard_id(self, guard_id: GuardId | None) -> None:
+        self._written.value = 0 if guard_id is None else guard_id.number
+
+    @property
+    def lends(self) -> bool:
+        """Whether this thread has given its policies to PyTorch's own threads, as it does with every change of them."""
+        return bool(self._lends.value)
+
+    @lends.setter
+    def lends(self, lends: bool) -> None:
+        self._lends.value = lends
+
+    def _take_over(self) -> None:
+        """Takes the regions that the library has entered among the records."""
+        calls = native_engine.calls
+        assert calls is not None
+        for index in range(self._open.value):
+            calls.fill_record(index)
+        # One step that no signal interrupts: a region is on one of the two stacks.
+        self._records.extend(iter(calls.take_record, None))
 
     def introduce(self) -> None:
         """Tells compiled kernels whose thread this is, and what is in force in it."""
@@ -147,8 +228,12 @@ class ThreadRegions(threading.local):
         if self.is_known or calls is None:
             return
         for device_type, slot in list(_thread_states.items()):
-            bound = slot.state.bound_policy
-            calls.put_in_force(calls.device(device_type), 0 if bound is None else bound.native)
+            slot.state.share(calls.bound_number(device_type))
+        before = self._guard_id, self._written, self._lends, self._open
+        numbers = tuple(calls.thread_numbers())
+        for number, known in zip(numbers, before, strict=True):
+            number.value = known.value
+        self._guard_id, self._written, self._lends, self._open = numbers
         calls.this_thread(2 if self.is_pytorchs else 1)
         self.is_known = True
 
@@ -158,7 +243,8 @@ regions = ThreadRegions()
 
 def a_region_is_open() -> bool:
     """Whether any thread is in a region of precast's own."""
-    return any(map(_is_open, list(_threads)))
+    calls = native_engine.calls
+    return any(map(_is_open, list(_threads))) or (calls is not None and bool(calls.any_open()))
 
 
 def _is_open(thread: weakref.ref[Records]) -> bool:
@@ -168,25 +254,44 @@ def _is_open(thread: weakref.ref[Records]) -> bool:
 class ThreadState:
     """What is in force in one thread for one device type."""
 
-    __slots__ = ("_device_type", "attempts", "bound_policy", "uses")
+    __slots__ = ("_bound_policy", "_device_type", "_number", "attempts", "uses")
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self.bound_policy: BoundPolicy | None = None
-        """The policy of precast's innermost region; None outside of all regions. `follow` changes it."""
+        self._bound_policy: BoundPolicy | None = None
+        """What `follow` has put in force, so that it lives as long as it is."""
+        self._number = c_int64()
         self.attempts = 0
         """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
         self.uses = 0
         """How many operations have taken weights since a held copy was last compared with its parameter."""
+        calls = native_engine.calls
+        if calls is not None and regions.is_known:
+            self.share(calls.bound_number(device_type))
+
+    @property
+    def bound_policy(self) -> BoundPolicy | None:
+        """The policy of precast's innermost region; None outside of all regions. `follow` changes it."""
+        number = self._number.value
+        if number == 0:
+            return None
+        kept = self._bound_policy
+        return kept if kept is not None and kept.number == number else _bound_policies[number]()
 
     def follow(self, bound: BoundPolicy | None) -> None:
         """Has a policy in force, in compiled kernels too."""
-        self.bound_policy = bound
+        self._bound_policy = bound
+        number = 0 if bound is None else bound.number
         calls = native_engine.calls
         if calls is not None:
-            calls.put_in_force(
-                calls.device(self._device_type), 0 if bound is None else bound.native
-            )
+            native = 0 if bound is None else bound.native
+            calls.put_in_force(calls.device(self._device_type), native, number)
+        self._number.value = number
+
+    def share(self, number: c_int64) -> None:
+        """From now on the number of what is in force is in this memory, which compiled code reads and writes too."""
+        number.value, self._number = self._number.value, number
+        self.follow(self.bound_policy)
 
     def is_attempt(self) -> bool:
         """Whether an operation is being tried, in Python or in compiled kernels."""
@@ -228,7 +333,8 @@ class Installed:
         self.bound_policy = bound
         calls = native_engine.calls
         if calls is not None:
-            calls.install(calls.device(self._device_type), 0 if bound is None else bound.native)
+            known = (0, 0) if bound is None else (bound.native, bound.number)
+            calls.install(calls.device(self._device_type), *known)
 
 
 _installed: dict[str, Installed] = {}

@@ -18,7 +18,21 @@
 
 namespace precast {
 
-ThreadState::ThreadState() {
+namespace {
+Numbers* new_numbers() {
+  std::lock_guard<std::mutex> guard(Process::lock);
+  auto& free = Process::free_numbers;
+  if (free.empty()) {
+    return new Numbers{};
+  }
+  Numbers* numbers = free.back();
+  free.pop_back();
+  *numbers = Numbers{};
+  return numbers;
+}
+}  // namespace
+
+ThreadState::ThreadState() : numbers(new_numbers()) {
   std::lock_guard<std::mutex> guard(Process::lock);
   Process::threads.push_back(this);
 }
@@ -27,6 +41,7 @@ ThreadState::~ThreadState() {
   std::lock_guard<std::mutex> guard(Process::lock);
   auto& threads = Process::threads;
   threads.erase(std::remove(threads.begin(), threads.end(), this), threads.end());
+  Process::free_numbers.push_back(numbers);
 }
 
 ThreadState& ThreadState::here() {
@@ -233,12 +248,16 @@ PRECAST_API const void* precast_policy(int promotes, const uint8_t* actions, int
   return policies.back().get();
 }
 
-PRECAST_API void precast_put_in_force(int device, const void* policy) {
-  ThreadState::here().policies[device] = static_cast<const Policy*>(policy);
+// Has a policy in force in this thread; `number` is that of the bound policy.
+PRECAST_API void precast_put_in_force(int device, const void* policy, int64_t number) {
+  ThreadState& here = ThreadState::here();
+  here.policies[device] = static_cast<const Policy*>(policy);
+  here.numbers->bound[device] = number;
 }
 
-PRECAST_API void precast_install(int device, const void* policy) {
+PRECAST_API void precast_install(int device, const void* policy, int64_t number) {
   Process::installed[device].store(static_cast<const Policy*>(policy));
+  Process::installed_numbers[device] = number;
 }
 
 PRECAST_API void precast_watch(int is_watched) {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -22,7 +22,10 @@ from precast._torch import UNUSED_DEVICE_TYPES, impl_address
 from precast.errors import PrecastError
 from precast.weights.native_copies import Evicted, Use
 
-__all__ = ["Calls"]
+__all__ = ["ONE_OF_SEVERAL", "OUTERMOST", "Calls"]
+
+OUTERMOST, ONE_OF_SEVERAL = 2, 1
+"""What `leave` says: the thread's outermost region has ended, or others that it has entered are open."""
 
 _Compare: Final = ctypes.CFUNCTYPE(None)
 _IsCapturing: Final = ctypes.CFUNCTYPE(ctypes.c_int)
@@ -46,16 +49,28 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     ),
     "deregister": (None, [ctypes.c_int64]),
     "policy": (ctypes.c_void_p, [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]),
-    "put_in_force": (None, [ctypes.c_int, ctypes.c_void_p]),
-    "install": (None, [ctypes.c_int, ctypes.c_void_p]),
+    "put_in_force": (None, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]),
+    "install": (None, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]),
     "watch": (None, [ctypes.c_int]),
     "this_thread": (None, [ctypes.c_int]),
     "attempts": (ctypes.c_int, [ctypes.c_int]),
     "guard_types": (None, [ctypes.c_int, ctypes.c_int]),
     "snapshot": (ctypes.c_void_p, [ctypes.c_int]),
     "free_snapshot": (None, [ctypes.c_void_p]),
-    "enter": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]),
-    "leave": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]),
+    "references": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.py_object]),
+    "allow_shortcuts": (None, [ctypes.c_int64]),
+    "number": (ctypes.c_void_p, [ctypes.c_int, ctypes.c_int]),
+    "shortcut": (ctypes.c_void_p, [ctypes.c_void_p]),
+    "free_shortcut": (None, [ctypes.c_void_p]),
+    "enter": (
+        ctypes.c_int,
+        [ctypes.c_void_p, ctypes.py_object, ctypes.py_object, ctypes.py_object],
+    ),
+    "leave": (ctypes.c_int, [ctypes.py_object]),
+    "open_region": (ctypes.py_object, [ctypes.c_int64, ctypes.c_int]),
+    "open_count": (ctypes.c_int, [ctypes.c_int64]),
+    "take_record": (ctypes.py_object, []),
+    "any_open": (ctypes.c_int, []),
     "clear": (None, []),
     "count": (ctypes.c_int64, []),
     "record_casts": (None, []),
@@ -108,11 +123,18 @@ class Calls:
         self._callbacks = _Compare(compare), _IsCapturing(is_capturing)
         self._functions["begin"](*self._callbacks, uses_between_checks)
         atexit.register(self._functions["end"])
-        self.put_in_force: Callable[[int, int], None] = self._functions["put_in_force"]
-        self.install: Callable[[int, int], None] = self._functions["install"]
-        self.enter: Callable[[int, int], int] = self._functions["enter"]
-        self.leave: Callable[[int, int], int] = self._functions["leave"]
+        self._functions["references"](_address("Py_IncRef"), _address("Py_DecRef"), None)
+        self.put_in_force: Callable[[int, int, int], None] = self._functions["put_in_force"]
+        self.install: Callable[[int, int, int], None] = self._functions["install"]
+        self.allow_shortcuts: Callable[[int], None] = self._functions["allow_shortcuts"]
+        self.shortcut: Callable[[int], int] = self._functions["shortcut"]
+        self.enter: Callable[[int, object, object, object], int] = self._functions["enter"]
+        self.leave: Callable[[object], int] = self._functions["leave"]
+        self._open_region: Callable[[int, int], Any] = self._functions["open_region"]
+        self.take_record: Callable[[], Any] = self._functions["take_record"]
+        self.any_open: Callable[[], int] = self._functions["any_open"]
         self.free_snapshot: Callable[[int], None] = self._functions["free_snapshot"]
+        self.free_shortcut: Callable[[int], None] = self._functions["free_shortcut"]
         self.clear: Callable[[], None] = self._functions["clear"]
         self.attempts: Callable[[int], int] = self._functions["attempts"]
         self.watch: Callable[[bool], None] = self._functions["watch"]
@@ -134,6 +156,21 @@ class Calls:
     def snapshot(self, device_type: str) -> int:
         """All that a region changes in this thread on a device type, as it is now; to be freed."""
         return int(self._functions["snapshot"](self.device(device_type)))
+
+    def bound_number(self, device_type: str) -> ctypes.c_int64:
+        """The number of the bound policy that this thread has in force on a device type, as memory."""
+        address = self._functions["number"](self.device(device_type), 0)
+        return ctypes.c_int64.from_address(address)
+
+    def thread_numbers(self) -> Iterator[ctypes.c_int64]:
+        """This thread's `guard_id`, `written_guard_id`, `lends` and `open` of `native/state.h`, as memory."""
+        for which in range(4):
+            yield ctypes.c_int64.from_address(self._functions["number"](-1, which))
+
+    def fill_record(self, index: int) -> None:
+        """Fills the record of a region that the library has entered in this thread, counted from the outermost."""
+        owner, shortcut, record = (self._open_region(index, which) for which in range(3))
+        record.fill(owner, shortcut.found, [self._functions["open_count"](index)])
 
     def take_native(self, name: str, overload: str, key: str) -> None:
         """Notes the kernel that an operation has at an autocast key now: PyTorch's own."""
@@ -227,3 +264,8 @@ class Calls:
         if status < 0:
             said = self._functions["error"]().decode()
             raise PrecastError(f"The native engine refused a call: {said}")
+
+
+def _address(function: str) -> int | None:
+    """The address of a function of Python's C API."""
+    return ctypes.cast(getattr(ctypes.pythonapi, function), ctypes.c_void_p).value

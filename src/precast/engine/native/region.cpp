@@ -1,9 +1,11 @@
 // Entering and leaving a region in one call: what a region of Python's changed once is changed again as a whole.
 //
 // Invariants:
-// - a snapshot is all that a region changes in its thread. A region that was entered has two, of before and after;
-// - it is entered by them only from what was before, so that leaving it restores what was there;
-// - each function here changes all or nothing, and Python's signals cannot come between.
+// - a snapshot is all that a region changes in its thread. A shortcut has two, of before and after;
+// - a region is entered by a shortcut only from what was before, so that leaving it restores what was there;
+// - regions that were entered so lie on a stack here, above all those that Python has records of. Python takes them from
+//   here, the outermost first, when it needs their records;
+// - each function here changes all or nothing, and Python's signals cannot come between. It is called with Python's lock.
 #include "kernel.h"
 #include "torch_api.h"
 
@@ -45,6 +47,7 @@ struct Snapshot {
   Flags flags, low, high;
   bool cache_enabled, optimizes_torchscript;
   const Policy* policy;
+  int64_t bound, guard_id;
   std::shared_ptr<c10::SafePyObject> inherited;  // what PyTorch's own threads get that work for this one
 
   explicit Snapshot(c10::DeviceType of)
@@ -54,22 +57,25 @@ struct Snapshot {
         high(Flags::of(GuardTypes::high)),
         cache_enabled(at::autocast::is_autocast_cache_enabled()),
         optimizes_torchscript(torch::jit::getGraphExecutorOptimize()),
-        policy(ThreadState::here().policies[static_cast<size_t>(of)]) {
+        policy(ThreadState::here().policies[static_cast<size_t>(of)]),
+        bound(ThreadState::here().numbers->bound[static_cast<size_t>(of)]),
+        guard_id(ThreadState::here().numbers->guard_id) {
     using Objects = at::impl::ThreadLocalPythonObjects;
     if (Objects::contains(kInherited)) {
       inherited = Objects::get(kInherited);
     }
   }
 
-  bool is_now() const {
-    return flags == Flags::of(device) && low == Flags::of(GuardTypes::low) && high == Flags::of(GuardTypes::high) &&
-        cache_enabled == at::autocast::is_autocast_cache_enabled() &&
-        optimizes_torchscript == torch::jit::getGraphExecutorOptimize() &&
-        policy == ThreadState::here().policies[static_cast<size_t>(device)];
+  bool is_now(const ThreadState& here) const {
+    const Numbers& numbers = *here.numbers;
+    return bound == numbers.bound[static_cast<size_t>(device)] && guard_id == numbers.guard_id &&
+        guard_id == numbers.written_guard_id && flags == Flags::of(device) && low == Flags::of(GuardTypes::low) &&
+        high == Flags::of(GuardTypes::high) && cache_enabled == at::autocast::is_autocast_cache_enabled() &&
+        optimizes_torchscript == torch::jit::getGraphExecutorOptimize();
   }
 
   // Has this in force, where `now` is.
-  void replace(const Snapshot& now) const {
+  void replace(const Snapshot& now, ThreadState& here) const {
     flags.set(device);
     if (!(low == now.low)) {
       low.set(GuardTypes::low);
@@ -81,14 +87,41 @@ struct Snapshot {
     if (optimizes_torchscript != now.optimizes_torchscript) {
       torch::jit::setGraphExecutorOptimize(optimizes_torchscript);
     }
-    ThreadState::here().policies[static_cast<size_t>(device)] = policy;
+    here.policies[static_cast<size_t>(device)] = policy;
+    here.numbers->bound[static_cast<size_t>(device)] = bound;
+    here.numbers->guard_id = here.numbers->written_guard_id = guard_id;
     if (inherited != nullptr && inherited != now.inherited) {
       at::impl::ThreadLocalPythonObjects::set(kInherited, inherited);
     }
   }
 };
 
+// Python's own functions, by which its objects are kept.
+struct References {
+  static inline void (*keep)(void*) = nullptr;
+  static inline void (*drop)(void*) = nullptr;
+  static inline void* none = nullptr;
+
+  static void* new_one(void* object) {
+    keep(object);
+    return object;
+  }
+};
+
 }  // namespace
+
+struct Shortcut {
+  Snapshot before, after;
+  int64_t registration, installed;
+
+  bool may_be_taken(const ThreadState& here) const {
+    return registration == Process::registration && here.kind == Thread::Pythons && !Process::is_watched &&
+        installed == Process::installed_numbers[static_cast<size_t>(before.device)] &&
+        (here.numbers->lends != 0 || after.inherited == nullptr) && !at::impl::torch_function_mode_enabled() &&
+        before.is_now(here);
+  }
+};
+
 }  // namespace precast
 
 using namespace precast;
@@ -96,6 +129,24 @@ using namespace precast;
 PRECAST_API void precast_guard_types(int low, int high) {
   GuardTypes::low = static_cast<c10::DeviceType>(low);
   GuardTypes::high = static_cast<c10::DeviceType>(high);
+}
+
+PRECAST_API void precast_references(void (*keep)(void*), void (*drop)(void*), void* none) {
+  References::keep = keep;
+  References::drop = drop;
+  References::none = none;
+}
+
+// Allows the shortcuts that were made since kernels were registered last, which has this number; 0 allows none.
+PRECAST_API void precast_allow_shortcuts(int64_t registration) {
+  Process::registration = registration;
+}
+
+// Numbers of this thread, as the address of an int64_t: of the bound policy on a device type, or one of the others.
+PRECAST_API void* precast_number(int device, int which) {
+  Numbers& numbers = *ThreadState::here().numbers;
+  int64_t* const others[] = {&numbers.guard_id, &numbers.written_guard_id, &numbers.lends, &numbers.open};
+  return device < 0 ? others[which] : &numbers.bound[device];
 }
 
 PRECAST_API void* precast_snapshot(int device) {
@@ -108,28 +159,102 @@ PRECAST_API void precast_free_snapshot(void* snapshot) {
   }
 }
 
-// Enters a region by its snapshots: how many are open then, or -1, and nothing is changed, where another state is now
-// than when it was entered first, or a function mode is to hear of it.
-PRECAST_API int precast_enter(const void* before, const void* after) {
-  const auto& old = *static_cast<const Snapshot*>(before);
-  if (at::impl::torch_function_mode_enabled() || !old.is_now()) {
-    return -1;
-  }
-  static_cast<const Snapshot*>(after)->replace(old);
-  return at::autocast::increment_nesting();
+// The shortcut for entries like the one between the snapshot and now.
+PRECAST_API void* precast_shortcut(const void* before) {
+  const auto& found = *static_cast<const Snapshot*>(before);
+  return new Shortcut{
+      found,
+      Snapshot(found.device),
+      Process::registration,
+      Process::installed_numbers[static_cast<size_t>(found.device)]};
 }
 
-// Leaves it: how many are still open, or -1, and nothing is changed, where a function mode is to hear of it. Behind the
-// outermost, all copies of this thread end.
-PRECAST_API int precast_leave(const void* before, const void* after) {
-  if (at::impl::torch_function_mode_enabled()) {
-    return -1;
+PRECAST_API void precast_free_shortcut(void* shortcut) {
+  if (!Process::ends) {
+    delete static_cast<Shortcut*>(shortcut);
   }
-  static_cast<const Snapshot*>(before)->replace(*static_cast<const Snapshot*>(after));
-  const int open = at::autocast::decrement_nesting();
-  if (open == 0) {
+}
+
+// Enters a region: whether it did. It does not, and changes nothing, where something is otherwise than when the shortcut
+// was made, or somebody is to hear of it.
+PRECAST_API int precast_enter(const void* shortcut, void* owner, void* way, void* record) {
+  ThreadState& here = ThreadState::here();
+  const auto& known = *static_cast<const Shortcut*>(shortcut);
+  if (!known.may_be_taken(here)) {
+    return 0;
+  }
+  here.open.push_back({&known, owner, way, record, 0});
+  for (void* object : {owner, way, record}) {
+    References::keep(object);
+  }
+  here.numbers->open = static_cast<int64_t>(here.open.size());
+  known.after.replace(known.before, here);
+  here.open.back().count = at::autocast::increment_nesting();
+  return 1;
+}
+
+// Leaves the thread's innermost region, if it was entered by a shortcut of this owner's and is as it was then. 0: it did
+// not; 1: others are open around it; 2: of all regions, PyTorch's too, it was the outermost, and all copies have ended;
+// 3: all that are open were entered otherwise.
+PRECAST_API int precast_leave(void* owner) {
+  ThreadState& here = ThreadState::here();
+  if (here.open.empty() || here.open.back().owner != owner) {
+    return 0;
+  }
+  const OpenRegion left = here.open.back();
+  const Snapshot& after = left.shortcut->after;
+  const Numbers& numbers = *here.numbers;
+  if (Process::is_watched || at::impl::torch_function_mode_enabled() ||
+      after.bound != numbers.bound[static_cast<size_t>(after.device)] || after.guard_id != numbers.guard_id ||
+      after.guard_id != numbers.written_guard_id) {
+    return 0;
+  }
+  here.open.pop_back();
+  here.numbers->open = static_cast<int64_t>(here.open.size());
+  left.shortcut->before.replace(after, here);
+  const int count = at::autocast::decrement_nesting();
+  if (count == 0) {
     at::autocast::clear_cache();
-    ThreadState::here().copies.clear();
+    here.copies.clear();
   }
-  return open;
+  for (void* object : {left.record, left.way, left.owner}) {
+    References::drop(object);
+  }
+  return count == 0 ? 2 : here.open.empty() ? 3 : 1;
+}
+
+// What Python fills a record with: the region's owner, its shortcut, and the record.
+PRECAST_API void* precast_open_region(int64_t index, int which) {
+  const auto& open = ThreadState::here().open;
+  if (static_cast<size_t>(index) >= open.size()) {
+    return References::new_one(References::none);
+  }
+  const OpenRegion& region = open[static_cast<size_t>(index)];
+  return References::new_one(which == 0 ? region.owner : which == 1 ? region.way : region.record);
+}
+
+PRECAST_API int precast_open_count(int64_t index) {
+  const auto& open = ThreadState::here().open;
+  return static_cast<size_t>(index) < open.size() ? open[static_cast<size_t>(index)].count : 0;
+}
+
+// Gives Python the record of the outermost region, which is no longer here then; None where there is none.
+PRECAST_API void* precast_take_record() {
+  ThreadState& here = ThreadState::here();
+  if (here.open.empty()) {
+    return References::new_one(References::none);
+  }
+  const OpenRegion region = here.open.front();
+  here.open.erase(here.open.begin());
+  here.numbers->open = static_cast<int64_t>(here.open.size());
+  References::drop(region.way);
+  References::drop(region.owner);
+  return region.record;
+}
+
+// Whether any thread has a region here.
+PRECAST_API int precast_any_open() {
+  std::lock_guard<std::mutex> guard(Process::lock);
+  const auto& threads = Process::threads;
+  return std::any_of(threads.begin(), threads.end(), [](const ThreadState* thread) { return !thread->open.empty(); });
 }

@@ -79,8 +79,32 @@ class HeldSources {
   static inline std::atomic<bool> any_{false};
 };
 
+// Numbers of a thread that Python reads and writes as memory. A thread that ends leaves its array to a later one, so the
+// memory stays valid for as long as the process lives.
+struct Numbers {
+  std::array<int64_t, kDevices> bound;  // of the bound policy in force on each device type; 0 is none
+  int64_t guard_id;                     // that the thread's policies have
+  int64_t written_guard_id;             // that the flags hold; 0 while they are being changed
+  int64_t lends;                        // whether PyTorch's own threads have been given this thread's policies
+  int64_t open;                         // how many regions are open that Python has no record of
+};
+
+struct Shortcut;
+
+// A region that was entered by a shortcut, until Python asks for its record. The pointers are Python objects, of which
+// each counts as a reference.
+struct OpenRegion {
+  const Shortcut* shortcut;
+  void* owner;
+  void* way;     // the shortcut, as Python knows it
+  void* record;  // which Python fills when it needs it
+  int count;     // of regions, PyTorch's own too, that were open with it
+};
+
 struct ThreadState {
   std::array<const Policy*, kDevices> policies{};  // null outside of all regions of precast's
+  Numbers* const numbers;
+  std::vector<OpenRegion> open;                    // the outermost first; `numbers->open` is its size
   std::array<int, kDevices> attempts{};            // operations that are tried with autocast on in what they call
   Thread kind = Thread::Unknown;
   int uses = 0;  // operations that took weights since a held copy was compared with its parameter
@@ -103,6 +127,9 @@ struct Process {
   static inline std::atomic<bool> records_casts{false};
   static inline std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> casts;
   static inline std::vector<ThreadState*> threads;
+  static inline std::vector<Numbers*> free_numbers;  // of threads that have ended
+  static inline std::array<int64_t, kDevices> installed_numbers{};  // of the installed bound policies; 0 is none
+  static inline int64_t registration = 0;  // of the kernels on the dispatcher; 0 while no shortcut may be taken
   static inline bool ends = false;  // then tensors are left to the operating system
 };
 
