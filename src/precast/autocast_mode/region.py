@@ -133,9 +133,10 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         here = thread_state(device).state
         outside = here.bound_policy
         bound = self._bound_policy(outside)
-        policies = outside and outside.number, bound and bound.number
-        way = (*policies, *self._flags(), self.cache_enabled)
-        known = _shortcuts.get(way)
+        way = (outside is None, *self._flags(), self.cache_enabled)
+        # What a policy kept for regions inside another policy's would keep the other alive.
+        shared = {} if bound is None or outside not in {None, bound} else bound.shortcuts
+        known: Shortcut | None = shared.get(way)
         if known is not None and known is not self._shortcut:
             self._shortcut = known
             if known.enter(known.number, self, known, record):
@@ -167,9 +168,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         if self.cache_enabled is not None:
             torch.set_autocast_cache_enabled(self.cache_enabled)
         if start is not None and bound is not None:
-            if len(_shortcuts) >= _MOST_SHORTCUTS:
-                _shortcuts.clear()
-            self._shortcut = _shortcuts[way] = start.shortcut(found, bound)
+            self._shortcut = shared[way] = start.shortcut(found, bound)
 
     def __getstate__(self) -> dict[str, object]:
         """What a copy or a pickle has: all but the way in that this process knows."""
@@ -239,13 +238,6 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
     def __repr__(self) -> str:
         policy = f", policy={self.policy.name!r}" if self.policy else ""
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self.enabled}{policy})"
-
-
-_shortcuts: Final[dict[tuple[object, ...], Shortcut]] = {}
-"""How regions are entered in one step, by what they are and the numbers of the bound policies around and inside."""
-
-_MOST_SHORTCUTS: Final = 64
-"""How many are kept for new objects before all are forgotten: each keeps its policies alive."""
 
 
 # What `torch.compile` sees of a region: one of PyTorch's, whose `cache_enabled` says the policy where that is not

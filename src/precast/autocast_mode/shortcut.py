@@ -5,7 +5,7 @@ Invariants:
 - a shortcut is what one entry found and what it left behind. The library takes it only where all of that is the same
   again, and nobody listens to PyTorch's functions that an entry calls; otherwise the region is entered step by step;
 - what it changes is changed in one step that no signal of Python's interrupts, and so is what leaving it restores;
-- it is kept by the object that has found it, and for a while by `region.py` for objects that are alike.
+- it is kept by the object that has found it, and by the policy that it puts in force for objects that are alike.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from precast import _torch
+from precast.engine import compile_guards
 from precast.engine.native.calls import Calls
 from precast.engine.thread_state import BoundPolicy, Found, native_engine, regions
 from precast.weights.native_copies import native
@@ -25,10 +26,11 @@ _INCREMENT, _DECREMENT = torch.autocast_increment_nesting, torch.autocast_decrem
 class Start:
     """What an entry finds, for a shortcut to be made of when it has ended."""
 
-    __slots__ = ("_before", "_calls")
+    __slots__ = ("_before", "_calls", "_lent")
 
     def __init__(self, calls: Calls, device_type: str) -> None:
         self._calls = calls
+        self._lent = compile_guards.inherited()
         self._before = calls.snapshot(device_type)
 
     def __del__(self) -> None:
@@ -47,19 +49,20 @@ class Start:
 
     def shortcut(self, found: Found, bound: BoundPolicy) -> Shortcut:
         """The shortcut for entries like the one that has ended now, and put this policy in force."""
-        return Shortcut(self._calls, self._before, found, bound)
+        lent = self._lent, compile_guards.inherited()
+        return Shortcut(self._calls, self._before, found, (bound, *lent))
 
 
 class Shortcut:
     """One region as it was entered once; `enter` is called with its `number`, the region, it and an empty record."""
 
-    __slots__ = ("_bound", "_free", "enter", "found", "number")
+    __slots__ = ("_free", "_keeps", "enter", "found", "number")
 
-    def __init__(self, calls: Calls, before: int, found: Found, bound: BoundPolicy) -> None:
+    def __init__(self, calls: Calls, before: int, found: Found, keeps: tuple[object, ...]) -> None:
         self.enter, self._free = calls.enter, calls.free_shortcut
         self.found = found
-        """What the entry found; its bound policies live as long as this."""
-        self._bound = bound
+        """What the entry found."""
+        self._keeps = keeps  # what the snapshots name, so that it lives as long as they do
         self.number = calls.shortcut(before)
 
     def __del__(self) -> None:

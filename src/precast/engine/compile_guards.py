@@ -33,6 +33,7 @@ Policies = frozenset[tuple[str, str]]
 
 _LOW, _HIGH = _torch.UNUSED_DEVICE_TYPES
 _DEFAULTS: Final = {device: torch.get_autocast_dtype(device) for device in (_LOW, _HIGH)}
+_LENT: Final = "precast bound policies"  # `native/region.cpp` has the same name
 _ALL: Final = tuple(_torch.all_dtypes())
 LIMIT: Final = len(_ALL) ** 2
 """How many sets of policies have guard ids of their own."""
@@ -80,14 +81,15 @@ def write(guard_id: GuardId, before: GuardId | None, bound_policies: Mapping[str
     if before is None or guard_id.high is not before.high:
         _write_digit(_HIGH, guard_id.high, None if before is None else before.high)
     # The policies themselves, so that they live for as long as another thread may ask for them.
-    _torch.set_inherited_tls("precast bound policies", bound_policies)
+    _torch.set_inherited_tls(_LENT, bound_policies)
     if guard_id.repeats:
         _torch.reset_compiler()
 
 
-def inherited() -> Mapping[str, Any]:
-    """The bound policies of the thread that this one, a thread of PyTorch's own, works for."""
-    return _torch.inherited_tls("precast bound policies") or {}
+def inherited() -> Mapping[str, Any] | None:
+    """The bound policies of the thread that this one, a thread of PyTorch's own, works for; else what this one lends."""
+    lent: Mapping[str, Any] | None = _torch.inherited_tls(_LENT)
+    return lent
 
 
 def _write_digit(device_type: str, digit: torch.dtype | None, before: torch.dtype | None) -> None:

@@ -90,6 +90,9 @@ class BoundPolicy:
     number: int = field(default_factory=itertools.count(1).__next__)
     """What this thread's memory says while it is in force."""
 
+    shortcuts: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    """How regions with this policy, outside of all others or inside one with it, are entered in one step."""
+
     def __post_init__(self) -> None:
         number = self.number
         _bound_policies[number] = weakref.ref(self, lambda _: _bound_policies.pop(number, None))
@@ -362,5 +365,5 @@ def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
 
 def inherited_policy(device_type: str) -> BoundPolicy | None:
     """What is in force for `device_type` in the thread that this one, a thread of PyTorch's own, works for."""
-    bound_policy: BoundPolicy | None = compile_guards.inherited().get(device_type)
+    bound_policy: BoundPolicy | None = (compile_guards.inherited() or {}).get(device_type)
     return bound_policy

@@ -19,6 +19,40 @@ namespace {
 
 const std::string kInherited = "precast bound policies";
 
+// Python's own functions, by which its objects are kept.
+struct References {
+  static inline void (*keep)(void*) = nullptr;
+  static inline void (*drop)(void*) = nullptr;
+  static inline void* none = nullptr;
+
+  static void* new_one(void* object) {
+    keep(object);
+    return object;
+  }
+};
+
+// What PyTorch's own threads get that work for this one. Python keeps it as long as a snapshot that names it: here it
+// would keep policies whose last user is a shortcut of their own, which Python's collector could not see.
+struct Lent {
+  PyObject* object = nullptr;
+  c10::impl::PyInterpreter* interpreter = nullptr;
+
+  static Lent now() {
+    using Objects = at::impl::ThreadLocalPythonObjects;
+    if (!Objects::contains(kInherited)) {
+      return {};
+    }
+    const auto& known = Objects::get(kInherited);
+    c10::impl::PyInterpreter* interpreter = &known->pyinterpreter();
+    return {known->ptr(interpreter), interpreter};
+  }
+
+  void lend() const {
+    References::keep(object);  // which the next line takes
+    at::impl::ThreadLocalPythonObjects::set(kInherited, std::make_shared<c10::SafePyObject>(object, interpreter));
+  }
+};
+
 struct Flags {
   bool enabled;
   at::ScalarType dtype;
@@ -48,7 +82,7 @@ struct Snapshot {
   bool cache_enabled, optimizes_torchscript;
   const Policy* policy;
   int64_t bound, guard_id;
-  std::shared_ptr<c10::SafePyObject> inherited;  // what PyTorch's own threads get that work for this one
+  Lent lent;
 
   explicit Snapshot(c10::DeviceType of)
       : device(of),
@@ -59,12 +93,8 @@ struct Snapshot {
         optimizes_torchscript(torch::jit::getGraphExecutorOptimize()),
         policy(ThreadState::here().policies[static_cast<size_t>(of)]),
         bound(ThreadState::here().numbers->bound[static_cast<size_t>(of)]),
-        guard_id(ThreadState::here().numbers->guard_id) {
-    using Objects = at::impl::ThreadLocalPythonObjects;
-    if (Objects::contains(kInherited)) {
-      inherited = Objects::get(kInherited);
-    }
-  }
+        guard_id(ThreadState::here().numbers->guard_id),
+        lent(Lent::now()) {}
 
   bool is_now(const ThreadState& here) const {
     const Numbers& numbers = *here.numbers;
@@ -90,21 +120,9 @@ struct Snapshot {
     here.policies[static_cast<size_t>(device)] = policy;
     here.numbers->bound[static_cast<size_t>(device)] = bound;
     here.numbers->guard_id = here.numbers->written_guard_id = guard_id;
-    if (inherited != nullptr && inherited != now.inherited) {
-      at::impl::ThreadLocalPythonObjects::set(kInherited, inherited);
+    if (lent.object != nullptr && lent.object != now.lent.object) {
+      lent.lend();
     }
-  }
-};
-
-// Python's own functions, by which its objects are kept.
-struct References {
-  static inline void (*keep)(void*) = nullptr;
-  static inline void (*drop)(void*) = nullptr;
-  static inline void* none = nullptr;
-
-  static void* new_one(void* object) {
-    keep(object);
-    return object;
   }
 };
 
@@ -117,7 +135,7 @@ struct Shortcut {
   bool may_be_taken(const ThreadState& here) const {
     return registration == Process::registration && here.kind == Thread::Pythons && !Process::is_watched &&
         installed == Process::installed_numbers[static_cast<size_t>(before.device)] &&
-        (here.numbers->lends != 0 || after.inherited == nullptr) && !at::impl::torch_function_mode_enabled() &&
+        (here.numbers->lends != 0 || after.lent.object == nullptr) && !at::impl::torch_function_mode_enabled() &&
         before.is_now(here);
   }
 };
