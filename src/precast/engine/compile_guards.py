@@ -87,7 +87,7 @@ def write(guard_id: GuardId, before: GuardId | None, bound_policies: Mapping[str
 
 
 def inherited() -> Mapping[str, Any] | None:
-    """The bound policies of the thread that this one, a thread of PyTorch's own, works for; else what this one lends."""
+    """The bound policies of the thread that this one, one of PyTorch's own, works for; else what this one lends."""
     lent: Mapping[str, Any] | None = _torch.inherited_tls(_LENT)
     return lent
 
