@@ -380,7 +380,9 @@ def _can_delegate(policy: Policy, native: NativeKernel, entry: Entry | None) -> 
     """Whether PyTorch's kernel (or none) does what the policy says, given weights that are cast already."""
     rule = Rule.KEEP if entry is None else entry.rule
     if not native.compiled:
-        return rule is Rule.PROMOTE and _promotes(policy, native, rule)
+        # What an extension defines may be Python, whose errors compiled kernels cannot read.
+        is_pytorchs = native.op.name.startswith("aten::")
+        return is_pytorchs and rule is Rule.PROMOTE and _promotes(policy, native, rule)
     return rule is native.rule
 
 

@@ -86,16 +86,19 @@ int64_t reported(const Act& act) {
 
 Operation described(const c10::OperatorHandle& op, size_t number, c10::DeviceType device, c10::DispatchKey key) {
   const auto& arguments = op.schema().arguments();
-  Operation operation{number, device, key, false, false, false, true, false, {}, arguments.size()};
+  Operation operation{number, device, key};
   for (size_t i = arguments.size(); i-- > 0;) {
     const std::string kind = arguments[i].type()->str();
     if (kind.find("Tensor") != std::string::npos) {
       operation.takes_several |= !operation.tensors.empty() || kind.find("[]") != std::string::npos;
       operation.tensors.push_back(i);
     }
-    operation.writes |= arguments[i].alias_info() != nullptr && arguments[i].alias_info()->isWrite();
   }
-  operation.may_run_twice = !operation.writes || op.operator_name().name.rfind("aten::", 0) == 0;
+  for (const auto& argument : arguments) {
+    const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    operation.are_written.push_back(is_written);
+    operation.writes |= is_written;
+  }
   return operation;
 }
 

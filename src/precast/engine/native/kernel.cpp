@@ -8,7 +8,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <cstring>
+#include <utility>
 
 namespace precast {
 namespace {
@@ -135,6 +135,7 @@ class Search {
       const at::Tensor& tensor = value.toTensor();
       at::Tensor copy = tensor.defined() ? copy_for(tensor) : at::Tensor();
       if (copy.defined()) {
+        here_.uses_copies = true;
         value = c10::IValue(std::move(copy));
       }
     } else if (value.isTensorList()) {
@@ -158,6 +159,7 @@ class Search {
       }
     }
     if (has_copies) {
+      here_.uses_copies = true;
       value = c10::IValue(std::move(tensors));
     }
   }
@@ -169,78 +171,6 @@ class Search {
   bool captures_ = false;
   at::ScalarType dtype_ = at::ScalarType::Undefined;
 };
-
-// A set of dtypes.
-class Dtypes {
- public:
-  void add(const c10::IValue& value, c10::DeviceType device) {
-    if (value.isTensor()) {
-      add(value.toTensor(), device);
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) {
-        add(tensor, device);
-      }
-    } else if (value.isOptionalTensorList()) {
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-        if (tensor.has_value()) {
-          add(*tensor, device);
-        }
-      }
-    }
-  }
-
-  void add(const at::Tensor& tensor, c10::DeviceType device) {
-    if (tensor.defined() && tensor.device().type() == device && c10::isFloatingType(tensor.scalar_type())) {
-      bits_ |= uint64_t{1} << static_cast<int>(tensor.scalar_type());
-    }
-  }
-
-  bool are_several() const {
-    return (bits_ & (bits_ - 1)) != 0;
-  }
-
-  at::ScalarType widest() const {
-    at::ScalarType widest = at::ScalarType::Undefined;
-    for (int i = 0; i < 64; ++i) {
-      if (bits_ >> i & 1) {
-        const auto dtype = static_cast<at::ScalarType>(i);
-        widest = widest == at::ScalarType::Undefined ? dtype : c10::promoteTypes(widest, dtype);
-      }
-    }
-    return widest;
-  }
-
- private:
-  uint64_t bits_ = 0;
-};
-
-bool has_word(const char* text, const char* word) {
-  const size_t length = std::strlen(word);
-  for (const char* at = std::strstr(text, word); at != nullptr; at = std::strstr(at + 1, word)) {
-    const auto is_letter = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; };
-    if ((at == text || !is_letter(at[-1])) && !is_letter(at[length])) {
-      return true;
-    }
-  }
-  return false;
-}
-
-// Whether an error is about dtypes that an operation does not take together; as `reference_kernels.py` has it.
-bool is_about_dtypes(const char* text) {
-  for (const char* part :
-       {"dtype", "Dtype", "calar type", "ScalarType", "Scalartype", "scalarType", "scalartype", "same type",
-        "result type", "input type", "different type", "mixed type", "not implemented for '"}) {
-    if (std::strstr(text, part) != nullptr) {
-      return true;
-    }
-  }
-  for (const char* word : {"Half", "BFloat16", "Float", "Double"}) {
-    if (has_word(text, word)) {
-      return true;
-    }
-  }
-  return false;
-}
 
 struct Attempt {
   int& count;
@@ -284,27 +214,34 @@ void Kernel::run_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
 }
 
+// Python does it.
+void Kernel::hand_over(
+    const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const {
+  here.uses_copies = true;  // it may
+  reference_.callBoxed(op, keys, stack);
+}
+
 void Kernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
-  if (C10_UNLIKELY(Process::is_watched.load(std::memory_order_relaxed))) {
-    return reference_.callBoxed(op, keys, stack);
-  }
   ThreadState& here = ThreadState::here();
+  if (C10_UNLIKELY(Process::is_watched.load(std::memory_order_relaxed))) {
+    return hand_over(op, keys, stack, here);
+  }
   const auto device = static_cast<size_t>(operation_.device);
   const Policy* policy = here.policies[device];
   if (policy == nullptr) {
     policy = Process::installed[device].load(std::memory_order_acquire);
     if (policy == nullptr) {
-      return asks_python(here) ? reference_.callBoxed(op, keys, stack) : run_native(op, keys, stack);
+      return asks_python(here) ? hand_over(op, keys, stack, here) : run_native(op, keys, stack);
     }
   }
   switch (policy->action(operation_.number)) {
     case Action::Pass:
       return run_native(op, keys, stack);
     case Action::Reference:
-      return reference_.callBoxed(op, keys, stack);
+      return hand_over(op, keys, stack, here);
     case Action::Delegate:
       if (C10_UNLIKELY(is_strange(keys) || here.kind == Thread::Unknown)) {
-        return reference_.callBoxed(op, keys, stack);
+        return hand_over(op, keys, stack, here);
       }
       return run_delegated(op, keys, stack, here, *policy);
   }
@@ -315,103 +252,91 @@ void Kernel::run_delegated(
     c10::DispatchKeySet keys,
     c10::Stack* stack,
     ThreadState& here,
-    const Policy& policy) {
-  const size_t first = stack->size() - operation_.arguments;
-  bool is_mixed = false;
-  if (policy.promotes && operation_.takes_several) {
-    Dtypes dtypes;
-    for (size_t slot : operation_.tensors) {
-      dtypes.add((*stack)[first + slot], operation_.device);
-    }
-    is_mixed = dtypes.are_several();
+    const Policy& policy) const {
+  const auto arguments = torch::jit::last(*stack, operation_.are_written.size());
+  if (policy.promotes && operation_.takes_several && Dtypes(operation_, arguments.data()).are_mixed()) {
+    return run_mixed(op, keys, stack, here, policy);
   }
-  std::vector<c10::IValue> arguments;
-  if (is_mixed) {
-    arguments.assign(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
-  }
-  if (operation_.takes_weights) {
-    Search search(here, operation_.device);
-    if (search.is_on()) {
-      if (search.is_held() && ++here.uses >= Process::uses_between_checks) {
-        here.uses = 0;
-        if (const auto compare = Process::compare.load()) {
-          compare();
-        }
-      }
-      for (size_t slot : operation_.tensors) {
-        search.replace((*stack)[first + slot]);
-      }
-    }
-  }
-  if (!is_mixed) {
-    return run_native(op, keys, stack);
-  }
-  try {
-    if (operation_.keeps_autocast_on) {
-      Attempt attempt(here.attempts[static_cast<size_t>(operation_.device)]);
-      run_native(op, keys, stack);
-    } else {
-      run_native(op, keys, stack);
-    }
+  replace_weights(stack, here);
+  run_native(op, keys, stack);
+}
+
+void Kernel::replace_weights(c10::Stack* stack, ThreadState& here) const {
+  if (!operation_.takes_weights) {
     return;
-  } catch (const c10::Error& error) {
-    if (!operation_.may_run_twice || here.attempts[static_cast<size_t>(operation_.device)] != 0 ||
-        !is_about_dtypes(error.what_without_backtrace())) {
-      throw;
+  }
+  Search search(here, operation_.device);
+  if (!search.is_on()) {
+    return;
+  }
+  if (search.is_held() && ++here.uses >= Process::uses_between_checks) {
+    here.uses = 0;
+    if (const auto compare = Process::compare.load()) {
+      compare();
     }
-    stack->resize(first);
-    try {
-      promote(op, keys, stack, std::move(arguments));
-      return;
-    } catch (const c10::Error&) {
-    }
-    throw;
+  }
+  c10::IValue* arguments = stack->data() + (stack->size() - operation_.are_written.size());
+  for (const size_t slot : operation_.tensors) {
+    search.replace(arguments[slot]);
   }
 }
 
-void Kernel::promote(
+// What PyTorch does with mixed dtypes, and where it refuses them, the same in the widest of them.
+void Kernel::run_mixed(
     const c10::OperatorHandle& op,
     c10::DispatchKeySet keys,
     c10::Stack* stack,
-    std::vector<c10::IValue> arguments) const {
-  if (operation_.writes) {  // what it writes to gets the result copied back: the reference does that
-    stack->insert(
-        stack->end(), std::make_move_iterator(arguments.begin()), std::make_move_iterator(arguments.end()));
-    return reference_.callBoxed(op, keys, stack);
-  }
-  Dtypes dtypes;
-  for (size_t slot : operation_.tensors) {
-    dtypes.add(arguments[slot], operation_.device);
-  }
-  const at::ScalarType widest = dtypes.widest();
-  c10::impl::ExcludeDispatchKeyGuard without_autocast{
-      c10::DispatchKeySet(operation_.key)};  // of this device, as PyTorch's kernels do
-  const auto promoted = [&](const at::Tensor& tensor) {
-    const bool is_promotable = tensor.defined() && tensor.device().type() == operation_.device &&
-        c10::isFloatingType(tensor.scalar_type()) && tensor.scalar_type() != widest;
-    return is_promotable ? cast(tensor, widest) : tensor;
+    ThreadState& here,
+    const Policy& policy) const {
+  const size_t first = stack->size() - operation_.are_written.size();
+  const c10::SmallVector<c10::IValue, 8> arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+  const auto restore = [&] {
+    stack->resize(first);
+    stack->insert(stack->end(), arguments.begin(), arguments.end());
   };
-  for (size_t slot : operation_.tensors) {
-    c10::IValue& value = arguments[slot];
-    if (value.isTensor()) {
-      value = promoted(value.toTensor());
-    } else if (value.isTensorList()) {
-      std::vector<at::Tensor> tensors = value.toTensorVector();
-      for (at::Tensor& tensor : tensors) {
-        tensor = promoted(tensor);
-      }
-      value = std::move(tensors);
-    } else if (value.isOptionalTensorList()) {
-      std::vector<std::optional<at::Tensor>> tensors = value.toOptionalTensorVector();
-      c10::List<std::optional<at::Tensor>> list;
-      for (auto& tensor : tensors) {
-        list.push_back(tensor.has_value() ? std::optional<at::Tensor>(promoted(*tensor)) : std::nullopt);
-      }
-      value = std::move(list);
+  // Within what is tried already, an error is not for this operation to mend: what is promoted is the outermost.
+  const bool may_promote = here.attempts[static_cast<size_t>(operation_.device)] == 0;
+  const auto signature = may_promote ? Signature::of(operation_, policy, arguments) : std::nullopt;
+  const bool is_refused = signature.has_value() && here.refusals.has(*signature);
+  replace_weights(stack, here);
+  if (is_refused) {
+    if (operation_.takes_weights) {
+      restore();
+    }
+    if (promote(operation_, op, stack, Resized::Refused)) {
+      return;
+    }
+    restore();
+    replace_weights(stack, here);  // and all goes as if nothing were known
+  }
+  const bool used_copies = std::exchange(here.uses_copies, false);
+  try {
+    attempt(op, keys, stack, here);
+    here.uses_copies |= used_copies;
+  } catch (const c10::Error& error) {
+    const bool leaves_no_trace = !here.uses_copies;
+    here.uses_copies |= used_copies;
+    if (!may_promote || !is_about_dtypes(error)) {
+      throw;
+    }
+    restore();
+    if (!promote(operation_, op, stack, Resized::Copied)) {
+      throw;
+    }
+    if (signature.has_value() && leaves_no_trace && is_lasting(error)) {
+      here.refusals.add(*signature);
     }
   }
-  stack->insert(stack->end(), std::make_move_iterator(arguments.begin()), std::make_move_iterator(arguments.end()));
-  op.callBoxed(stack);
+}
+
+void Kernel::attempt(
+    const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const {
+  if (operation_.keeps_autocast_on) {
+    Attempt attempt(here.attempts[static_cast<size_t>(operation_.device)]);
+    run_native(op, keys, stack);
+  } else {
+    run_native(op, keys, stack);
+  }
 }
 
 }  // namespace precast

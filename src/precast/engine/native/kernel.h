@@ -7,28 +7,15 @@
 // - nothing of Python is called where every weight has its copy;
 // - arguments are looked at from the last to the first, as PyTorch casts them: backward comes by in the other order,
 //   and so do hooks;
-// - what is promoted after a failure are the arguments as they came, not the copies of weights.
+// - mixed dtypes are promoted where PyTorch refuses them: at once where it has refused such a call before, and no copy
+//   of a weight was used before it did, so that this changes nothing but the time.
 #pragma once
 
+#include "operation.h"
+#include "promotion.h"
 #include "state.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
 namespace precast {
-
-// One operation on one device type.
-struct Operation {
-  size_t number;
-  c10::DeviceType device;
-  c10::DispatchKey key;
-  bool takes_weights;     // its tensors are looked for among the copies
-  bool keeps_autocast_on;  // in what it calls: PyTorch has no kernel here that switches it off
-  bool writes;            // it writes to an argument
-  bool may_run_twice;     // it looks at dtypes before it writes: PyTorch's own do
-  bool takes_several;     // there can be a mixture of dtypes
-  std::vector<size_t> tensors;  // positions of arguments that are tensors or lists of them, the last one first
-  size_t arguments;
-};
 
 class Kernel final : public c10::OperatorKernel {
  public:
@@ -44,12 +31,16 @@ class Kernel final : public c10::OperatorKernel {
       c10::DispatchKeySet keys,
       c10::Stack* stack,
       ThreadState& here,
-      const Policy& policy);
-  void promote(
+      const Policy& policy) const;
+  void run_mixed(
       const c10::OperatorHandle& op,
       c10::DispatchKeySet keys,
       c10::Stack* stack,
-      std::vector<c10::IValue> arguments) const;
+      ThreadState& here,
+      const Policy& policy) const;
+  void replace_weights(c10::Stack* stack, ThreadState& here) const;
+  void attempt(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const;
+  void hand_over(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const;
 
   const Operation operation_;
   const c10::SafeKernelFunction reference_;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "copies.h"
+#include "refusals.h"
 
 #include <c10/core/DeviceType.h>
 
@@ -110,6 +111,8 @@ struct ThreadState {
   int uses = 0;  // operations that took weights since a held copy was compared with its parameter
   Copies copies;
   HeldSources held;
+  Refusals refusals;
+  bool uses_copies = false;  // whether an operation may have used copies of weights since this was set to false
 
   ThreadState();
   ~ThreadState();

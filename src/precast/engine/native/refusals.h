@@ -1,0 +1,78 @@
+// Which calls on mixed dtypes PyTorch has refused in a thread, so that the next such call is promoted at once.
+//
+// Invariants:
+// - two calls have one signature only if PyTorch refuses both or neither. What it looks at before it refuses is all in
+//   there: dtypes, sizes as far as it asks for them (none, one, more), which arguments are given, and the thread's state.
+//   A call with anything else, an argument of another kind or a tensor that is no plain one, has no signature;
+// - the table is one thread's own, and its size is bounded: what does not fit is refused once more, as without it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace precast {
+
+struct Operation;
+struct Policy;
+
+class Signature {
+ public:
+  // The signature of a call, if it has one.
+  static std::optional<Signature> of(
+      const Operation& operation, const Policy& policy, c10::ArrayRef<c10::IValue> arguments);
+
+  bool operator==(const Signature& other) const {
+    return words_ == other.words_;
+  }
+
+  size_t hash() const {
+    uint64_t hash = 0;
+    for (const uint64_t word : words_) {
+      hash = (hash ^ word) * 0x9E3779B97F4A7C15;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+
+ private:
+  // Each gives whether the argument can be part of a signature.
+  bool add(const c10::IValue& argument);
+  bool add(const at::Tensor& tensor);
+  bool add_text(const std::string& text);
+
+  static constexpr size_t kMostTensors = 8, kMostDimensions = 8, kMostElements = 8;
+
+  c10::SmallVector<uint64_t, 24> words_;
+  c10::SmallVector<const void*, kMostTensors> storages_;  // of the tensors, to see which share theirs
+};
+
+class Refusals {
+ public:
+  bool has(const Signature& signature) const {
+    return signatures_.count(signature) != 0;
+  }
+
+  void add(const Signature& signature) {
+    if (signatures_.size() >= kMost) {
+      signatures_.clear();
+    }
+    signatures_.insert(signature);
+  }
+
+ private:
+  struct Hash {
+    size_t operator()(const Signature& signature) const {
+      return signature.hash();
+    }
+  };
+
+  static constexpr size_t kMost = 4096;
+  ska::flat_hash_set<Signature, Hash> signatures_;
+};
+
+}  // namespace precast

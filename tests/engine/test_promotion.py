@@ -1,0 +1,265 @@
+"""Mixed dtypes that PyTorch refuses: the native engine remembers what it refused, and computes what it did before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import precast
+from precast import Policy
+from precast._internal.pytree import map_tensors
+from precast.engine import registration
+from precast.engine.native import library
+from tests.support import op_samples
+from tests.support.op_samples import Sample
+from tests.support.outcomes import DTYPES, same_bits
+
+B, H, S, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
+POLICIES = {
+    "default": Policy.load("default"),
+    "cuda": Policy.load("default").retarget("cpu", like="cuda"),
+}
+SAMPLED = sorted((op_samples.named() | op_samples.promoted()) - set(op_samples.NOT_ON_CPU))
+UNREPEATABLE = {
+    "aten::linalg_lstsq": "a LAPACK routine whose rounding depends on where its memory lies",
+    "aten::mkldnn_rnn_layer": "returns a buffer that is scratch memory",
+    "aten::multilabel_margin_loss_forward": "returns memory that it has not written where there are no rows",
+}
+FRAGILE = {
+    "aten::embedding_bag": "ends the process where there are no offsets",
+    "aten::embedding_bag.padding_idx": "ends the process where there are no offsets",
+}
+"""What PyTorch itself does not survive: their tensors keep their sizes."""
+
+
+@pytest.fixture(autouse=True)
+def _native_engine() -> Iterator[None]:
+    if isinstance(missing := library.load(), library.Unavailable):
+        pytest.skip(f"needs the native engine: {missing.reason}")
+    with registration.use_engine("native"):
+        yield
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call in a region: its arguments, and which of its floating tensors require grad."""
+
+    name: str
+    sample: Sample
+    requires_grad: tuple[bool, ...]
+    records: bool
+    policy: str
+    lower: torch.dtype
+
+
+def drawn(random: Random) -> Call:
+    """A call with dtypes, sizes, strides and numbers that PyTorch may take or refuse."""
+    name = random.choice([name for name in SAMPLED if name not in UNREPEATABLE])
+    sample = random.choice(op_samples.samples(name, random.randrange(1000)))
+    dtypes = random.sample(DTYPES, random.choice([1, 2, 2, 2, 4]))
+    alike = random.choice([None, random.random(), random.random()])
+
+    def tensor(value: Tensor) -> Tensor:
+        if name not in FRAGILE:
+            value = reshaped(value, random if alike is None else Random(alike)).clone()
+        if value.is_floating_point():
+            value = value.to(random.choice([*dtypes * 5, torch.int64]))
+        return value
+
+    def number(value: object) -> object:
+        changes = isinstance(value, float) and random.random() < 0.3
+        return random.choice([0.0, 1.0, 0.5, -2.0]) if changes else value
+
+    args, kwargs = map_tensors(sample, tensor)
+    grads = random.choice([(False,), (True,), (False, True), (True, False)])
+    return Call(
+        name,
+        Sample(tuple(map(number, args)), {key: number(value) for key, value in kwargs.items()}),
+        grads,
+        random.random() < 0.8,
+        random.choice(["default", "default", "cuda"]),
+        random.choice([B, B, H]),
+    )
+
+
+def reshaped(value: Tensor, random: Random) -> Tensor:
+    """A tensor as it is, or with no elements, or one, or more or fewer dimensions, or other strides."""
+    if value.dim() == 0:
+        return value
+    dim = random.randrange(value.dim())
+    forms: list[Callable[[], Tensor]] = [
+        lambda: value.narrow(dim, 0, 0),
+        lambda: value.narrow(dim, 0, min(1, value.size(dim))),
+        lambda: value.select(dim, 0) if value.size(dim) else value,
+        lambda: value.unsqueeze(0),
+        lambda: value.flatten()[0] if value.numel() else value,
+        lambda: value.movedim(0, -1).contiguous().movedim(-1, 0),
+        lambda: torch.cat([value, value], dim),
+    ]
+    return random.choice([*[lambda: value] * 7, *forms])()
+
+
+def result(call: Call) -> tuple[Any, list[Tensor]]:
+    """What a call gives: an error, or shapes, strides and dtypes; and all tensors, what is written to and gradients too."""
+    sample = map_tensors(call.sample, torch.clone)
+    inputs: list[Tensor] = []
+    map_tensors(sample, lambda t: inputs.append(t) or t)  # type: ignore[func-returns-value]
+    leaves = [t for t in inputs if t.is_floating_point()]
+    for place, leaf in enumerate(leaves):
+        leaf.requires_grad_(call.requires_grad[place % len(call.requires_grad)])
+    torch.manual_seed(0)
+    region = precast.autocast("cpu", call.lower, policy=POLICIES[call.policy])
+    outputs: list[Tensor] = []
+    try:
+        with region, torch.set_grad_enabled(call.records):
+            output = op_samples.call(call.name, sample)
+        map_tensors(output, lambda t: outputs.append(t) or t)  # type: ignore[func-returns-value]
+        roots = [t for t in outputs if t.requires_grad]
+        if roots:
+            torch.manual_seed(1)
+            torch.autograd.backward(roots, [torch.randn(t.shape).to(t.dtype) for t in roots])
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        text = str(error).splitlines()[0]
+        return (type(error), "" if "Unexpected floating" in text else text), []
+    tensors = [t.detach() for t in (*outputs, *inputs) if t.layout is torch.strided]
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    said = [(t.dtype, t.shape, t.stride(), t.requires_grad) for t in (*tensors, *grads)]
+    return said, [t.clone(memory_format=torch.contiguous_format) for t in (*tensors, *grads)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=40, deadline=None)
+@given(random=st.randoms(use_true_random=False))
+def test_what_was_refused_before_changes_no_result(random: Random) -> None:
+    """The reference asks PyTorch each time; the native engine knows what earlier calls have taught it."""
+    for _ in range(8):
+        call = drawn(random)
+        with registration.use_engine("reference"):
+            expected, tensors = result(call)
+        for _ in range(2):
+            found, ours = result(call)
+            assert found == expected, call
+            assert all(map(same_bits, ours, tensors)), call
+
+
+def saves(work: Callable[[], object]) -> int:
+    """How many tensors autograd has saved for the backward of `work`, which a refused call does as well."""
+    count = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        work()
+    return count
+
+
+def index_add() -> Callable[[], Tensor]:
+    x = torch.randn(3, 2)
+    source = torch.randn(1, 2, dtype=B, requires_grad=True)
+    return lambda: torch.index_add(x, 0, torch.arange(1), source)
+
+
+def in_place() -> Tensor:
+    source = torch.randn(1, 2, dtype=B, requires_grad=True)
+    return torch.randn(3, 2).index_add_(0, torch.arange(1), source)
+
+
+@pytest.mark.parametrize("work", [index_add(), in_place], ids=["new", "in place"])
+def test_a_call_like_one_that_was_refused_is_promoted_at_once(work: Callable[[], Tensor]) -> None:
+    def measure() -> None:  # in a thread of its own, which has learned nothing yet
+        with precast.autocast("cpu"):
+            found.extend(saves(work) for _ in range(3))
+
+    found: list[int] = []
+    thread = threading.Thread(target=measure)
+    thread.start()
+    thread.join()
+    first, *later = found
+    assert all(count < first for count in later)
+
+
+def test_no_rows_one_row_and_more_are_not_alike() -> None:
+    """PyTorch takes one value of another dtype, in every place that a mask selects, and refuses several."""
+    x, mask = torch.zeros(2, 2), torch.tensor([True, False])
+    with precast.autocast("cpu"):
+        for _ in range(2):
+            assert torch.index_put(x.bfloat16(), (mask,), torch.ones(2)).dtype is S
+            assert torch.index_put(x.bfloat16(), (mask,), torch.ones(1)).dtype is B
+            assert torch.index_put(x.bfloat16(), (mask & False,), torch.ones(2)).dtype is S
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_an_output_of_another_size_is_resized_as_pytorch_does() -> None:
+    for rows in (1, 3, 1, 3):
+        a, b = torch.randn(rows, 4).bfloat16(), torch.randn(4, 5)
+        out = torch.zeros(3, 5)
+        with precast.autocast("cpu"):
+            torch.mm(a, b, out=out)
+        assert out.shape == (rows, 5)
+        assert torch.equal(out, a.float() @ b)
+
+
+def test_what_pytorch_grows_in_place_grows() -> None:
+    for _ in range(3):
+        x = torch.ones(1, 5)
+        with precast.autocast("cpu"):
+            x.addbmm_(torch.ones(2, 3, 4).double(), torch.ones(2, 4, 5))
+        assert torch.equal(x, torch.full((3, 5), 9.0))
+
+
+def test_within_another_operation_it_is_the_outer_one_that_is_promoted() -> None:
+    """The inner one was refused before, and called by the outer one it is refused again."""
+    x, index, source = torch.ones(3).bfloat16(), torch.tensor([0]), torch.ones(1).half()
+    for _ in range(3):
+        with precast.autocast("cpu"):
+            assert torch.index_put(x, (index,), source, True).dtype is S
+            assert torch.put(x, index, source, True).dtype is S
+            a, b = torch.ones(2, 2).double(), torch.ones(2)
+            assert torch.mv(a, b).dtype is D
+            assert torch.tensordot(a, b, 1).dtype is D
+            assert torch.dot(b, a[0]).dtype is D
+            assert torch.inner(b, a[0]).dtype is D
+
+
+def test_an_operation_of_an_extension_is_asked_each_time() -> None:
+    asked: list[torch.dtype] = []
+
+    @torch.library.custom_op("precast_test_promotion::add", mutates_args=())
+    def add(x: Tensor, y: Tensor) -> Tensor:
+        asked.append(y.dtype)
+        if len(asked) == 1 and x.dtype is not y.dtype:
+            raise RuntimeError("expected the same dtype")
+        return x + y
+
+    policy = Policy.load("default").replace(ops={"precast_test_promotion::add": "promote"})
+    for engine in registration.ENGINES:
+        asked.clear()
+        with registration.use_engine(engine), precast.autocast("cpu", policy=policy):
+            for _ in range(2):
+                assert add(torch.ones(2).half(), torch.ones(2).bfloat16()).dtype is S
+        assert asked == [B, S, B]
+
+
+def test_an_error_is_the_same_one_each_time() -> None:
+    messages = set()
+    x, source = torch.ones(2), torch.ones(1).bfloat16()
+    for engine in ("reference", "native", "native"):
+        with registration.use_engine(engine), precast.autocast("cpu"):
+            torch.index_add(x, 0, torch.tensor([1]), source)
+            with pytest.raises(IndexError) as raised:
+                torch.index_add(x, 0, torch.tensor([7]), source)
+            messages.add(str(raised.value))
+    assert len(messages) == 1
