@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
+from precast_lint.parsing.handed import Handed
 from precast_lint.parsing.names import Names, canonical, is_none
 from precast_lint.parsing.scopes import Binding, elements
 from precast_lint.parsing.syntax import Node, cst, strings, walk
@@ -35,6 +36,7 @@ class Values:
     def __init__(self, names: Names, parents: dict[Node, Node]) -> None:
         self.names = names
         self.parents = parents
+        self.handed = Handed(names, parents)
         self._open: set[Node] = set()
         self._attributes: dict[Node, dict[str, list[tuple[Node | None, Node | None]]]] = {}
 
@@ -44,14 +46,20 @@ class Values:
         return canonical(found) if found else None
 
     def constructed(self, node: Node | None) -> Node | None:
-        """The one call that made an expression's value, if there is just one."""
-        if isinstance(node, cst.Call):
-            return node
-        sources = [value for value, _ in self.sources(node) if not is_none(value)]
-        if len(sources) != 1 or sources[0] is None:
-            return None
-        value = sources[0]
-        return value if isinstance(value, cst.Call) else None
+        """The one call that made an expression's value, if there is just one; also where a parameter gets it."""
+        seen: set[Node] = set()
+        while node is not None and not isinstance(node, cst.Call):
+            if node in seen:
+                return None
+            seen.add(node)
+            sources = [value for value, _ in self.sources(node) if not is_none(value)]
+            found = sources[0] if len(sources) == 1 else None
+            node = found if isinstance(found, cst.Call) or self._is_handed(node) else None
+        return node
+
+    def _is_handed(self, node: Node) -> bool:
+        binding = self.names.only_binding(node)
+        return binding is not None and bool(self.handed.to(binding))
 
     def enclosing_class(self, node: Node) -> Node | None:
         """The class whose method a node is in."""
@@ -73,7 +81,7 @@ class Values:
         if is_none(node):
             return _NOTHING
         if isinstance(node, cst.Call):
-            return self.names.path(node.func)
+            return self.names.path(node.func) or self._instance(_itself(node))
         if isinstance(node, cst.IfExp):
             return _agreed(map(self._instance, (node.body, node.orelse)))
         if isinstance(node, (cst.Name, cst.Attribute)):
@@ -127,11 +135,21 @@ class Values:
         A value is None where it is not known, and so is an annotation that is not there.
         """
         if isinstance(node, cst.Name):
-            return [_of_binding(binding) for binding in self.names.bindings(node)]
+            return [source for binding in self.names.bindings(node) for source in self._of(binding)]
         if isinstance(node, cst.Attribute) and _is_self(node.value):
             home = self.enclosing_class(node)
             return self.attributes(home).get(node.attr.value, []) if home else []
         return []
+
+    def _of(self, binding: Binding) -> Iterator[tuple[Node | None, Node | None]]:
+        """The value and annotation of a binding; for a parameter those that the calls of this file hand to it."""
+        handed = self.handed.to(binding)
+        if handed:
+            yield from ((value, None) for value in handed)
+        elif binding.kind in ("assign", "annotated", "param"):
+            yield binding.value, binding.annotation
+        else:
+            yield None, None
 
     def attributes(self, home: Node) -> dict[str, list[tuple[Node | None, Node | None]]]:
         """The attributes that a class gives itself, each with the values and annotations they get."""
@@ -172,6 +190,24 @@ class Values:
         return None
 
 
+def _itself(call: cst.Call) -> Node | None:
+    """The module in `module.cuda()`, `module.to(device)` and others that give the module itself in its dtype."""
+    func = call.func
+    if not isinstance(func, cst.Attribute) or not isinstance(func.value, cst.Call):
+        return None
+    if func.attr.value in ("cuda", "cpu", "eval", "train", "requires_grad_"):
+        return func.value
+    to_device = func.attr.value == "to" and len(call.args) == 1 and _is_device(call.args[0].value)
+    return func.value if to_device else None
+
+
+def _is_device(node: Node) -> bool:
+    """Whether a value is a device by its name or as a text."""
+    last = node.attr if isinstance(node, cst.Attribute) else node
+    named = isinstance(last, cst.Name) and last.value in ("device", "dev", "DEVICE")
+    return named or strings(node) is not None
+
+
 def _scaler_in(method: cst.Attribute) -> Node | None:
     """The x of `x.unscale_`, and of `x.scale(...).backward`."""
     name, owner = method.attr.value, method.value
@@ -180,12 +216,6 @@ def _scaler_in(method: cst.Attribute) -> Node | None:
     if name == "backward" and isinstance(owner, cst.Call) and isinstance(owner.func, cst.Attribute):
         return owner.func.value if owner.func.attr.value == "scale" else None
     return None
-
-
-def _of_binding(binding: Binding) -> tuple[Node | None, Node | None]:
-    if binding.kind in ("assign", "annotated", "param"):
-        return binding.value, binding.annotation
-    return None, None
 
 
 def _agreed(found: Iterable[str | None]) -> str | None:

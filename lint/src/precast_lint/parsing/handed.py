@@ -1,0 +1,108 @@
+"""What the calls of a file hand to the parameters of its functions.
+
+Invariants: a function is known only if every place that names it calls it, without stars, and nothing but PyTorch's
+decorators wraps it; what other files hand it is not seen, and taken to be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.names import Names
+from precast_lint.parsing.scopes import Binding
+from precast_lint.parsing.syntax import Node, cst
+
+__all__ = ["Handed"]
+
+
+class Handed:
+    """The arguments of one file's calls, by the parameters that get them."""
+
+    def __init__(self, names: Names, parents: dict[Node, Node]) -> None:
+        self.names = names
+        self.parents = parents
+
+    def to(self, binding: Binding) -> list[Node | None]:
+        """The values that a parameter gets, one for each call; nothing where calls are not known."""
+        if binding.kind != "param" or binding.annotation is not None:
+            return []
+        function = self._function(binding.node)
+        if function is None:
+            return []
+        return [self._argument(function, call, binding) for call in self._calls.get(function, ())]
+
+    def _function(self, param: Node) -> cst.FunctionDef | None:
+        """The function that a plain parameter belongs to."""
+        parameters = self.parents.get(param)
+        if not isinstance(parameters, cst.Parameters):
+            return None
+        if param not in (*parameters.params, *parameters.posonly_params, *parameters.kwonly_params):
+            return None
+        function = self.parents.get(parameters)
+        return function if isinstance(function, cst.FunctionDef) else None
+
+    def _argument(self, function: cst.FunctionDef, call: cst.Call, binding: Binding) -> Node | None:
+        """What one call hands to a parameter: an argument, or else the default value."""
+        order = [*function.params.posonly_params, *function.params.params]
+        if self._is_method(function):
+            order = order[1:]
+        place = next((i for i, param in enumerate(order) if param is binding.node), None)
+        found = Arguments.of(call).get(binding.name, place)
+        return found if found is not None else binding.value
+
+    def _is_method(self, function: cst.FunctionDef) -> bool:
+        return isinstance(self.parents.get(self.parents[function]), cst.ClassDef)
+
+    @cached_property
+    def _calls(self) -> dict[cst.FunctionDef, list[cst.Call]]:
+        """The calls of each function that is only called."""
+        found: dict[cst.FunctionDef, list[cst.Call]] = {}
+        unknown: set[cst.FunctionDef] = set()
+        for node in self.parents:
+            for function in self._named(node):
+                call = self.parents[node]
+                is_call = isinstance(call, cst.Call) and call.func is node
+                if isinstance(call, cst.Call) and is_call and not Arguments.of(call).starred:
+                    found.setdefault(function, []).append(call)
+                else:
+                    unknown.add(function)
+        return {f: calls for f, calls in found.items() if f not in unknown and self._is_plain(f)}
+
+    def _named(self, node: Node) -> Iterable[cst.FunctionDef]:
+        """The functions that an expression names: `train`, `self.train`, `Trainer` for its `__init__`."""
+        if isinstance(node, cst.Name) and not isinstance(
+            self.parents.get(node), (cst.FunctionDef, cst.ClassDef)
+        ):
+            binding = self.names.only_binding(node)
+            target = binding.node if binding is not None else None
+            if (
+                binding is not None
+                and binding.kind == "def"
+                and isinstance(target, cst.FunctionDef)
+            ):
+                return () if self._is_method(target) else (target,)
+            if isinstance(target, cst.ClassDef):
+                return _methods(target, "__init__")
+        if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name):
+            home = self._class_around(node) if node.value.value == "self" else None
+            return _methods(home, node.attr.value) if home is not None else ()
+        return ()
+
+    def _class_around(self, node: Node) -> cst.ClassDef | None:
+        inner: Node | None = node
+        while inner is not None and not isinstance(inner, cst.ClassDef):
+            inner = self.parents.get(inner)
+        return inner
+
+    def _is_plain(self, function: cst.FunctionDef) -> bool:
+        decorators = [d.decorator for d in function.decorators]
+        names = [d.func if isinstance(d, cst.Call) else d for d in decorators]
+        return all((self.names.path(name) or "").startswith("torch.") for name in names)
+
+
+def _methods(home: cst.ClassDef, name: str) -> Iterator[cst.FunctionDef]:
+    for line in home.body.body:
+        if isinstance(line, cst.FunctionDef) and line.name.value == name:
+            yield line
