@@ -509,7 +509,7 @@ class Lines(IterableDataset):
         with open(self.path) as file:
             for i, line in enumerate(file):
                 if i % workers == number:
-                    yield torch.tensor([float(part) for part in line.split()])
+                    yield torch.tensor([float(line)] * 8)
 
 
 loader = DataLoader(Lines("numbers.txt"), batch_size=8, num_workers=4)

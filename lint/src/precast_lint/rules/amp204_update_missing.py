@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from precast_lint.editing.lines import block_of, exchange, insert_after, line_of
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node
+from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import hides, is_plain, judged, loop_around, only_here
@@ -46,7 +46,8 @@ def check(source: Source) -> Iterator[Finding]:
     def follow(
         flow: Flow, scaler: str
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
-        owned = flow.is_owned(scaler)
+        hidden = any(hides(source, event, scaler) for event in flow.events())
+        owned = flow.is_seen(scaler, "update") and not hidden
 
         def on(state: _State, event: Event, say: Say) -> _State:
             if hides(source, event, scaler):
@@ -97,7 +98,12 @@ def _is_unconditional(source: Source, update: Node) -> bool:
     """Whether an update stands in the body of a loop itself: it runs in each round, the first one too."""
     line = line_of(source, update)
     loop = loop_around(source, update)
-    return line is not None and loop is not None and source.parents[source.parents[line]] is loop
+    if line is None or loop is None:
+        return False
+    block = source.parents[source.parents[line]]
+    while isinstance(block, cst.With):
+        block = source.parents[source.parents[block]]
+    return block is loop
 
 
 def _insert(source: Source, flow: Flow, scaler: str, step: Node) -> Fix | None:
@@ -214,7 +220,66 @@ VALID = (
     ),
 )
 
+_HANDED = (
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+
+        scaler = torch.amp.GradScaler("cuda")
+        for part in parts:
+            train(model, part, optimizer, scaler)
+            scaler.update()
+        """,
+        note="Who hands the scaler over updates it.",
+    ),
+    Case("""
+        import torch
+
+        class Trainer(Base):
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, model, batches, optimizer):
+                for batch in batches:
+                    self.scaler.scale(model(batch)).backward()
+                    self.scaler.step(optimizer)
+    """),
+)
+
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+
+        train(model, batches, optimizer, torch.amp.GradScaler("cuda"))
+        """,
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        train(model, batches, optimizer, torch.amp.GradScaler("cuda"))
+        """,
+        unsafe=True,
+        count=1,
+    ),
     Case(
         """
         import torch
@@ -326,6 +391,6 @@ RULE = Rule(
         ".scale( .step(",
     ),
     check=check,
-    valid=VALID,
+    valid=(*VALID, *_HANDED),
     invalid=INVALID,
 )

@@ -51,7 +51,11 @@ def check(source: Source) -> Iterator[Finding]:
             return _on(source, state, event, say, scaler)
 
         dropped = any(_is_dropped(source, node, scaler) for node in flow.nodes)
-        if dropped or scales_by_hand(flow, scaler) or not only_here(flow, scaler, "scale"):
+        if (
+            dropped
+            or scales_by_hand(flow, scaler, only_up=True)
+            or not only_here(flow, scaler, "scale")
+        ):
             return None
         return _State(), on
 

@@ -17,7 +17,7 @@ from precast_lint.training_step.protocol import followed, loops_around, may_back
 __all__ = ["RULE"]
 
 _NOWHERE = "nothing sets the gradients to zero: each step uses the sum of all gradients so far"
-_ZEROED = re.compile(r"zero_grad|^\.grad$|set_to_none", re.MULTILINE)
+_ZEROED = re.compile(r"zero_grad|set_to_none", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ def check(source: Source) -> Iterator[Finding]:
         if flow.scalers:
             for node, message in flow.run(_State(), on):
                 yield source.find(RULE, node, message)
-    if not _ZEROED.search(source.words):
+    if not _ZEROED.search(source.words) and not any(
+        n.attr.value == "grad" and source.origin(n) is None for n in source.all(cst.Attribute)
+    ):
         for flow, scaler in followed(source):
             yield from _nowhere(source, flow, scaler)
 
@@ -70,7 +72,8 @@ def _nowhere(source: Source, flow: Flow, scaler: str) -> Iterator[Finding]:
             continue
         loops = loops_around(source, event.node)
         together = any(loops_around(source, b.node)[:1] == loops[:1] for b in backwards)
-        if loops and together and _is_private(source, flow, event.optimizer):
+        is_step = loops or _comes(source, flow, event.optimizer)
+        if is_step and together and _is_private(source, flow, event.optimizer):
             yield source.find(RULE, event.node, _NOWHERE, severity=Severity.WARNING)
 
 
@@ -80,11 +83,29 @@ def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
         return _is_own(source, flow, optimizer)
     names = [n for n in flow.nodes if isinstance(n, cst.Name) and key(source, n) == optimizer]
     made = any(isinstance(source.parents[n], cst.AssignTarget) for n in names)
-    if not made or not all(_is_kept(source, name) for name in names):
+    handed = [value for name in names[:1] for value in _handed(source, name)]
+    if not (made or handed) or not all(_is_kept(source, name) for name in names):
+        return False
+    texts = {key(source, value) for value in handed}
+    everywhere = (n for n in source.all(cst.Name) if n in source.scopes.scope_of)
+    if not all(_is_kept(source, n) for n in everywhere if key(source, n) in texts):
         return False
     return not any(
         isinstance(n, (cst.FunctionDef, cst.Lambda)) and n is not flow.node for n in flow.nodes
     )
+
+
+def _comes(source: Source, flow: Flow, optimizer: str) -> bool:
+    """Whether an optimizer was made before the function is called: then a step of it is one of many."""
+    names = [n for n in flow.nodes if isinstance(n, cst.Name) and key(source, n) == optimizer]
+    return optimizer.startswith("self.") or any(_handed(source, name) for name in names[:1])
+
+
+def _handed(source: Source, name: Node) -> list[Node]:
+    """What the calls of this file hand to a parameter."""
+    binding = source.names.only_binding(name)
+    values = source.values.handed.to(binding) if binding is not None else []
+    return [value for value in values if value is not None]
 
 
 def _is_own(source: Source, flow: Flow, optimizer: str) -> bool:
@@ -108,11 +129,16 @@ def _is_kept(source: Source, node: Node) -> bool:
         isinstance(call, cst.Call) and not _is_known(source, call)
     ):
         return False
-    return isinstance(parent, (cst.Arg, cst.AssignTarget, cst.Attribute))
+    return isinstance(parent, (cst.Arg, cst.AssignTarget, cst.Attribute, cst.Param))
 
 
 def _is_known(source: Source, call: cst.Call) -> bool:
     if "lr_scheduler" in (source.origin(call.func) or ""):
+        return True
+    binding = source.names.only_binding(call.func)
+    if (
+        binding is not None and binding.kind == "def"
+    ):  # a function of this file, where nothing is set to zero either
         return True
     is_method = isinstance(call.func, cst.Attribute) and call.func.attr.value in (
         "step",
@@ -240,6 +266,22 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def step(model, optimizer, scaler, batch):
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            step(model, optimizer, scaler, batch)
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node
+from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow import Flow, Say, flows
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import asks_scale, followed, hides, loop_around
@@ -66,7 +66,8 @@ def _is_beside(source: Source, flow: Flow, node: object, steps: list[Event]) -> 
     event = next(e for e in flow.events() if e.node is node)
     loop = loop_around(source, event.node)
     same = any(loop_around(source, step.node) is loop for step in steps)
-    return same and loop is not None and not (event.instance or "").endswith(_BY_RESULT)
+    is_step = loop is not None or isinstance(flow.node, cst.FunctionDef)  # what is called in a loop
+    return same and is_step and not (event.instance or "").endswith(_BY_RESULT)
 
 
 VALID = (

@@ -59,14 +59,23 @@ def _inputs(source: Source, trained: dict[str, Node | None], models: set[str]) -
 
 
 def _runs_in_region(source: Source, call: cst.Call, name: str) -> bool:
-    """Whether the model is called in a region of the same function, or of the same class."""
+    """Whether the model is called in a region of the same function or class, or of one that it is handed to."""
     return any(
-        key(source, other.func) == name
-        and home(source, other, name) is home(source, call, name)
+        any(
+            key(source, model) == name and home(source, model, name) is home(source, call, name)
+            for model in (other.func, *_handed(source, other.func))
+        )
         and region_in_force(source, other) is not None
         for other in source.all(cst.Call)
         if isinstance(other.func, (cst.Name, cst.Attribute))
     )
+
+
+def _handed(source: Source, name: Node) -> Iterator[Node]:
+    """What the calls of this file hand to a parameter."""
+    binding = source.names.only_binding(name)
+    values = source.values.handed.to(binding) if binding is not None else ()
+    yield from (value for value in values if value is not None)
 
 
 def _without(source: Source, call: cst.Call, owner: Node) -> Fix | None:
@@ -158,6 +167,34 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(model, optimizer, batches):
+            for batch in batches:
+                with torch.autocast("cuda"):
+                    loss = model(batch)
+
+        model = Net().half()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, optimizer, batches)
+        """,
+        """
+        import torch
+
+        def train(model, optimizer, batches):
+            for batch in batches:
+                with torch.autocast("cuda"):
+                    loss = model(batch)
+
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, optimizer, batches)
+        """,
+        unsafe=True,
+        count=1,
+    ),
     Case(
         """
         import torch

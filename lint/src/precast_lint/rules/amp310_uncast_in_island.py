@@ -48,6 +48,7 @@ def _computes(source: Source, name: Node) -> bool:
         origin = (source.origin(call.func) if isinstance(call, cst.Call) else None) or ""
         last = origin.rpartition(".")[2]
         wanted = origin.startswith("torch.") and bool(_OPERATIONS.fullmatch(last))
+        wanted = wanted or origin.startswith("torch.fft.")
     return wanted and isinstance(call, cst.Call) and "dtype" not in Arguments.of(call).keywords
 
 

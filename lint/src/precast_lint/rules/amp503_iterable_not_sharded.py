@@ -15,7 +15,7 @@ __all__ = ["RULE"]
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _DATASETS = ("torch.utils.data.IterableDataset", "torch.utils.data.dataset.IterableDataset")
 # Who shares the work, or makes random data, of which there can't be copies.
-_SHARED = re.compile(r"worker|rank|shard|split|rand|seed|sampler|partition|islice|fil(e|es)\b")
+_SHARED = re.compile(r"worker|rank|shard|split|rand|seed|sampler|partition|islice|files\b")
 
 
 def check(source: Source) -> Iterator[Finding]:

@@ -118,11 +118,44 @@ class Flow:
     def is_owned(self, name: str) -> bool:
         """Whether it is made in this function and never leaks: nobody else can have a hand in it."""
         made = any(
-            isinstance(node, cst.Assign)
-            and any(self._is(target.target, name) for target in node.targets)
+            self._is(node.target, name)
             for node in self.nodes
+            if isinstance(node, cst.AssignTarget)
+            or (isinstance(node, cst.AnnAssign) and node.value is not None)
         )
         return made and "." not in name and not self.leaks(name)
+
+    def is_seen(self, name: str, *methods: str) -> bool:
+        """Whether a scaler can be followed to its last use: nobody else calls these methods of one, as far as is seen.
+
+        It is made here and never leaks; or calls of this file hand it to this function, or a class without foreign
+        bases makes it, and no other function of the file calls these methods of any scaler.
+        """
+        if self.is_owned(name):
+            return True
+        own = {*self.nodes, *self.methods}
+        return self._is_of_file(name) and not any(
+            call not in own and self.source.instance(owner) in SCALERS
+            for call, owner, _ in self.source.methods(*methods)
+        )
+
+    def _is_of_file(self, name: str) -> bool:
+        values = self.source.values
+        node = next((n for n in self.nodes if self._is(n, name)), None)
+        if isinstance(node, cst.Name):
+            binding = self.source.names.only_binding(node)
+            is_handed = binding is not None and bool(values.handed.to(binding))
+            return is_handed and self.is_local(name) and not self.leaks(name)
+        home = values.enclosing_class(self.node) if name.startswith("self.") else None
+        if not isinstance(home, cst.ClassDef) or node is None or self.leaks(name):
+            return False
+        bases = [
+            self.source.origin(b.value) or self.source.names.builtin(b.value) for b in home.bases
+        ]
+        made = values.attributes(home).get(name.removeprefix("self."), [])
+        return all(base in ("object", "torch.nn.Module") for base in bases) and any(
+            isinstance(value, cst.Call) for value, _ in made
+        )
 
     def called_elsewhere(self, name: str, *methods: str) -> bool:
         """Whether another function of the file calls a method on something whose last name is the same."""

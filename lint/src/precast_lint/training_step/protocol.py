@@ -120,15 +120,27 @@ def hides(source: Source, event: Event, scaler: str) -> bool:
 
 
 def asks_scale(flow: Flow, scaler: str) -> bool:
-    """Whether a function does something with a scaler's scale: more than to print it or write it down."""
-    return any(not _is_written_down(flow.source, read) for read in _reads_of_scale(flow, scaler))
+    """Whether a function does something with a scaler's scale: more than to print it, or to compute with it."""
+    source = flow.source
+    return any(
+        not _is_written_down(source, read) and not _multiplies(source.parents[read])
+        for read in _reads_of_scale(flow, scaler)
+    )
 
 
-def scales_by_hand(flow: Flow, scaler: str) -> bool:
-    """Whether a function multiplies or divides by a scaler's scale: it may then scale or unscale by hand."""
+def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool = False) -> bool:
+    """Whether a function multiplies or divides by a scaler's scale: it may then scale or unscale by hand.
+
+    Args:
+        flow: the function.
+        scaler: the scaler's key.
+        only_up: a division by the scale, which unscales, does not count.
+    """
     reads = list(_reads_of_scale(flow, scaler))
     names = {name for read in reads if (name := _assigned_name(flow.source, read)) is not None}
     reads += [n for n in flow.nodes if isinstance(n, cst.Name) and n.value in names]
+    if only_up:
+        reads = [read for read in reads if not _divides(flow.source.parents[read], read)]
     return any(_is_factor(flow.source, read) for read in reads)
 
 
@@ -165,11 +177,24 @@ def _assigned_name(source: Source, value: Node) -> str | None:
     return target.value if isinstance(target, cst.Name) else None
 
 
+def _multiplies(node: Node) -> bool:
+    return isinstance(node, cst.BinaryOperation) and isinstance(
+        node.operator, (cst.Multiply, cst.Divide)
+    )
+
+
+def _divides(parent: Node, read: Node) -> bool:
+    is_division = isinstance(parent, cst.BinaryOperation) and isinstance(
+        parent.operator, cst.Divide
+    )
+    return is_division and isinstance(parent, cst.BinaryOperation) and parent.right is read
+
+
 def _is_factor(source: Source, node: Node) -> bool:
     """Whether a value is multiplied or divided by, or handed to code that may do so."""
     parent = source.parents[node]
     if isinstance(parent, cst.BinaryOperation):
-        return isinstance(parent.operator, (cst.Multiply, cst.Divide))
+        return _multiplies(parent)
     if isinstance(parent, cst.AugAssign):
         return parent.value is node
     if isinstance(parent, cst.Arg):
