@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from precast_lint.meaning.functions import called_method
 from precast_lint.meaning.regions import regions, regions_around
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
@@ -39,9 +40,9 @@ def check(source: Source) -> Iterator[Finding]:
     def on(state: _State, event: Event, say: Say) -> _State:
         return _on(source, state, event, say)
 
-    for flow in flows(source):
-        for node, message in flow.run(_State(), on):
-            yield source.find(RULE, node, message)
+    found = (node for flow in flows(source) for node, _ in flow.run(_State(), on))
+    for node in dict.fromkeys(found):
+        yield source.find(RULE, node)
 
 
 def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
@@ -78,7 +79,10 @@ def _is_cut(parent: Node | None) -> bool:
 def _in_region(source: Source, node: Node) -> bool:
     """Whether a node runs in a float16 region and with gradients."""
     region = next(regions_around(source, node), None)
-    if region is None or region.dtype != "torch.float16" or region.enabled is False:
+    if region is None:
+        function = source.function(node)
+        return function is not None and _is_called_in_region(source, function)
+    if region.dtype != "torch.float16" or region.enabled is False:
         return False
     for outer in source.around(node):
         if isinstance(outer, cst.With):
@@ -86,6 +90,38 @@ def _in_region(source: Source, node: Node) -> bool:
             if any(source.origin(item.func) in _NO_GRAD for item in items):
                 return False
     return True
+
+
+def _is_called_in_region(source: Source, function: cst.FunctionDef) -> bool:
+    """Whether all calls of a function, compiled or not, are in float16 regions of other functions."""
+    known = source.cache.setdefault("called in float16 regions", {})
+    assert isinstance(known, dict)
+    if function not in known:
+        known[function] = False  # of functions that call each other nothing is known
+        calls = list(_calls_of(source, function))
+        known[function] = bool(calls) and all(
+            source.function(call) is not function and _in_region(source, call) for call in calls
+        )
+    return bool(known[function])
+
+
+def _calls_of(source: Source, function: cst.FunctionDef) -> Iterator[cst.Call]:
+    """The calls of a function by its name, or by that of what `torch.compile` makes of it; of a method by self."""
+    for call in source.all(cst.Call):
+        if called_method(source, call) is function or _is_function(source, call.func, function):
+            yield call
+
+
+def _is_function(source: Source, node: Node, function: cst.FunctionDef) -> bool:
+    binding = source.names.only_binding(node)
+    if binding is None:
+        return False
+    if binding.node in (function, function.name):
+        return True
+    made = binding.value if binding.kind == "assign" else None
+    if not isinstance(made, cst.Call) or source.origin(made.func) != "torch.compile":
+        return False
+    return bool(made.args) and _is_function(source, made.args[0].value, function)
 
 
 VALID = (
@@ -170,6 +206,23 @@ VALID = (
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         optimizer.step()
     """),
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(batch):
+            model(batch).backward()
+            optimizer.step()
+
+        with torch.autocast("cuda", dtype=torch.float16):
+            step(warm_up)
+        for batch in batches:
+            step(batch)
+        """,
+        note="Not all calls are in a region.",
+    ),
 )
 
 INVALID = (
@@ -246,6 +299,47 @@ INVALID = (
             optimizer.step()
         """,
         note="A sentence scales nothing.",
+    ),
+    Case(
+        """
+        import torch
+
+        model = Net().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        @torch.compile
+        def step(batch):
+            loss = model(batch).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for batch in batches:
+            with torch.autocast("cuda", dtype=torch.float16):
+                step(batch)
+        """,
+        count=1,
+        note="A region around a step that is compiled.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = torch.compile(model)
+                self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+            def fit(self, batches):
+                for batch in batches:
+                    with torch.autocast("cuda", dtype=torch.float16):
+                        self.step(batch)
+
+            def step(self, batch):
+                self.model(batch).mean().backward()
+                self.optimizer.step()
+        """,
+        count=1,
     ),
 )
 
