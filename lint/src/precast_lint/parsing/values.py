@@ -120,9 +120,22 @@ class Values:
 
     @cached_property
     def _used_as_scalers(self) -> set[tuple[object, str] | None]:
-        """The variables and attributes on which `unscale_` or `scale(...).backward` is called."""
-        owners = (_scaler_in(node) for node in self.parents if isinstance(node, cst.Attribute))
-        return {self._variable(owner) for owner in owners if owner is not None} - {None}
+        """The variables and attributes on which `unscale_` or `scale(...).backward` is called.
+
+        And those of which the name says so, on which both `step` and `update` are called.
+        """
+        attributes = [node for node in self.parents if isinstance(node, cst.Attribute)]
+        owners = (_scaler_in(node) for node in attributes)
+        found = {self._variable(owner) for owner in owners if owner is not None}
+        stepped, updated = (
+            {
+                self._variable(n.value)
+                for n in attributes
+                if n.attr.value == name and _named(n.value)
+            }
+            for name in ("step", "update")
+        )
+        return (found | stepped & updated) - {None}
 
     def _source(self, value: Node | None, annotation: Node | None) -> str | None:
         if annotation is not None:
@@ -216,6 +229,12 @@ def _scaler_in(method: cst.Attribute) -> Node | None:
     if name == "backward" and isinstance(owner, cst.Call) and isinstance(owner.func, cst.Attribute):
         return owner.func.value if owner.func.attr.value == "scale" else None
     return None
+
+
+def _named(node: Node) -> bool:
+    """Whether the name of a variable, or of an attribute, says that it is a scaler."""
+    last = node.attr if isinstance(node, cst.Attribute) else node
+    return isinstance(last, cst.Name) and last.value.lower().endswith("scaler")
 
 
 def _agreed(found: Iterable[str | None]) -> str | None:

@@ -210,6 +210,41 @@ VALID = (
         """
         import torch
 
+        class Trainer:
+            def fit(self, model, optimizer, scaler, batches):
+                for batch in batches:
+                    scaler.scale(model(batch)).backward()
+                    self.prepare(optimizer, scaler)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    scaler.step(optimizer)
+                    scaler.update()
+
+            def prepare(self, optimizer, scaler):
+                unscale(optimizer, scaler)
+        """,
+        note="What becomes of the scaler in `unscale` is not seen.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def fit(self, model, optimizer, scaler, batches):
+                for batch in batches:
+                    scaler.scale(model(batch)).backward()
+                    self.prepare(optimizer, scaler)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    scaler.step(optimizer)
+                    scaler.update()
+
+            def prepare(self, optimizer, scaler):
+                scaler.unscale_(optimizer)
+        """,
+    ),
+    Case(
+        """
+        import torch
+
         scaler = torch.amp.GradScaler("cuda")
         scaler.scale(model(batch)).backward()
         norm = model.weight.grad.norm() / scaler.get_scale()
@@ -554,6 +589,27 @@ INVALID = (
         """,
         count=3,
         note="What is added to a scaled gradient is divided by the scale with it.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def fit(self, model, optimizer, scaler, batches):
+                for batch in batches:
+                    self.backward(model, scaler, batch)
+                    self.update(model, optimizer, scaler=scaler)
+
+            def backward(self, model, scaler, batch):
+                scaler.scale(model(batch)).backward()
+
+            def update(self, model, optimizer, scaler):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), self.limit)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=1,
+        note="A scaler that methods hand on to one another.",
     ),
 )
 

@@ -196,8 +196,24 @@ class Flow:
     def _scalers(self) -> list[str]:
         """The keys of the scalers whose methods are called here, or in methods of self that are called here."""
         called = [*self._scalers_in(self.nodes)]
-        called += [name for name in self._scalers_in(self.methods) if name.startswith("self.")]
+        called += [
+            name
+            for name in self._scalers_in(self.methods)
+            if name.startswith("self.") or name in self._handed
+        ]
         return list(dict.fromkeys(called))
+
+    @cached_property
+    def _handed(self) -> set[str]:
+        """The names that methods of the same object get for parameters of the same name."""
+        found = set()
+        for call in (n for n in self.nodes if isinstance(n, cst.Call)):
+            method = called_method(self.source, call)
+            for arg in call.args if method is not None else ():
+                if isinstance(arg.value, cst.Name) and method is not None:
+                    if _parameter(method, call, arg) == arg.value.value:
+                        found.add(arg.value.value)
+        return found
 
     def _scalers_in(self, nodes: list[Node]) -> Iterator[str]:
         for node in nodes:
@@ -223,12 +239,28 @@ class Flow:
             func = call.func if isinstance(call, cst.Call) else None
             called = func.attr if isinstance(func, cst.Attribute) else func
             keeps = isinstance(called, cst.Name) and _KEEPS.search(called.value) is not None
+            keeps |= self._is_followed(call, parent, node)
             return not keeps and self.source.names.builtin(func) not in _HARMLESS
         if isinstance(parent, cst.Assign):
             return parent.value is node
         if isinstance(parent, cst.IfExp):
             return parent.test is not node
         return type(parent).__name__ not in _LOOKED_AT
+
+    def _is_followed(self, call: Node, arg: cst.Arg, node: Node) -> bool:
+        """Whether a method of the same object gets a name for a parameter of that name, and lets nobody have it."""
+        method = called_method(self.source, call)
+        if method is None or not isinstance(node, cst.Name) or not isinstance(call, cst.Call):
+            return False
+        asked = self.source.cache.setdefault("methods asked for leaks", set())
+        assert isinstance(asked, set)
+        if _parameter(method, call, arg) != node.value or method in asked:
+            return False
+        asked.add(method)  # of methods that call each other nothing is known
+        flow = next(flow for flow in flows(self.source) if flow.node is method)
+        leaks = flow.leaks(node.value)
+        asked.discard(method)
+        return not leaks
 
     def _is_captured(self, name: str) -> bool:
         inner = [
@@ -247,6 +279,17 @@ def flows(source: Source) -> list[Flow]:
         known = source.cache["flows"] = [Flow(source, node) for node in nodes]
     assert isinstance(known, list)
     return known
+
+
+def _parameter(method: cst.FunctionDef, call: cst.Call, arg: cst.Arg) -> str | None:
+    """The parameter of a method that an argument is for."""
+    if arg.star or any(other.star for other in call.args):
+        return None
+    if arg.keyword is not None:
+        return arg.keyword.value
+    names = [param.name.value for param in method.params.params[1:]]
+    place = list(call.args).index(arg)
+    return names[place] if place < len(names) else None
 
 
 def _methods(source: Source, nodes: list[Node]) -> Iterator[Node]:
