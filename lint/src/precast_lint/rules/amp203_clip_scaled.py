@@ -608,6 +608,25 @@ INVALID = (
                 scaler.step(optimizer)
                 scaler.update()
         """,
+        """
+        import torch
+
+        class Trainer:
+            def fit(self, model, optimizer, scaler, batches):
+                for batch in batches:
+                    self.backward(model, scaler, batch)
+                    self.update(model, optimizer, scaler=scaler)
+
+            def backward(self, model, scaler, batch):
+                scaler.scale(model(batch)).backward()
+
+            def update(self, model, optimizer, scaler):
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), self.limit)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
         count=1,
         note="A scaler that methods hand on to one another.",
     ),

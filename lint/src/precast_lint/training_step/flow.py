@@ -209,10 +209,8 @@ class Flow:
         found = set()
         for call in (n for n in self.nodes if isinstance(n, cst.Call)):
             method = called_method(self.source, call)
-            for arg in call.args if method is not None else ():
-                if isinstance(arg.value, cst.Name) and method is not None:
-                    if _parameter(method, call, arg) == arg.value.value:
-                        found.add(arg.value.value)
+            if method is not None:
+                found |= {n for arg in call.args if (n := _same_name(method, call, arg))}
         return found
 
     def _scalers_in(self, nodes: list[Node]) -> Iterator[str]:
@@ -290,6 +288,12 @@ def _parameter(method: cst.FunctionDef, call: cst.Call, arg: cst.Arg) -> str | N
     names = [param.name.value for param in method.params.params[1:]]
     place = list(call.args).index(arg)
     return names[place] if place < len(names) else None
+
+
+def _same_name(method: cst.FunctionDef, call: cst.Call, arg: cst.Arg) -> str | None:
+    """The name that an argument is, if that is the name of its parameter, too."""
+    name = arg.value.value if isinstance(arg.value, cst.Name) else None
+    return name if _parameter(method, call, arg) == name else None
 
 
 def _methods(source: Source, nodes: list[Node]) -> Iterator[Node]:
