@@ -51,7 +51,7 @@ class Project:
 
     @property
     def is_only_counted(self) -> bool:
-        """Whether nobody mends a rule for what is found in it: it says how the rules do on code they have never seen."""
+        """Whether no rule is mended for what is found in it: it says how the rules do on code that is new to them."""
         return self in LATER and hashlib.sha256(self.name.lower().encode()).digest()[-1] % 2 == 1
 
 
