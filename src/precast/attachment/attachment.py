@@ -256,7 +256,7 @@ class Attachment(Displayed):
                     continue
                 held_parameters[name] = held.hold(name, parameter)
                 if optimizer is not None and id(parameter) in stepped:
-                    held_parameters[name].optimizer = weakref.ref(optimizer)
+                    held_parameters[name].optimizer = held.steps_of(optimizer)
             self._held_parameters, self._left_alone = held_parameters, left_alone
             for held_parameter in before.values():
                 held.release(held_parameter)

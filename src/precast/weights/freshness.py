@@ -22,10 +22,16 @@ __all__ = ["SourceNotes", "has_geometry_of", "is_at", "is_fresh"]
 class SourceNotes(Protocol):
     """What a copy notes of its source when it is cast."""
 
-    version: int
-    pointer: int
     shape: torch.Size
     stride: tuple[int, ...]
+
+    @property
+    def version(self) -> int:
+        """The source's version counter."""
+
+    @property
+    def pointer(self) -> int:
+        """The source's address."""
 
 
 def is_fresh(copy: SourceNotes, source: Tensor) -> bool:

@@ -35,7 +35,7 @@ from precast._torch import (
     without_torch_function,
 )
 from precast.errors import StaleWeightError
-from precast.weights.held_copy import Copy, CopyHandle, lock
+from precast.weights.held_copy import Copy, CopyHandle, lock, unless_python_ends
 from precast.weights.held_gradients import free_temporaries
 from precast.weights.held_parameter import (
     HeldParameter,
@@ -59,6 +59,7 @@ __all__ = [
     "held_parameters",
     "hold",
     "leave_to_cuda_graphs",
+    "lend",
     "lock",
     "note_unversioned_writes",
     "parameter_freed_hooks",
@@ -67,6 +68,7 @@ __all__ = [
     "renew",
     "stale_message",
     "stepped",
+    "steps_of",
     "suspend",
 ]
 
@@ -151,6 +153,8 @@ def handle_of(parameter: Tensor, dtype: torch.dtype) -> CopyHandle | None:
             return None
         held_parameter.threads.add(threading.get_ident())
         copy = held_parameter.copies.get(dtype)
+        if copy is not None:
+            copy.take_back()
         if (
             copy is not None
             and copy.is_fresh_for(parameter)
@@ -189,12 +193,56 @@ def renew(copies: Iterable[Copy]) -> None:
 
 def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
     """Invalidates the copies of what an optimizer has written, whatever version counters say."""
-    steps = weakref.ref(optimizer)
+    steps = steps_of(optimizer)
     with lock:
         for parameter in parameters:
             for held_parameter in _sharing_memory_with(parameter):
                 held_parameter.optimizer = steps
-                held_parameter.invalidate(at_once=True)
+                held_parameter.stepped()
+
+
+def steps_of(optimizer: torch.optim.Optimizer) -> weakref.ref[torch.optim.Optimizer]:
+    """What parameters know their optimizer by; when it is gone, kernels ask for the copies again."""
+    known = _optimizers.get(id(optimizer))
+    if known is None or known() is not optimizer:
+        key = id(optimizer)
+        known = weakref.ref(optimizer, unless_python_ends(lambda gone: _optimizer_gone(key, gone)))
+        _optimizers[key] = known
+    return known
+
+
+_optimizers: Final[dict[int, weakref.ref[torch.optim.Optimizer]]] = {}
+
+
+def _optimizer_gone(key: int, gone: weakref.ref[torch.optim.Optimizer]) -> None:
+    if _optimizers.get(key) is gone:
+        del _optimizers[key]
+    for held_parameter in list(held_parameters.values()):
+        if held_parameter.optimizer is gone:
+            held_parameter.take_back()
+
+
+def lend(handle: CopyHandle, parameter: Tensor) -> None:
+    """Lets kernels renew the copy of a weight that is trained by themselves, where they know all that it takes.
+
+    That is where an optimizer steps it whose steps are listened to, nothing else lies in its memory, and its gradients
+    are float32. Whoever changes one of these takes the copy back.
+    """
+    with lock:
+        held_parameter, copy = held_parameters.get(id(parameter)), handle.copy
+        if (
+            held_parameter is not None
+            and parameter.is_cpu
+            and handle.is_current()
+            and handle.writes == copy.writes
+            and list(held_parameter.copies.values()) == [copy]
+            and copy.circumstances is not None
+            and copy.circumstances.trains
+            and not (held_parameter.overlapping or held_parameter.suspended or held_parameter.stale)
+            and held_parameter.grad_dtype is None
+            and held_parameter.is_stepped()
+        ):
+            copy.lend(parameter)
 
 
 def note_unversioned_writes(tensors: Iterable[Tensor]) -> None:
@@ -219,6 +267,7 @@ def suspend(some: Iterable[HeldParameter], change: int) -> None:
     with lock:
         for held_parameter in some:
             held_parameter.suspended += change
+            held_parameter.take_back()
             for copy in held_parameter.copies.values():
                 copy.evict()
 
@@ -279,6 +328,7 @@ def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
         held_parameter = held_parameters.get(id(parameter))
         if held_parameter is not None:
             held_parameter.stale = False
+            held_parameter.leave_to_regions(False)
             if moved:
                 held_parameter.set_memory_range(MemoryRange.of(parameter))
             note_circumstances(held_parameter, copy, parameter, in_use=in_use)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -26,7 +27,8 @@ from precast._internal.locks import survives_fork
 from precast._torch import impl_address, is_shared, version_of, without_torch_function
 from precast.weights.freshness import has_geometry_of, is_fresh
 from precast.weights.held_gradients import GradientMemory
-from precast.weights.native_copies import Evicted, Use, native
+from precast.weights.held_record import Circumstances, HeldRecord, Owner
+from precast.weights.native_copies import Evicted, NativeHeld, Use, native
 
 __all__ = ["Copy", "CopyHandle", "lock", "unless_python_ends"]
 
@@ -72,39 +74,35 @@ class Copy:
 
     Attributes:
         tensor: the copy, without gradient; of the parameter's shape and layout.
-        version: the parameter's version counter when it was copied.
-        pointer: the parameter's address when it was copied.
         shape: the parameter's shape, which never changes while this copy is used.
         stride: the parameter's strides, likewise.
         number: its own, for the caches of compiled kernels.
         epoch: how often it has been taken out of all caches.
-        gradient: memory for the parameter's gradient.
+        gradient: memory for the parameter's gradient, which makes the casts that have one.
+        record: what compiled kernels share of it.
         stream: the stream that wrote it last; None where the device has none.
-        writes: how often it was written.
-        circumstances: what `possible_writes` noted when it was written.
         is_in_graphs: whether a CUDA graph may read it, which knows its address alone.
     """
 
     __slots__ = (
         "__weakref__",
+        "_circumstances",
         "_dtype",
         "_event",
+        "_native",
         "_parameter",
         "_read_elsewhere",
         "_source",
         "_storage",
-        "circumstances",
         "epoch",
         "gradient",
         "is_in_graphs",
         "number",
-        "pointer",
+        "record",
         "shape",
         "stream",
         "stride",
         "tensor",
-        "version",
-        "writes",
     )
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
@@ -113,15 +111,14 @@ class Copy:
         self._source, self._dtype = impl_address(parameter), dtype
         self.number = next(_numbers)
         self.epoch = 0
-        self.gradient = GradientMemory()
-        self.version = -1
-        self.writes = 0
+        self._native = None if native.copies is None else native.copies.new_held(self.number)
+        self.gradient: GradientMemory | NativeHeld = self._native or GradientMemory()
+        self.record = HeldRecord() if self._native is None else self._native.record
         self.stream: Any = None
         self._event: Any = None
         self._read_elsewhere = False
-        self.circumstances: Any = None
+        self._circumstances: Circumstances | None = None
         self.is_in_graphs = False
-        self.pointer = -1
         self.shape, self.stride = parameter.shape, parameter.stride()
         self.tensor = _memory_for(parameter, dtype)
 
@@ -129,6 +126,51 @@ class Copy:
     def parameter(self) -> Tensor | None:
         """What it is a copy of, while that is alive."""
         return self._parameter()
+
+    @property
+    def version(self) -> int:
+        """The parameter's version counter when it was copied; -1 where it has to be renewed."""
+        return self.record.version
+
+    @property
+    def pointer(self) -> int:
+        """The parameter's address when it was copied."""
+        return self.record.pointer
+
+    @property
+    def writes(self) -> int:
+        """How often it was written."""
+        return self.record.writes
+
+    @property
+    def circumstances(self) -> Circumstances | None:
+        """Those in which it was written; None before."""
+        record = self.record
+        if (
+            record.is_kernels
+        ):  # they write where a gradient is recorded, and nothing else lies in that memory
+            return Circumstances(True, True, record.received_then, bool(record.had_gradient), ())
+        return self._circumstances
+
+    @circumstances.setter
+    def circumstances(self, noted: Circumstances) -> None:
+        self._circumstances = noted
+        self.record.received_then, self.record.had_gradient = noted.received, noted.has_gradient
+        self.record.is_kernels = False
+
+    def lend(self, parameter: Tensor) -> None:
+        """Lets this thread's kernels use the copy and renew it by themselves; the caller has the lock."""
+        if self._native is not None:
+            self._native.lend(parameter, self.tensor)
+
+    def take_back(self) -> bool:
+        """Ends that, as before each change by Python; whether it was lent."""
+        record = self.record
+        if record.owner == Owner.PYTHON or self._native is None:
+            return False
+        while not self._native.take_back():
+            time.sleep(0)  # another thread's kernels use it at this moment
+        return True
 
     def is_fresh_for(self, parameter: Tensor) -> bool:
         """Whether the contents are still what was copied, and lie in memory as they did."""
@@ -146,19 +188,33 @@ class Copy:
         Regions that have used it may use what they have, as PyTorch's do, unless it is to hold `at_once`.
         """
         with lock:
-            self.version = -1
+            self.take_back()
+            self.record.version = -1
             if at_once:
                 self.evict()
             else:
                 self._drop(Evicted.PERSISTENT)
+
+    def stepped(self) -> None:
+        """Has the copy written before its next use, because its optimizer has stepped its parameter.
+
+        Kernels that it is lent to may do that.
+        """
+        with lock:
+            is_lent = self.take_back()
+            self.record.version = -1
+            self.evict()
+            if is_lent:
+                self.record.owner = Owner.LENT
 
     def make_room(self, parameter: Tensor) -> None:
         """Has memory for the next write that nobody reads; the caller has the lock.
 
         No thread can begin to read an evicted copy, so no user comes after the users have been counted.
         """
+        self.take_back()
         self._drop(Evicted.PERSISTENT_AND_OLDER, version_of(parameter))
-        if self.is_in_graphs or not (self._read_elsewhere or is_shared(self.tensor)):
+        if self.is_in_graphs or not (self._read_elsewhere or self._is_read()):
             return
         self._read_elsewhere = False
         self.tensor = _memory_for(parameter, self.tensor.dtype)
@@ -169,8 +225,8 @@ class Copy:
             # An address is given out again when its storage is freed.
             forget = _forgetting_address(weakref.ref(self))
             self._storage = weakref.ref(parameter.untyped_storage(), forget)
-        self.version, self.pointer = version, pointer
-        self.writes += 1
+        self.record.version, self.record.pointer = version, pointer
+        self.record.writes += 1
         self.stream = stream
         self._event = None if stream is None else stream.record_event()
 
@@ -219,8 +275,14 @@ class Copy:
     def evict(self) -> None:
         """Takes the copy out of all caches."""
         with lock:
+            self.take_back()
             self.epoch += 1
             self._drop(Evicted.ALL)
+
+    def _is_read(self) -> bool:
+        return (
+            is_shared(self.tensor) if self._native is None else self._native.is_shared(self.tensor)
+        )
 
     def _drop(self, which: Evicted, version: int = 0) -> None:
         if native.copies is not None:
@@ -236,6 +298,6 @@ def _forgetting_address(copy: weakref.ref[Copy]) -> Callable[[Any], None]:
     def forget(_: Any) -> None:
         it = copy()
         if it is not None:
-            it.pointer = -1
+            it.record.pointer = -1
 
     return forget

@@ -5,6 +5,7 @@ Invariants:
 - gradients are float32, but for those that `lower_gradients` has stay as they are until an optimizer's step;
 - each region has a node of its own in the graph, so gradients of several regions are added in float32, as PyTorch adds
   them;
+- compiled kernels have a node and a memory of their own, which do the same (`engine/native/held.cpp`);
 - memory is used again only when no tensor shares it, so a gradient that a program keeps is never written.
 """
 
@@ -24,6 +25,7 @@ from precast._torch import (
     outside_inference_mode,
     without_torch_function,
 )
+from precast.weights.native_copies import NativeHeld, native
 
 __all__ = ["GradientMemory", "free_temporaries", "see_modes", "with_gradient"]
 
@@ -34,11 +36,10 @@ def see_modes(count: Callable[[], int]) -> None:
     dispatch_modes = count
 
 
-def with_gradient(parameter: Tensor, copy: Tensor, memory: GradientMemory) -> Tensor:
+def with_gradient(parameter: Tensor, copy: Tensor, memory: GradientMemory | NativeHeld) -> Tensor:
     """The copy as a cast of the parameter: its gradient is the parameter's, in float32 and in its layout."""
     with outside_inference_mode(), without_torch_function():
-        cast: Tensor = _Cast.apply(parameter, copy, memory)  # type: ignore[no-untyped-call]
-    return cast
+        return memory.cast_of(parameter, copy)
 
 
 class _Cast(torch.autograd.Function):
@@ -73,6 +74,11 @@ class GradientMemory:
         self._own: list[Tensor] = []
         self.received = 0
         """How many gradients have come."""
+
+    def cast_of(self, parameter: Tensor, copy: Tensor) -> Tensor:
+        """The copy as a cast of the parameter, whose gradient is put into this memory."""
+        cast: Tensor = _Cast.apply(parameter, copy, self)  # type: ignore[no-untyped-call]
+        return cast
 
     def like(self, gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor of that layout and dtype, for the shape of `gradient`."""
@@ -117,6 +123,8 @@ def _temporary(gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) ->
 def free_temporaries() -> None:
     """Gives back what parameters take in turns."""
     _temporaries.clear()
+    if native.copies is not None:
+        native.copies.free_temporaries()
 
 
 def _in_layout(

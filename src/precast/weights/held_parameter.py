@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from precast._torch import impl_address, is_plain
 from precast.weights.held_copy import Copy, unless_python_ends
+from precast.weights.native_copies import native
 
 __all__ = [
     "HeldParameter",
@@ -57,6 +58,7 @@ class HeldParameter:
         "attachments",
         "copies",
         "grad_dtype",
+        "is_left_to_regions",
         "memory_range",
         "name",
         "optimizer",
@@ -81,6 +83,8 @@ class HeldParameter:
         """The dtype in which gradients stay until the optimizer's step; None for float32."""
         self.stale = False
         """Whether a write was found that no version counter saw, at the end of a region that could not raise."""
+        self.is_left_to_regions = False
+        """What `leave_to_regions` has said last."""
         self.suspended = 0
         """How many blocks of `Attachment.writing` are open."""
         self.threads: set[int] = set()
@@ -96,6 +100,7 @@ class HeldParameter:
         """A copy that has yet to be written, in place of the one in that dtype, if there is one."""
         if dtype in self.copies:
             self.copies[dtype].evict()
+        self.take_back()
         copy = Copy(parameter, dtype)
         self.copies = {**self.copies, dtype: copy}
         return copy
@@ -116,6 +121,25 @@ class HeldParameter:
                 if at_once or copy.version >= 0:  # else that has been said
                     copy.invalidate(at_once=at_once)
 
+    def stepped(self) -> None:
+        """Has the copies, and those of parameters in the same memory, written before they are used again."""
+        for held_parameter in (self, *self.overlapping):
+            for copy in held_parameter.copies.values():
+                copy.stepped()
+
+    def take_back(self) -> None:
+        """Has kernels ask for its copies, and for those of parameters in the same memory, from now on."""
+        for held_parameter in (self, *self.overlapping):
+            for copy in held_parameter.copies.values():
+                copy.take_back()
+            held_parameter.leave_to_regions(False)
+
+    def leave_to_regions(self, is_left: bool) -> None:
+        """Says whether kernels cast it in each region, as if it were not held, where its gradient is recorded."""
+        if native.copies is not None and self.is_left_to_regions is not is_left:
+            native.copies.leave_to_regions(self.source, is_left)
+            self.is_left_to_regions = is_left
+
     def is_stepped(self) -> bool:
         """Whether an optimizer steps it whose steps are listened to; all in its memory, where there are several."""
         return all(
@@ -132,6 +156,7 @@ class HeldParameter:
             _by_storage[self.memory_range.storage].remove(self)
             if not _by_storage[self.memory_range.storage]:
                 del _by_storage[self.memory_range.storage]
+        self.take_back()
         self.memory_range, self.overlapping = place, ()
         if place is None:
             return

@@ -73,6 +73,7 @@ class LowPrecisionGradients:
         self._held_parameters = [h for h in held_parameters if id(h.parameter()) in trained]
         for held_parameter in self._held_parameters:
             held_parameter.grad_dtype = self._dtype
+            held_parameter.take_back()
 
     def end(self) -> None:
         """Casts the gradients of these weights, and has those to come be float32."""

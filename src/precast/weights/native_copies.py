@@ -16,7 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Evicted", "NativeCopies", "Use", "native"]
+from precast.weights.held_record import HeldRecord
+
+__all__ = ["Evicted", "NativeCopies", "NativeHeld", "Use", "native"]
 
 
 class Use(enum.IntEnum):
@@ -37,6 +39,28 @@ class Evicted(enum.IntEnum):
     PERSISTENT = 1
     PERSISTENT_AND_OLDER = 2
     """Those that outlive regions, and those of another version of the parameter."""
+
+
+class NativeHeld(Protocol):
+    """One held copy as compiled kernels know it, and the memory of its parameter's gradient."""
+
+    record: HeldRecord
+
+    @property
+    def received(self) -> int:
+        """How many gradients have come."""
+
+    def cast_of(self, parameter: Tensor, copy: Tensor) -> Tensor:
+        """The copy as a cast of the parameter, which gives it its gradient."""
+
+    def lend(self, parameter: Tensor, copy: Tensor) -> None:
+        """Lets this thread's kernels use the copy and renew it, from now on."""
+
+    def take_back(self) -> bool:
+        """Ends that; False where kernels are using it at this moment."""
+
+    def is_shared(self, copy: Tensor) -> bool:
+        """Whether another tensor uses the memory of the copy."""
 
 
 class NativeCopies(Protocol):
@@ -63,6 +87,15 @@ class NativeCopies(Protocol):
 
     def hold(self, source: int, is_held: bool) -> None:
         """Says whether a parameter, given by the address of its TensorImpl, is held."""
+
+    def new_held(self, number: int) -> NativeHeld:
+        """What kernels are to know of the held copy of this number; it ends with the object."""
+
+    def leave_to_regions(self, source: int, is_left: bool) -> None:
+        """Says whether each region casts a held parameter as if it were not held, where its gradient is recorded."""
+
+    def free_temporaries(self) -> None:
+        """Gives back the memory that gradients of several parameters take in turns."""
 
     def count(self) -> int:
         """How many copies this thread has, those that outlive regions too."""

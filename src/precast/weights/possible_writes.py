@@ -18,53 +18,40 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Final, NamedTuple
+from typing import Final
 
 from torch import Tensor, is_grad_enabled
 
 from precast._torch import next_sequence, version_of
 from precast.weights.held_copy import Copy, lock
 from precast.weights.held_parameter import HeldParameter
+from precast.weights.held_record import Circumstances
 
 __all__ = [
-    "Circumstances",
     "invalidate_after_graphs",
     "may_have_been_written",
     "note_circumstances",
 ]
 
 
-class Circumstances(NamedTuple):
-    """What can be known at one moment of those who write a parameter, and all that lie in its memory."""
-
-    trains: bool
-    """Whether it is used where its gradient is recorded."""
-    is_trainable: bool
-    received: int
-    """How many gradients have come through held casts."""
-    has_gradient: bool
-    versions: tuple[int, ...]
-    """The version counters of the others in its memory."""
-
-    @classmethod
-    def of(cls, held_parameter: HeldParameter, parameter: Tensor) -> Circumstances:
-        """Those of this moment and thread."""
-        overlapping = (h.parameter() for h in held_parameter.overlapping)
-        others = [other for other in overlapping if other is not None]
-        together = (parameter, *others)
-        received = sum(
-            c.gradient.received
-            for h in (held_parameter, *held_parameter.overlapping)
-            for c in h.copies.values()
-        )
-        trainable = any(p.requires_grad for p in together)
-        return cls(
-            trainable and is_grad_enabled(),
-            trainable,
-            received,
-            trainable and any(p.grad is not None for p in together),
-            tuple(map(version_of, others)),
-        )
+def _circumstances(held_parameter: HeldParameter, parameter: Tensor) -> Circumstances:
+    """Those of this moment and thread."""
+    overlapping = (h.parameter() for h in held_parameter.overlapping)
+    others = [other for other in overlapping if other is not None]
+    together = (parameter, *others)
+    received = sum(
+        c.gradient.received
+        for h in (held_parameter, *held_parameter.overlapping)
+        for c in h.copies.values()
+    )
+    trainable = any(p.requires_grad for p in together)
+    return Circumstances(
+        trainable and is_grad_enabled(),
+        trainable,
+        received,
+        trainable and any(p.grad is not None for p in together),
+        tuple(map(version_of, others)),
+    )
 
 
 _evaluated: Final[weakref.WeakSet[HeldParameter]] = weakref.WeakSet()
@@ -85,7 +72,7 @@ def note_circumstances(
     held_parameter: HeldParameter, copy: Copy, parameter: Tensor, *, in_use: bool
 ) -> None:
     """Notes the circumstances in which a copy was written; where it was not for a use, it keeps what it is used for."""
-    now, before = Circumstances.of(held_parameter, parameter), copy.circumstances
+    now, before = _circumstances(held_parameter, parameter), copy.circumstances
     if not in_use and before is not None:
         now = Circumstances(before.trains, *now[1:])
     copy.circumstances = now
@@ -95,7 +82,7 @@ def note_circumstances(
 
 def may_have_been_written(held_parameter: HeldParameter, copy: Copy, parameter: Tensor) -> bool:
     """Whether a parameter may have been written since it was copied, although no counter says so."""
-    now, then = Circumstances.of(held_parameter, parameter), copy.circumstances
+    now, then = _circumstances(held_parameter, parameter), copy.circumstances
     if then is None or now.versions != then.versions:
         return True
     if not (now.is_trainable or then.is_trainable):

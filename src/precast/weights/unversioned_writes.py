@@ -119,6 +119,7 @@ def _check_without_raising(*, compare: bool) -> None:
 def _mark_stale(held_parameter: HeldParameter, dtype: torch.dtype) -> None:
     """Has the next use of a weight raise the error."""
     held_parameter.stale = True
+    held_parameter.take_back()
     if (copy := held_parameter.copies.get(dtype)) is not None:
         copy.evict()
 

@@ -153,6 +153,8 @@ class WeightCache:
         if needs_grad and tensor.numel() < held.MIN_ELEMENTS_FOR_NODE:
             if held_parameter.copies:
                 held_parameter.invalidate()  # they are for evaluation, and training may write it unseen
+            if self._uses_kernels() and not held_parameter.overlapping:
+                held_parameter.leave_to_regions(True)
             return None
         handle = held.handle_of(tensor, dtype)
         if handle is None:
@@ -186,6 +188,7 @@ class WeightCache:
         cast = with_gradient(tensor, handle.tensor, handle.copy.gradient)
         if self._uses_kernels():
             handle.copy.keep_for_kernels(tensor, cast, handle, Use.LEAF)
+            held.lend(handle, tensor)
         else:
             entry = self._entries[id(tensor), dtype] = CachedCast(tensor, handle=handle)
             entry.cast = cast

@@ -333,15 +333,12 @@ precast_keep(void* source, void* cast, int dtype, int use, int64_t held, int64_t
 
 // Drops what stands for a held copy, in all threads.
 PRECAST_API void precast_evict(void* source, int dtype, int64_t held, int which, int64_t version) {
-  std::vector<Copy> gone;
-  std::lock_guard<std::mutex> guard(Process::lock);
-  for (ThreadState* thread : Process::threads) {
-    thread->copies.evict(
-        source_of(source),
-        static_cast<at::ScalarType>(dtype),
-        held,
-        static_cast<Evicted>(which),
-        static_cast<uint32_t>(version),
-        gone);
-  }
+  std::vector<Copy> gone;  // freed here, without a lock
+  evict_everywhere(
+      source_of(source),
+      static_cast<at::ScalarType>(dtype),
+      held,
+      static_cast<Evicted>(which),
+      static_cast<uint32_t>(version),
+      gone);
 }

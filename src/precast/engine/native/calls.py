@@ -20,9 +20,10 @@ from torch import Tensor
 
 from precast._torch import UNUSED_DEVICE_TYPES, impl_address
 from precast.errors import PrecastError
+from precast.weights.held_record import HeldRecord
 from precast.weights.native_copies import Evicted, Use
 
-__all__ = ["ONE_OF_SEVERAL", "OUTERMOST", "Calls"]
+__all__ = ["ONE_OF_SEVERAL", "OUTERMOST", "Calls", "Held"]
 
 OUTERMOST, ONE_OF_SEVERAL = 2, 1
 """What `leave` says: the thread's outermost region has ended, or others that it has entered are open."""
@@ -90,11 +91,61 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
             ctypes.c_int64,
         ],
     ),
+    "new_held": (ctypes.c_void_p, [ctypes.c_int64]),
+    "free_held": (None, [ctypes.c_void_p]),
+    "held_record": (ctypes.c_void_p, [ctypes.c_void_p]),
+    "lend": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]),
+    "take_back": (ctypes.c_int, [ctypes.c_void_p]),
+    "leave_to_regions": (None, [ctypes.c_void_p, ctypes.c_int]),
+    "is_shared": (ctypes.c_int, [ctypes.c_void_p]),
+    "free_temporaries": (None, []),
     "evict": (
         None,
         [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64],
     ),
 }
+
+
+class Held:
+    """One held copy as the library knows it, and the memory of its parameter's gradient.
+
+    Args:
+        functions: the library's functions by name.
+        operations: those that give tensors.
+        number: the held copy's.
+    """
+
+    __slots__ = ("_address", "_functions", "_operations", "record")
+
+    def __init__(self, functions: dict[str, Any], operations: Any, number: int) -> None:
+        self._functions, self._operations = functions, operations
+        self._address = int(functions["new_held"](number))
+        self.record = HeldRecord.from_address(functions["held_record"](self._address))
+
+    def __del__(self) -> None:
+        self._functions["free_held"](self._address)
+
+    @property
+    def received(self) -> int:
+        """How many gradients have come."""
+        return self.record.received
+
+    def cast_of(self, parameter: Tensor, copy: Tensor) -> Tensor:
+        """The copy as a cast of the parameter, which gives it its gradient."""
+        cast: Tensor = self._operations.with_gradient.default(parameter, copy, self._address)
+        return cast
+
+    def lend(self, parameter: Tensor, copy: Tensor) -> None:
+        """Lets this thread's kernels use the copy and renew it, from now on."""
+        self._functions["lend"](self._address, impl_address(parameter), impl_address(copy))
+
+    def take_back(self) -> bool:
+        """Ends that; False where kernels are using it at this moment."""
+        return bool(self._functions["take_back"](self._address))
+
+    def is_shared(self, copy: Tensor) -> bool:
+        """Whether another tensor uses the memory of the copy."""
+        return bool(self._functions["is_shared"](impl_address(copy)))
 
 
 class Calls:
@@ -243,6 +294,18 @@ class Calls:
     ) -> None:
         """Drops what stands for the held copy of this number, in all threads."""
         self._functions["evict"](source, self.dtype(dtype), held, which, version)
+
+    def new_held(self, number: int) -> Held:
+        """What kernels are to know of the held copy of this number; it ends with the object."""
+        return Held(self._functions, self._operations, number)
+
+    def leave_to_regions(self, source: int, is_left: bool) -> None:
+        """Says whether each region casts a held parameter as if it were not held, where its gradient is recorded."""
+        self._functions["leave_to_regions"](source, is_left)
+
+    def free_temporaries(self) -> None:
+        """Gives back the memory that gradients of several parameters take in turns."""
+        self._functions["free_temporaries"]()
 
     def hold(self, source: int, is_held: bool) -> None:
         """Says whether a parameter, given by the address of its TensorImpl, is held."""

@@ -64,10 +64,14 @@ class Notes {
   }
 
   bool is_fresh_for(const c10::TensorImpl& source) const {
+    return source.version_counter().current_version() == version_ && is_place_of(source);
+  }
+
+  // The same, whatever was written there.
+  bool is_place_of(const c10::TensorImpl& source) const {
     const c10::StorageImpl* storage = source.unsafe_storage().unsafeGetStorageImpl();
-    return source.version_counter().current_version() == version_ && storage == storage_._unsafe_get_target() &&
-        storage->data() == data_ && source.storage_offset() == offset_ && source.sizes() == c10::IntArrayRef(sizes_) &&
-        source.strides() == c10::IntArrayRef(strides_);
+    return storage == storage_._unsafe_get_target() && storage->data() == data_ && source.storage_offset() == offset_ &&
+        source.sizes() == c10::IntArrayRef(sizes_) && source.strides() == c10::IntArrayRef(strides_);
   }
 
   uint32_t version() const {

@@ -114,11 +114,11 @@ class Search {
       if (copy.defined()) {
         return copy;
       }
-      if (here_.held.has(&source)) {
-        copy = use == Use::Leaf ? here_.copies.find(source, dtype_) : at::Tensor();
+      if (HeldSource* held = here_.held.find(&source)) {
+        copy = use == Use::Leaf ? trained(tensor, *held) : at::Tensor();
         return copy.defined() ? copy : ask(tensor);
       }
-      if (tensor.is_view() && here_.held.has(tensor._base().unsafeGetTensorImpl())) {
+      if (tensor.is_view() && here_.held.find(tensor._base().unsafeGetTensorImpl()) != nullptr) {
         return ask(tensor);
       }
     }
@@ -144,6 +144,19 @@ class Search {
   }
 
  private:
+  // The copy of a held weight where gradients are recorded, if these kernels have it or may make it.
+  at::Tensor trained(const at::Tensor& tensor, HeldSource& held) {
+    at::Tensor copy = here_.copies.find(*tensor.unsafeGetTensorImpl(), dtype_);
+    if (copy.defined()) {
+      return copy;
+    }
+    if (held.is_left_to_regions && is_kept_by_pytorch(tensor)) {
+      return copy_of(here_, tensor, dtype_);
+    }
+    const auto lent = held.copy_in(dtype_);
+    return lent == nullptr ? at::Tensor() : lent->cast_for(here_, tensor);
+  }
+
   at::Tensor ask(const at::Tensor& tensor) const {
     return copy_from_python(tensor, dtype_, device_).value_or(at::Tensor());
   }

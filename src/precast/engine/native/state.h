@@ -7,13 +7,14 @@
 #pragma once
 
 #include "copies.h"
+#include "held.h"
 #include "refusals.h"
 
 #include <c10/core/DeviceType.h>
 
 #include <array>
 #include <atomic>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 namespace precast {
@@ -38,28 +39,39 @@ struct Policy {
 
 enum class Thread : uint8_t { Unknown = 0, Pythons = 1, PyTorchs = 2 };
 
-// The parameters that are held: one set for all threads, and in each thread a copy of it that is read without a lock.
+// The parameters that are held: one table for all threads, and in each thread a copy of it that is read without a lock.
 class HeldSources {
+  using Table = std::unordered_map<const c10::TensorImpl*, std::shared_ptr<HeldSource>>;
+
  public:
-  bool has(const c10::TensorImpl* source) {
+  // What is held of a parameter; null where it is not held.
+  HeldSource* find(const c10::TensorImpl* source) {
     const auto now = generation_.load(std::memory_order_acquire);
     if (now != seen_) {
       std::lock_guard<std::mutex> guard(lock_);
       mirror_ = sources_;
       seen_ = generation_.load(std::memory_order_relaxed);
     }
-    return mirror_.count(source) != 0;
+    const auto known = mirror_.find(source);
+    return known == mirror_.end() ? nullptr : known->second.get();
   }
 
   static void change(const c10::TensorImpl* source, bool is_held) {
     std::lock_guard<std::mutex> guard(lock_);
     if (is_held) {
-      sources_.insert(source);
+      sources_.insert_or_assign(source, std::make_shared<HeldSource>());
     } else {
       sources_.erase(source);
     }
     any_.store(!sources_.empty(), std::memory_order_relaxed);
     generation_.fetch_add(1, std::memory_order_release);
+  }
+
+  // The same for Python, in any thread.
+  static std::shared_ptr<HeldSource> of(const c10::TensorImpl* source) {
+    std::lock_guard<std::mutex> guard(lock_);
+    const auto known = sources_.find(source);
+    return known == sources_.end() ? nullptr : known->second;
   }
 
   static bool any() {
@@ -72,10 +84,10 @@ class HeldSources {
 
  private:
   uint64_t seen_ = 0;
-  std::unordered_set<const c10::TensorImpl*> mirror_;
+  Table mirror_;
 
   static inline std::mutex lock_;
-  static inline std::unordered_set<const c10::TensorImpl*> sources_;
+  static inline Table sources_;
   static inline std::atomic<uint64_t> generation_{0};
   static inline std::atomic<bool> any_{false};
 };
