@@ -255,11 +255,17 @@ def note_unversioned_writes(tensors: Iterable[Tensor]) -> None:
 
 def _sharing_memory_with(parameter: Tensor) -> Iterable[HeldParameter]:
     held_parameter = held_parameters.get(id(parameter))
-    place = None if held_parameter is None else held_parameter.memory_range
-    if held_parameter is not None and place is not None and place.start == parameter.data_ptr():
+    if held_parameter is None:
+        return held_in_memory_of(parameter)
+    place = held_parameter.memory_range
+    if place is not None and place.start == parameter.data_ptr():
         return (held_parameter,)  # it knows the others
-    others = held_in_memory_of(parameter)
-    return others if held_parameter is None else (held_parameter, *others)
+    if held_parameter.is_alone(parameter):
+        return (held_parameter,)
+    others = tuple(held_in_memory_of(parameter))
+    if not others:
+        held_parameter.note_alone(parameter)
+    return (held_parameter, *others)
 
 
 def suspend(some: Iterable[HeldParameter], change: int) -> None:

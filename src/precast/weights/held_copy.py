@@ -28,7 +28,7 @@ from precast._torch import impl_address, is_shared, version_of, without_torch_fu
 from precast.weights.freshness import has_geometry_of, is_fresh
 from precast.weights.held_gradients import GradientMemory
 from precast.weights.held_record import Circumstances, HeldRecord, Owner
-from precast.weights.native_copies import Evicted, NativeHeld, Use, native
+from precast.weights.native_copies import Evicted, Use, native
 
 __all__ = ["Copy", "CopyHandle", "lock", "unless_python_ends"]
 
@@ -78,8 +78,7 @@ class Copy:
         stride: the parameter's strides, likewise.
         number: its own, for the caches of compiled kernels.
         epoch: how often it has been taken out of all caches.
-        gradient: memory for the parameter's gradient, which makes the casts that have one.
-        record: what compiled kernels share of it.
+        gradient: memory for the parameter's gradient.
         stream: the stream that wrote it last; None where the device has none.
         is_in_graphs: whether a CUDA graph may read it, which knows its address alone.
     """
@@ -98,7 +97,6 @@ class Copy:
         "gradient",
         "is_in_graphs",
         "number",
-        "record",
         "shape",
         "stream",
         "stride",
@@ -112,8 +110,7 @@ class Copy:
         self.number = next(_numbers)
         self.epoch = 0
         self._native = None if native.copies is None else native.copies.new_held(self.number)
-        self.gradient: GradientMemory | NativeHeld = self._native or GradientMemory()
-        self.record = HeldRecord() if self._native is None else self._native.record
+        self.gradient = GradientMemory(self._native)
         self.stream: Any = None
         self._event: Any = None
         self._read_elsewhere = False
@@ -126,6 +123,11 @@ class Copy:
     def parameter(self) -> Tensor | None:
         """What it is a copy of, while that is alive."""
         return self._parameter()
+
+    @property
+    def record(self) -> HeldRecord:
+        """What compiled kernels share of it."""
+        return self.gradient.record
 
     @property
     def version(self) -> int:
@@ -201,11 +203,10 @@ class Copy:
         Kernels that it is lent to may do that.
         """
         with lock:
-            is_lent = self.take_back()
-            self.record.version = -1
-            self.evict()
-            if is_lent:
-                self.record.owner = Owner.LENT
+            if self._native is not None and self._native.step():
+                self.epoch += 1
+            else:
+                self.invalidate(at_once=True)
 
     def make_room(self, parameter: Tensor) -> None:
         """Has memory for the next write that nobody reads; the caller has the lock.

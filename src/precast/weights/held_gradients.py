@@ -25,6 +25,7 @@ from precast._torch import (
     outside_inference_mode,
     without_torch_function,
 )
+from precast.weights.held_record import HeldRecord
 from precast.weights.native_copies import NativeHeld, native
 
 __all__ = ["GradientMemory", "free_temporaries", "see_modes", "with_gradient"]
@@ -36,10 +37,13 @@ def see_modes(count: Callable[[], int]) -> None:
     dispatch_modes = count
 
 
-def with_gradient(parameter: Tensor, copy: Tensor, memory: GradientMemory | NativeHeld) -> Tensor:
+def with_gradient(parameter: Tensor, copy: Tensor, memory: GradientMemory) -> Tensor:
     """The copy as a cast of the parameter: its gradient is the parameter's, in float32 and in its layout."""
     with outside_inference_mode(), without_torch_function():
-        return memory.cast_of(parameter, copy)
+        if memory.native is not None and native.is_used:
+            return memory.native.cast_of(parameter, copy)
+        cast: Tensor = _Cast.apply(parameter, copy, memory)  # type: ignore[no-untyped-call]
+    return cast
 
 
 class _Cast(torch.autograd.Function):
@@ -55,7 +59,7 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
         if gradient is not None:
-            ctx.memory.received += 1
+            ctx.memory.record.received += 1
             dtype = gradient.dtype if ctx.stays_low else torch.float32
             gradient = _in_layout(gradient, ctx.layout, dtype, ctx.memory)
         return gradient, None, None
@@ -66,19 +70,25 @@ class GradientMemory:
 
     What a process gets back from the system page by page costs more than the arithmetic of a small batch. A gradient
     that is added to what is there needs memory for that moment alone: parameters of one shape take it in turns.
+
+    Args:
+        native: what compiled kernels know of the copy, where there is a library: they have memory of their own.
     """
 
-    __slots__ = ("_own", "received")
+    __slots__ = ("_own", "_record", "native")
 
-    def __init__(self) -> None:
+    def __init__(self, native: NativeHeld | None = None) -> None:
         self._own: list[Tensor] = []
-        self.received = 0
-        """How many gradients have come."""
+        self.native = native
+        self._record = HeldRecord() if native is None else None
 
-    def cast_of(self, parameter: Tensor, copy: Tensor) -> Tensor:
-        """The copy as a cast of the parameter, whose gradient is put into this memory."""
-        cast: Tensor = _Cast.apply(parameter, copy, self)  # type: ignore[no-untyped-call]
-        return cast
+    @property
+    def record(self) -> HeldRecord:
+        """Counts the gradients that have come."""
+        if self._record is not None:
+            return self._record
+        assert self.native is not None
+        return self.native.record
 
     def like(self, gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor of that layout and dtype, for the shape of `gradient`."""

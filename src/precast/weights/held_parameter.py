@@ -55,6 +55,7 @@ class HeldParameter:
 
     __slots__ = (
         "__weakref__",
+        "_alone",
         "attachments",
         "copies",
         "grad_dtype",
@@ -85,6 +86,7 @@ class HeldParameter:
         """Whether a write was found that no version counter saw, at the end of a region that could not raise."""
         self.is_left_to_regions = False
         """What `leave_to_regions` has said last."""
+        self._alone: object = None
         self.suspended = 0
         """How many blocks of `Attachment.writing` are open."""
         self.threads: set[int] = set()
@@ -146,10 +148,19 @@ class HeldParameter:
             h.optimizer is not None and h.optimizer() is not None for h in (self, *self.overlapping)
         )
 
+    def note_alone(self, parameter: Tensor) -> None:
+        """Notes that no copied parameter lies where this one, of which there is no copy, lies now."""
+        self._alone = _place_of(parameter)
+
+    def is_alone(self, parameter: Tensor) -> bool:
+        """Whether that still holds, as neither it nor a copied parameter has moved since."""
+        return self._alone == _place_of(parameter)
+
     def set_memory_range(self, place: MemoryRange | None) -> None:
         """Notes where the parameter lies, and who else lies there; to be asked with the lock."""
         if place == self.memory_range:
             return
+        _Places.changes += 1
         for other in self.overlapping:
             other.overlapping = tuple(h for h in other.overlapping if h is not self)
         if self.memory_range is not None:
@@ -181,6 +192,15 @@ held_parameters: Final[dict[int, HeldParameter]] = {}
 
 compared_in_turn: Final[list[HeldParameter]] = []
 """Those whose copies are compared in turns; empty where nothing is to be looked for."""
+
+
+class _Places:
+    changes = 0
+    """How often a place has changed of parameters that were copied."""
+
+
+def _place_of(parameter: Tensor) -> object:
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), _Places.changes
 
 
 _by_storage: Final[defaultdict[int, list[HeldParameter]]] = defaultdict(list)

@@ -42,19 +42,18 @@ class Evicted(enum.IntEnum):
 
 
 class NativeHeld(Protocol):
-    """One held copy as compiled kernels know it, and the memory of its parameter's gradient."""
+    """One held copy as compiled kernels know it, and their memory for its parameter's gradient."""
 
     record: HeldRecord
-
-    @property
-    def received(self) -> int:
-        """How many gradients have come."""
 
     def cast_of(self, parameter: Tensor, copy: Tensor) -> Tensor:
         """The copy as a cast of the parameter, which gives it its gradient."""
 
     def lend(self, parameter: Tensor, copy: Tensor) -> None:
         """Lets this thread's kernels use the copy and renew it, from now on."""
+
+    def step(self) -> bool:
+        """Takes a lent copy out of all caches, and has it renewed at its next use; False where it is not lent."""
 
     def take_back(self) -> bool:
         """Ends that; False where kernels are using it at this moment."""

@@ -40,7 +40,7 @@ def _circumstances(held_parameter: HeldParameter, parameter: Tensor) -> Circumst
     others = [other for other in overlapping if other is not None]
     together = (parameter, *others)
     received = sum(
-        c.gradient.received
+        c.record.received
         for h in (held_parameter, *held_parameter.overlapping)
         for c in h.copies.values()
     )

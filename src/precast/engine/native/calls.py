@@ -20,7 +20,7 @@ from torch import Tensor
 
 from precast._torch import UNUSED_DEVICE_TYPES, impl_address
 from precast.errors import PrecastError
-from precast.weights.held_record import HeldRecord
+from precast.weights.held_record import HeldRecord, Owner
 from precast.weights.native_copies import Evicted, Use
 
 __all__ = ["ONE_OF_SEVERAL", "OUTERMOST", "Calls", "Held"]
@@ -96,6 +96,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "held_record": (ctypes.c_void_p, [ctypes.c_void_p]),
     "lend": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]),
     "take_back": (ctypes.c_int, [ctypes.c_void_p]),
+    "step_held": (ctypes.c_int, [ctypes.c_void_p]),
     "leave_to_regions": (None, [ctypes.c_void_p, ctypes.c_int]),
     "is_shared": (ctypes.c_int, [ctypes.c_void_p]),
     "free_temporaries": (None, []),
@@ -107,7 +108,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
 
 
 class Held:
-    """One held copy as the library knows it, and the memory of its parameter's gradient.
+    """One held copy as the library knows it, and its memory for the parameter's gradient.
 
     Args:
         functions: the library's functions by name.
@@ -123,12 +124,11 @@ class Held:
         self.record = HeldRecord.from_address(functions["held_record"](self._address))
 
     def __del__(self) -> None:
-        self._functions["free_held"](self._address)
-
-    @property
-    def received(self) -> int:
-        """How many gradients have come."""
-        return self.record.received
+        # Of what ends together, others may end later and still ask: they get what it was.
+        address, self._address = self._address, 0
+        self.record = HeldRecord.from_buffer_copy(self.record)
+        self.record.owner = Owner.PYTHON
+        self._functions["free_held"](address)
 
     def cast_of(self, parameter: Tensor, copy: Tensor) -> Tensor:
         """The copy as a cast of the parameter, which gives it its gradient."""
@@ -139,9 +139,13 @@ class Held:
         """Lets this thread's kernels use the copy and renew it, from now on."""
         self._functions["lend"](self._address, impl_address(parameter), impl_address(copy))
 
+    def step(self) -> bool:
+        """Takes a lent copy out of all caches, and has it renewed at its next use; False where it is not lent."""
+        return bool(self._address and self._functions["step_held"](self._address))
+
     def take_back(self) -> bool:
         """Ends that; False where kernels are using it at this moment."""
-        return bool(self._functions["take_back"](self._address))
+        return not self._address or bool(self._functions["take_back"](self._address))
 
     def is_shared(self, copy: Tensor) -> bool:
         """Whether another tensor uses the memory of the copy."""

@@ -275,6 +275,17 @@ bool HeldCopy::take_back() {
   return record.owner.compare_exchange_strong(lent, Owner::Python, std::memory_order_acq_rel) || lent == Owner::Python;
 }
 
+bool HeldCopy::step(std::vector<Copy>& gone) {
+  auto lent = Owner::Lent;
+  if (!record.owner.compare_exchange_strong(lent, Owner::InUse, std::memory_order_acq_rel)) {
+    return false;
+  }
+  record.version = -1;
+  evict_everywhere(source_, copy_.scalar_type(), number_, Evicted::All, 0, gone);
+  record.owner.store(Owner::Lent, std::memory_order_release);
+  return true;
+}
+
 bool HeldCopy::is_written_unseen(bool has_gradient) const {
   // Its optimizer's steps are listened to, so it is written unseen only where a gradient came and went without one.
   return record.received.load(std::memory_order_relaxed) != record.received_then && !has_gradient;
@@ -394,6 +405,11 @@ PRECAST_API void precast_lend(void* held, void* parameter, void* copy) {
   if (const auto known = HeldSources::of(source.unsafeGetTensorImpl())) {
     known->set(cast.scalar_type(), held_of(held));
   }
+}
+
+PRECAST_API int precast_step_held(void* held) {
+  std::vector<Copy> gone;  // freed here, without a lock
+  return held_of(held)->step(gone);
 }
 
 PRECAST_API int precast_take_back(void* held) {

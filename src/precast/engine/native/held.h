@@ -58,6 +58,9 @@ class HeldCopy : public std::enable_shared_from_this<HeldCopy> {
   // Back to Python: false where kernels are using it at this moment.
   bool take_back();
 
+  // After an optimizer's step: a lent copy is out of date, and what stood for it is dropped; false where it is not lent.
+  bool step(std::vector<Copy>& gone);
+
   // The cast of the parameter for this region, of a copy that is up to date; undefined where Python has to give it.
   at::Tensor cast_for(ThreadState& here, const at::Tensor& parameter);
 
