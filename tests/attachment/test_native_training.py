@@ -69,7 +69,6 @@ class Job:
             self.attachment.detach()
 
     def weight(self, number: int = 0) -> nn.Parameter:
-    def weight(self, number: int = 0) -> nn.Parameter:
         weight = self.model[number].weight
         assert isinstance(weight, nn.Parameter)
         return weight
@@ -334,19 +333,26 @@ def test_another_thread_trains_on() -> None:
 
 
 def test_eight_threads_use_one_model_while_it_is_trained() -> None:
+    """Each computes its gradients apart: PyTorch lets no two threads have the gradients of one parameter at once."""
+
+    def gradients(job: Job) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(job.loss(), list(job.model.parameters()))
+
     with Job() as job:
         job.train()
         stop, found = threading.Event(), list[bool]()
 
         def use() -> None:
             while not stop.is_set():
-                gradients = torch.autograd.grad(job.loss(), list(job.model.parameters()))
-                found.append(all(bool(g.isfinite().all()) for g in gradients))
+                found.append(all(bool(g.isfinite().all()) for g in gradients(job)))
 
         threads = [threading.Thread(target=use) for _ in range(7)]
         for thread in threads:
             thread.start()
-        job.train(40)
+        for _ in range(40):
+            for parameter, gradient in zip(job.model.parameters(), gradients(job), strict=True):
+                parameter.grad = gradient
+            job.optimizer.step()
         stop.set()
         for thread in threads:
             thread.join()
