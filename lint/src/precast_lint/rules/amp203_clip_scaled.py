@@ -28,6 +28,9 @@ _MEASURES = {"clamp", "clamp_", "clip", "clip_", "norm", "square"}
 _ADDS = {"add", "add_", "sub", "sub_"}
 _FUNCTIONS = {
     "torch.clamp",
+    "torch.clamp_",
+    "torch.clip",
+    "torch.clip_",
     "torch.norm",
     "torch.linalg.norm",
     "torch.linalg.vector_norm",

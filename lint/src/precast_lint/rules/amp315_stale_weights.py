@@ -18,21 +18,54 @@ from precast_lint.training_step.trained import home, optimizers_of
 __all__ = ["RULE"]
 
 _EVALUATES = re.compile(r"eval|valid|test|infer|predict|accuracy|sample|generate", re.IGNORECASE)
+_MODEL = re.compile(r"(self\.)?_?(model|net|network|module)", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"(self\.)?_?(optimizer|optim|opt)", re.IGNORECASE)
 _AGAIN = "in the next iteration this uses the weights of the first: the region keeps its casts; open it in the loop"
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each such call, the first for each model of each region."""
     models = _models(source)
-    for region in regions(source) if models else ():
+    for region in regions(source):
         if region.enabled is False or _is_uncached(region):
             continue
         inside = list(_own_nodes(region.body))
         if any(_clears(source, node) for node in inside):
             continue
-        for optimizer, model, where in models:
-            if where is home(source, region.node, model) or _is_global(source, model, where):
-                yield from _stale(source, region, inside, optimizer, model)
+        pairs = {
+            (optimizer, model)
+            for optimizer, model, where in models
+            if where is home(source, region.node, model) or _is_global(source, model, where)
+        }
+        for optimizer, model in sorted(pairs or _only_pair(source, inside)):
+            yield from _stale(source, region, inside, optimizer, model)
+
+
+def _only_pair(source: Source, inside: list[Node]) -> set[tuple[str, str]]:
+    """The optimizer that steps in a region and the model that is called, if there is one of each and a backward."""
+    calls = [node for node in inside if isinstance(node, cst.Call)]
+    methods = [call for call in calls if isinstance(call.func, cst.Attribute)]
+    names = {
+        key(source, c.func) or "" for c in calls if isinstance(c.func, (cst.Name, cst.Attribute))
+    }
+    called = {name for name in names if _MODEL.fullmatch(name)}
+    stepped = {name for call in methods if (name := _stepped(source, call)) is not None}
+    backward = any(
+        isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward"
+        for call in methods
+    )
+    return {(*stepped, *called)} if backward and len(stepped) == len(called) == 1 else set()
+
+
+def _stepped(source: Source, call: cst.Call) -> str | None:
+    """The optimizer that a call steps, by itself or by a scaler, if its name says that it is one."""
+    assert isinstance(call.func, cst.Attribute)
+    if call.func.attr.value != "step":
+        return None
+    first = Arguments.of(call).get("optimizer", 0)
+    by_scaler = source.instance(call.func.value) in SCALERS
+    name = key(source, first if by_scaler else call.func.value) or ""
+    return name if _OPTIMIZER.fullmatch(name) else None
 
 
 def _models(source: Source) -> set[tuple[str, str, Node | None]]:
@@ -193,6 +226,21 @@ VALID = (
                 optimizer.step()
                 optimizer.zero_grad()
     """),
+    Case(
+        """
+        import torch
+
+        def train(model, teacher, batches, optimizer, steps):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                for x in batches:
+                    env.step(model(x))
+                for x in batches:
+                    loss = model(x).mean()
+            loss.backward()
+            optimizer.step()
+        """,
+        note="No optimizer steps in the region.",
+    ),
     Case("""
         import torch
 
@@ -318,6 +366,22 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            with torch.autocast("cuda", dtype=torch.float16):
+                for x in batches:
+                    loss = model(x).mean()
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        """,
+        count=1,
+        note="The only model and the only optimizer there.",
+    ),
 )
 
 RULE = Rule(
@@ -336,7 +400,7 @@ RULE = Rule(
         "not move, and an evaluation measures the model as it was before."
     ),
     fine="The weights are not float32, so nothing is cast, or `torch.set_autocast_cache_enabled(False)` was called.",
-    words=("autocast .step( optim",),
+    words=("autocast .step(",),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -11,7 +11,13 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow_events import key
-from precast_lint.training_step.trained import cast_dtype, cast_model, home, optimizers_of, trained
+from precast_lint.training_step.trained import (
+    cast_and_move,
+    cast_model,
+    home,
+    optimizers_of,
+    trained,
+)
 
 __all__ = ["RULE"]
 
@@ -56,7 +62,7 @@ def check(source: Source) -> Iterator[Finding]:
 def _casts(source: Source, models: dict[str, Node | None]) -> Iterator[tuple[cst.Call, str, str]]:
     """The casts of trained models: by a method, or by the dtype in which a model is loaded."""
     for call, owner, arguments in source.methods("half", "bfloat16", "to"):
-        dtype = cast_dtype(source, call, arguments)
+        dtype = cast_and_move(source, call, arguments)
         name = cast_model(source, call, owner, models) if dtype else None
         if name in models and dtype:
             yield call, name, dtype
@@ -321,8 +327,9 @@ INVALID = (
         """
         import torch
 
-        model = Net().cuda().half()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model = Net()
+        model.to("cuda", dtype=torch.float16)
+        optimizer = torch.optim.SGD(params=model.parameters(), lr=0.01)
         for x in batches:
             model(x.half()).mean().backward()
             optimizer.step()

@@ -11,7 +11,7 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow_events import is_optimizer, key
 
-__all__ = ["cast_dtype", "cast_model", "home", "optimizers_of", "trained"]
+__all__ = ["cast_and_move", "cast_dtype", "cast_model", "home", "optimizers_of", "trained"]
 
 _METHODS = {"half": "torch.float16", "bfloat16": "torch.bfloat16"}
 _LOW = {
@@ -30,11 +30,11 @@ def optimizers_of(source: Source) -> list[tuple[str, cst.Call]]:
     """The calls that make optimizers of all parameters of a model, each with the model's text."""
     found = []
     for call in source.all(cst.Call):
-        if not (source.origin(call.func) or "").startswith("torch.optim.") or not call.args:
+        if not (source.origin(call.func) or "").startswith("torch.optim."):
             continue
+        first = Arguments.of(call).get("params", 0)
         if not is_optimizer(source, call):
             continue
-        first = call.args[0].value
         func = first.func if isinstance(first, cst.Call) else None
         if isinstance(func, cst.Attribute) and func.attr.value == "parameters":
             found.append((key(source, func.value) or "", call))
@@ -50,13 +50,20 @@ def home(source: Source, node: Node, name: str) -> Node | None:
 
 def cast_dtype(source: Source, call: cst.Call, arguments: Arguments) -> str | None:
     """The lower precision that a call casts to: `x.half()`, `x.to(torch.float16)`; nothing else at once."""
+    return cast_and_move(source, call, arguments) if len(call.args) < 2 else None
+
+
+def cast_and_move(source: Source, call: cst.Call, arguments: Arguments) -> str | None:
+    """The same where the call may also move to a device: `x.to("cuda", torch.float16)`."""
     assert isinstance(call.func, cst.Attribute)
     name = call.func.attr.value
     if name in _METHODS:
         return None if call.args else _METHODS[name]
-    if name != "to" or len(call.args) != 1 or arguments.starred:
+    if name != "to" or arguments.starred:
         return None
-    return _LOW.get(source.origin(arguments.get("dtype", 0)) or "")
+    given = (arguments.get("dtype"), *arguments.positional)
+    found = (_LOW.get(source.origin(value) or "") for value in given)
+    return next((dtype for dtype in found if dtype), None)
 
 
 def cast_model(
