@@ -54,7 +54,9 @@ def _only_pair(source: Source, inside: list[Node]) -> set[tuple[str, str]]:
         isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward"
         for call in methods
     )
-    return {(*stepped, *called)} if backward and len(stepped) == len(called) == 1 else set()
+    if not backward or len(stepped) != 1 or len(called) != 1:
+        return set()
+    return {(stepped.pop(), called.pop())}
 
 
 def _stepped(source: Source, call: cst.Call) -> str | None:
