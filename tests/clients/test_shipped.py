@@ -1,0 +1,37 @@
+"""Other people's models, shipped in every way, compute what they compute in a region, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="`make test-clients` runs these tests")
+
+from tools.shipping import DTYPES, compared
+from tools.shipping_cases import CASES, POLICIES
+
+# A module rule says nothing of names that a model has twice; what libraries warn of is theirs to repair.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CANNOT = {
+    ("LSTM", "torch", "float16"),
+    ("LSTM", "default", "float16"),
+    ("LSTM", "lean", "float16"),
+    ("LSTM", "module rules", "float16"),
+}
+"""PyTorch's own kernels refuse these on the CPU, in a region too."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_shipped_is_the_model_in_a_region(name: str, policy: str, dtype: str) -> None:
+    if name == "digits network":
+        pytest.importorskip("sklearn", reason="its data are those of scikit-learn")
+    found = compared(CASES[name], policy, DTYPES[dtype], ["converted"])
+    if "scripted" in name:
+        assert "refused" in found["converted"]
+        assert "scripted" in found["converted"]
+    elif (name, policy, dtype) in CANNOT:
+        assert all("in a region too" in what for what in found.values()), found
+    else:
+        assert found == dict.fromkeys(found, "equal")
