@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from precast.integrations.torch_amp.installation import install, uninstall
     from precast.policy.policy import Policy
     from precast.shipping.converted import convert
+    from precast.shipping.exported import export
     from precast.shipping.loading import load
 
 _HOME = {
@@ -56,6 +57,7 @@ _HOME = {
     "precast.autocast_mode.region": ("autocast", "current", "disable"),
     "precast.grad_scaler.scaler": ("GradScaler",),
     "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
+    "precast.shipping.exported": ("export",),
 }
 _WITHOUT_TORCH = ("precast.errors", "precast._internal.events")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -82,6 +84,7 @@ __all__ = [
     "custom_fwd",
     "disable",
     "errors",
+    "export",
     "install",
     "load",
     "monitor",

@@ -8,6 +8,7 @@
     ├── AttachError (TypeError, ValueError)  `attach` was given what it cannot attach to
     ├── ConversionError (ValueError, RuntimeError)  a model that cannot be converted, or a use of a converted
     │                                     model whose results would not be those of its policy
+    ├── ExportError (RuntimeError, ValueError)  a model that cannot be exported, or a file that is no exported program
     ├── StaleWeightError (RuntimeError)   a held weight was written without a trace, so its copy is out of date
     ├── ScalerError (RuntimeError, ValueError, AssertionError)  a gradient scaler used wrongly
     │   └── BrokenModelError              gradients stay infinite or NaN; `verdict` says what was seen
@@ -31,6 +32,7 @@ __all__ = [
     "BrokenModelError",
     "BuildError",
     "ConversionError",
+    "ExportError",
     "MissingExtraError",
     "MonitorError",
     "OutputError",
@@ -79,6 +81,10 @@ class ConversionError(PrecastError, ValueError, RuntimeError):
     The message names the weight, module or file, and what to do. It is no `TypeError`: operators of tensors turn these
     into other errors.
     """
+
+
+class ExportError(PrecastError, RuntimeError, ValueError):
+    """A model that cannot be exported under a policy, or a file that no exported program can be read from."""
 
 
 class StaleWeightError(PrecastError, RuntimeError):

@@ -141,7 +141,7 @@ def test_banned_and_what_default_makes_of_it() -> None:
 def test_the_note_is_for_devices_where_pytorch_bans_it() -> None:
     policy = Policy.load("default")
     assert policy.resolve("binary_cross_entropy", "cuda").rule == "fp32"
-    native = registration._native_kernel("aten::binary_cross_entropy", "cuda")
+    native = registration.native_kernel("aten::binary_cross_entropy", "cuda")
     assert native is not None
     kernel = registration._kernel_for(
         policy, native, policy.expand("cuda")[0]["aten::binary_cross_entropy"]

@@ -22,6 +22,7 @@ from precast._torch.compile import *
 from precast._torch.devices import *
 from precast._torch.dispatcher import *
 from precast._torch.distributed import *
+from precast._torch.graphs import *
 from precast._torch.modes import *
 from precast._torch.modules import *
 from precast._torch.optimizers import *

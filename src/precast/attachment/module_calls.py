@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from precast import _torch
-from precast.autocast_mode.region import current, put_in_force, refuse_export
+from precast.autocast_mode.region import current, put_in_force, write_down
 from precast.engine import registration
 from precast.engine.thread_state import BoundPolicy, regions, thread_state, write_guard_id
 
@@ -67,7 +67,7 @@ class Call(NamedTuple):
     ) -> None:
         """Puts other flags in force on one device type, and a policy unless it is None."""
         if _torch.function_modes():
-            _export((device, dtype, enabled, None), bound)
+            write_down((device, dtype, enabled), None, bound)
         here = thread_state(device).state
         flags = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.replaced.append(
@@ -149,13 +149,6 @@ def off_here() -> Off:
 def acts(device: str, off: Off) -> bool:
     """Whether rules act on a device type now: autocast is on there, or a rule has switched it off."""
     return torch.is_autocast_enabled(device) or _is_off_by_rule(device, off)
-
-
-def _export(region: tuple[Any, ...], bound: BoundPolicy | None) -> None:
-    """Reports a call as a region to an exporter that runs the program, because exporters do not look at flags."""
-    if _torch.export_region(region) and bound is not None and bound.meaning is not None:
-        _torch.export_region(None)
-        refuse_export(bound.policy)
 
 
 def _is_off_by_rule(device: str, off: Off) -> bool:

@@ -12,8 +12,10 @@ Invariants:
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from operator import call
 from typing import Any, Final, NoReturn
 
@@ -48,7 +50,17 @@ from precast.errors import PrecastWarning, RegionError
 from precast.policy.policy import DEVICE_TYPES, Policy, policy_of
 from precast.weights import held, unversioned_writes
 
-__all__ = ["Regions", "autocast", "current", "disable", "in_graph", "put_in_force", "refuse_export"]
+__all__ = [
+    "Regions",
+    "autocast",
+    "current",
+    "disable",
+    "in_graph",
+    "policy_said",
+    "put_in_force",
+    "rewriting_regions",
+    "write_down",
+]
 
 
 class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
@@ -221,13 +233,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
 
     def _write_down(self, bound: BoundPolicy | None) -> None:
         """Tells an exporter that runs the program of this region, as PyTorch's region does."""
-        if (
-            _torch.export_region((*self._flags(), self.cache_enabled))
-            and bound is not None
-            and bound.meaning is not None
-        ):
-            _torch.export_region(None)
-            refuse_export(bound.policy)
+        write_down(self._flags(), self.cache_enabled, bound)
 
     def anew(self) -> autocast:
         """The same region as another object: one that existed before cannot enter the graph of a compiled function."""
@@ -273,11 +279,51 @@ def in_graph(device_type: str) -> tuple[str, torch.dtype, bool, bool | str | Non
 def _said(bound: BoundPolicy | None, cache_enabled: bool | None) -> bool | str | None:
     if bound is None or (torch.compiler.is_exporting() and bound.meaning is None):
         return cache_enabled
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() and not _exports.rewrites:
         refuse_export(bound.policy)
     _in_graphs[bound.policy.fingerprint] = bound.policy
     _torch.on_graph_region(_region_in_graph)
     return f"precast {__version__} {bound.policy.fingerprint} {cache_enabled}"
+
+
+class _Exports(threading.local):
+    """Whether this thread exports for `precast.export`, which puts casts in the place of regions of any policy."""
+
+    rewrites = False
+
+
+_exports: Final = _Exports()
+
+
+@contextmanager
+def rewriting_regions() -> Iterator[None]:
+    """Has exported programs name the policy of each region: who opens this takes the regions out of the graph again."""
+    before, _exports.rewrites = _exports.rewrites, True
+    try:
+        yield
+    finally:
+        _exports.rewrites = before
+
+
+def write_down(
+    flags: tuple[str, torch.dtype, bool], cache_enabled: bool | None, bound: BoundPolicy | None
+) -> None:
+    """Tells an exporter, if one runs the program, that a region with a policy begins.
+
+    Raises:
+        RegionError: the exported program would keep the region, and cannot say its policy.
+    """
+    has_meaning = bound is not None and bound.meaning is not None
+    said = _said(bound, cache_enabled) if has_meaning and _exports.rewrites else cache_enabled
+    if _torch.export_region((*flags, said)) and has_meaning and not _exports.rewrites:
+        assert bound is not None
+        _torch.export_region(None)
+        refuse_export(bound.policy)
+
+
+def policy_said(said: object) -> Policy | None:
+    """The policy that a region in a graph names; None where it is one of PyTorch's own."""
+    return _in_graphs[said.split()[-2]] if isinstance(said, str) else None
 
 
 def refuse_export(policy: Policy) -> NoReturn:

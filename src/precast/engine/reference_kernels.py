@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -253,5 +254,5 @@ def _overload_with_dtype(op: Operation) -> tuple[Operation, list[tuple[str, Any]
                 (a.name, a.default_value if a.has_default_value() else None)
                 for a in _torch.schema_of(op.overload).arguments
             ]
-            return Operation(f"{operation}.{name}", op.device_type, overload), defaults
+            return replace(op, name=f"{operation}.{name}", overload=overload), defaults
     raise AssertionError(f"{op.name} has no overload that takes a dtype")  # policies check this

@@ -55,12 +55,15 @@ from precast.weights.native_copies import native
 
 __all__ = [
     "ENGINES",
+    "NativeKernel",
     "available_engines",
     "bind",
     "bind_default",
     "cache_clear_hooks",
     "clear_cache",
     "engine",
+    "native_kernel",
+    "promotes",
     "unregister",
     "unwatch",
     "use_engine",
@@ -292,7 +295,7 @@ def _watch_all() -> None:
     _watching.append(put)
     for device_type in filter(_torch.has_device, DEVICE_TYPES):
         for name in _torchs_table(device_type):
-            found = _native_kernel(name, device_type)
+            found = native_kernel(name, device_type)
             key = name, device_type
             if found is None or not found.compiled or key in _registered:
                 continue
@@ -321,7 +324,7 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     delegated: set[str] = set()
     is_pytorchs = True
     for name in table.keys() | _torchs_table(device_type).keys():
-        found = _native_kernel(name, device_type)
+        found = native_kernel(name, device_type)
         if found is None:
             continue
         is_pytorchs &= _is_pytorchs(policy, found, table.get(name))
@@ -364,16 +367,16 @@ def _kernel_for(policy: Policy, native: NativeKernel, entry: Entry | None) -> Ke
     if entry is None and not native.compiled:
         return None
     op, rule = native.op, Rule.KEEP if entry is None else entry.rule
-    promotes = _promotes(policy, native, rule)
-    if promotes and rule is Rule.PROMOTE and not native.compiled:
+    retries = promotes(policy, native, rule)
+    if retries and rule is Rule.PROMOTE and not native.compiled:
         # Promotion is asked for where the operation raises, and only there.
         return reference_kernels.attempting(op, native.kernel)
-    if rule is native.rule and rule is not Rule.LOWER and not promotes and engine() == "native":
+    if rule is native.rule and rule is not Rule.LOWER and not retries and engine() == "native":
         return None
     kernel = reference_kernels.kernel_for(rule, op)
     if native.rule is Rule.BANNED and rule is not Rule.BANNED:
         kernel = reference_kernels.noting(op, f"banned by PyTorch, ran as '{rule}'", kernel)
-    return reference_kernels.promoting(op, kernel) if promotes else kernel
+    return reference_kernels.promoting(op, kernel) if retries else kernel
 
 
 def _can_delegate(policy: Policy, native: NativeKernel, entry: Entry | None) -> bool:
@@ -382,11 +385,12 @@ def _can_delegate(policy: Policy, native: NativeKernel, entry: Entry | None) -> 
     if not native.compiled:
         # What an extension defines may be Python, whose errors compiled kernels cannot read.
         is_pytorchs = native.op.name.startswith("aten::")
-        return is_pytorchs and rule is Rule.PROMOTE and _promotes(policy, native, rule)
+        return is_pytorchs and rule is Rule.PROMOTE and promotes(policy, native, rule)
     return rule is native.rule
 
 
-def _promotes(policy: Policy, native: NativeKernel, rule: Rule) -> bool:
+def promotes(policy: Policy, native: NativeKernel, rule: Rule) -> bool:
+    """Whether an operation that raises on mixed floating dtypes runs once more in the widest of them."""
     return policy.mixed == "promote" and rule is not Rule.BANNED and native.op.takes_several
 
 
@@ -422,7 +426,8 @@ class NativeKernel:
     """The rule that PyTorch's kernel follows; None where there is none, or it follows none we know."""
 
 
-def _native_kernel(name: str, device_type: str) -> NativeKernel | None:
+def native_kernel(name: str, device_type: str) -> NativeKernel | None:
+    """What is at an operation's autocast key without precast; None for an operation that PyTorch does not have."""
     known = _native_kernels.get((name, device_type))
     if known is not None:
         return known

@@ -1,0 +1,263 @@
+"""Stores each weight of an exported program in the dtypes in which its graph uses it.
+
+Invariants:
+
+- a cast whose result is the same at each call is computed here once, with the same operations, and leaves the graph;
+- a weight that the graph writes stays as it is;
+- a weight is stored once for each dtype, under as many names as it may have; one that nothing uses is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from precast import _torch
+from precast._torch import OpOverload
+from precast.shipping.graph_rewriter import cast_source, placeholders, writes
+
+__all__ = ["Weights", "store_as_used"]
+
+_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass
+class Weights:
+    """The inputs of an exported graph that are stored with it.
+
+    Attributes:
+        specs: what each input of the graph is.
+        state_dict: parameters and buffers by name.
+        constants: all else that the graph needs, by name.
+    """
+
+    specs: list[InputSpec]
+    state_dict: dict[str, Any]
+    constants: dict[str, Any]
+
+    def is_weight(self, index: int) -> bool:
+        """Whether an input of the graph is stored with it."""
+        return self.specs[index].kind in _KINDS
+
+    def of(self, spec: InputSpec) -> Any:
+        """The stored tensor of an input."""
+        return self._home(spec)[str(spec.target)]
+
+    def put(self, spec: InputSpec, tensor: Tensor) -> None:
+        """Stores a tensor for an input."""
+        self._home(spec)[str(spec.target)] = tensor
+
+    def _home(self, spec: InputSpec) -> dict[str, Any]:
+        unsaved = spec.kind is InputKind.BUFFER and spec.persistent is False
+        return self.constants if unsaved or spec.kind is InputKind.CONSTANT_TENSOR else self.state_dict
+
+
+def store_as_used(graph: fx.Graph, weights: Weights) -> Weights:
+    """Takes casts of weights out of a graph, whose inputs change with that.
+
+    Args:
+        graph: the graph; it is changed.
+        weights: what its inputs are; not changed.
+
+    Returns:
+        What its inputs are then.
+    """
+    folding = _Folding(graph, weights)
+    folding.tie()
+    folding.fold()
+    return folding.remaining()
+
+
+@dataclass
+class _Folding:
+    graph: fx.Graph
+    weights: Weights
+    inputs: dict[fx.Node, InputSpec] = field(default_factory=dict)
+    added: dict[fx.Node, list[tuple[fx.Node, InputSpec, Tensor]]] = field(default_factory=dict)
+    """Stored input -> inputs that come after it from now on."""
+    replaced: dict[fx.Node, Tensor] = field(default_factory=dict)
+    """Stored input -> what it is from now on."""
+
+    def __post_init__(self) -> None:
+        self.inputs = dict(zip(placeholders(self.graph), self.weights.specs, strict=True))
+
+    def _stored(self) -> list[fx.Node]:
+        return [
+            node
+            for node, spec in self.inputs.items()
+            if spec.kind in _KINDS and isinstance(self.weights.of(spec), Tensor)
+        ]
+
+    def tie(self) -> None:
+        """Has the graph use tied weights under the first of their names."""
+        first: dict[int, fx.Node] = {}
+        for node in self._stored():
+            other = first.setdefault(id(self.weights.of(self.inputs[node])), node)
+            if other is not node:
+                node.replace_all_uses_with(other)
+
+    def fold(self) -> None:
+        """Computes the casts of what is the same at each call."""
+        sources = _constant_nodes(self.graph, self._stored())
+        made: dict[fx.Node, Tensor] = {}
+        for node in [n for n in sources if _narrows(n)]:
+            of = sources[node]
+            if node.meta["val"].numel() > sum(each.meta["val"].numel() for each in of):
+                continue
+            tensor = self._computed(node, made)
+            self._replace(node, tensor, of)
+        self._erase(sources)
+
+    def _computed(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        if node not in known:
+            if node in self.inputs:
+                known[node] = self.weights.of(self.inputs[node])
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._computed(n, known))
+                with torch.no_grad():
+                    known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return known[node]
+
+    def _replace(self, node: fx.Node, tensor: Tensor, of: list[fx.Node]) -> None:
+        """Puts a stored tensor in the place of a node that computed it."""
+        source, spec = of[0], self.inputs[of[0]]
+        tensor = tensor.detach()
+        if not tensor.is_contiguous() and tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor = tensor.clone(memory_format=torch.preserve_format)
+        if spec.kind is InputKind.PARAMETER:
+            tensor = torch.nn.Parameter(tensor, requires_grad=False)
+        if cast_source(node) is source and len(source.users) == 1:
+            node.replace_all_uses_with(source)
+            source.meta = {**source.meta, "val": node.meta["val"]}
+            source.meta.pop("tensor_meta", None)
+            self.replaced[source] = tensor
+            self.graph.erase_node(node)
+            return
+        before = self.added.setdefault(source, [])
+        suffix = f"_{str(tensor.dtype).removeprefix('torch.')}"
+        names = {str(other.target) for other in self.inputs.values()}
+        names |= {str(other.target) for several in self.added.values() for _, other, _ in several}
+        target, count = f"{spec.target}{suffix}", 1
+        while target in names:
+            count += 1
+            target = f"{spec.target}{suffix}_{count}"
+        with self.graph.inserting_after(before[-1][0] if before else source):
+            new = self.graph.placeholder(f"{source.name}{target.removeprefix(str(spec.target))}")
+        new.meta = {**source.meta, "val": node.meta["val"]}
+        new.meta.pop("tensor_meta", None)
+        argument = TensorArgument(name=new.name)
+        before.append((new, InputSpec(spec.kind, argument, target, spec.persistent), tensor))
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def _erase(self, sources: Iterable[fx.Node]) -> None:
+        """Takes out what nothing uses any more."""
+        for node in [n for n in reversed(self.graph.nodes) if n in set(sources)]:
+            if not node.users and node.op == "call_function":
+                self.graph.erase_node(node)
+
+    def remaining(self) -> Weights:
+        """The inputs that are left, once those that nothing uses are taken out of the graph."""
+        found = Weights([], {}, {})
+        for node, spec in self.inputs.items():
+            if spec.kind not in _KINDS:
+                found.specs.append(spec)
+                if spec.kind is InputKind.CUSTOM_OBJ:
+                    found.constants[str(spec.target)] = self.weights.constants[str(spec.target)]
+                continue
+            added = self.added.get(node, [])
+            if node.users or self._is_returned(node):
+                found.specs.append(spec)
+                found.put(spec, self.replaced.get(node, self.weights.of(spec)))
+            else:
+                self.graph.erase_node(node)
+            for _, other, tensor in added:
+                found.specs.append(other)
+                found.put(other, tensor)
+        return found
+
+    def _is_returned(self, node: fx.Node) -> bool:
+        return any(user.op == "output" for user in node.users)
+
+
+def _constant_nodes(graph: fx.Graph, stored: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Every node whose value is the same at each call -> the stored inputs that it is made of.
+
+    What the graph writes, and what may share memory with that, is not among them.
+    """
+    sources: dict[fx.Node, list[fx.Node]] = {node: [node] for node in stored}
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if writes(node) or _writes_statistics(node):
+            written |= {source for arg in _written(node) for source in sources.get(arg, [])}
+            continue
+        inputs = node.all_input_nodes
+        if inputs and _is_pure(node) and all(each in sources for each in inputs):
+            sources[node] = list(dict.fromkeys(s for each in inputs for s in sources[each]))
+    return {
+        node: of
+        for node, of in sources.items()
+        if node.op == "call_function" and not written.intersection(of)
+    }
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if _torch.higher_order_name(node.target) is not None:
+        return False
+    if isinstance(node.target, OpOverload):
+        random = torch.Tag.nondeterministic_seeded in node.target.tags
+        return not random and isinstance(node.meta.get("val"), (Tensor, tuple, list))
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node may write to."""
+    if not isinstance(node.target, OpOverload):
+        return _written_in_bodies(node)
+    if _writes_statistics(node):
+        return node.all_input_nodes
+    schema = _torch.schema_of(node.target).arguments
+    named = {**dict(zip((a.name for a in schema), node.args, strict=False)), **node.kwargs}
+    is_written = {a.name for a in schema if a.alias_info is not None and a.alias_info.is_write}
+    values = [value for name, value in named.items() if name in is_written]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, fx.Node)]
+
+
+def _written_in_bodies(node: fx.Node) -> list[fx.Node]:
+    """A branch or loop is taken to write what it is given, if anything in it writes."""
+    owner = node.graph.owning_module
+    bodies = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    graphs = [getattr(owner, str(body.target), None) for body in bodies] if owner else []
+    inside = (
+        each
+        for module in graphs
+        if isinstance(module, fx.GraphModule)
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for each in part.graph.nodes
+    )
+    writing = any(isinstance(n.target, OpOverload) and writes(n) for n in inside)
+    return node.all_input_nodes if writing or None in graphs or not owner else []
+
+
+def _writes_statistics(node: fx.Node) -> bool:
+    """Whether a node is a normalisation that writes running statistics, which its schema does not say."""
+    return isinstance(node.target, OpOverload) and "batch_norm" in node.target.name()
+
+
+def _narrows(node: fx.Node) -> bool:
+    """Whether a node casts to a dtype that is no wider."""
+    source = cast_source(node)
+    if source is None:
+        return False
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    return bool(after.itemsize <= before.itemsize and after is not before)
