@@ -8,12 +8,27 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["fake_mode_of", "higher_order_name", "run_composite", "updated_program"]
+__all__ = [
+    "calls_others",
+    "fake_mode_of",
+    "higher_order_name",
+    "run_composite",
+    "updated_program",
+    "without_numbers",
+]
+
+
+def calls_others(target: Any) -> bool:
+    """Whether an operation is made of others in C++, whatever Python has for it too (2.13)."""
+    return isinstance(target, OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        target.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    )
 
 
 def fake_mode_of(nodes: Iterable[torch.fx.Node]) -> Any:
@@ -28,20 +43,36 @@ def higher_order_name(target: Any) -> str | None:
 
 
 def run_composite(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Calls what a composite operation is made of, as C++ does it (2.13).
+    """Calls what a composite operation is made of (2.13).
 
-    `OpOverload.decompose` takes Python's version of it where there is one, whose results have other bits for recurrent
-    layers. That one is for sizes without numbers, which C++ refuses. A function mode would call the operation itself.
+    Python has versions of some, which take sizes without numbers where those in C++ do not. For recurrent layers its
+    results have other bits, so that C++ is asked. A function mode would call the operation itself.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    try:
-        with torch._C.DisableTorchFunction():
+    in_python = overload.py_kernels.get(key)
+    with torch._C.DisableTorchFunction():
+        if in_python is not None and overload.overloadpacket.__name__ not in _RECURRENT:
+            return in_python(*args, **kwargs)
+        try:
             return overload._op_dk(key, *args, **kwargs)
-    except RuntimeError:
-        in_python = overload.py_kernels.get(key)
-        if in_python is None:
-            raise
-        return in_python(*args, **kwargs)
+        except RuntimeError:
+            if in_python is None:
+                raise
+            return in_python(*args, **kwargs)  # sizes without numbers
+
+
+_RECURRENT: Final = ("gru", "lstm", "rnn_relu", "rnn_tanh")
+
+
+def without_numbers(fake_mode: Any) -> Any:
+    """A context in which operations run on the tensors without numbers of a mode, as in `torch.export` (2.13)."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    stack = ExitStack()
+    stack.enter_context(fake_mode)
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(enable_python_dispatcher())
+    return stack
 
 
 def updated_program(program: Any, **changes: Any) -> Any:

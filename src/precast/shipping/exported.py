@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.backends import mha
 
 from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
@@ -53,7 +54,8 @@ def export(
 
     The program has no region and none of precast's operators: PyTorch alone runs it. Weights are stored in the dtypes
     in which they are used. It computes what the model computes in `autocast(device_type, dtype, policy=policy)` under
-    `torch.no_grad()`, in the mode (training or evaluation) that the model is in.
+    `torch.no_grad()`, in the mode (training or evaluation) that the model is in; `nn.TransformerEncoderLayer` and
+    `nn.MultiheadAttention` without their fused kernels, which `torch.export` never records.
 
     Args:
         model: the model. Its device is that of its parameters and of `args`.
@@ -89,10 +91,11 @@ def export(
     in_force = InForce(device, lower, True, chosen)
     with torch.no_grad(), _in_region(model, in_force), rewriting_regions():
         told("recording the model")
-        recorded = _recorded(model, args, kwargs or {}, dynamic_shapes, strict)
+        with _without_fused_transformers():
+            recorded = _recorded(model, args, kwargs or {}, dynamic_shapes, strict)
     told("writing the casts")
     with disable():
-        program = _with_policy(recorded, in_force)
+        program: torch.export.ExportedProgram = _with_policy(recorded, in_force)
     if check:
         told("comparing the program with the model")
         with torch.no_grad(), _in_region(model, in_force):
@@ -103,9 +106,13 @@ def export(
 def _checked(model: object, args: object, kwargs: object) -> str:
     """The device type of a model and its example."""
     if not isinstance(model, nn.Module):
-        raise ExportError(f"export(model, ...): expected a torch.nn.Module, got {type(model).__name__}")
+        raise ExportError(
+            f"export(model, ...): expected a torch.nn.Module, got {type(model).__name__}"
+        )
     if isinstance(model, torch.jit.ScriptModule):
-        raise ExportError("export(model, ...): torch.export records no TorchScript; export the module it was made of")
+        raise ExportError(
+            "export(model, ...): torch.export records no TorchScript; export the module it was made of"
+        )
     if not isinstance(args, tuple):
         raise ExportError(
             f"export(..., args): expected a tuple of the model's arguments, got {type(args).__name__}; "
@@ -117,7 +124,9 @@ def _checked(model: object, args: object, kwargs: object) -> str:
     devices = sorted({tensor.device.type for tensor in tensors} - {"meta"})
     accelerators = [device for device in devices if device != "cpu"]
     if len(accelerators) > 1:
-        raise ExportError(f"export(model, ...): the model and its example are on several devices: {', '.join(devices)}")
+        raise ExportError(
+            f"export(model, ...): the model and its example are on several devices: {', '.join(devices)}"
+        )
     return (accelerators or devices or ["cpu"])[0]
 
 
@@ -175,10 +184,14 @@ def _why_not_recorded(error: Exception) -> str:
 def _with_policy(recorded: torch.export.ExportedProgram, here: InForce) -> Any:
     old = recorded.graph_module
     signature = recorded.graph_signature
-    weights = Weights(list(signature.input_specs), dict(recorded.state_dict), dict(recorded.constants))
+    weights = Weights(
+        list(signature.input_specs), dict(recorded.state_dict), dict(recorded.constants)
+    )
     inputs = placeholders(old.graph)
     rewriter = GraphRewriter(
-        _torch.fake_mode_of(inputs), inputs, weights=[weights.is_weight(i) for i in range(len(inputs))]
+        _torch.fake_mode_of(inputs),
+        inputs,
+        weights=[weights.is_weight(i) for i in range(len(inputs))],
     )
     result = rewriter.write(old.graph, old, {here.device_type: here})
     rewriter.graph.output(result)
@@ -208,9 +221,9 @@ def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
         return
     accelerators = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
     device_type = next((device.type for device in accelerators), "cuda")
-    before = {buffer: buffer.clone() for buffer in model.buffers()}
 
-    def result_of(run: Callable[..., Any], what: str) -> Any:
+    def result_of(run: nn.Module, what: str) -> Any:
+        before = {buffer: buffer.clone() for buffer in run.buffers()}
         given_args, given_kwargs = map_tensors((args, kwargs), torch.clone)
         with torch.random.fork_rng(list(accelerators), device_type=device_type):
             torch.manual_seed(0)
@@ -224,7 +237,8 @@ def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
                 for buffer, value in before.items():
                     buffer.copy_(value)
 
-    expected = result_of(model, "the model")
+    with _without_fused_transformers():
+        expected = result_of(model, "the model")
     with disable():
         found = result_of(program.module(), "the exported program")
     different = list(differences(expected, found))
@@ -232,6 +246,17 @@ def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
         raise ExportError(
             "the exported program's results differ from the model's: " + "; ".join(different[:5])
         )
+
+
+@contextlib.contextmanager
+def _without_fused_transformers() -> Iterator[None]:
+    """Without PyTorch's fused kernels for `nn.TransformerEncoder`, which `torch.export` never records."""
+    is_fused = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(is_fused)
 
 
 def differences(expected: Any, found: Any) -> Iterator[str]:
@@ -253,6 +278,8 @@ def differences(expected: Any, found: Any) -> Iterator[str]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """A tensor whose equality is that of numbers, but for NaN, which equals itself."""
-    return torch.view_as_real(tensor).nan_to_num(0.123) if tensor.is_complex() else (
-        torch.where(tensor.isnan(), 0.123, tensor) if tensor.is_floating_point() else tensor
+    return (
+        torch.view_as_real(tensor).nan_to_num(0.123)
+        if tensor.is_complex()
+        else (torch.where(tensor.isnan(), 0.123, tensor) if tensor.is_floating_point() else tensor)
     )

@@ -56,7 +56,9 @@ class Weights:
 
     def _home(self, spec: InputSpec) -> dict[str, Any]:
         unsaved = spec.kind is InputKind.BUFFER and spec.persistent is False
-        return self.constants if unsaved or spec.kind is InputKind.CONSTANT_TENSOR else self.state_dict
+        return (
+            self.constants if unsaved or spec.kind is InputKind.CONSTANT_TENSOR else self.state_dict
+        )
 
 
 def store_as_used(graph: fx.Graph, weights: Weights) -> Weights:
@@ -84,6 +86,8 @@ class _Folding:
     """Stored input -> inputs that come after it from now on."""
     replaced: dict[fx.Node, Tensor] = field(default_factory=dict)
     """Stored input -> what it is from now on."""
+    written: set[fx.Node] = field(default_factory=set)
+    """Stored inputs that the graph writes."""
 
     def __post_init__(self) -> None:
         self.inputs = dict(zip(placeholders(self.graph), self.weights.specs, strict=True))
@@ -105,7 +109,7 @@ class _Folding:
 
     def fold(self) -> None:
         """Computes the casts of what is the same at each call."""
-        sources = _constant_nodes(self.graph, self._stored())
+        sources, self.written = _constant_nodes(self.graph, self._stored())
         made: dict[fx.Node, Tensor] = {}
         for node in [n for n in sources if _narrows(n)]:
             of = sources[node]
@@ -175,7 +179,7 @@ class _Folding:
             added = self.added.get(node, [])
             if node.users or self._is_returned(node):
                 found.specs.append(spec)
-                found.put(spec, self.replaced.get(node, self.weights.of(spec)))
+                found.put(spec, self._kept(node, spec))
             else:
                 self.graph.erase_node(node)
             for _, other, tensor in added:
@@ -183,14 +187,23 @@ class _Folding:
                 found.put(other, tensor)
         return found
 
+    def _kept(self, node: fx.Node, spec: InputSpec) -> Any:
+        """What is stored for an input: a parameter has no gradient, and what the graph writes is not the model's."""
+        tensor = self.replaced.get(node, self.weights.of(spec))
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(tensor.detach(), requires_grad=False)
+        return tensor.clone() if node in self.written else tensor
+
     def _is_returned(self, node: fx.Node) -> bool:
         return any(user.op == "output" for user in node.users)
 
 
-def _constant_nodes(graph: fx.Graph, stored: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Every node whose value is the same at each call -> the stored inputs that it is made of.
+def _constant_nodes(
+    graph: fx.Graph, stored: list[fx.Node]
+) -> tuple[dict[fx.Node, list[fx.Node]], set[fx.Node]]:
+    """Every node whose value is the same at each call -> the stored inputs that it is made of; and the written inputs.
 
-    What the graph writes, and what may share memory with that, is not among them.
+    What the graph writes, and what may share memory with that, is not among the first.
     """
     sources: dict[fx.Node, list[fx.Node]] = {node: [node] for node in stored}
     written: set[fx.Node] = set()
@@ -203,11 +216,12 @@ def _constant_nodes(graph: fx.Graph, stored: list[fx.Node]) -> dict[fx.Node, lis
         inputs = node.all_input_nodes
         if inputs and _is_pure(node) and all(each in sources for each in inputs):
             sources[node] = list(dict.fromkeys(s for each in inputs for s in sources[each]))
-    return {
+    constant = {
         node: of
         for node, of in sources.items()
         if node.op == "call_function" and not written.intersection(of)
     }
+    return constant, written
 
 
 def _is_pure(node: fx.Node) -> bool:

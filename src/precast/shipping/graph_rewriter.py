@@ -1,8 +1,8 @@
 """Writes an exported graph anew, with a policy's casts as nodes and without regions.
 
 `torch.export` records operations above the autocast keys: a graph exported in a region has the operations of the
-program, and none of the casts. Here every operation is run once more, on tensors without numbers, as the policy's kernel
-would run it, and what that kernel does is written down.
+program, and none of the casts. Here every operation is run once more, on tensors without numbers, as the kernel of the
+policy would run it, and what that kernel does is written down.
 
 Invariants:
 
@@ -108,6 +108,9 @@ class GraphRewriter:
         values = [node.meta.get("val") for node in inputs] if values is None else values
         for index, (node, value) in enumerate(zip(inputs, values, strict=True)):
             new = self.graph.placeholder(node.name)
+            new.name = new.target = (
+                node.name
+            )  # a signature knows it by that; a graph would rename `input`
             new.meta = {**node.meta, "val": value}
             self._env[node] = new
             if index < len(weights) and weights[index]:
@@ -203,7 +206,7 @@ class GraphRewriter:
 
     def _what_it_calls(self, node: fx.Node, overload: OpOverload, precisions: Precisions) -> Any:
         """Writes an operation without a rule; where rules act on what it calls, all of that in its place."""
-        if not _torch.is_composite(overload):
+        if not _torch.calls_others(overload):
             return self._as_it_was(node)
         key = self._called_on(node, overload)
         opened = None if key in self._untouched else self._opened(node, overload)
@@ -230,7 +233,9 @@ class GraphRewriter:
         kinds = [(v.dtype, v.dim()) if isinstance(v, Tensor) else repr(v) for v in leaves]
         return overload, tuple(kinds)
 
-    def _opened(self, node: fx.Node, overload: OpOverload) -> tuple[fx.GraphModule, list[Any]] | None:
+    def _opened(
+        self, node: fx.Node, overload: OpOverload
+    ) -> tuple[fx.GraphModule, list[Any]] | None:
         """The graph of what a composite operation calls, and the nodes that are its inputs."""
         from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -243,7 +248,7 @@ class GraphRewriter:
             args, kwargs = pytree.tree_unflatten(filled, spec)
             return _torch.run_composite(overload, args, kwargs)
 
-        with self._fake_mode, torch.no_grad():
+        with _torch.without_numbers(self._fake_mode):
             record = make_fx(calls, _WITHOUT_SYMBOLS, pre_dispatch=True)
             traced = record(*[leaf.meta["val"] for leaf in given])
         traced.graph.eliminate_dead_code()
@@ -270,7 +275,7 @@ class GraphRewriter:
         return new
 
     def _values(self, node: fx.Node) -> tuple[Any, dict[str, Any]]:
-        return map_arg(self._new((node.args, node.kwargs)), _value)  # type: ignore[no-any-return]
+        return _filled(self._new((node.args, node.kwargs)))  # type: ignore[no-any-return]
 
     def add(
         self, target: Any, args: Any, kwargs: Any, place: fx.Node, *, recorded: bool = False
@@ -297,8 +302,8 @@ class GraphRewriter:
 
     def _value_of(self, new: fx.Node, place: fx.Node) -> Any:
         known = place.meta.get("val")
-        args, kwargs = map_arg((new.args, new.kwargs), _value)
-        with self._fake_mode, torch.no_grad():
+        args, kwargs = _filled((new.args, new.kwargs))
+        with _torch.without_numbers(self._fake_mode):
             value = new.target(*args, **kwargs)  # type: ignore[operator]
         if new.target is place.target and place.meta.get("unbacked_bindings"):
             # The sizes that only the data says have names already: the dtype alone is new.
@@ -312,10 +317,12 @@ class GraphRewriter:
         """
         if "val" not in node.meta:
             return True
-        if _torch.is_composite(node.target) and not node.meta.get("unbacked_bindings"):
+        if _torch.calls_others(node.target) and not node.meta.get("unbacked_bindings"):
             return False
         old = node.all_input_nodes
-        return all(_dtypes(each) == _dtypes(self._env[each]) for each in old if each.op != "get_attr")
+        return all(
+            _dtypes(each) == _dtypes(self._env[each]) for each in old if each.op != "get_attr"
+        )
 
     def cast(self, source: fx.Node, dtype: torch.dtype, place: fx.Node) -> fx.Node:
         """The node that converts a value; one that nothing writes in between is converted once."""
@@ -326,7 +333,7 @@ class GraphRewriter:
         name = f"{source.name}_{str(dtype).removeprefix('torch.')}"
         new = self.graph.create_node("call_function", _CAST, (source, dtype), name=name)
         new.meta = {key: place.meta[key] for key in _COPIED if key in place.meta}
-        with self._fake_mode, torch.no_grad():
+        with _torch.without_numbers(self._fake_mode):
             new.meta["val"] = source.meta["val"].to(dtype)
         self._casts[source, dtype] = new
         return new
@@ -359,9 +366,7 @@ class GraphRewriter:
         fixed = [] if layout.fixed is None else list(args[layout.fixed])
         changing = list(self._new(layout.changing))
         bodies = [self._env[body] for body in layout.bodies]
-        written = [
-            self._body(body, precisions, changing, fixed, layout.before) for body in bodies
-        ]
+        written = [self._body(body, precisions, changing, fixed, layout.before) for body in bodies]
         results = [body.result for body in written]
         fixed = self._hoisted(written, fixed, layout, node)
         replaced: dict[int, fx.Node] = {}
@@ -472,7 +477,10 @@ class _Writer(TorchDispatchMode):
 
     def run(self, overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         """Writes an operation, and returns its result."""
-        if self.finds_errors and len({t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}) > 1:
+        if (
+            self.finds_errors
+            and len({t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}) > 1
+        ):
             self._runs = True
             try:
                 error = dtype_errors.error_of(overload, args, kwargs)
@@ -492,7 +500,11 @@ class _Writer(TorchDispatchMode):
         if known is not None:
             return known[0]
         if isinstance(value, (tuple, list)):
-            return type(value)(map(self.nodes, value)) if type(value) in (tuple, list) else tuple(map(self.nodes, value))
+            return (
+                type(value)(map(self.nodes, value))
+                if type(value) in (tuple, list)
+                else tuple(map(self.nodes, value))
+            )
         assert not isinstance(value, Tensor), "a value that no node has"
         return value
 
@@ -535,6 +547,17 @@ def _inside(
 
 def _value(node: fx.Node) -> Any:
     return node.meta["val"]
+
+
+def _filled(argument: Any) -> Any:
+    """An argument with values in the place of nodes; lists can be changed, as those of a call can."""
+    if isinstance(argument, fx.Node):
+        return argument.meta["val"]
+    if isinstance(argument, (tuple, list)):
+        return (tuple if isinstance(argument, tuple) else list)(map(_filled, argument))
+    if isinstance(argument, dict):
+        return {name: _filled(value) for name, value in argument.items()}
+    return argument
 
 
 def _dtypes(node: Any) -> list[Any]:
