@@ -36,6 +36,7 @@ NAMES = [
     "custom_fwd",
     "disable",
     "errors",
+    "export",
     "install",
     "load",
     "monitor",

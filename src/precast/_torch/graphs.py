@@ -13,15 +13,30 @@ from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "COPY_IN_DTYPE",
+    "DTYPE_CHECK",
+    "DispatchMode",
     "calls_others",
     "fake_mode_of",
     "higher_order_name",
     "run_composite",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
     "updated_program",
     "without_numbers",
 ]
+
+COPY_IN_DTYPE: Final = torch.ops.aten._to_copy.default
+"""What a cast is below the autocast keys (2.13)."""
+
+DTYPE_CHECK: Final = torch.ops.aten._assert_tensor_metadata.default
+"""What an exported program checks a tensor's dtype with (2.13)."""
 
 
 def calls_others(target: Any) -> bool:

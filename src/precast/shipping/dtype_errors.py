@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from precast import _torch
 from precast._torch import OpOverload
 
 __all__ = ["error_of"]
@@ -22,7 +22,7 @@ __all__ = ["error_of"]
 def error_of(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> RuntimeError | None:
     """The error that an operation raises on tensors like these; None where it runs."""
     try:
-        real_args, real_kwargs = pytree.tree_map(_real, (args, kwargs))
+        real_args, real_kwargs = _torch.tree_map(_real, (args, kwargs))
     except (RuntimeError, AssertionError):
         return None
     try:

@@ -30,8 +30,9 @@ from precast.errors import ExportError, PrecastError, PrecastWarning
 from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
 from precast.shipping.exported_weights import Weights, store_as_used
+from precast.shipping.graph_nodes import placeholders
 from precast.shipping.graph_policy import InForce
-from precast.shipping.graph_rewriter import GraphRewriter, placeholders
+from precast.shipping.graph_rewriter import GraphRewriter
 
 __all__ = ["differences", "export"]
 

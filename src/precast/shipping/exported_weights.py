@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from precast import _torch
 from precast._torch import OpOverload
-from precast.shipping.graph_rewriter import cast_source, placeholders, writes
+from precast.shipping.graph_nodes import cast_source, placeholders, writes
 
 __all__ = ["Weights", "store_as_used"]
 
@@ -243,7 +242,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     named = {**dict(zip((a.name for a in schema), node.args, strict=False)), **node.kwargs}
     is_written = {a.name for a in schema if a.alias_info is not None and a.alias_info.is_write}
     values = [value for name, value in named.items() if name in is_written]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, fx.Node)]
+    return [leaf for leaf in _torch.tree_leaves(values) if isinstance(leaf, fx.Node)]
 
 
 def _written_in_bodies(node: fx.Node) -> list[fx.Node]:

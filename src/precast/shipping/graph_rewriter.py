@@ -21,8 +21,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from precast import _torch
 from precast._internal.pytree import tensors_in
@@ -32,6 +30,16 @@ from precast.engine import reference_kernels
 from precast.errors import ExportError
 from precast.shipping import dtype_errors
 from precast.shipping.control_flow import INLINED, Layout, layout_of
+from precast.shipping.graph_nodes import (
+    CAST,
+    cast_source,
+    dtypes_of,
+    filled,
+    placeholders,
+    retyped,
+    value_of,
+    writes,
+)
 from precast.shipping.graph_policy import (
     InForce,
     Precisions,
@@ -40,11 +48,11 @@ from precast.shipping.graph_policy import (
     treatment,
     written_operation,
 )
+from precast.shipping.operation_writer import OperationWriter
 
-__all__ = ["GraphRewriter", "cast_source", "placeholders", "writes"]
+__all__ = ["GraphRewriter"]
 
 _aten: Final = torch.ops.aten
-_CAST: Final = _aten.to.dtype
 _COPIED: Final = ("nn_module_stack", "stack_trace", "source_fn_stack", "from_node", "custom")
 """What a cast says of the place in the program that it comes from."""
 
@@ -56,25 +64,6 @@ def _unsafe_chunk(tensor: Tensor, chunks: int, dim: int = 0) -> Any:
 
 _WITHOUT_SYMBOLS: Final = {_aten.unsafe_chunk.default: _unsafe_chunk}
 """What PyTorch computes in C++ for sizes with numbers only, although sizes without numbers would do (2.13)."""
-
-
-def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of a graph."""
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def cast_source(node: fx.Node) -> fx.Node | None:
-    """The node whose value a cast converts; None for a node that is no cast."""
-    is_cast = node.op == "call_function" and node.target is _CAST and len(node.args) == 2
-    source = node.args[0] if is_cast and not node.kwargs else None
-    return source if isinstance(source, fx.Node) else None
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether a node may write to one of its arguments."""
-    if isinstance(node.target, OpOverload):
-        return _torch.schema_of(node.target).is_mutable
-    return _torch.higher_order_name(node.target) is not None
 
 
 class GraphRewriter:
@@ -130,14 +119,14 @@ class GraphRewriter:
         result: Any = None
         for node in graph.nodes:
             if node.op == "output":
-                result = self._new(node.args[0])
+                result = self.new(node.args[0])
             elif node.op == "get_attr":
                 self._env[node] = getattr(owner, str(node.target))
             elif node.op == "call_function":
                 self._env[node] = self._call(node, precisions)
         return result
 
-    def _new(self, old: Any) -> Any:
+    def new(self, old: Any) -> Any:
         """The new nodes in the place of the old ones in an argument."""
         return map_arg(old, self._env.__getitem__)
 
@@ -154,7 +143,7 @@ class GraphRewriter:
         return self._as_it_was(node)
 
     def _item(self, node: fx.Node) -> Any:
-        whole, index = self._new(node.args)
+        whole, index = self.new(node.args)
         if isinstance(whole, (tuple, list)):
             return whole[index]
         new = self.graph.create_node("call_function", node.target, (whole, index), name=node.name)
@@ -165,13 +154,13 @@ class GraphRewriter:
     # Operations
 
     def _operation(self, node: fx.Node, overload: OpOverload, precisions: Precisions) -> Any:
-        if overload is _aten._assert_tensor_metadata.default:
+        if overload is _torch.DTYPE_CHECK:
             return self._checked_dtype(node)
         args, kwargs = self._values(node)
         here = in_force_for(precisions, (args, kwargs))
         if here is None:
             return self._as_it_was(node)
-        writer = _Writer(self, node)
+        writer = OperationWriter(self, node)
         found = treatment(here, overload, writer.run)
         if found.retries and _is_mixed(here, (args, kwargs)):
             return self._retried(node, here, found, writer, precisions)
@@ -185,7 +174,7 @@ class GraphRewriter:
         node: fx.Node,
         here: InForce,
         found: Treatment,
-        writer: _Writer,
+        writer: OperationWriter,
         precisions: Precisions,
     ) -> Any:
         """Writes an operation on mixed dtypes: as it runs, or in the widest where it would raise an error."""
@@ -229,7 +218,7 @@ class GraphRewriter:
 
     def _called_on(self, node: fx.Node, overload: OpOverload) -> object:
         """What says whether rules act on what a composite operation calls: the operation and its arguments' kinds."""
-        leaves = pytree.tree_leaves(self._values(node))
+        leaves = _torch.tree_leaves(self._values(node))
         kinds = [(v.dtype, v.dim()) if isinstance(v, Tensor) else repr(v) for v in leaves]
         return overload, tuple(kinds)
 
@@ -239,13 +228,13 @@ class GraphRewriter:
         """The graph of what a composite operation calls, and the nodes that are its inputs."""
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        leaves, spec = pytree.tree_flatten(self._new((node.args, node.kwargs)))
+        leaves, spec = _torch.tree_flatten(self.new((node.args, node.kwargs)))
         given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
         def calls(*inputs: Any) -> Any:
             rest = iter(inputs)
             filled = [next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(filled, spec)
+            args, kwargs = _torch.tree_unflatten(filled, spec)
             return _torch.run_composite(overload, args, kwargs)
 
         with _torch.without_numbers(self._fake_mode):
@@ -262,12 +251,12 @@ class GraphRewriter:
 
     def _as_it_was(self, node: fx.Node) -> fx.Node:
         """Writes a node as it was, on what its arguments have become."""
-        args, kwargs = self._new((node.args, node.kwargs))
+        args, kwargs = self.new((node.args, node.kwargs))
         return self.add(node.target, args, kwargs, node, recorded=self._recorded(node))
 
     def _checked_dtype(self, node: fx.Node) -> fx.Node:
         """Writes a check of a tensor's dtype for the dtype that it has; strict export records some without casts."""
-        (source, *rest), kwargs = self._new((node.args, node.kwargs))
+        (source, *rest), kwargs = self.new((node.args, node.kwargs))
         if kwargs.get("dtype") is not None:
             kwargs = {**kwargs, "dtype": source.meta["val"].dtype}
         new = self.graph.create_node("call_function", node.target, (source, *rest), kwargs)
@@ -275,7 +264,7 @@ class GraphRewriter:
         return new
 
     def _values(self, node: fx.Node) -> tuple[Any, dict[str, Any]]:
-        return _filled(self._new((node.args, node.kwargs)))  # type: ignore[no-any-return]
+        return filled(self.new((node.args, node.kwargs)))  # type: ignore[no-any-return]
 
     def add(
         self, target: Any, args: Any, kwargs: Any, place: fx.Node, *, recorded: bool = False
@@ -302,12 +291,12 @@ class GraphRewriter:
 
     def _value_of(self, new: fx.Node, place: fx.Node) -> Any:
         known = place.meta.get("val")
-        args, kwargs = _filled((new.args, new.kwargs))
+        args, kwargs = filled((new.args, new.kwargs))
         with _torch.without_numbers(self._fake_mode):
             value = new.target(*args, **kwargs)  # type: ignore[operator]
         if new.target is place.target and place.meta.get("unbacked_bindings"):
             # The sizes that only the data says have names already: the dtype alone is new.
-            return _retyped(known, value)
+            return retyped(known, value)
         return value
 
     def _recorded(self, node: fx.Node) -> bool:
@@ -321,7 +310,7 @@ class GraphRewriter:
             return False
         old = node.all_input_nodes
         return all(
-            _dtypes(each) == _dtypes(self._env[each]) for each in old if each.op != "get_attr"
+            dtypes_of(each) == dtypes_of(self._env[each]) for each in old if each.op != "get_attr"
         )
 
     def cast(self, source: fx.Node, dtype: torch.dtype, place: fx.Node) -> fx.Node:
@@ -331,7 +320,7 @@ class GraphRewriter:
         if known is not None:
             return known
         name = f"{source.name}_{str(dtype).removeprefix('torch.')}"
-        new = self.graph.create_node("call_function", _CAST, (source, dtype), name=name)
+        new = self.graph.create_node("call_function", CAST, (source, dtype), name=name)
         new.meta = {key: place.meta[key] for key in _COPIED if key in place.meta}
         with _torch.without_numbers(self._fake_mode):
             new.meta["val"] = source.meta["val"].to(dtype)
@@ -346,7 +335,7 @@ class GraphRewriter:
 
     def _inlined(self, node: fx.Node, position: int, precisions: Precisions) -> Any:
         """Writes the body of a region, or of what else calls one, in the place of the call."""
-        args = self._new(node.args)
+        args = self.new(node.args)
         body = args[position]
         if position == INLINED["wrap_with_autocast"]:
             precisions = _inside(precisions, *args[:4])
@@ -362,9 +351,9 @@ class GraphRewriter:
 
     def _branch_or_loop(self, node: fx.Node, precisions: Precisions) -> fx.Node:
         layout = layout_of(node)
-        args, kwargs = self._new((node.args, node.kwargs))
+        args, kwargs = self.new((node.args, node.kwargs))
         fixed = [] if layout.fixed is None else list(args[layout.fixed])
-        changing = list(self._new(layout.changing))
+        changing = list(self.new(layout.changing))
         bodies = [self._env[body] for body in layout.bodies]
         written = [self._body(body, precisions, changing, fixed, layout.before) for body in bodies]
         results = [body.result for body in written]
@@ -381,7 +370,7 @@ class GraphRewriter:
         )
         new.meta = {**node.meta}
         if results:
-            new.meta["val"] = _retyped(node.meta["val"], map_arg(results[-1], _value))
+            new.meta["val"] = retyped(node.meta["val"], map_arg(results[-1], value_of))
         self._casts.clear()
         return new
 
@@ -398,7 +387,7 @@ class GraphRewriter:
         weights = [False] * len(inputs)
         for index, operand in [*enumerate(changing), *enumerate(fixed, before)]:
             if isinstance(operand, fx.Node):
-                values[index] = _retyped(values[index], _value(operand))
+                values[index] = retyped(values[index], value_of(operand))
                 weights[index] = index >= before and operand in self._weights
         writer = GraphRewriter(self._fake_mode, inputs, values, weights)
         result = writer.write(body.graph, body, precisions)
@@ -456,83 +445,6 @@ class _Body:
             graph.erase_node(cast)
 
 
-class _Writer(TorchDispatchMode):
-    """Writes what a kernel does with one operation: the operations that it calls, and its casts."""
-
-    def __init__(self, rewriter: GraphRewriter, place: fx.Node) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.finds_errors = False
-        """Whether an operation on mixed dtypes is tried on real tensors, so that what it refuses is an error here."""
-        self._rewriter = rewriter
-        self._place = place
-        self._runs = False
-        self._nodes: dict[int, tuple[fx.Node, Any]] = {}
-        """`id` of a value -> its node; with the value, so that no other gets its `id`."""
-        self._args = rewriter._new((place.args, place.kwargs))
-        map_arg(self._args, self._know)
-
-    def _know(self, node: fx.Node) -> fx.Node:
-        self._nodes[id(node.meta["val"])] = node, node.meta["val"]
-        return node
-
-    def run(self, overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Writes an operation, and returns its result."""
-        if (
-            self.finds_errors
-            and len({t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}) > 1
-        ):
-            self._runs = True
-            try:
-                error = dtype_errors.error_of(overload, args, kwargs)
-            finally:
-                self._runs = False
-            if error is not None:
-                raise error
-        new_args = tuple(self.nodes(arg) for arg in args)
-        new_kwargs = {name: self.nodes(value) for name, value in kwargs.items()}
-        if overload is not self._place.target or (new_args, new_kwargs) != self._args:
-            self._rewriter.changed()
-        return self._write(overload, new_args, new_kwargs)
-
-    def nodes(self, value: Any) -> Any:
-        """The nodes in the place of values, in any nesting of tuples and lists."""
-        known = self._nodes.get(id(value))
-        if known is not None:
-            return known[0]
-        if isinstance(value, (tuple, list)):
-            return (
-                type(value)(map(self.nodes, value))
-                if type(value) in (tuple, list)
-                else tuple(map(self.nodes, value))
-            )
-        assert not isinstance(value, Tensor), "a value that no node has"
-        return value
-
-    def _write(self, overload: Any, args: Any, kwargs: Any) -> Any:
-        self._runs = True
-        try:
-            node = self._rewriter.add(overload, args, kwargs, self._place)
-        finally:
-            self._runs = False
-        self._know(node)
-        return node.meta["val"]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self._runs and func is _aten._to_copy.default:
-            assert set(kwargs) == {"dtype"}, kwargs
-            self._runs = True
-            try:
-                node = self._rewriter.cast(self.nodes(args[0]), kwargs["dtype"], self._place)
-            finally:
-                self._runs = False
-            self._know(node)
-            return node.meta["val"]
-        if not self._runs and func is _aten.copy_.default:
-            return self._write(func, tuple(self.nodes(arg) for arg in args), {})
-        return func(*args, **kwargs)
-
-
 def _inside(
     precisions: Precisions, device: str, dtype: torch.dtype | None, enabled: bool, said: Any
 ) -> Precisions:
@@ -545,46 +457,9 @@ def _inside(
     return {**precisions, device: InForce(device, lower, enabled, policy)}
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
-
-
-def _filled(argument: Any) -> Any:
-    """An argument with values in the place of nodes; lists can be changed, as those of a call can."""
-    if isinstance(argument, fx.Node):
-        return argument.meta["val"]
-    if isinstance(argument, (tuple, list)):
-        return (tuple if isinstance(argument, tuple) else list)(map(_filled, argument))
-    if isinstance(argument, dict):
-        return {name: _filled(value) for name, value in argument.items()}
-    return argument
-
-
-def _dtypes(node: Any) -> list[Any]:
-    value = _value(node) if isinstance(node, fx.Node) else map_arg(node, _value)
-    return [getattr(leaf, "dtype", None) for leaf in pytree.tree_leaves(value)]
-
-
 def _is_mixed(here: InForce, values: Any) -> bool:
     own = (t for t in tensors_in(values) if t.device.type == here.device_type)
     return len({t.dtype for t in own if t.is_floating_point()}) > 1
-
-
-def _retyped(known: Any, value: Any) -> Any:
-    """A known value, whose tensors get the dtypes of those in another."""
-    known_leaves, spec = pytree.tree_flatten(known)
-    leaves = pytree.tree_leaves(value)
-    if len(leaves) != len(known_leaves):
-        return known
-    return pytree.tree_unflatten(
-        [
-            old.to(new.dtype)
-            if isinstance(old, Tensor) and isinstance(new, Tensor) and old.dtype is not new.dtype
-            else old
-            for old, new in zip(known_leaves, leaves, strict=True)
-        ],
-        spec,
-    )
 
 
 def _casts_to(node: fx.Node, source: fx.Node) -> torch.dtype | None:
