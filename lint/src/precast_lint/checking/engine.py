@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from precast_lint.checking.suppress import Comment, Suppressions
@@ -55,13 +55,23 @@ def _checked(text: Text, source: Source, codes: frozenset[str]) -> Checked:
     def is_told(finding: Finding) -> bool:
         return not suppressions.silences(finding.code, text.position(finding.span.start)[0])
 
-    raw = list(_run(source, codes))
+    raw = list(_once(_run(source, codes)))
     kept = list(filter(is_told, raw))
     shared = _withheld(raw, kept)
     found = [_limited(finding, shared) for finding in kept]
     if "AMP901" in codes:
         found += filter(is_told, _unused(text, suppressions, codes))
     return Checked(text, tuple(sorted(found, key=lambda f: (f.span, f.code))))
+
+
+def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Each finding once: two functions may both come to one place."""
+    seen = set()
+    for finding in findings:
+        place = finding.code, finding.span
+        if place not in seen:
+            seen.add(place)
+            yield finding
 
 
 def fix(text: Text, filename: str, settings: Settings) -> Checked:

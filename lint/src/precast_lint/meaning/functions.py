@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 
 __all__ = [
     "CUSTOM_BWD",
@@ -19,6 +19,7 @@ __all__ = [
     "Method",
     "called_function",
     "called_method",
+    "followed_call",
     "functions",
     "methods_of",
 ]
@@ -94,6 +95,34 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
     first = method.node.params.params[:1]
     is_plain = bool(first) and first[0].name.value == "self"
     return method.node if is_plain else None
+
+
+def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str, Node]] | None:
+    """The function or method of this file that a call runs, with what its parameters get, if both are certain."""
+    known = source.cache.setdefault("followed calls", {})
+    assert isinstance(known, dict)
+    if call not in known:
+        known[call] = _followed_call(source, call)
+    found: tuple[cst.FunctionDef, dict[str, Node]] | None = known[call]
+    return found
+
+
+def _followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str, Node]] | None:
+    function = called_function(source, call)
+    if function is None or not isinstance(call, cst.Call) or function.decorators:
+        return None
+    if any(arg.star for arg in call.args) or any(isinstance(n, cst.Yield) for n in walk(function)):
+        return None
+    params = [
+        param.name.value for param in (*function.params.posonly_params, *function.params.params)
+    ]
+    if isinstance(call.func, cst.Attribute):
+        params = params[1:]  # self
+    plain: list[Node] = [arg.value for arg in call.args if arg.keyword is None]
+    named: dict[str, Node] = {
+        arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None
+    }
+    return function, dict(zip(params, plain, strict=False)) | named
 
 
 def called_function(source: Source, call: Node) -> cst.FunctionDef | None:

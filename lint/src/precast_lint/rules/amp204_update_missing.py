@@ -11,7 +11,14 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
-from precast_lint.training_step.protocol import hides, is_plain, judged, loop_around, only_here
+from precast_lint.training_step.protocol import (
+    hides,
+    is_plain,
+    judged,
+    loop_around,
+    loop_in,
+    only_here,
+)
 
 __all__ = ["RULE"]
 
@@ -51,17 +58,19 @@ def check(source: Source) -> Iterator[Finding]:
 
         def on(state: _State, event: Event, say: Say) -> _State:
             if hides(source, event, scaler):
+                for step in state.steps:  # the update may be there
+                    say.good(step)
                 return _State()
             if event.kind == "next":
                 return replace(state, stepped=False)
             if event.kind == "return":
                 for step in state.steps if owned else ():
-                    if loop_around(source, step) is not None:
+                    if loop_in(flow, step) is not None:
                         say.bad(step, _MISSING.format(scaler))
                 return state
             return _on(source, state, event, say, scaler)
 
-        return _State(ever=not owned), on
+        return _State(ever=not owned or not flow.has_all(scaler, "step")), on
 
     for flow, scaler, node, message in judged(source, follow):
         is_early = message == _FIRST
@@ -218,6 +227,29 @@ VALID = (
         """,
         note="The step of the round before.",
     ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.step(self.optimizer)
+
+            def train(self, batches):
+                self.step(next(batches))
+                for batch in batches:
+                    self.scaler.update()
+                    self.step(batch)
+                self.scaler.update()
+        """,
+        note="Each step has its update, if only in the next round.",
+    ),
 )
 
 _HANDED = (
@@ -371,6 +403,72 @@ INVALID = (
                 self.scaler.update()
         """,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def backward(self, loss):
+                self.scaler.scale(loss).backward()
+
+            def step(self):
+                self.scaler.step(self.optimizer)
+                self.optimizer.zero_grad()
+
+            def train(self, batches):
+                for batch in batches:
+                    self.backward(self.model(batch))
+                    self.step()
+        """,
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def backward(self, loss):
+                self.scaler.scale(loss).backward()
+
+            def step(self):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+
+            def train(self, batches):
+                for batch in batches:
+                    self.backward(self.model(batch))
+                    self.step()
+        """,
+        unsafe=True,
+        note="Spread over methods.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.scaler.update()
+                    self.optimizer.zero_grad()
+                    self.scaler.scale(self.model(batch)).backward()
+                    self.scaler.step(self.optimizer)
+        """,
+        note="The first round has nothing to update from.",
     ),
 )
 

@@ -11,7 +11,7 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow import Flow, Say, flows
 from precast_lint.training_step.flow_events import Event
-from precast_lint.training_step.protocol import asks_scale, followed, hides, loop_around
+from precast_lint.training_step.protocol import asks_scale, followed, hides, loop_in
 
 __all__ = ["RULE"]
 
@@ -43,13 +43,15 @@ def check(source: Source) -> Iterator[Finding]:
             return _on(state, event, say, scaler)
 
         for node, message in flow.run(_State(), on):
-            if _is_beside(source, flow, node, steps):
+            if _is_beside(flow, node, steps):
                 yield source.find(RULE, node, message)
 
 
 def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
-    if event.kind in ("backward", "loop"):
+    if event.kind == "loop":
         return _State()
+    if event.kind == "backward":
+        return replace(state, stepped=False)
     if event.kind == "scheduler_step":
         if state.stepped:
             say.bad(event.node)
@@ -61,11 +63,11 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
     return state
 
 
-def _is_beside(source: Source, flow: Flow, node: object, steps: list[Event]) -> bool:
+def _is_beside(flow: Flow, node: object, steps: list[Event]) -> bool:
     """Whether the scheduler goes on with the batches, not with the epochs."""
     event = next(e for e in flow.events() if e.node is node)
-    loop = loop_around(source, event.node)
-    same = any(loop_around(source, step.node) is loop for step in steps)
+    loop = loop_in(flow, event.node)
+    same = any(loop_in(flow, step.node) is loop for step in steps)
     is_step = loop is not None or isinstance(flow.node, cst.FunctionDef)  # what is called in a loop
     return same and is_step and not (event.instance or "").endswith(_BY_RESULT)
 
@@ -152,6 +154,31 @@ INVALID = (
                 scaler.update()
                 print(f"scale {scaler.get_scale()}")
         """,
+    ),
+    Case(
+        """
+        import torch
+        from torch.optim.lr_scheduler import OneCycleLR
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scheduler = OneCycleLR(self.optimizer, 0.1, 100)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, loss):
+                self.optimizer.zero_grad()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.scheduler.step()
+
+            def train(self, batches):
+                for batch in batches:
+                    self.step(self.model(batch))
+        """,
+        note="The loop is around the call.",
     ),
 )
 

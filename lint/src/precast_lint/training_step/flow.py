@@ -19,12 +19,13 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
 from typing import TypeVar
 
-from precast_lint.meaning.functions import called_method
+from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, children, cst, walk
+from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.flow_run import Run, Say, TooManyPaths
+from precast_lint.training_step.frames import called_frames, own_nodes
 
 __all__ = ["Flow", "Say", "flows"]
 
@@ -69,10 +70,10 @@ class Flow:
         self.node = node
         assert isinstance(node, (cst.FunctionDef, cst.Module))
         self.body = node.body
-        self.nodes = list(_own_nodes(node))
-        self.methods = list(_methods(source, self.nodes))
-        self.optimizers = frozenset(self._stepped())
+        self.nodes = list(own_nodes(node))
+        self.called = list(called_frames(source, self.nodes))
         self.scalers = self._scalers()
+        self.optimizers = frozenset(self._stepped())
 
     def run(
         self, start: _State, on: Callable[[_State, Event, Say], _State]
@@ -86,7 +87,8 @@ class Flow:
         """The same for a rule that judges a node by all functions that come by it."""
         heard = Say()
         try:
-            Run(self.source, on, heard, self.optimizers).function(self.node, start)
+            run = Run(self.source, on, heard, self.optimizers, frozenset(self.scalers))
+            run.function(self.node, start)
         except TooManyPaths:
             return
         say.hear(heard)
@@ -116,7 +118,9 @@ class Flow:
         ) or self._is_captured(name)
 
     def is_owned(self, name: str) -> bool:
-        """Whether it is made in this function and never leaks: nobody else can have a hand in it."""
+        """Whether it is made in this function, or by the class, and never leaks: nobody else can have a hand in it."""
+        if name.startswith("self."):
+            return self._is_own_of_class(name)
         made = any(
             self._is(node.target, name)
             for node in self.nodes
@@ -133,7 +137,7 @@ class Flow:
         """
         if self.is_owned(name):
             return True
-        own = {*self.nodes, *self.methods}
+        own = {node for node, _ in self._seen()}
         return self._is_of_file(name) and not any(
             call not in own and self.source.instance(owner) in SCALERS
             for call, owner, _ in self.source.methods(*methods)
@@ -157,10 +161,39 @@ class Flow:
             isinstance(value, cst.Call) for value, _ in made
         )
 
+    def _is_own_of_class(self, name: str) -> bool:
+        """Whether an attribute of self is made by a class without foreign bases that keeps it for itself."""
+        home = self.source.values.enclosing_class(self.node)
+        if not isinstance(home, cst.ClassDef) or name.count(".") != 1:
+            return False
+        bases = [b.value for b in home.bases]
+        if any(
+            self.source.origin(base) != "torch.nn.Module"
+            and self.source.names.builtin(base) != "object"
+            for base in bases
+        ):
+            return False
+        given = self.source.values.attributes(home).get(name.removeprefix("self."), [])
+        made = len(given) == 1 and isinstance(given[0][0], (cst.Call, cst.IfExp))
+        within = [
+            f for f in flows(self.source) if self.source.values.enclosing_class(f.node) is home
+        ]
+        return made and not any(flow.leaks(name) for flow in within)
+
+    def has_all(self, name: str, method: str) -> bool:
+        """Whether all calls of a method of an attribute of self, in its class, are made when this function runs."""
+        home = self.source.values.enclosing_class(self.node)
+        seen = {node for node, _ in self._seen()}
+        return all(
+            call in seen
+            for call, owner, _ in self.source.methods(method)
+            if key(self.source, owner) == name and self.source.values.enclosing_class(call) is home
+        )
+
     def called_elsewhere(self, name: str, *methods: str) -> bool:
         """Whether another function of the file calls a method on something whose last name is the same."""
         last = name.rpartition(".")[2]
-        own = set(self.nodes)
+        own = set(self.nodes).union(*(nodes for _, nodes in self.called))
         return any(
             (key(self.source, owner) or "").rpartition(".")[2] == last
             for call, owner, _ in self.source.methods(*methods)
@@ -183,41 +216,46 @@ class Flow:
         return False
 
     def _stepped(self) -> Iterator[str]:
-        for node in [*self.nodes, *self.methods]:
+        """The keys of the optimizers that scalers step or unscale here, or in functions that are called here."""
+        for node, named in self._seen():
             if (
                 isinstance(node, cst.Call)
                 and isinstance(node.func, cst.Attribute)
                 and node.func.attr.value in ("step", "unscale_")
                 and node.args
-                and self.source.instance(node.func.value) in SCALERS
+                and (
+                    self.source.instance(node.func.value) in SCALERS
+                    or named(node.func.value) in self.scalers
+                )
             ):
-                yield key(self.source, node.args[0].value) or ""
+                yield named(node.args[0].value) or ""
 
     def _scalers(self) -> list[str]:
-        """The keys of the scalers whose methods are called here, or in methods of self that are called here."""
-        called = [*self._scalers_in(self.nodes)]
-        called += [
-            name
-            for name in self._scalers_in(self.methods)
-            if name.startswith("self.") or name in self._handed
-        ]
+        """The keys of the scalers whose methods are called here, or in functions that are called here."""
+        handed = set()
+        for node in self.nodes:
+            found = followed_call(self.source, node) if isinstance(node, cst.Call) else None
+            for value in found[1].values() if found is not None else ():
+                if self.source.instance(value) in SCALERS:
+                    handed.add(key(self.source, value))
+        called: list[str] = []
+        for node, named in self._seen():
+            func = node.func if isinstance(node, cst.Call) else None
+            if not isinstance(func, cst.Attribute):
+                continue
+            name = named(func.value) or ""
+            is_own = self.source.instance(func.value) in SCALERS and ":" not in name
+            if is_own or name in handed:
+                called.append(name)
         return list(dict.fromkeys(called))
 
-    @cached_property
-    def _handed(self) -> set[str]:
-        """The names that methods of the same object get for parameters of the same name."""
-        found = set()
-        for call in (n for n in self.nodes if isinstance(n, cst.Call)):
-            method = called_method(self.source, call)
-            if method is not None:
-                found |= {n for arg in call.args if (n := _same_name(method, call, arg))}
-        return found
-
-    def _scalers_in(self, nodes: list[Node]) -> Iterator[str]:
-        for node in nodes:
-            func = node.func if isinstance(node, cst.Call) else None
-            if isinstance(func, cst.Attribute) and self.source.instance(func.value) in SCALERS:
-                yield key(self.source, func.value) or ""
+    def _seen(self) -> Iterator[tuple[Node, Callable[[Node | None], str | None]]]:
+        """The nodes of this function and of those that it calls, each with how its expressions are called here."""
+        for node in self.nodes:
+            yield node, lambda inner: key(self.source, inner)
+        for frame, nodes in self.called:
+            for node in nodes:
+                yield node, frame.named
 
     def _is(self, node: Node, name: str) -> bool:
         if not isinstance(node, (cst.Name, cst.Attribute)) or key(self.source, node) != name:
@@ -237,28 +275,30 @@ class Flow:
             func = call.func if isinstance(call, cst.Call) else None
             called = func.attr if isinstance(func, cst.Attribute) else func
             keeps = isinstance(called, cst.Name) and _KEEPS.search(called.value) is not None
-            keeps |= self._is_followed(call, parent, node)
-            return not keeps and self.source.names.builtin(func) not in _HARMLESS
+            if keeps or self.source.names.builtin(func) in _HARMLESS:
+                return False
+            return not self._is_kept_by(call, node)
         if isinstance(parent, cst.Assign):
             return parent.value is node
         if isinstance(parent, cst.IfExp):
             return parent.test is not node
         return type(parent).__name__ not in _LOOKED_AT
 
-    def _is_followed(self, call: Node, arg: cst.Arg, node: Node) -> bool:
-        """Whether a method of the same object gets a name for a parameter of that name, and lets nobody have it."""
-        method = called_method(self.source, call)
-        if method is None or not isinstance(node, cst.Name) or not isinstance(call, cst.Call):
+    def _is_kept_by(self, call: Node, node: Node) -> bool:
+        """Whether a function of this file that gets something neither binds it to another name nor hands it on."""
+        found = followed_call(self.source, call)
+        if found is None:
             return False
-        asked = self.source.cache.setdefault("methods asked for leaks", set())
-        assert isinstance(asked, set)
-        if _parameter(method, call, arg) != node.value or method in asked:
-            return False
-        asked.add(method)  # of methods that call each other nothing is known
-        flow = next(flow for flow in flows(self.source) if flow.node is method)
-        leaks = flow.leaks(node.value)
-        asked.discard(method)
-        return not leaks
+        function, given = found
+        known = self.source.cache.setdefault("keeps", {})
+        assert isinstance(known, dict)
+        for name, value in given.items():
+            if value is node and (function, name) not in known:
+                known[function, name] = False  # what calls itself is not known
+                flow = next(flow for flow in flows(self.source) if flow.node is function)
+                params = self.source.scopes.owned[function].bindings.get(name, ())
+                known[function, name] = len(params) == 1 and not flow.leaks(name)
+        return all(known[function, n] for n, value in given.items() if value is node)
 
     def _is_captured(self, name: str) -> bool:
         inner = [
@@ -266,7 +306,28 @@ class Flow:
             for n in self.nodes
             if isinstance(n, (cst.FunctionDef, cst.Lambda)) and n is not self.node
         ]
-        return any(self._is(node, name) for outer in inner for node in walk(outer))
+        return any(
+            self._is(node, name)
+            for outer in inner
+            if not self._is_only_called(outer)
+            for node in walk(outer)
+        )
+
+    def _is_only_called(self, inner: Node) -> bool:
+        """Whether a function inside does nothing but run where it is called here: then it is followed."""
+        if not isinstance(inner, cst.FunctionDef) or not any(
+            f.function is inner for f, _ in self.called
+        ):
+            return False
+        home = self.source.scopes.scope_of.get(inner.name) or self.source.scopes.owned.get(
+            self.node
+        )
+        own = set(self.nodes)
+        for name in self.source.scopes.references(home, inner.name.value) if home else ():
+            call = self.source.parents[name]
+            if call not in own or followed_call(self.source, call) is None:
+                return False
+        return True
 
 
 def flows(source: Source) -> list[Flow]:
@@ -277,45 +338,3 @@ def flows(source: Source) -> list[Flow]:
         known = source.cache["flows"] = [Flow(source, node) for node in nodes]
     assert isinstance(known, list)
     return known
-
-
-def _parameter(method: cst.FunctionDef, call: cst.Call, arg: cst.Arg) -> str | None:
-    """The parameter of a method that an argument is for."""
-    if arg.star or any(other.star for other in call.args):
-        return None
-    if arg.keyword is not None:
-        return arg.keyword.value
-    names = [param.name.value for param in method.params.params[1:]]
-    place = list(call.args).index(arg)
-    return names[place] if place < len(names) else None
-
-
-def _same_name(method: cst.FunctionDef, call: cst.Call, arg: cst.Arg) -> str | None:
-    """The name that an argument is, if that is the name of its parameter, too."""
-    name = arg.value.value if isinstance(arg.value, cst.Name) else None
-    return name if _parameter(method, call, arg) == name else None
-
-
-def _methods(source: Source, nodes: list[Node]) -> Iterator[Node]:
-    """The nodes of the methods of the same object that are called here, and of those that these call."""
-    waiting, seen = list(nodes), set[Node]()
-    while waiting:
-        method = called_method(source, waiting.pop())
-        if method is not None and method not in seen:
-            seen.add(method)
-            inner = list(_own_nodes(method))
-            yield from inner
-            waiting += inner
-
-
-def _own_nodes(function: Node) -> Iterator[Node]:
-    """The nodes of a function's body; of functions and classes in it, only they themselves."""
-    assert isinstance(function, (cst.FunctionDef, cst.Module))
-    stack: list[Node] = [function.body] if isinstance(function, cst.FunctionDef) else []
-    if isinstance(function, cst.Module):
-        stack = list(reversed(function.body))
-    while stack:
-        node = stack.pop()
-        yield node
-        if not isinstance(node, (cst.FunctionDef, cst.Lambda, cst.ClassDef)):
-            stack.extend(reversed(list(children(node))))

@@ -7,7 +7,8 @@ positional arguments and `zero_grad`, whose names are enough.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from precast_lint.meaning.regions import Region, region_of_call
 from precast_lint.parsing.arguments import Arguments
@@ -15,7 +16,7 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 
-__all__ = ["Event", "call_event", "is_optimizer", "key", "scaler_of"]
+__all__ = ["Event", "Known", "call_event", "is_optimizer", "key", "scaler_of"]
 
 _CLIPS = {
     "torch.nn.utils.clip_grad_norm_",
@@ -88,31 +89,47 @@ def is_optimizer(source: Source, node: Node) -> bool:
     )
 
 
-def scaler_of(source: Source, node: Node | None, scaled: dict[str, str]) -> str | None:
+@dataclass(frozen=True)
+class Known:
+    """What is known where a call stands.
+
+    Attributes:
+        source: the file.
+        named: the key of an expression as the function that is followed knows it; those that it calls have others.
+        scalers: the keys that are known to be scalers, beside those whose class is known.
+        optimizers: the keys that are known to be optimizers because scalers step them.
+    """
+
+    source: Source
+    named: Callable[[Node | None], str | None]
+    scalers: frozenset[str] = field(default_factory=frozenset)
+    optimizers: frozenset[str] = field(default_factory=frozenset)
+
+    def is_scaler(self, node: Node) -> bool:
+        """Whether an expression is a scaler."""
+        return self.source.instance(node) in SCALERS or self.named(node) in self.scalers
+
+
+def scaler_of(known: Known, node: Node | None, scaled: dict[str, str]) -> str | None:
     """The scaler by which a loss was scaled: `scaler.scale(loss) / 2`, or a name that holds such a value."""
     if node is None:
         return None
     for inner in walk(node):
         if isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
             owner = inner.func.value
-            if inner.func.attr.value == "scale" and source.instance(owner) in SCALERS:
-                return key(source, owner)
-        if isinstance(inner, (cst.Name, cst.Attribute)) and (text := key(source, inner)) in scaled:
+            if inner.func.attr.value == "scale" and known.is_scaler(owner):
+                return known.named(owner)
+        if (
+            isinstance(inner, (cst.Name, cst.Attribute))
+            and (text := key(known.source, inner)) in scaled
+        ):
             return scaled[text or ""]
     return None
 
 
-def call_event(
-    source: Source, call: cst.Call, scaled: dict[str, str], optimizers: frozenset[str]
-) -> Event:
-    """What a call does.
-
-    Args:
-        source: the file.
-        call: the call.
-        scaled: the names that hold scaled losses here, with their scalers.
-        optimizers: the keys that are known to be optimizers because scalers step them.
-    """
+def call_event(known: Known, call: cst.Call, scaled: dict[str, str]) -> Event:
+    """What a call does; `scaled` has the names that hold scaled losses here, with their scalers."""
+    source = known.source
     arguments = Arguments.of(call)
     origin = source.origin(call.func) or ""
     if origin in _CLIPS:
@@ -120,31 +137,26 @@ def call_event(
     if origin in ("torch.autograd.backward", "torch.autograd.grad"):
         kind = "backward" if origin.endswith("backward") else "autograd_grad"
         loss = arguments.get("tensors" if kind == "backward" else "outputs", 0)
-        return Event(kind, call, scaler=scaler_of(source, loss, scaled), arguments=arguments)
+        return Event(kind, call, scaler=scaler_of(known, loss, scaled), arguments=arguments)
     if isinstance(call.func, cst.Attribute):
-        return _method(source, call, arguments, scaled, optimizers)
+        return _method(known, call, arguments, scaled)
     return Event("call", call, arguments=arguments)
 
 
-def _method(
-    source: Source,
-    call: cst.Call,
-    arguments: Arguments,
-    scaled: dict[str, str],
-    optimizers: frozenset[str],
-) -> Event:
+def _method(known: Known, call: cst.Call, arguments: Arguments, scaled: dict[str, str]) -> Event:
+    source, optimizers = known.source, known.optimizers
     assert isinstance(call.func, cst.Attribute)
     name, owner = call.func.attr.value, call.func.value
-    receiver = key(source, owner)
+    receiver = known.named(owner)
     instance = source.instance(owner)
     kind = "call"
     scaler = optimizer = None
-    if instance in SCALERS and name in _SCALER_METHODS:
+    if name in _SCALER_METHODS and known.is_scaler(owner):
         kind, scaler = _SCALER_METHODS[name], receiver
         if name in ("unscale_", "step"):
-            optimizer = key(source, arguments.get("optimizer", 0))
+            optimizer = known.named(arguments.get("optimizer", 0))
     elif name == "backward" and not arguments.positional:
-        kind, scaler = "backward", scaler_of(source, owner, scaled)
+        kind, scaler = "backward", scaler_of(known, owner, scaled)
     elif name == "zero_grad":
         kind = "zero_grad"
         optimizer = receiver if is_optimizer(source, owner) or receiver in optimizers else None

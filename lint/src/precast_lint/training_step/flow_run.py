@@ -9,19 +9,27 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from precast_lint.meaning.functions import called_method
+from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, children, cst
-from precast_lint.training_step.flow_events import Event, call_event, key, scaler_of, with_event
+from precast_lint.training_step.flow_events import (
+    Event,
+    Known,
+    call_event,
+    key,
+    scaler_of,
+    with_event,
+)
+from precast_lint.training_step.frames import frame_of
 
 __all__ = ["Run", "Say", "TooManyPaths"]
 
 _LIMIT = 128
-_DEEP = 3  # methods that call methods
+_DEEP = 3  # calls in functions that are called
 _ROUNDS = 3
 
 
@@ -43,6 +51,10 @@ class Say:
     def good(self, node: Node) -> None:
         """The node is right on this path, which excuses it on others."""
         self._good.add(node)
+
+    def is_good(self, node: Node) -> bool:
+        """Whether the node is right on some path."""
+        return node in self._good
 
     @contextmanager
     def only_good(self) -> Iterator[None]:
@@ -89,16 +101,17 @@ class Run:
         on: Callable[[Any, Event, Say], Hashable],
         say: Say,
         optimizers: frozenset[str],
+        scalers: frozenset[str],
     ) -> None:
         self.source = source
         self.on = on
         self.say = say
-        self.optimizers = optimizers
+        self.known = Known(source, lambda node: key(source, node), scalers, optimizers)
         self.loops: list[_Loop] = []
         self.returned: set[Path] = set()
-        self.methods: list[
+        self.called: list[
             cst.FunctionDef
-        ] = []  # those of the same class that run now, the innermost last
+        ] = []  # those of this file that run now, the innermost last
 
     def function(self, node: Node, start: Hashable) -> None:
         """Runs a whole function or module."""
@@ -184,7 +197,7 @@ class Run:
         name = key(self.source, target) or ""
         after = {}
         for before in {path.scaled for path in paths}:
-            scaler = scaler_of(self.source, value, dict(before)) if _is_loss(value) else None
+            scaler = scaler_of(self.known, value, dict(before)) if _is_loss(value) else None
             left = frozenset(pair for pair in before if pair[0] != name)
             after[before] = left | {(name, scaler)} if scaler else left
         stored = frozenset(Path(p.state, _without(p.known, name), after[p.scaled]) for p in paths)
@@ -316,42 +329,42 @@ class Run:
         return paths
 
     def _call(self, call: cst.Call, paths: _Paths) -> _Paths:
-        method = called_method(self.source, call)
-        if method is not None and method not in self.methods and len(self.methods) < _DEEP:
-            return self._run_method(method, call, paths)
+        found = followed_call(self.source, call)
+        if found is not None and found[0] not in self.called and len(self.called) < _DEEP:
+            return self._run_called(*found, paths)
         after: set[Path] = set()
         for scaled in {path.scaled for path in paths}:
-            event = call_event(self.source, call, dict(scaled), self.optimizers)
+            event = call_event(self.known, call, dict(scaled))
             after |= self.emit(event, frozenset(p for p in paths if p.scaled == scaled))
         return frozenset(after)
 
-    def _run_method(self, method: cst.FunctionDef, call: cst.Call, paths: _Paths) -> _Paths:
-        """Runs a method of the same object: what it does to the attributes of self is done here."""
-        loops, returned = self.loops, self.returned
-        self.methods.append(method)
+    def _run_called(
+        self, function: cst.FunctionDef, given: dict[str, Node], paths: _Paths
+    ) -> _Paths:
+        """Runs a function of this file: what it does to what its parameters stand for, and to self, is done here."""
+        loops, returned, outer = self.loops, self.returned, self.known
+        frame = frame_of(self.source, function, given, outer.named)
+        self.called.append(function)
         after: set[Path] = set()
         for known, scaled in {(path.known, path.scaled) for path in paths}:
-            self.loops, self.returned = [], set()
-            inner = _of_self(known), _of_self(scaled) | self._handed(method, call, dict(scaled))
+            self.loops, self.returned, self.known = [], set(), outer
+            inner = _of_self(known), _of_self(scaled) | self._handed(given, dict(scaled))
             start = frozenset(
                 Path(p.state, *inner) for p in paths if (p.known, p.scaled) == (known, scaled)
             )
-            ends = self._suite(method.body, start) | frozenset(self.returned)
+            self.known = replace(outer, named=frame.named)
+            ends = self._suite(function.body, start) | frozenset(self.returned)
             after |= {Path(p.state, _kept(known, p.known), _kept(scaled, p.scaled)) for p in ends}
-        self.methods.pop()
-        self.loops, self.returned = loops, returned
+        self.called.pop()
+        self.loops, self.returned, self.known = loops, returned, outer
         return _bounded(after)
 
-    def _handed(
-        self, method: cst.FunctionDef, call: cst.Call, scaled: dict[str, str]
-    ) -> frozenset[tuple[str, str]]:
-        """The parameters of a method that get scaled losses, each with its scaler; an attribute of self's."""
-        names = [param.name.value for param in method.params.params[1:]]
+    def _handed(self, given: dict[str, Node], scaled: dict[str, str]) -> frozenset[tuple[str, str]]:
+        """The parameters of a function that get scaled losses, each with its scaler."""
         found: set[tuple[str, str]] = set()
-        for place, arg in enumerate(call.args):
-            name = arg.keyword.value if arg.keyword else "".join(names[place : place + 1])
-            scaler = scaler_of(self.source, arg.value, scaled) if _is_loss(arg.value) else None
-            if scaler is not None and name:
+        for name, value in given.items():
+            scaler = scaler_of(self.known, value, scaled) if _is_loss(value) else None
+            if scaler is not None:
                 found.add((name, scaler))
         return frozenset(found)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
+from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -23,6 +24,7 @@ __all__ = [
     "is_plain",
     "judged",
     "loop_around",
+    "loop_in",
     "loops_around",
     "mentions",
     "only_here",
@@ -95,9 +97,22 @@ def judged(
         if following is not None:
             flow.judge(*following, says.setdefault(scaler, Say()))
     home = {node: flow for flow in flows(source) for node in flow.nodes}
+    reported: set[Node] = set()
     for scaler, say in says.items():
         for node, message in say.reported():
-            yield home[node], scaler, node, message
+            flow = home[node]
+            is_own = scaler in flow.scalers
+            others = [other for name, other in says.items() if name != scaler]
+            if not is_own and any(other.is_good(node) for other in others):
+                continue  # a function that another caller comes by rightly
+            if node not in reported:
+                reported.add(node)
+                yield flow, scaler if is_own else _name_there(flow), node, message
+
+
+def _name_there(flow: Flow) -> str:
+    """The name by which a function knows the scaler that it is given; empty, which no fix uses, if it has several."""
+    return flow.scalers[0] if len(flow.scalers) == 1 else ""
 
 
 def hides(source: Source, event: Event, scaler: str) -> bool:
@@ -229,6 +244,25 @@ def loops_around(source: Source, node: Node) -> list[Node]:
 def loop_around(source: Source, node: Node) -> Node | None:
     """The innermost loop that a node runs in."""
     return next(iter(loops_around(source, node)), None)
+
+
+def loop_in(flow: Flow, node: Node) -> Node | None:
+    """The innermost loop that a node runs in when a function runs: its own, or one around the call that leads to it."""
+    source = flow.source
+    seen: set[Node] = set()
+    while True:
+        loop, function = loop_around(source, node), source.function(node)
+        if loop is not None or function is flow.node or function is None or function in seen:
+            return loop
+        seen.add(function)
+        calls = [n for nodes in (flow.nodes, *(n for _, n in flow.called)) for n in nodes]
+        found = (
+            (call, followed_call(source, call)) for call in calls if isinstance(call, cst.Call)
+        )
+        leading = [call for call, target in found if target is not None and target[0] is function]
+        if not leading:
+            return None
+        node = leading[0]
 
 
 def assigned_in(source: Source, loop: Node) -> set[str | None]:
