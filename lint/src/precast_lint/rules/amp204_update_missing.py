@@ -17,6 +17,7 @@ from precast_lint.training_step.protocol import (
     judged,
     loop_around,
     loop_in,
+    loops_around,
     only_here,
 )
 
@@ -55,14 +56,16 @@ def check(source: Source) -> Iterator[Finding]:
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
         hidden = any(hides(source, event, scaler) for event in flow.events())
         owned = flow.is_seen(scaler, "update") and not hidden
+        updates = [e for e in flow.events() if e.kind == "update" and e.scaler == scaler]
+        updating = {loop for e in updates for loop in loops_around(source, e.node)}
 
         def on(state: _State, event: Event, say: Say) -> _State:
             if hides(source, event, scaler):
                 for step in state.steps:  # the update may be there
                     say.good(step)
                 return _State()
-            if event.kind == "next":
-                return replace(state, stepped=False)
+            if event.kind == "next":  # of a loop without an update it is all one
+                return replace(state, stepped=False) if event.node in updating else state
             if event.kind == "return":
                 for step in state.steps if owned else ():
                     if loop_in(flow, step) is not None:

@@ -192,6 +192,27 @@ VALID = (
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         """,
     ),
+    Case(
+        """
+        import torch
+
+        def prepare(grad_scaler, opt):
+            grad_scaler.unscale_(opt)
+
+        def finish(amp, opt, params):
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            amp.step(opt)
+            amp.update()
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                prepare(scaler, optimizer)
+                finish(scaler, optimizer, model.parameters())
+        """,
+        note="A function unscales them.",
+    ),
 )
 
 INVALID = (
@@ -493,5 +514,57 @@ INVALID = (
         unsafe=True,
         count=1,
         note="A scaler that methods hand on to one another.",
+    ),
+    Case(
+        """
+        import torch
+
+        def backward(loss, grad_scaler):
+            grad_scaler.scale(loss).backward()
+
+        def optimize(loss, opt, params, amp):
+            backward(loss, amp)
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            amp.step(opt)
+            amp.update()
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.optimizer.zero_grad()
+                    optimize(self.model(batch), self.optimizer, self.model.parameters(), self.scaler)
+        """,
+        """
+        import torch
+
+        def backward(loss, grad_scaler):
+            grad_scaler.scale(loss).backward()
+
+        def optimize(loss, opt, params, amp):
+            backward(loss, amp)
+            amp.unscale_(opt)
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            amp.step(opt)
+            amp.update()
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.optimizer.zero_grad()
+                    optimize(self.model(batch), self.optimizer, self.model.parameters(), self.scaler)
+        """,
+        unsafe=True,
+        count=1,
+        note="Through functions that are given the scaler by other names.",
     ),
 )

@@ -118,9 +118,7 @@ class Flow:
         ) or self._is_captured(name)
 
     def is_owned(self, name: str) -> bool:
-        """Whether it is made in this function, or by the class, and never leaks: nobody else can have a hand in it."""
-        if name.startswith("self."):
-            return self._is_own_of_class(name)
+        """Whether it is made in this function and never leaks: nobody else can have a hand in it."""
         made = any(
             self._is(node.target, name)
             for node in self.nodes
@@ -151,7 +149,7 @@ class Flow:
             is_handed = binding is not None and bool(values.handed.to(binding))
             return is_handed and self.is_local(name) and not self.leaks(name)
         home = values.enclosing_class(self.node) if name.startswith("self.") else None
-        if not isinstance(home, cst.ClassDef) or node is None or self.leaks(name):
+        if not isinstance(home, cst.ClassDef) or self.leaks(name):
             return False
         bases = [
             self.source.origin(b.value) or self.source.names.builtin(b.value) for b in home.bases
@@ -161,27 +159,10 @@ class Flow:
             isinstance(value, cst.Call) for value, _ in made
         )
 
-    def _is_own_of_class(self, name: str) -> bool:
-        """Whether an attribute of self is made by a class without foreign bases that keeps it for itself."""
-        home = self.source.values.enclosing_class(self.node)
-        if not isinstance(home, cst.ClassDef) or name.count(".") != 1:
-            return False
-        bases = [b.value for b in home.bases]
-        if any(
-            self.source.origin(base) != "torch.nn.Module"
-            and self.source.names.builtin(base) != "object"
-            for base in bases
-        ):
-            return False
-        given = self.source.values.attributes(home).get(name.removeprefix("self."), [])
-        made = len(given) == 1 and isinstance(given[0][0], (cst.Call, cst.IfExp))
-        within = [
-            f for f in flows(self.source) if self.source.values.enclosing_class(f.node) is home
-        ]
-        return made and not any(flow.leaks(name) for flow in within)
-
     def has_all(self, name: str, method: str) -> bool:
-        """Whether all calls of a method of an attribute of self, in its class, are made when this function runs."""
+        """Whether this function makes all calls of a method of what it owns, or of an attribute of its class."""
+        if not name.startswith("self."):
+            return self.is_owned(name)
         home = self.source.values.enclosing_class(self.node)
         seen = {node for node, _ in self._seen()}
         return all(
