@@ -36,9 +36,13 @@ def check(source: Source) -> Iterator[Finding]:
         if scales_by_hand(flow, scaler) or len(_optimizers(flow)) != 1:
             return None
 
+        optimizer = next(iter(_optimizers(flow)))
+
         def on(state: _State, event: Event, say: Say) -> _State:
             if hides(source, event, scaler):
                 return replace(state, known=False)
+            if _may_zero(source, event, optimizer):
+                return _State()
             return _on(source, state, event, say, scaler)
 
         return _State(), on
@@ -59,6 +63,22 @@ def _optimizers(flow: Flow) -> set[str | None]:
             if is_step and "sched" not in (event.receiver or "").lower():
                 found.add(event.receiver)
     return found
+
+
+def _may_zero(source: Source, event: Event, optimizer: str | None) -> bool:
+    """Whether gradients may be zero afterwards: by hand, by a name that says so, or by code that gets the optimizer."""
+    node = event.node
+    if event.kind == "assign":
+        return isinstance(node, cst.Attribute) and node.attr.value == "grad"
+    if event.kind == "grad_read":
+        around = (source.parents[node], source.parents[source.parents[node]])
+        return any(isinstance(o, cst.Attribute) and o.attr.value == "zero_" for o in around)
+    if event.kind != "call" or not isinstance(node, cst.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
+    says_so = isinstance(name, cst.Name) and "zero" in name.value
+    given = any(key(source, arg.value) == optimizer for arg in node.args)
+    return says_so or given or event.receiver == optimizer
 
 
 def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _State:
@@ -208,6 +228,22 @@ VALID = (
             scaler.update()
         """,
         note="The gradients of the first are not what steps.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                model(batch).backward()
+                optimizer.first_step(zero_grad=True)
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                for p in model.parameters():
+                    p.grad.zero_()
+        """,
+        note="What another method of the optimizer does is not known.",
     ),
 )
 
