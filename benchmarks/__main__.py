@@ -25,6 +25,7 @@ from benchmarks import (
     observing,
     overhead,
     page,
+    shipping,
     targets,
 )
 from benchmarks.tables import about, print_rows
@@ -85,8 +86,8 @@ def _rounds(default: int | None) -> Callable[[Any], Any]:
 def main(context: click.Context, rounds: int | None, output: Output) -> None:
     """Measure precast beside torch.autocast, in one process, in turns.
 
-    Without COMMAND: overhead (with the reference engine too, in a process of its own), demos, models, observing, and
-    the clients that have a target, in their environment. What has a target gets a verdict.
+    Without COMMAND: overhead (with the reference engine too, in a process of its own), demos, models, observing,
+    shipping, and the clients that have a target, in their environment. What has a target gets a verdict.
     """
     if context.invoked_subcommand is None:
         _measure(_all(rounds), output)
@@ -104,6 +105,7 @@ def _all(rounds: int | None) -> Suites:
         "demos": Suite(lambda: iter(demos.run(rounds=rounds or demos.ROUNDS))),
         **_models(rounds or models.ROUNDS),
         "observing": Suite(lambda: observing.run(rounds=rounds or _ROUNDS_OF_OBSERVING)),
+        "shipping": Suite(lambda: shipping.run(rounds=rounds or shipping.ROUNDS)),
         "clients": Suite(lambda: elsewhere.clients(rounds or overhead.ROUNDS)),
     }
 
@@ -134,6 +136,15 @@ def _demos(rounds: int, output: Output) -> None:
 def _observing(rounds: int, output: Output) -> None:
     """What watching a training step costs: traced, counted, monitored."""
     _measure({"observing": Suite(lambda: observing.run(rounds=rounds))}, output)
+
+
+@main.command("shipping")
+@_rounds(shipping.ROUNDS)
+@click.option("--only", multiple=True, help="Cases with this in their name; all if none is given.")
+@_output
+def _shipping(rounds: int, only: tuple[str, ...], output: Output) -> None:
+    """A converted model beside 16 bits by hand: time, weights, the peak while it is converted."""
+    _measure({"shipping": Suite(lambda: shipping.run(rounds=rounds, only=only))}, output)
 
 
 @main.command("clients")

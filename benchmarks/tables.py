@@ -56,6 +56,7 @@ def print_rows(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "models": _models,
         "models growth": _models_growth,
         "observing": _observing,
+        "shipping": _shipping,
         "targets": _targets,
     }
     for benchmark, fill in tables.items():
@@ -179,6 +180,16 @@ def _observing(rows: list[dict[str, Any]]) -> Table:
         target = "" if row["target"] is None else f"{row['target']:.2f}"
         time = "" if row["median_ms"] is None else f"{row['median_ms']:.2f}"
         table.add_row(row["case"], row["kind"], time, _ratio(row), target)
+    return table
+
+
+def _shipping(rows: list[dict[str, Any]]) -> Table:
+    title = "Converted models beside 16 bits by hand, which round what the policy keeps in float32"
+    table = _table(title, ("network", "model", "float32"), ("ms", "time", "weights", "peak"))
+    for row in rows:
+        time = f"{row['by_hand']:.3f} ({row['by_hand_iqr']:.3f})"
+        figures = f"{row['median_ms']:.2f}", time, f"{row['weights']:.3f}", f"{row['peak']:.2f}"
+        table.add_row(row["case"], row["kind"], ", ".join(row["islands"]), *figures)
     return table
 
 

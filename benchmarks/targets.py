@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import shipping
 from benchmarks.models import CASES, SHAPES, WIDTHS
 from benchmarks.overhead import MANY_REGIONS, POLICIES
 from benchmarks.variants import BASELINE, BY_HAND, GENERATION, INFERENCE, TRAINING
@@ -31,6 +32,8 @@ _FIGURES = {
     "difference_us": f"us more than {BASELINE}",
     "ratio_to_first": "of the first size",
     "grown_bytes": "bytes more",
+    "weights": f"of the weights of {BY_HAND}",
+    "peak": "of the float32 weights, at the peak",
 }
 """What each figure of a row is, as the tables say it."""
 
@@ -150,6 +153,17 @@ def _growth() -> Iterator[Target]:
             yield Target(f"a call's growth: {kind}", row, "ratio_to_first", _CONSTANT, within=size)
 
 
+def _shipping() -> Iterator[Target]:
+    for case in shipping.CASES:
+        row = {"benchmark": "shipping", "kind": "converted", "case": case}
+        yield Target("converted", row, "by_hand", 1.03, needs_units=True)
+        yield Target("converted, weights", row, "weights", 1.02)
+        if case.endswith(
+            "1x1"
+        ):  # in the others, what the example computes takes more than the weights
+            yield Target("converting in place", row, "peak", 1.1)
+
+
 _NO_GROWTH = 10 * MANY_REGIONS
 """Bytes: 10 for each region, which is less than the smallest thing that could stay behind."""
 _CONSTANT = 1.005
@@ -165,7 +179,7 @@ def _network(kind: str, work: str, case: str) -> dict[str, str]:
     return {"benchmark": "models", "kind": kind, "work": work, "case": case, "device": "cpu"}
 
 
-TARGETS = (*_calls(), *_networks(), *_clients(), *_growth())
+TARGETS = (*_calls(), *_networks(), *_clients(), *_growth(), *_shipping())
 
 
 def judged(machine: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -283,14 +283,31 @@ def sample():
         time.sleep(0.001)
 thread = threading.Thread(target=sample)
 thread.start()
-model = precast.load(make, sys.argv[1], example=x)
+if len(sys.argv) > 1:
+    model = precast.load(make, sys.argv[1], example=x)
+else:
+    model = precast.convert(make().eval(), example=x, in_place=True)
 done.append(1)
 thread.join()
 print((most[0] - before) / model.precast_report.bytes_before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells")
+_ONLY_LINUX = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(),
+    reason="only Linux tells how much memory is a program's own",
+)
+
+
+@_ONLY_LINUX
+def test_converting_in_place_takes_hardly_more_than_the_float32_model() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURES], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 1.15, done.stdout
+
+
+@_ONLY_LINUX
 def test_the_float32_model_is_never_in_memory(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24)))
     torch.save(model.state_dict(), tmp_path / "model.pt")

@@ -103,7 +103,9 @@ def convert(
         warnings.warn(complaint, PrecastWarning, stacklevel=2)
     weights = weights_of(model)
     with _following(model, planned):
-        observe_uses(model, weights, region, examples)
+        # Without its cache, a region has one 16-bit copy at a time beside the float32 weights.
+        uncached = autocast(device.type, dtype, cache_enabled=False, policy=policy)
+        observe_uses(model, weights, uncached, examples)
     report = Conversion(
         type(model).__name__,
         policy.name,

@@ -1,0 +1,132 @@
+"""A converted model beside the same model in 16 bits by hand: time, weights, and the peak while it is converted.
+
+By hand is `model.to(dtype)`, which rounds every weight. What the policy keeps in float32 is named in each row, because
+that is what the two differ by.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile, record_function
+
+import precast
+from benchmarks import networks
+from benchmarks.interleave import Variant, compare
+from benchmarks.networks import Network
+from benchmarks.variants import BY_HAND
+
+__all__ = ["CASES", "KINDS", "ROUNDS", "run"]
+
+ROUNDS = 21
+KINDS: Mapping[str, str] = {"converted": "default", "converted + lean": "lean"}
+"""What is measured -> the policy."""
+_DTYPE = torch.bfloat16
+_TURN = 0.06
+"""Seconds that a variant works in a turn, if a call is not longer."""
+_NAMED = 5
+_CONVERTS = "the model is converted"
+
+CASES: Mapping[str, Callable[[], Network]] = {
+    "decoder 512, 1x1": partial(networks.decoder, 512, 1, 1),
+    "decoder 512, 1x128": partial(networks.decoder, 512, 1, 128),
+    "decoder 1024, 1x1": partial(networks.decoder, 1024, 1, 1),
+    "convolutional": networks.convolutional,
+    "MLP": networks.mlp,
+}
+
+
+def run(*, rounds: int = ROUNDS, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """One row for each network and policy."""
+    torch.set_num_threads(1)
+    for case, make in CASES.items():
+        if not only or any(word in case for word in only):
+            yield from _measure(case, make(), rounds)
+
+
+def _measure(case: str, network: Network, rounds: int) -> Iterator[dict[str, Any]]:
+    model, inputs = _fresh(network)
+    lowered = inputs.to(_DTYPE) if inputs.is_floating_point() else inputs
+    by_hand = model.to(_DTYPE).requires_grad_(False)
+    works, reports, peaks = {BY_HAND: _called(by_hand, lowered)}, {}, {}
+    for kind, policy in KINDS.items():
+        converted, peaks[kind] = _converted(network, policy)
+        works[kind] = _called(converted, inputs)
+        reports[kind] = converted.precast_report
+    seconds = _seconds(works[BY_HAND])
+    calls = max(1, round(_TURN / seconds))
+    result = compare(
+        {kind: Variant(work) for kind, work in works.items()}, rounds=rounds, calls=calls
+    )
+    for kind, report in reports.items():
+        ratio, spread = result.ratio(kind, BY_HAND)
+        islands = [weight.name for weight in report.kept if weight.dtype == "float32"]
+        yield {
+            "benchmark": "shipping",
+            "case": case,
+            "kind": kind,
+            "median_ms": result.median(kind) * 1e3,
+            "by_hand": ratio,
+            "by_hand_iqr": spread,
+            "weights": report.bytes / _bytes(by_hand),
+            "weights_without_islands": (report.bytes - report.extra_bytes) / _bytes(by_hand),
+            "peak": peaks[kind],
+            "islands": [*islands[:_NAMED], *["..."] * (len(islands) > _NAMED)],
+            "rounds": rounds,
+            "calls": calls,
+        }
+    gc.collect()
+
+
+def _fresh(network: Network) -> tuple[nn.Module, Tensor]:
+    model, [(inputs, _)] = network.seeded(torch.device("cpu"), 1)
+    return model.eval(), inputs
+
+
+def _called(model: nn.Module, inputs: Tensor) -> Callable[[], object]:
+    def work() -> object:
+        with torch.no_grad():
+            return model(inputs)
+
+    return work
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _converted(network: Network, policy: str) -> tuple[Any, float]:
+    """A model converted in place, and the most memory meanwhile, of that of its float32 weights.
+
+    What the model computes on the example counts, too. It is made under the profiler, which otherwise would not see
+    that its weights are freed.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(use_kineto=True, profile_memory=True, acc_events=True) as profiler:
+        model, inputs = _fresh(network)
+        before = _bytes(model)
+        with record_function(_CONVERTS):
+            converted = precast.convert(model, policy, _DTYPE, example=inputs, in_place=True)
+    events = list(profiler.kineto_results.events())
+    begin = next(event.start_ns() for event in events if event.name() == _CONVERTS)
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = highest = sum(change for when, change in changes if when < begin)
+    for when, change in changes:
+        if when >= begin:
+            now += change
+            highest = max(highest, now)
+    return converted, highest / before
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    work()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,32 @@
+"""The measurements of converted models: what is in a row, and that targets are about rows that there are."""
+
+from __future__ import annotations
+
+from benchmarks import shipping
+from benchmarks.tables import about, print_rows
+from benchmarks.targets import TARGETS, judged
+
+
+def test_a_row_has_time_weights_and_the_peak() -> None:
+    rows = list(shipping.run(rounds=1, only=("MLP",)))
+    assert [row["kind"] for row in rows] == list(shipping.KINDS)
+    for row in rows:
+        assert row["by_hand"] > 0
+        assert row["weights"] == row["weights_without_islands"] == 1.0
+        assert row["islands"] == []
+        assert 1 <= row["peak"] < 3
+    print_rows(about(), rows)
+    found = {(row["work"], row["case"]): row["value"] for row in judged(about(), rows)}
+    assert found["converted, weights", "MLP"] == 1.0
+
+
+def test_what_the_policy_keeps_in_float32_is_named() -> None:
+    row = next(shipping.run(rounds=1, only=("512, 1x1",)))
+    assert row["islands"][0] == "tokens.weight"
+    assert row["weights_without_islands"] == 1.0 < row["weights"]
+    assert row["peak"] < 1.1
+
+
+def test_every_network_has_its_targets() -> None:
+    cases = [t.row["case"] for t in TARGETS if t.row["benchmark"] == "shipping"]
+    assert set(cases) == set(shipping.CASES)
