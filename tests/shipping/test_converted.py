@@ -501,3 +501,29 @@ def test_a_model_that_cannot_be_copied_can_be_converted_in_place() -> None:
     with pytest.raises(ConversionError, match=r"cannot be copied .* in_place=True"):
         precast.convert(model, example=x)
     assert precast.convert(model, example=x, in_place=True)(x).dtype is BF16
+
+
+def test_a_transform_gives_what_it_gives_in_a_region_or_is_refused() -> None:
+    """PyTorch leaves `vmap` of a linear layer in float32 on the CPU, and so needs what was rounded."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval().requires_grad_(False)
+    x = torch.randn(3, 8)
+    converted = precast.convert(model, example=x)
+    with precast.autocast("cpu"):
+        expected = torch.func.vmap(model)(x)
+    try:
+        found = torch.func.vmap(converted)(x)
+    except ConversionError:
+        assert expected.dtype is torch.float32
+    else:
+        assert is_same(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_converted_model_is_one_graph_and_gives_the_same(backend: str) -> None:
+    model, example, other = _model("convolutions")
+    converted = precast.convert(model, example=example)
+    torch.compiler.reset()
+    compiled = torch.compile(converted, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        assert is_same(compiled(other), converted(other))
+    torch.compiler.reset()

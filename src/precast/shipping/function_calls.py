@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
 from precast._torch import ObservingMode
 from precast.diagnostics.tracing.operators import kind_of
@@ -92,6 +93,10 @@ def region_dtype(device_type: str) -> torch.dtype | None:
 
 def lowers(func: Any, device_type: str) -> bool:
     """Whether a function is an operation that casts its arguments to 16 bits under the policy in force."""
+    if (
+        _torch.is_functorch_active()
+    ):  # transforms take operations apart before autocast sees them (2.13)
+        return False
     bound = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
     key = func, device_type, None if bound is None else bound.policy.fingerprint
     known = _LOWERS.get(key)

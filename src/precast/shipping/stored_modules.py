@@ -24,7 +24,8 @@ __all__ = ["use_stored_weights"]
 
 def _casts(weight: Any, function: Any, value: Any) -> bool:
     """Whether the region in force casts an input, and the weights of a function to the dtype that they have."""
-    if type(weight) is not StoredParameter:  # the program has given it another one
+    # The program may have given it another weight.
+    if type(weight) is not StoredParameter or torch.compiler.is_dynamo_compiling():
         return False
     device = weight.device_type
     return (
@@ -33,7 +34,6 @@ def _casts(weight: Any, function: Any, value: Any) -> bool:
         and torch.is_autocast_enabled(device)
         and value.dtype is not torch.float64
         and lowers(function, device)
-        and not torch.compiler.is_dynamo_compiling()
     )
 
 

@@ -80,6 +80,8 @@ class StoredWeight(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with _torch.without_subclass_functions():
+            if torch.compiler.is_dynamo_compiling():
+                return func(*args, **(kwargs or {}))
             if not kwargs and _is_common(func, args):
                 return func(*args)
             kwargs = kwargs or {}
@@ -204,6 +206,11 @@ def _call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[StoredWeight]
 ) -> Any:
     """Calls a function of which it is not known whether it casts the weights."""
+    if _torch.is_functorch_active():
+        raise ConversionError(
+            f"{describe(func)} uses {weights[0].weight_name!r} in a transform of torch.func, which takes operations "
+            "apart before autocast sees them, and needs the float32 weights. Transform the float32 model in a region."
+        )
     key = _kind(func, args, kwargs, weights[0].device_type)
     is_view = None if key is None else _REMEMBERED.get(key)
     if is_view is not None:
