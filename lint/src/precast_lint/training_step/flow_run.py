@@ -1,7 +1,7 @@
 """Runs a function's statements on sets of paths; `flow.py` says what for.
 
 Invariants: a `Path` is a value; what leaves a block by `break`, `continue`, `return` or `raise` does not
-reach the statements after it; the number of paths is bounded, first by forgetting what tests said.
+reach the statements after it; the number of paths is bounded, first by forgetting what tests said, and so is the work.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from precast_lint.training_step.frames import frame_of
 __all__ = ["Run", "Say", "TooManyPaths"]
 
 _LIMIT = 128
+_WORK = 10_000  # some tenths of a second; functions that call functions, each on many paths, could take hours
 _DEEP = 3  # calls in functions that are called
 _ROUNDS = 3
 
@@ -107,6 +108,7 @@ class Run:
         self.on = on
         self.say = say
         self.known = Known(source, lambda node: key(source, node), scalers, optimizers)
+        self.work = 0  # statements, each counted once for each path that comes by
         self.loops: list[_Loop] = []
         self.returned: set[Path] = set()
         self.called: list[
@@ -134,6 +136,9 @@ class Run:
         for statement in statements:
             if not paths:
                 return paths
+            self.work += len(paths)
+            if self.work > _WORK:
+                raise TooManyPaths
             handler = getattr(self, f"_{type(statement).__name__}", self._other)
             paths = _bounded(handler(statement, paths))
         return paths
