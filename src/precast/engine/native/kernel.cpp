@@ -309,7 +309,9 @@ void Kernel::run_mixed(
   };
   // Within what is tried already, an error is not for this operation to mend: what is promoted is the outermost.
   const bool may_promote = here.attempts[static_cast<size_t>(operation_.device)] == 0;
-  const auto signature = may_promote ? Signature::of(operation_, policy, arguments) : std::nullopt;
+  const auto sign = [&] { return may_promote ? Signature::of(operation_, policy, arguments) : std::nullopt; };
+  // PyTorch takes most mixtures. What it refuses is signed before it may have changed the size of what it writes to.
+  auto signature = operation_.writes || here.refusals.has_any(operation_.number) ? sign() : std::nullopt;
   const bool is_refused = signature.has_value() && here.refusals.has(*signature);
   replace_weights(stack, here);
   if (is_refused) {
@@ -336,8 +338,8 @@ void Kernel::run_mixed(
     if (!promote(operation_, op, stack, Resized::Copied)) {
       throw;
     }
-    if (signature.has_value() && leaves_no_trace && is_lasting(error)) {
-      here.refusals.add(*signature);
+    if (leaves_no_trace && is_lasting(error) && (signature.has_value() || (signature = sign()).has_value())) {
+      here.refusals.add(operation_.number, *signature);
     }
   }
 }

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace precast {
 
@@ -53,15 +54,24 @@ class Signature {
 
 class Refusals {
  public:
+  // Whether any call of an operation was refused.
+  bool has_any(size_t operation) const {
+    return operation < operations_.size() && operations_[operation];
+  }
+
   bool has(const Signature& signature) const {
     return signatures_.count(signature) != 0;
   }
 
-  void add(const Signature& signature) {
+  void add(size_t operation, const Signature& signature) {
     if (signatures_.size() >= kMost) {
       signatures_.clear();
     }
     signatures_.insert(signature);
+    if (operation >= operations_.size()) {
+      operations_.resize(operation + 1);
+    }
+    operations_[operation] = true;
   }
 
  private:
@@ -73,6 +83,7 @@ class Refusals {
 
   static constexpr size_t kMost = 4096;
   ska::flat_hash_set<Signature, Hash> signatures_;
+  std::vector<bool> operations_;  // by their numbers
 };
 
 }  // namespace precast
