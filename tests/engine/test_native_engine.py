@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.testing._internal.logging_tensor import LoggingTensor, LoggingTensorM
 
 import precast
 from precast import Policy
-from precast.engine import registration
+from precast.engine import compile_guards, registration
 from precast.engine.native import library
 from precast.engine.thread_state import native_engine, thread_state
 
@@ -184,6 +185,11 @@ def test_what_is_promoted_is_what_the_reference_promotes(name: str) -> None:
             results.append(PROMOTED[name]())
     assert results[0].dtype is results[1].dtype
     assert torch.equal(*results)
+
+
+def test_what_pool_threads_inherit_has_one_name() -> None:
+    header = Path(library.__file__).with_name("state.h").read_text(encoding="utf-8")
+    assert f'"{compile_guards._LENT}"' in header
 
 
 def test_an_error_is_the_one_of_the_operation() -> None:

@@ -33,7 +33,7 @@ Policies = frozenset[tuple[str, str]]
 
 _LOW, _HIGH = _torch.UNUSED_DEVICE_TYPES
 _DEFAULTS: Final = {device: torch.get_autocast_dtype(device) for device in (_LOW, _HIGH)}
-_LENT: Final = "precast bound policies"  # `native/region.cpp` has the same name
+_LENT: Final = "precast bound policies"  # `native/state.h` has the same name
 _ALL: Final = tuple(_torch.all_dtypes())
 LIMIT: Final = len(_ALL) ** 2
 """How many sets of policies have guard ids of their own."""

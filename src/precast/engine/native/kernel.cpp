@@ -37,17 +37,8 @@ bool is_strange(c10::DispatchKeySet keys) {
 // Whether Python has to say what is in force in a thread that has no policy of its own: it is new here, or one of
 // PyTorch's own that works for a thread that has one.
 bool asks_python(const ThreadState& here) {
-  static const std::string name = "precast bound policies";
   return here.kind == Thread::Unknown ||
-      (here.kind == Thread::PyTorchs && at::impl::ThreadLocalPythonObjects::contains(name));
-}
-
-at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
-  static const auto to = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("aten::to", "dtype")
-                             .typed<at::Tensor(
-                                 const at::Tensor&, at::ScalarType, bool, bool, std::optional<at::MemoryFormat>)>();
-  return to.call(tensor, dtype, false, false, std::nullopt);
+      (here.kind == Thread::PyTorchs && at::impl::ThreadLocalPythonObjects::contains(kInherited));
 }
 
 // What PyTorch's cache keeps, and so ours: see `weights/weight_cache.py`.

@@ -9,14 +9,6 @@
 namespace precast {
 namespace {
 
-at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
-  static const auto to = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("aten::to", "dtype")
-                             .typed<at::Tensor(
-                                 const at::Tensor&, at::ScalarType, bool, bool, std::optional<at::MemoryFormat>)>();
-  return to.call(tensor, dtype, false, false, std::nullopt);
-}
-
 void copy(const at::Tensor& from, const at::Tensor& to) {
   static const auto copy = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("aten::copy_", "")
@@ -125,6 +117,14 @@ class Promoted {
 };
 
 }  // namespace
+
+at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
+  static const auto to = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("aten::to", "dtype")
+                             .typed<at::Tensor(
+                                 const at::Tensor&, at::ScalarType, bool, bool, std::optional<at::MemoryFormat>)>();
+  return to.call(tensor, dtype, false, false, std::nullopt);
+}
 
 at::ScalarType Dtypes::widest() const {
   at::ScalarType widest = at::ScalarType::Undefined;

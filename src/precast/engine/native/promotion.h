@@ -11,6 +11,9 @@
 
 namespace precast {
 
+// The tensor in a dtype, through the dispatcher.
+at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype);
+
 // Calls `visit` with each tensor of an argument that is a tensor, a list of them, or of some and none.
 template <class Visit>
 void for_each_tensor(const c10::IValue& argument, const Visit& visit) {

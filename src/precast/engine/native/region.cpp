@@ -17,8 +17,6 @@
 namespace precast {
 namespace {
 
-const std::string kInherited = "precast bound policies";
-
 // Python's own functions, by which its objects are kept.
 struct References {
   static inline void (*keep)(void*) = nullptr;

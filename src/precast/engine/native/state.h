@@ -14,6 +14,7 @@
 
 #include <array>
 #include <atomic>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -36,6 +37,10 @@ struct Policy {
     return operation < actions.size() ? actions[operation] : Action::Pass;
   }
 };
+
+// Under what name PyTorch's own threads inherit the policies of the thread that they work for: `compile_guards.py` has it
+// too.
+inline const std::string kInherited = "precast bound policies";
 
 enum class Thread : uint8_t { Unknown = 0, Pythons = 1, PyTorchs = 2 };
 
