@@ -43,6 +43,36 @@ def test_findings_exit_with_one_and_a_clean_tree_with_zero(here: Path) -> None:
     assert clean.stdout == "All checks passed.\n"
 
 
+def test_fix_leaves_a_read_only_file_alone_and_names_it(here: Path) -> None:
+    (here / "a.py").write_text(OLD)
+    (here / "a.py").chmod(0o444)
+    result = precast_("fix", "a.py")
+    assert result.exit_code == 1
+    assert "a.py: it is read-only and stays as it is" in result.stderr
+    assert "AMP001" in result.stdout
+    assert (here / "a.py").read_text() == OLD
+
+
+@pytest.mark.parametrize("command", ["check", "fix"])
+def test_a_diff_tells_of_fixes_that_it_leaves_out(here: Path, command: str) -> None:
+    (here / "a.py").write_text("import torch\n\nscaler = torch.amp.GradScaler(True)\n")
+    result = precast_(command, "--diff", "a.py")
+    assert result.stdout == ""
+    assert "1 more with `--unsafe-fixes`" in result.stderr
+
+
+def test_an_unsafe_fix_of_an_import_says_why(here: Path) -> None:
+    (here / "a.py").write_text("from torch.cuda.amp import GradScaler\n")
+    result = precast_("check", "a.py")
+    assert "other files may import it from here" in result.stdout
+
+
+def test_fix_leaves_no_import_behind(here: Path) -> None:
+    (here / "a.py").write_text("import torch.cuda.amp\n" + OLD)
+    assert precast_("fix", "a.py").exit_code == 0
+    assert (here / "a.py").read_text() == NEW
+
+
 def test_fix_writes_what_diff_shows_and_keeps_the_mode(here: Path) -> None:
     path = here / "a.py"
     path.write_bytes(OLD.replace("\n", "\r\n").encode())

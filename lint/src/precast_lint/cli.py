@@ -257,6 +257,13 @@ def _print_diff(reports: Sequence[FileReport]) -> None:
     for report in reports:
         if report.after is not None:
             click.echo(diff(report), nl=False)
+    fixes = [finding.fix for report in reports for finding in report.findings if finding.fix]
+    unsafe = sum(fix["applicability"] == "unsafe" for fix in fixes)
+    if unsafe:
+        click.echo(
+            f"{unsafe} more with `--unsafe-fixes`, which may change what the program does.",
+            err=True,
+        )
 
 
 def _print(

@@ -33,6 +33,14 @@ class Group:
     foreign: bool = False  # it is used in a way that is not listed
 
 
+# Why a use of some kind makes the fix of its import unsafe.
+_WHY = {
+    "import": "nothing uses it here, so other files may import it from here",
+    "alias": "other files may call the alias in the old way",
+    "call": "a call gives a device, which the old name takes for something else",
+    "bare decorator": "the old name as a bare decorator did not do what it says",
+    "value": "code that is not seen may call what is handed over in the old way",
+}
 _Groups = dict[tuple[Scope, str], Group]
 
 
@@ -206,8 +214,12 @@ def _share(
     if definition is None or not moved:
         return
     uses = [use for group in moved for use in group.uses]
+    why = [
+        _WHY[use.kind] for outer in uses for use in _all(outer) if use.unsafe and use.kind in _WHY
+    ]
     unsafe = any(use.unsafe for outer in uses for use in _all(outer))
-    fix = source.fix(move.message, definition, _edits(uses) or (), unsafe=unsafe)
+    message = f"{move.message} (unsafe: {why[0]})" if why else move.message
+    fix = source.fix(message, definition, _edits(uses) or (), unsafe=unsafe)
     for group in receivers:
         _give(group.uses, fix)
 

@@ -126,7 +126,8 @@ def _classified(source: Source, node: Node, place: Node, origin: str) -> Use:
     unsafe = old.code == "AMP010"
     if isinstance(parent, cst.Call) and parent.func is node:
         if has_new_arguments(source, parent, old.kind):
-            guess = parent.args[0].keyword is None  # what it did before is not what it says
+            # A lone text was taken for a flag that is true; beside others it has always raised.
+            guess = len(parent.args) == 1 and parent.args[0].keyword is None
             return Use(node, parent, origin, "call", "AMP106", (), unsafe=guess)
         call = call_edits(source, parent, parent.args, old.kind, old.device)
         return Use(node, parent, origin, "call", old.code, call, unsafe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.editing.imports import without_import
 from precast_lint.meaning.guards import is_guarded
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
@@ -18,11 +19,30 @@ _MODULES = ("torch.cuda.amp", "torch.cpu.amp")
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each name that an import takes from there."""
     yield from old_names.findings(source, RULE)
+    yield from _left_over(source)
     for statement in source.all(cst.ImportFrom):
         module = None if statement.relative else dotted(statement.module)
         is_old = isinstance(statement.names, cst.ImportStar) and module in _MODULES
         if is_old and source.allows("2.4") and not is_guarded(source, statement):
             yield source.find(RULE, statement, RULE.message.format(old=f"{module}.*"))
+
+
+def _left_over(source: Source) -> Iterator[Finding]:
+    """`import torch.cuda.amp` in a file that uses nothing of it: what is left behind when all uses are new."""
+    used = {source.names.path(node) for node in source.all(cst.Attribute)}
+    for statement in source.all(cst.Import):
+        for alias in statement.names:
+            module = dotted(alias.name) or ""
+            if module not in _MODULES or alias.asname is not None or module in used:
+                continue
+            if not source.allows("2.4") or is_guarded(source, statement):
+                continue
+            others = source.scopes.module.bindings.get("torch", ())
+            again = any(b.kind == "import" and b.node is not alias for b in others)
+            edit = without_import(source, statement, alias) if again else None
+            edit = edit or source.replace(alias.name, "torch")
+            message = RULE.message.format(old=module)
+            yield source.find(RULE, alias, message, source.fix("Import torch alone", edit))
 
 
 VALID = (
@@ -50,6 +70,14 @@ VALID = (
         else:
             from torch.cuda.amp import autocast
         """,
+    ),
+    Case(
+        """
+        import torch.cuda.amp
+
+        kinds = [torch.cuda.amp.GradScaler]
+        """,
+        note="Something of it is used.",
     ),
 )
 
@@ -120,6 +148,22 @@ INVALID = (
         count=1,
         note="A setting is no test of the version. What the name stands for is not known, so there is no fix.",
     ),
+    Case(
+        """
+        import torch.cuda.amp
+        import torch
+
+        with torch.amp.autocast("cuda"):
+            pass
+        """,
+        """
+        import torch
+
+        with torch.amp.autocast("cuda"):
+            pass
+        """,
+        note="Left behind when all uses are new.",
+    ),
 )
 
 RULE = Rule(
@@ -137,6 +181,8 @@ RULE = Rule(
         "GradScaler",
         "custom_fwd",
         "custom_bwd",
+        "import torch.cuda.amp",
+        "import torch.cpu.amp",
         "torch.cuda.amp import *",
         "torch.cpu.amp import *",
     ),

@@ -93,8 +93,6 @@ INVALID = (
 
         def run(x):
             with torch.cuda.amp.autocast("cuda"):
-                pass
-            with torch.cuda.amp.autocast(x.device.type, enabled=False):
                 return torch.cpu.amp.GradScaler("cpu")
         """,
         """
@@ -102,12 +100,10 @@ INVALID = (
 
         def run(x):
             with torch.amp.autocast("cuda"):
-                pass
-            with torch.amp.autocast(x.device.type, enabled=False):
                 return torch.amp.GradScaler("cpu")
         """,
         unsafe=True,
-        count=3,
+        count=2,
     ),
     Case(
         """
@@ -133,6 +129,27 @@ INVALID = (
         """,
         min_torch="2.2",
         note="PyTorch 2.2 has no `torch.amp.GradScaler`: there is no fix.",
+    ),
+    Case(
+        """
+        import torch
+
+        def run(x):
+            with torch.cuda.amp.autocast(x.device.type, enabled=False):
+                pass
+            with torch.cuda.amp.autocast("cuda", dtype=torch.float16):
+                pass
+        """,
+        """
+        import torch
+
+        def run(x):
+            with torch.amp.autocast(x.device.type, enabled=False):
+                pass
+            with torch.amp.autocast("cuda", dtype=torch.float16):
+                pass
+        """,
+        note="Both have always raised, so the fix is safe.",
     ),
 )
 

@@ -256,6 +256,36 @@ INVALID = (
         x = torch.ones(3)
         """,
     ),
+    Case(
+        """
+        import os
+
+        import numpy as np
+        import torch
+        from numpy import pi
+
+        from mine import model
+
+        x = np.ones(int(pi))
+        with torch.autocast("cuda"):
+            model(os, torch.tensor(x))
+        """,
+        """
+        import os
+
+        import numpy as np
+        import precast
+        import torch
+        from numpy import pi
+
+        from mine import model
+
+        x = np.ones(int(pi))
+        with precast.autocast("cuda"):
+            model(os, torch.tensor(x))
+        """,
+        note="The import stands where isort puts it.",
+    ),
 )
 
 RULE = Rule(

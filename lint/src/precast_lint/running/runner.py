@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,11 @@ def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
 
         try:
             path = Path(filename).resolve()
-            whole_file.write(path, report.after, stat.S_IMODE(path.stat().st_mode))
+            mode_bits = stat.S_IMODE(path.stat().st_mode)
+            if not mode_bits & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+                left = run_text(filename, data, settings, Mode())
+                return replace(left, note="it is read-only and stays as it is")
+            whole_file.write(path, report.after, mode_bits)
         except OSError as error:
             return FileReport(filename, note=f"it can't be written: {error.strerror}")
     return report

@@ -7,7 +7,7 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP002", "amp00x_old_names", "cpu-autocast", "warning", True, ("cpu autocast",)),
     ("AMP003", "amp00x_old_names", "grad-scaler", "warning", True, ("cuda GradScaler", "cpu GradScaler")),
     ("AMP004", "amp00x_old_names", "custom-fwd-bwd", "warning", True, ("custom_fwd", "custom_bwd")),
-    ("AMP005", "amp005_old_import", "old-import", "warning", True, ("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd", "torch.cuda.amp import *", "torch.cpu.amp import *")),
+    ("AMP005", "amp005_old_import", "old-import", "warning", True, ("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd", "import torch.cuda.amp", "import torch.cpu.amp", "torch.cuda.amp import *", "torch.cpu.amp import *")),
     ("AMP006", "amp00x_old_names", "class-reference", "warning", True, ("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd")),
     ("AMP007", "amp007_old_name_in_string", "old-name-in-string", "warning", True, ("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd")),
     ("AMP008", "amp008_state_functions", "state-functions", "warning", True, ("autocast_gpu_dtype", "autocast_cpu_dtype", "autocast_cpu_enabled", "autocast_xla_", "autocast_ipu_")),
