@@ -230,6 +230,7 @@ def lend(handle: CopyHandle, parameter: Tensor) -> None:
     """
     with lock:
         held_parameter, copy = held_parameters.get(id(parameter)), handle.copy
+        copy.take_back()  # another thread may have lent it to its own kernels meanwhile
         if (
             held_parameter is not None
             and parameter.is_cpu
