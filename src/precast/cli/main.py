@@ -17,7 +17,7 @@ import click
 
 from precast._internal.missing import missing_requirement
 from precast._internal.version import __version__
-from precast.cli import build_command, other_commands, run_command
+from precast.cli import build_command, export_command, other_commands, run_command
 from precast.errors import PolicyError, PrecastError
 
 __all__ = ["main"]
@@ -68,6 +68,8 @@ def main() -> None:
 main.add_command(build_command.build)
 main.add_command(run_command.run)
 main.add_command(run_command.report_)
+main.add_command(export_command.export)
+main.add_command(export_command.diff)
 
 
 @main.command(short_help="Train in float32 and in mixed precision, and compare.")
@@ -156,10 +158,16 @@ def doctor(as_json: bool) -> None:
 @click.option("--policy", default="default", show_default=True, help="A preset or a policy file.")
 @click.option("--device", help="Device type, for an operation.  [default: cpu and cuda]")
 @click.option("--module", help="Name of the module in which the operation runs.")
+@click.option(
+    "--exported",
+    type=click.Path(path_type=Path),
+    help="A file of `precast export`: what it computes, read from the file alone.",
+)
 @_as_json
 def explain(
     *,
     operation: str | None,
+    exported: Path | None,
     model: str | None,
     example: str | None,
     policy: str,
@@ -175,6 +183,12 @@ def explain(
     module ran is shown. The example is the model's argument, a tuple of its arguments, or a dict
     of its keyword arguments.
     """
+    if exported is not None:
+        if operation is not None or model is not None or example is not None or device or module:
+            raise click.UsageError("--exported says all that there is to say: give nothing else.")
+        _require_torch()
+        export_command.explain_file(exported, as_json)
+        return
     if (operation is None) == (model is None):
         raise click.UsageError("Name an operation, as in `precast explain softmax`, or a --model.")
     if model is not None and (device or module):

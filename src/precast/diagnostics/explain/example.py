@@ -22,7 +22,7 @@ from precast.diagnostics.tracing.tracer import trace
 from precast.errors import PrecastError
 from precast.policy.policy import Policy
 
-__all__ = ["Ran", "ran_in"]
+__all__ = ["Ran", "arguments", "ran_in"]
 
 Ran = dict[str, dict[str, list[str]]]
 """Name of a module -> dtype -> the operations of that module whose results had it, those with a rule first."""
@@ -41,7 +41,7 @@ def ran_in(model: nn.Module, policy: Policy, example: Any) -> Ran:
         PolicyError: the policy's module rules cannot be carried out.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    args, kwargs = _arguments(example)
+    args, kwargs = arguments(example)
     devices = [] if device.type in {"cpu", "meta"} else [device]
     with warnings.catch_warnings(action="ignore"):  # the report itself says what matches nothing
         attachment = attach(model, policy, hold=False)
@@ -62,7 +62,8 @@ def ran_in(model: nn.Module, policy: Policy, example: Any) -> Ran:
     return _by_module(seen.rows)
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}

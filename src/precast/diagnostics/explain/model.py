@@ -25,7 +25,7 @@ from precast.policy.module_plan import Plan, PlannedModule, outwards, plan
 from precast.policy.module_rules import Inside
 from precast.policy.policy import ModuleRule, Policy, Precision
 
-__all__ = ["ModelReport", "explain_model", "load_example", "load_model"]
+__all__ = ["ModelReport", "explain_model", "load_example", "load_model", "load_object"]
 
 _LOWER = "the region's dtype"
 _DEVICES = ("cpu", "cuda")
@@ -71,11 +71,21 @@ def load_model(where: str) -> nn.Module:
         ValueError: there is no such thing.
         PrecastError: it is there, and fails.
     """
-    form = "MODULE:FACTORY, as in my_package.models:build"
-    made = _load(where, "the model", form, lambda found: not isinstance(found, nn.Module))
+    made = load_object(where)
     if not isinstance(made, nn.Module):
         raise PrecastError(f"{where} made a {type(made).__name__}, which is no torch.nn.Module")
     return made
+
+
+def load_object(where: str) -> Any:
+    """What `package.module:factory` makes, whatever it is; a model itself is not called.
+
+    Raises:
+        ValueError: there is no such thing.
+        PrecastError: it is there, and fails.
+    """
+    form = "MODULE:FACTORY, as in my_package.models:build"
+    return _load(where, "the model", form, lambda found: not isinstance(found, nn.Module))
 
 
 def load_example(where: str) -> Any:

@@ -1,0 +1,198 @@
+"""The commands `precast export`, which writes a model with a policy built in, and `precast diff`, which compares two.
+
+Invariants: the file is written completely or not at all; progress goes to stderr, and only the result to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["diff", "explain_file", "export"]
+
+_FORMATS = ("program", "aoti", "onnx")
+
+
+@click.command(short_help="Write a model with a policy's casts built in.")
+@click.option(
+    "--model",
+    metavar="MODULE:FACTORY",
+    required=True,
+    help="The function that makes the model, or gives a model and an example.",
+)
+@click.option(
+    "--example", metavar="MODULE:NAME", help="An input of the model, or a function that gives one."
+)
+@click.option("--policy", default="default", show_default=True, help="A preset or a policy file.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="[default: PyTorch's for the device]",
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write.")
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice(_FORMATS),
+    help="A program of torch.export, a package that AOTInductor has compiled, or ONNX.  [default: by --out]",
+)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Have Dynamo read the model's code, as torch.export(strict=True).",
+)
+@click.option(
+    "--check/--no-check", default=True, help="Compare the program with the model on the example."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def export(
+    *,
+    model: str,
+    example: str | None,
+    policy: str,
+    dtype: str | None,
+    out: Path,
+    form: str | None,
+    strict: bool,
+    check: bool,
+    as_json: bool,
+) -> None:
+    """Write a model whose precision is a policy's, to be run where precast is not installed.
+
+    The model is put into evaluation mode. The factory may return a pair of the model and its
+    example; otherwise --example names one: the model's argument, a tuple of its arguments, a dict
+    of its keyword arguments, or a function that returns one of these.
+    """
+    from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
+
+    form = form or ("onnx" if out.suffix == ".onnx" else "program")
+    import torch
+    from rich.console import Console
+
+    from precast.policy.policy import as_policy
+    from precast.shipping import exported_file
+    from precast.shipping.exported import export as export_
+
+    exported_file.check_replaceable(out)
+    chosen = as_policy(policy)
+    made, args, kwargs = _made(model, example)
+    began = time.perf_counter()
+    console = Console(stderr=True)
+    with console.status("exporting") as status:
+        program = export_(
+            made.eval(),
+            args,
+            kwargs,
+            policy=chosen,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            strict=strict,
+            check=check,
+            told=status.update,
+        )
+        status.update(f"writing {out}")
+        more: dict[str, Any] = {}
+        if form == "onnx":
+            from precast.shipping.exported_onnx import OPSET, write_onnx
+
+            written = write_onnx(program, out)
+            beside = written.weights_beside
+            more = {"opset": OPSET, "nodes": written.nodes, "compared": written.compared}
+            more["weights"] = None if beside is None else str(beside)
+        elif form == "aoti":
+            from precast.shipping.exported_package import write_package
+
+            write_package(program, out)
+        else:
+            exported_file.write(program, out, chosen)
+    sizes = _sizes(program)
+    result = {
+        "path": str(out),
+        "to": form,
+        "policy": chosen.name,
+        "checked": check,
+        "bytes": out.stat().st_size,
+        "weight_bytes": sizes,
+        "seconds": round(time.perf_counter() - began, 2),
+        **more,
+    }
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+        return
+    stored = ", ".join(f"{size:,} bytes {name}" for name, size in sizes.items())
+    compared = (
+        "gives the model's bits on the example" if check else "was not compared with the model"
+    )
+    click.echo(f"{out}: {form}, policy {chosen.name}, weights {stored}; it {compared}")
+
+
+@click.command(short_help="Show where two exported programs differ.")
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def diff(first: Path, second: Path, as_json: bool) -> None:
+    """Show which operations and weights of two exported programs have other dtypes.
+
+    The exit code is 0 where they have the same, and 1 where they differ.
+    """
+    from rich.console import Console
+
+    from precast import _torch  # noqa: F401
+    from precast.shipping import exported_display, exported_file, exported_reading
+
+    one, other = (exported_reading.contents(exported_file.read(path)) for path in (first, second))
+    found = exported_reading.between(one, other)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {"equal": not found, "differences": [vars(each) for each in found]}, indent=2
+            )
+        )
+    else:
+        Console().print(exported_display.differences_table(found, first.name, second.name))
+    if found:
+        sys.exit(1)
+
+
+def _made(model: str, example: str | None) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    from precast.diagnostics.explain.example import arguments
+    from precast.diagnostics.explain.model import load_example, load_object
+
+    try:
+        made = load_object(model)
+        if isinstance(made, tuple) and len(made) == 2 and example is None:
+            made, given = made
+        elif example is None:
+            raise ValueError(
+                f"{model} gives a model and no example: return both, or name one with --example"
+            )
+        else:
+            given = load_example(example)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    args, kwargs = arguments(given)
+    return made, args, kwargs
+
+
+def _sizes(program: Any) -> dict[str, int]:
+    from precast.shipping.exported_reading import contents
+
+    return contents(program).weight_bytes
+
+
+def explain_file(path: Path, as_json: bool) -> None:
+    """Prints what the program in a file computes in which dtype."""
+    from rich.console import Console
+
+    from precast.shipping import exported_display, exported_file, exported_reading
+
+    program = exported_file.read(path)
+    found = exported_reading.contents(program, exported_file.said_of(path))
+    if as_json:
+        click.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        Console().print(exported_display.tree(found))

@@ -1,0 +1,191 @@
+"""ONNX files of exported programs, checked node by node against the dtypes of the program.
+
+Invariants:
+
+- PyTorch's exporter writes the file, without its optimizer, which joins normalisations into float32 weights of
+  convolutions whose policy is another (2.13);
+- every value of the file that a node of the program has must have that node's dtype, every operator must take the
+  dtypes that it gets, and no weight is stored in float32 only to be cast;
+- a file is written completely or not at all. Weights of more than 2 GB lie beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from precast import _torch
+from precast._internal.missing import missing_extra
+from precast.errors import ExportError
+from precast.shipping import exported_file
+from precast.shipping.graph_nodes import CAST, placeholders, value_of
+
+__all__ = ["OPSET", "OnnxFile", "write_onnx"]
+
+OPSET = 23
+"""The first in which attention and normalisations are operators, and convolutions take bfloat16."""
+_NORMS = tuple(
+    getattr(torch.ops.aten, name).default for name in ("layer_norm", "group_norm", "rms_norm")
+)
+_LARGE = 2_000_000_000  # bytes; protobuf ends at 2 GiB
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """What was written.
+
+    Attributes:
+        path: of the file.
+        nodes: how many operators it has.
+        compared: how many of their results have a node of the program to be compared with.
+        weights_beside: the file of the weights; None where they are inside.
+    """
+
+    path: Path
+    nodes: int
+    compared: int
+    weights_beside: Path | None
+
+
+def write_onnx(
+    program: torch.export.ExportedProgram, path: Path, *, opset: int = OPSET
+) -> OnnxFile:
+    """Writes a program as ONNX.
+
+    Args:
+        program: what `precast.export` returned.
+        path: of the file.
+        opset: the version of ONNX's operators.
+
+    Raises:
+        MissingExtraError: onnx or onnxscript is not installed.
+        ExportError: the exporter cannot convert an operation, or the file would not follow the policy; nothing is
+            written then.
+        OutputError: it could not be written.
+    """
+    onnx = _onnx()
+    exported_file.check_replaceable(path)
+    converted = _converted(_with_wide_norms(program), opset)
+    size = sum(t.nbytes for t in program.state_dict.values() if isinstance(t, Tensor))
+    beside = path.with_name(f"{path.name}.data") if size > _LARGE else None
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        converted.save(str(written), external_data=beside is not None)
+        model = onnx.load(str(written), load_external_data=False)
+        compared = _check(onnx, model, converted.exported_program)
+        if beside is not None:
+            (Path(folder) / beside.name).replace(beside)
+        written.replace(path)
+    return OnnxFile(path, len(model.graph.node), compared, beside)
+
+
+def _onnx() -> Any:
+    for package in ("onnxscript", "onnx"):
+        try:
+            found = __import__(package)
+        except ModuleNotFoundError as error:
+            raise missing_extra("ONNX", package, "onnx") from error
+    return found
+
+
+def _with_wide_norms(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with norms of 16-bit values and float32 weights in float32, and their results cast back.
+
+    ONNX's take one dtype for all arguments. PyTorch's compute in float32, too, and round their result once.
+    """
+    module, signature = (
+        copy.deepcopy(part) for part in (program.graph_module, program.graph_signature)
+    )
+    for new, old in zip(placeholders(module.graph), placeholders(program.graph), strict=True):
+        new.name = new.target = old.name  # a copy renames `input`
+    for node in list(module.graph.nodes):
+        source = node.args[0] if node.target in _NORMS else None
+        if not isinstance(source, fx.Node) or len(_floating(node)) < 2:
+            continue
+        before, value = value_of(source).dtype, value_of(node)
+        with module.graph.inserting_before(node):
+            wide = module.graph.call_function(CAST, (source, torch.float32))
+        wide.meta["val"] = value_of(source).to(torch.float32)
+        node.replace_input_with(source, wide)
+        with module.graph.inserting_after(node):
+            back = module.graph.call_function(CAST, (node, before))
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+        back.meta["val"] = value
+        node.meta["val"] = value.to(torch.float32)
+        for spec in signature.output_specs:
+            if spec.arg.name == node.name:
+                spec.arg.name = back.name
+    module.recompile()
+    found: torch.export.ExportedProgram = _torch.updated_program(
+        program, graph_module=module, graph_signature=signature
+    )
+    return found
+
+
+def _floating(node: fx.Node) -> set[torch.dtype]:
+    values = map(value_of, node.all_input_nodes)
+    return {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
+
+
+def _converted(program: torch.export.ExportedProgram, opset: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.onnx.export(
+                program, dynamo=True, verbose=False, optimize=False, opset_version=opset
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            raise ExportError(
+                f"PyTorch cannot write the program as ONNX: {_root(error)}"
+            ) from error
+
+
+def _root(error: BaseException) -> str:
+    """The first cause of an error, without what the exporter says to its own developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _check(onnx: Any, model: Any, program: torch.export.ExportedProgram) -> int:
+    """Compares the file with the program; returns how many values were compared."""
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    except onnx.shape_inference.InferenceError as error:
+        first = str(error).strip().splitlines()[-1]
+        raise ExportError(
+            f"ONNX has no operator for what the policy asks, so that no file was written: {first}"
+        ) from error
+    graph = inferred.graph
+    of_type = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16}
+    types = {v.name: v.type.tensor_type.elem_type for v in [*graph.value_info, *graph.output]}
+    compared = 0
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        wanted = of_type.get(value.dtype) if isinstance(value, Tensor) else None
+        if node.op != "call_function" or wanted is None or node.name not in types:
+            continue
+        compared += 1
+        if types[node.name] != wanted:
+            raise ExportError(
+                f"the exporter gives {node.name} ({node.target}) another dtype than the policy's {value.dtype}"
+            )
+    _check_weights(graph)
+    return compared
+
+
+def _check_weights(graph: Any) -> None:
+    users: dict[str, set[str]] = {}
+    for node in graph.node:
+        for name in node.input:
+            users.setdefault(name, set()).add(node.op_type)
+    for weight in graph.initializer:
+        if weight.data_type == 1 and users.get(weight.name) == {"Cast"}:
+            raise ExportError(f"the weight {weight.name} is stored in float32, and only cast")

@@ -1,0 +1,43 @@
+"""Packages of AOTInductor: an exported program compiled for the machine, which PyTorch loads in Python and in C++.
+
+Invariants: a package is written completely or not at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from precast.errors import ExportError, PrecastError
+from precast.shipping import exported_file
+
+__all__ = ["write_package"]
+
+
+def write_package(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Compiles a program, and writes the package that `torch._inductor.aoti_load_package` loads.
+
+    Args:
+        program: what `precast.export` returned.
+        path: of the package.
+
+    Raises:
+        ExportError: there is no compiler, or the program cannot be compiled.
+        OutputError: it could not be written.
+    """
+    from torch._inductor import aoti_compile_and_package
+
+    def save(name: str) -> None:
+        try:
+            with torch.no_grad():
+                aoti_compile_and_package(program, package_path=name)
+        except (PrecastError, OSError):
+            raise
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0]
+            raise ExportError(
+                f"AOTInductor cannot compile the program: {type(error).__name__}: {first}"
+            ) from error
+
+    exported_file.replace_by(path, save, ".pt2")

@@ -1,0 +1,169 @@
+"""`precast export`, `precast explain --exported` and `precast diff`: files of exported programs, and their contents."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from precast.cli.main import main
+from tests.shipping.exported_models import MODELS
+
+MODELS_FILE = """
+import torch
+from torch import nn
+
+class Decides(nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+def pair():
+    return make(), torch.ones(3, 4)
+
+def decides():
+    return Decides(), torch.ones(3, 4)
+
+example = torch.ones(3, 4)
+wrong = torch.ones(3, 5)
+"""
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "shipped_models.py").write_text(MODELS_FILE)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("shipped_models", None)
+
+
+def precast_(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def exported(name: str = "model.pt2", *more: str) -> Result:
+    return precast_("export", "--model", "shipped_models:pair", "--out", name, *more)
+
+
+def test_a_model_is_written_read_and_compared() -> None:
+    done = exported("model.pt2", "--dtype", "bfloat16", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["weight_bytes"] == {"bfloat16": 2 * (4 * 8 + 8 + 8 * 2 + 2), "float32": 4 * 16}
+    program = torch.export.load("model.pt2")
+    assert program.module()(torch.ones(3, 4)).dtype is torch.bfloat16
+    shown = precast_("explain", "--exported", "model.pt2")
+    assert shown.exit_code == 0, shown.output
+    for text in (
+        "policy default",
+        "0  Linear",
+        "bfloat16: linear",
+        "weights in bfloat16: weight, bias",
+    ):
+        assert text in shown.stdout
+    read = json.loads(precast_("explain", "--exported", "model.pt2", "--json").stdout)
+    assert [part["module"] for part in read["modules"]] == ["", "0", "1", "2"]
+    Path("p.toml").write_text(
+        'base = "default"\n[ops]\nlayer_norm = "fp32"\n[modules]\n"2" = "fp32"\n'
+    )
+    assert exported("other.pt2", "--policy", "p.toml").exit_code == 0
+    assert precast_("diff", "model.pt2", "model.pt2").exit_code == 0
+    different = precast_("diff", "model.pt2", "other.pt2", "--json")
+    assert different.exit_code == 1
+    found = {
+        (each["module"], each["what"]): (each["first"], each["second"])
+        for each in json.loads(different.stdout)["differences"]
+    }
+    assert found["2", "linear"] == ("bfloat16", "float32")
+    assert found["2", "weight 2.weight"] == ("bfloat16", "float32")
+    assert not [key for key in found if key[0] == "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (
+            ("--model", "shipped_models:make", "--out", "a.pt2"),
+            2,
+            "no example: return both, or name one",
+        ),
+        (("--model", "shipped_models:none", "--out", "a.pt2"), 2, "none"),
+        (
+            (
+                "--model",
+                "shipped_models:make",
+                "--example",
+                "shipped_models:wrong",
+                "--out",
+                "a.pt2",
+            ),
+            1,
+            "cannot record the model on this example",
+        ),
+        (
+            ("--model", "shipped_models:decides", "--out", "a.pt2"),
+            1,
+            "control flow depends on data",
+        ),
+        (("--model", "shipped_models:pair", "--policy", "none", "--out", "a.pt2"), 2, "none"),
+        (("--model", "shipped_models:pair", "--out", "shipped_models.py"), 1, "is no model"),
+        (("--model", "shipped_models:pair", "--out", "no/a.pt2"), 1, "no such folder"),
+    ],
+)
+def test_what_is_wrong_is_one_message_and_writes_nothing(
+    arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    before = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+    done = precast_("export", *arguments)
+    assert done.exit_code == code, done.output
+    assert message in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()} == before
+
+
+def test_a_failed_export_leaves_the_file_of_before() -> None:
+    assert exported().exit_code == 0
+    before = Path("model.pt2").read_bytes()
+    done = precast_("export", "--model", "shipped_models:decides", "--out", "model.pt2")
+    assert done.exit_code == 1
+    assert Path("model.pt2").read_bytes() == before
+
+
+@pytest.mark.parametrize("broken", ["truncated", "text", "missing", "archive"])
+def test_a_file_that_cannot_be_read_is_one_message(broken: str) -> None:
+    if broken == "truncated":
+        exported()
+        whole = Path("model.pt2").read_bytes()
+        Path("model.pt2").write_bytes(whole[: len(whole) // 2])
+    elif broken == "text":
+        Path("model.pt2").write_text("no program")
+    elif broken == "archive":
+        torch.save({"a": 1}, "model.pt2")
+    for arguments in (("explain", "--exported", "model.pt2"), ("diff", "model.pt2", "model.pt2")):
+        done = precast_(*arguments)
+        assert done.exit_code == 1
+        assert "model.pt2" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_every_model_can_be_explained_from_its_program() -> None:
+    from precast.shipping.exported import export
+    from precast.shipping.exported_reading import between, contents
+
+    for made in MODELS.values():
+        model, example = made.make().eval(), made.example()
+        low = contents(export(model, example, check=False))
+        full = contents(export(model, example, dtype=torch.float16, check=False))
+        assert between(low, low) == []
+        assert between(low, full)

@@ -1,0 +1,94 @@
+"""What becomes of an exported program further on: a package of AOTInductor, and ONNX."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import precast
+from precast.errors import ExportError, MissingExtraError, OutputError
+from precast.shipping.exported_onnx import write_onnx
+from precast.shipping.exported_package import write_package
+from tests.shipping.exported_models import POLICIES
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RUN_PACKAGE = """
+import sys
+sys.modules["precast"] = None  # importing it fails
+import torch
+run = torch._inductor.aoti_load_package(sys.argv[1])
+torch.save(run(torch.load(sys.argv[2])), sys.argv[3])
+"""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).eval()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
+def test_a_package_runs_where_precast_is_not(tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    program = precast.export(network(), (x,), dtype=torch.bfloat16)
+    write_package(program, tmp_path / "model.pt2")
+    torch.save(x, tmp_path / "x")
+    names = [str(tmp_path / name) for name in ("model.pt2", "x", "y")]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", RUN_PACKAGE, *names], check=True)
+    found = torch.load(tmp_path / "y")
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, program.module()(x))
+
+
+def test_onnx_without_its_packages_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    program = precast.export(network(), (torch.ones(3, 8),))
+    with pytest.raises(MissingExtraError, match=r"precast\[onnx\]"):
+        write_onnx(program, tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("policy", ["default", "modules"])
+def test_onnx_has_the_dtypes_of_the_policy(policy: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4), nn.LayerNorm(4)).eval()
+    x, path = torch.randn(3, 8), tmp_path / "model.onnx"
+    program = precast.export(model, (x,), policy=POLICIES[policy], dtype=dtype)
+    written = write_onnx(program, path)
+    assert written.compared >= 3
+    weights = {each.name: each.data_type for each in onnx.load(path).graph.initializer}
+    low = {torch.bfloat16: 16, torch.float16: 10}[dtype]
+    assert weights["0.weight"] == weights["2.weight"] == low
+    [found] = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
+    expected = program.module()(x).float()
+    torch.testing.assert_close(
+        torch.from_numpy(found.astype("float32")), expected, atol=0.02, rtol=0.02
+    )
+
+
+def test_what_onnx_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+
+    class Decomposes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.qr(x)[0]
+
+    program = precast.export(Decomposes(), (torch.randn(3, 3),), dtype=torch.bfloat16)
+    with pytest.raises(ExportError, match=r"GroupNormalization"):
+        write_onnx(program, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "model.txt").write_text("mine")
+    with pytest.raises(OutputError, match="is no model"):
+        write_onnx(program, tmp_path / "model.txt")
