@@ -21,6 +21,7 @@ __all__ = [
     "DTYPE_CHECK",
     "DispatchMode",
     "calls_others",
+    "compile_package",
     "fake_mode_of",
     "higher_order_name",
     "run_composite",
@@ -88,6 +89,13 @@ def without_numbers(fake_mode: Any) -> Any:
     stack.enter_context(torch.no_grad())
     stack.enter_context(enable_python_dispatcher())
     return stack
+
+
+def compile_package(program: Any, path: str) -> None:
+    """Compiles an exported program with AOTInductor into a package; nothing public does (2.13)."""
+    from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(program, package_path=path)
 
 
 def updated_program(program: Any, **changes: Any) -> Any:

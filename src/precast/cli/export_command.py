@@ -22,7 +22,6 @@ _FORMATS = ("program", "aoti", "onnx")
 @click.option(
     "--model",
     metavar="MODULE:FACTORY",
-    required=True,
     help="The function that makes the model, or gives a model and an example.",
 )
 @click.option(
@@ -34,7 +33,7 @@ _FORMATS = ("program", "aoti", "onnx")
     type=click.Choice(["bfloat16", "float16"]),
     help="[default: PyTorch's for the device]",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write.")
+@click.option("--out", type=click.Path(path_type=Path), help="The file to write.")
 @click.option(
     "--to",
     "form",
@@ -52,11 +51,11 @@ _FORMATS = ("program", "aoti", "onnx")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def export(
     *,
-    model: str,
+    model: str | None,
     example: str | None,
     policy: str,
     dtype: str | None,
-    out: Path,
+    out: Path | None,
     form: str | None,
     strict: bool,
     check: bool,
@@ -68,6 +67,8 @@ def export(
     example; otherwise --example names one: the model's argument, a tuple of its arguments, a dict
     of its keyword arguments, or a function that returns one of these.
     """
+    if model is None or out is None:
+        raise click.UsageError("Name a --model and the file to write, --out.")
     from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
 
     form = form or ("onnx" if out.suffix == ".onnx" else "program")
@@ -131,14 +132,16 @@ def export(
 
 
 @click.command(short_help="Show where two exported programs differ.")
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path))
+@click.argument("first", type=click.Path(path_type=Path), required=False)
+@click.argument("second", type=click.Path(path_type=Path), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def diff(first: Path, second: Path, as_json: bool) -> None:
+def diff(first: Path | None, second: Path | None, as_json: bool) -> None:
     """Show which operations and weights of two exported programs have other dtypes.
 
     The exit code is 0 where they have the same, and 1 where they differ.
     """
+    if first is None or second is None:
+        raise click.UsageError("Name two files of `precast export`.")
     from rich.console import Console
 
     from precast import _torch  # noqa: F401

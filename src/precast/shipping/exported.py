@@ -84,6 +84,33 @@ def export(
         >>> program.state_dict["weight"].dtype
         torch.bfloat16
     """
+    with warnings.catch_warnings():
+        # PyTorch's exporter uses what PyTorch has deprecated (2.13).
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
+        return _export(
+            model,
+            args,
+            {} if kwargs is None else kwargs,
+            policy,
+            dtype,
+            dynamic_shapes,
+            strict,
+            check,
+            told,
+        )
+
+
+def _export(  # noqa: PLR0917 -- as `export`
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy | str | os.PathLike[str],
+    dtype: torch.dtype | None,
+    dynamic_shapes: Any,
+    strict: bool,
+    check: bool,
+    told: Told,
+) -> torch.export.ExportedProgram:
     device = _checked(model, args, kwargs)
     chosen = as_policy(policy)
     _check_policy(chosen, device)
@@ -93,14 +120,14 @@ def export(
     with torch.no_grad(), _in_region(model, in_force), rewriting_regions():
         told("recording the model")
         with _without_fused_transformers():
-            recorded = _recorded(model, args, kwargs or {}, dynamic_shapes, strict)
+            recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
     told("writing the casts")
     with disable():
         program: torch.export.ExportedProgram = _with_policy(recorded, in_force)
     if check:
         told("comparing the program with the model")
         with torch.no_grad(), _in_region(model, in_force):
-            _compare(model, program, args, kwargs or {})
+            _compare(model, program, args, kwargs)
     return program
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from precast import _torch
 from precast.errors import ExportError, PrecastError
 from precast.shipping import exported_file
 
@@ -26,12 +27,11 @@ def write_package(program: torch.export.ExportedProgram, path: Path) -> None:
         ExportError: there is no compiler, or the program cannot be compiled.
         OutputError: it could not be written.
     """
-    from torch._inductor import aoti_compile_and_package
 
     def save(name: str) -> None:
         try:
             with torch.no_grad():
-                aoti_compile_and_package(program, package_path=name)
+                _torch.compile_package(program, name)
         except (PrecastError, OSError):
             raise
         except Exception as error:
