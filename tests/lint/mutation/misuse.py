@@ -160,11 +160,11 @@ def wrong_guards(module: cst.Module) -> Iterator[cst.Module]:
         if isinstance(node, cst.Comparison):
             right = node.comparisons[0].comparator
             if isinstance(right, cst.Call) and path(right.func) == "Version":
-                text = expr(f"torch.__version__ >= {source(right.args[0].value)}")
+                text = expr(f"str(torch.__version__) >= {source(right.args[0].value)}")
                 yield replaced(module, {node: text})
             if isinstance(right, cst.Tuple):
                 yield replaced(module, {right: expr("(1, 8)")})
-                yield replaced(module, {node: expr('torch.__version__ > "1.10"')})
+                yield replaced(module, {node: expr('str(torch.__version__) > "1.10"')})
 
 
 @mutates("AMP110")

@@ -469,10 +469,10 @@ def region(enabled):
     return torch.cuda.amp.autocast(enabled)
 
 
-def is_on():
+def fast_dtype():
     if NEW:
-        return torch.is_autocast_enabled("cuda")
-    return torch.is_autocast_enabled()
+        return torch.get_autocast_dtype("cuda")
+    return torch.get_autocast_gpu_dtype()
 """,
     "threads": """
 import threading

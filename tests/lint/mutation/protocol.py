@@ -325,7 +325,12 @@ def scheduler_goes_on(module: cst.Module) -> Iterator[cst.Module]:
             after = {steps[0]: [steps[0], *stmt(f"{owner}scheduler.step()\n")]}
             for line in lines(module):
                 value = assigned(line)
-                if value and value[0] == optimizer:
+                is_near = owner or not any(
+                    inside(f, loop) and not inside(f, line)
+                    for f in nodes(module)
+                    if isinstance(f, cst.FunctionDef)
+                )
+                if value and value[0] == optimizer and is_near:
                     yield replaced(module, {**after, line: [line, *stmt(made)]})
 
 

@@ -57,7 +57,8 @@ def _on(state: _State, event: Event, say: Say) -> _State:
         for optimizer, node in state.emptied:
             if optimizer == event.optimizer:
                 say.bad(node)
-        return _State()
+        others = frozenset(pair for pair in state.emptied if pair[0] != event.optimizer)
+        return _State(bool(others), others)
     if event.kind == "assign":
         return replace(state, emptied=frozenset(p for p in state.emptied if p[0] != event.receiver))
     return state
@@ -266,6 +267,23 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        first = torch.optim.Adam(generator.parameters())
+        second = torch.optim.Adam(critic.parameters())
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            first.zero_grad()
+            scaler.scale(critic(generator(batch))).backward()
+            second.zero_grad()
+            scaler.step(first)
+            scaler.step(second)
+            scaler.update()
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch
