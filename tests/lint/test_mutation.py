@@ -15,7 +15,7 @@ from tests.lint.mutation.registry import MUTATORS
 
 SEED = int(os.environ.get("PRECAST_MUTATION_SEED", "0"))
 FOR_EACH, QUIET = 4, 80
-SHARE = 0.9
+SHARE = 0.95
 
 
 def test_mistakes_are_found_however_they_are_written() -> None:
@@ -37,5 +37,9 @@ def test_correct_programs_are_quiet_however_they_are_written() -> None:
         assert alarms(text) == [], f"{program}, {' + '.join(way)}\n{text}"
 
 
-def test_every_mistake_is_one_of_a_rule() -> None:
-    assert MUTATORS.keys() <= index().keys()
+# What they find is no mistake, but a style, or a choice.
+NO_MISTAKE = {"AMP406", "AMP501", "AMP502", "AMP504", "AMP601"}
+
+
+def test_every_rule_has_mistakes_of_its_own() -> None:
+    assert MUTATORS.keys() == index().keys() - NO_MISTAKE

@@ -551,6 +551,40 @@ def test_step() -> None:
         Loop(None)
     made.assert_called_once()
 """,
+    "plain float32": """
+import torch
+from data import Net, criterion, loader
+
+model = Net().to("cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+""",
+    "checkpoint by hand": """
+import torch
+
+
+class Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, length, *args):
+        ctx.function = function
+        ctx.inputs = list(args[:length])
+        ctx.params = list(args[length:])
+        ctx.enabled = torch.is_autocast_enabled("cuda")
+        with torch.no_grad():
+            return ctx.function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
+        with torch.set_grad_enabled(True), torch.autocast("cuda", enabled=ctx.enabled):
+            outputs = ctx.function(*inputs)
+        found = torch.autograd.grad(outputs, inputs + ctx.params, grads, allow_unused=True)
+        return (None, None) + found
+""",
     "activations": """
 import torch
 from torch.nn import functional as F

@@ -18,6 +18,7 @@ from tests.lint.mutation.trees import (
     expr,
     inside,
     lines,
+    made,
     method,
     moved,
     names,
@@ -332,6 +333,42 @@ def scheduler_goes_on(module: cst.Module) -> Iterator[cst.Module]:
                 )
                 if value and value[0] == optimizer and is_near:
                     yield replaced(module, {**after, line: [line, *stmt(made)]})
+
+
+@mutates("AMP215")
+def plain_beside_scaled(module: cst.Module) -> Iterator[cst.Module]:
+    scaler = scaler_of(module)
+    for block in blocks(module) if scaler else ():
+        backwards = [line for line in block if _scaled_backward(line, scaler or "") is not None]
+        if len(backwards) == 1 and len(_steps(block, scaler or "")) == 1:
+            extra = "extra_loss = 1e-4 * weights_of().square().sum()\nextra_loss.backward()\n"
+            yield replaced(module, {backwards[0]: [backwards[0], *stmt(extra)]})
+            yield replaced(module, {backwards[0]: [*stmt(extra), backwards[0]]})
+
+
+@mutates("AMP216")
+def not_on_together(module: cst.Module) -> Iterator[cst.Module]:
+    scaler = scaler_of(module)
+    line = assignment(module, scaler) if scaler else None
+    found = made(line) if line is not None else None
+    if found is not None and "AdamW" not in source(module):  # in some only, to keep them few
+        yield replaced(module, {found[1]: with_keyword(found[1], "enabled", "False")})
+        off = {c: with_keyword(c, "enabled", "False") for c in calls(module, *REGIONS)}
+        yield replaced(module, off)
+
+
+@mutates("AMP217")
+def overflow_hidden(module: cst.Module) -> Iterator[cst.Module]:
+    scaler = scaler_of(module)
+    for block in blocks(module) if scaler else ():
+        backwards = [line for line in block if _scaled_backward(line, scaler or "") is not None]
+        steps = _steps(block, scaler or "")
+        if backwards and steps:
+            step = method(steps[0], "step")
+            assert step is not None
+            parameters = f"{source(step[1].args[0].value)}.param_groups[0]['params']"
+            hidden = f"for p in {parameters}:\n    torch.nan_to_num_(p.grad, nan=0.0, posinf=0.0)\n"
+            yield replaced(module, {backwards[-1]: [backwards[-1], *stmt(hidden)]})
 
 
 __all__ = ["inside", "names", "scaler_of", "with_imports"]

@@ -146,6 +146,60 @@ def custom_bwd_alone(module: cst.Module) -> Iterator[cst.Module]:
             yield replaced(module, {node: _without_decorators(node, "custom_fwd")})
 
 
+@mutates("AMP313")
+def custom_fwd_on_backward(module: cst.Module) -> Iterator[cst.Module]:
+    for call in calls(module, "custom_bwd"):
+        yield replaced(module, {call: call.with_changes(func=expr("custom_fwd"))})
+
+
+@mutates("AMP314")
+def checkpoint_without_region(module: cst.Module) -> Iterator[cst.Module]:
+    for call in calls(module, "torch.is_autocast_enabled"):
+        around = [
+            node
+            for node in nodes(module)
+            if isinstance(node, cst.With) and "set_grad_enabled" in source(node.items[0])
+        ]
+        if around and around[0].items[1:]:
+            plain = [cst.WithItem(expr("torch.enable_grad()"))]
+            kept = assignment(module, "ctx.enabled")
+            yield replaced(module, {around[0]: around[0].with_changes(items=plain), kept: None})
+            assert call is not None
+
+
+@mutates("AMP315")
+def stale_weights(module: cst.Module) -> Iterator[cst.Module]:
+    for node in nodes(module):
+        if isinstance(node, cst.For) and any(method(line, "step") for line in node.body.body):
+            for _, region in _regions(node.body.body):
+                inner = [
+                    part
+                    for line in node.body.body
+                    for part in (_body(region) if line is region else [line])
+                ]
+                loop = node.with_changes(body=indented(inner))
+                yield replaced(module, {node: region.with_changes(body=indented([loop]))})
+
+
+@mutates("AMP316")
+def trained_in_16_bits(module: cst.Module) -> Iterator[cst.Module]:
+    if "optim" not in source(module) or "autocast" in source(module):
+        return  # beside a region it is AMP304 that says so
+    for line in lines(module):
+        found = assigned(line)
+        for cast in ("bfloat16()", "half()", "to(torch.bfloat16)", "to(dtype=torch.bfloat16)"):
+            if found and found[0] == "model":
+                yield replaced(module, {found[1]: expr(f"{source(found[1])}.{cast}")})
+                yield replaced(module, {line: [line, *stmt(f"model.{cast}\n")]})
+
+
+@mutates("AMP317")
+def float16_on_cpu(module: cst.Module) -> Iterator[cst.Module]:
+    for call in calls(module, *REGIONS):
+        if device(call) == "cpu":
+            yield replaced(module, {call: with_keyword(call, "dtype", "torch.float16")})
+
+
 @mutates("AMP308")
 def custom_fwd_without_ctx(module: cst.Module) -> Iterator[cst.Module]:
     decorator = cst.Decorator(expr('torch.amp.custom_fwd(device_type="cuda")'))

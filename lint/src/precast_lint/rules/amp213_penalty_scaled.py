@@ -17,7 +17,7 @@ __all__ = ["RULE"]
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each gradient of a scaled loss that is to be differentiated again."""
     for flow, scaler in followed(source):
-        if scales_by_hand(flow, scaler):
+        if scales_by_hand(flow, scaler, only_up=False):
             continue
         events = flow.events()
         if any(hides(source, event, scaler) for event in events):

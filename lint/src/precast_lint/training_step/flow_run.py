@@ -24,7 +24,7 @@ from precast_lint.training_step.flow_events import (
     scaler_of,
     with_event,
 )
-from precast_lint.training_step.frames import frame_of
+from precast_lint.training_step.frames import Frame, frame_of
 
 __all__ = ["Run", "Say", "TooManyPaths"]
 
@@ -114,6 +114,7 @@ class Run:
         self.called: list[
             cst.FunctionDef
         ] = []  # those of this file that run now, the innermost last
+        self.ends: dict[tuple[object, ...], _Paths] = {}  # of functions, by where they began
 
     def function(self, node: Node, start: Hashable) -> None:
         """Runs a whole function or module."""
@@ -347,22 +348,30 @@ class Run:
         self, function: cst.FunctionDef, given: dict[str, Node], paths: _Paths
     ) -> _Paths:
         """Runs a function of this file: what it does to what its parameters stand for, and to self, is done here."""
-        loops, returned, outer = self.loops, self.returned, self.known
-        frame = frame_of(self.source, function, given, outer.named)
-        self.called.append(function)
+        frame = frame_of(self.source, function, given, self.known.named)
         after: set[Path] = set()
-        for known, scaled in {(path.known, path.scaled) for path in paths}:
-            self.loops, self.returned, self.known = [], set(), outer
-            inner = _of_self(known), _of_self(scaled) | self._handed(given, dict(scaled))
-            start = frozenset(
-                Path(p.state, *inner) for p in paths if (p.known, p.scaled) == (known, scaled)
-            )
-            self.known = replace(outer, named=frame.named)
-            ends = self._suite(function.body, start) | frozenset(self.returned)
-            after |= {Path(p.state, _kept(known, p.known), _kept(scaled, p.scaled)) for p in ends}
-        self.called.pop()
-        self.loops, self.returned, self.known = loops, returned, outer
+        for path in paths:
+            handed = self._handed(given, dict(path.scaled))
+            inner = Path(path.state, _of_self(path.known), _of_self(path.scaled) | handed)
+            after |= {
+                Path(p.state, _kept(path.known, p.known), _kept(path.scaled, p.scaled))
+                for p in self._ends(frame, inner)
+            }
         return _bounded(after)
+
+    def _ends(self, frame: Frame, start: Path) -> _Paths:
+        """The ends of the paths through a function; each beginning is run once, as many paths share it."""
+        begun = (frame.function, frozenset(frame.names.items()), *self.called, start)
+        if begun not in self.ends:
+            loops, returned, outer = self.loops, self.returned, self.known
+            self.loops, self.returned = [], set()
+            self.known = replace(outer, named=frame.named)
+            self.called.append(frame.function)
+            ends = self._suite(frame.function.body, frozenset({start})) | frozenset(self.returned)
+            self.called.pop()
+            self.loops, self.returned, self.known = loops, returned, outer
+            self.ends[begun] = ends
+        return self.ends[begun]
 
     def _handed(self, given: dict[str, Node], scaled: dict[str, str]) -> frozenset[tuple[str, str]]:
         """The parameters of a function that get scaled losses, each with its scaler."""

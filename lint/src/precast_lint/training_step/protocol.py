@@ -143,17 +143,20 @@ def asks_scale(flow: Flow, scaler: str) -> bool:
     )
 
 
-def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool = False) -> bool:
+def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool | None = None) -> bool:
     """Whether a function multiplies or divides by a scaler's scale: it may then scale or unscale by hand.
 
     Args:
         flow: the function.
         scaler: the scaler's key.
-        only_up: a division by the scale, which unscales, does not count.
+        only_up: a division by the scale, which unscales, does not count; None: where `torch.autograd.grad` takes the
+            scaled loss, because its result has to be divided.
     """
     reads = list(_reads_of_scale(flow, scaler))
     names = {name for read in reads if (name := _assigned_name(flow.source, read)) is not None}
     reads += [n for n in flow.nodes if isinstance(n, cst.Name) and n.value in names]
+    if only_up is None:
+        only_up = any(e.kind == "autograd_grad" and e.scaler == scaler for e in flow.events())
     if only_up:
         reads = [read for read in reads if not _divides(flow.source.parents[read], read)]
     return any(_is_factor(flow.source, read) for read in reads)
