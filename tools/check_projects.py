@@ -128,11 +128,6 @@ LATER = (
     Project("salesforce-lavis", "1.0.2", ("lavis",)),
     Project("segmentation-models-pytorch", "0.6.0", ("segmentation_models_pytorch",)),
     Project("sentence-transformers", "6.2.0", ("sentence_transformers",)),
-    Project("simpletransformers", "0.70.8", ("simpletransformers",)),
-    Project("torchgeo", "0.8.1", ("torchgeo",)),
-    Project("torchio", "1.2.1", ("torchio",)),
-    Project("torchrl", "0.14.1", ("torchrl",)),
-    Project("tsai", "1.0.1", ("tsai",)),
 )
 # Not looked at, only there so that more of the others can be imported.
 HELPERS = (

@@ -154,7 +154,8 @@ def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool | None = None) -> b
     """
     reads = list(_reads_of_scale(flow, scaler))
     names = {name for read in reads if (name := _assigned_name(flow.source, read)) is not None}
-    reads += [n for n in flow.nodes if isinstance(n, cst.Name) and n.value in names]
+    everywhere = [*flow.nodes, *(node for _, nodes in flow.called for node in nodes)]
+    reads += [n for n in everywhere if isinstance(n, cst.Name) and n.value in names]
     if only_up is None:
         only_up = any(e.kind == "autograd_grad" and e.scaler == scaler for e in flow.events())
     if only_up:
@@ -163,14 +164,20 @@ def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool | None = None) -> b
 
 
 def _reads_of_scale(flow: Flow, scaler: str) -> Iterator[Node]:
-    for node in flow.nodes:
-        if (
-            isinstance(node, cst.Attribute)
-            and node.attr.value in ("get_scale", "_scale", "_get_scale_async", "scale_value")
-            and key(flow.source, node.value) == scaler
-        ):
-            call = flow.source.parents[node]
-            yield call if isinstance(call, cst.Call) and call.func is node else node
+    """The reads of a scaler's scale, here and in the functions of the file that are called here."""
+    source = flow.source
+    here: list[tuple[Callable[[Node], str | None], list[Node]]]
+    here = [(lambda node: key(source, node), flow.nodes)]
+    here += [(frame.named, nodes) for frame, nodes in flow.called]
+    for named, nodes in here:
+        for node in nodes:
+            if (
+                isinstance(node, cst.Attribute)
+                and node.attr.value in ("get_scale", "_scale", "_get_scale_async", "scale_value")
+                and named(node.value) == scaler
+            ):
+                call = source.parents[node]
+                yield call if isinstance(call, cst.Call) and call.func is node else node
 
 
 def _is_written_down(source: Source, node: Node) -> bool:
