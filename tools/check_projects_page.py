@@ -70,7 +70,8 @@ def text(results: dict[str, Any], verdicts: list[dict[str, Any]]) -> str:
         "| project | half | version | files | lines | findings | fixed | files changed | importable before, after |",
         "|---|---|---|---|---|---|---|---|---|",
         *(
-            f"| {p['name']} | {_half(p)} | {p['version']} | {p['files']:,} | {p['lines']:,} | {len(p['findings'])} | {p['fixed']} | "
+            f"| {p['name']} | {_half(p)} | {p['version']} | {p['files']:,} | {p['lines']:,} | "
+            f"{len(p['findings'])} | {p['fixed']} | "
             f"{p['changed']} | {p['importable']}, {p['importable'] - len(p['lost'])} |"
             for p in projects
         ),
