@@ -283,3 +283,19 @@ def test_a_program_that_differs_is_not_given() -> None:
     ):
         precast.export(Changes(), (X,))
     assert precast.export(Changes(), (X,), check=False) is not None
+
+
+def test_a_cast_of_a_cast_of_a_weight_is_rounded_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.once = nn.Parameter(torch.randn(4, 4))
+            self.both = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.once.bfloat16().float() @ x
+            return first + (self.both.bfloat16().float() @ x) + self.both
+
+    program = precast.export(Twice(), (torch.randn(4, 4),), dtype=torch.float16)
+    stored = {tensor.dtype for tensor in program.state_dict.values()}
+    assert stored == {torch.float16, torch.float32}

@@ -115,7 +115,7 @@ class _Folding:
             if node.meta["val"].numel() > sum(each.meta["val"].numel() for each in of):
                 continue
             tensor = self._computed(node, made)
-            self._replace(node, tensor, of)
+            made[self._replace(node, tensor, of)] = tensor  # a cast of this cast begins here
         self._erase(sources)
 
     def _computed(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
@@ -128,8 +128,8 @@ class _Folding:
                     known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return known[node]
 
-    def _replace(self, node: fx.Node, tensor: Tensor, of: list[fx.Node]) -> None:
-        """Puts a stored tensor in the place of a node that computed it."""
+    def _replace(self, node: fx.Node, tensor: Tensor, of: list[fx.Node]) -> fx.Node:
+        """Puts a stored tensor in the place of a node that computed it; returns the input that it is."""
         source, spec = of[0], self.inputs[of[0]]
         tensor = tensor.detach()
         if not tensor.is_contiguous() and tensor.untyped_storage().nbytes() > tensor.nbytes:
@@ -142,7 +142,7 @@ class _Folding:
             source.meta.pop("tensor_meta", None)
             self.replaced[source] = tensor
             self.graph.erase_node(node)
-            return
+            return source
         before = self.added.setdefault(source, [])
         suffix = f"_{str(tensor.dtype).removeprefix('torch.')}"
         names = {str(other.target) for other in self.inputs.values()}
@@ -159,6 +159,7 @@ class _Folding:
         before.append((new, InputSpec(spec.kind, argument, target, spec.persistent), tensor))
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
+        return new
 
     def _erase(self, sources: Iterable[fx.Node]) -> None:
         """Takes out what nothing uses any more."""
