@@ -109,6 +109,9 @@ class _Folding:
     def fold(self) -> None:
         """Computes the casts of what is the same at each call."""
         sources, self.written = _constant_nodes(self.graph, self._stored())
+        for node in list(self.graph.nodes):
+            if node.target is _torch.DTYPE_CHECK and node.args[0] in sources:
+                self.graph.erase_node(node)  # what is constant has the dtype that it has
         made: dict[fx.Node, Tensor] = {}
         for node in [n for n in sources if _narrows(n)]:
             of = sources[node]
@@ -182,9 +185,12 @@ class _Folding:
                 found.put(spec, self._kept(node, spec))
             else:
                 self.graph.erase_node(node)
-            for _, other, tensor in added:
-                found.specs.append(other)
-                found.put(other, tensor)
+            for new, other, tensor in added:
+                if new.users:
+                    found.specs.append(other)
+                    found.put(other, tensor)
+                else:
+                    self.graph.erase_node(new)
         return found
 
     def _kept(self, node: fx.Node, spec: InputSpec) -> Any:
