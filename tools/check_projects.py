@@ -3,7 +3,7 @@
 It installs pinned versions, without what they depend on, checks them with the default rules, and applies every
 safe fix to copies: what is fixed must compile, a second run must change nothing, and what could be imported
 before must still be. Findings go to docs/data/check_projects.json; docs/data/check_verdicts.json says of each,
-after somebody has read it, whether it is right. Precision by rule is computed from both, here and nowhere else.
+after it was read, whether it is right, and useful. Precision by rule is computed from both, here and nowhere else.
 """
 
 from __future__ import annotations
@@ -198,6 +198,7 @@ def examine(project: Project, folder: Path) -> dict[str, Any]:
     return {
         "name": project.name,
         "version": project.version,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "only_counted": project.is_only_counted,
         "min_torch": settings.min_torch,
         "files": len(files),
@@ -329,10 +330,7 @@ def _keep(found: dict[str, Any]) -> None:
     if RESULTS.exists():
         known = json.loads(RESULTS.read_text(encoding="utf-8"))
     rest = [project for project in known["projects"] if project["name"] != found["name"]]
-    document = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "projects": sorted([*rest, found], key=lambda project: str(project["name"])),
-    }
+    document = {"projects": sorted([*rest, found], key=lambda project: str(project["name"]))}
     RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
