@@ -94,6 +94,28 @@ def test_operations_without_weights_call_nothing_of_python(policy: str) -> None:
             assert python_calls(act) == []
 
 
+@pytest.mark.parametrize("first", ["trace", "monitor", "region"])
+def test_what_runs_first_changes_nothing_for_later_regions(first: str) -> None:
+    """In a process of its own: the library is loaded when the first region is entered, perhaps inside a trace."""
+    program = f"""if True:
+        import contextlib, torch, precast
+        model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+        first = {first!r}
+        watch = precast.trace() if first == "trace" else contextlib.nullcontext()
+        if first == "monitor":
+            watch = precast.monitor(model)
+        with watch, precast.autocast("cpu", dtype=torch.bfloat16):
+            model(x).sum().backward()
+        for _ in range(2):
+            with precast.autocast("cpu", dtype=torch.bfloat16):
+                print(model(x).dtype, (x @ x.T).dtype)
+        """
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert run.stdout.split() == ["torch.bfloat16"] * 4
+
+
 def _fake() -> None:
     with FakeTensorMode():
         F.linear(torch.ones(2, 2), torch.ones(2, 2))

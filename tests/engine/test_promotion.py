@@ -20,6 +20,7 @@ from precast import Policy
 from precast._internal.pytree import map_tensors
 from precast.engine import registration
 from precast.engine.native import library
+from precast.engine.thread_state import native_engine
 from tests.support import op_samples
 from tests.support.op_samples import Sample
 from tests.support.outcomes import DTYPES, same_bits
@@ -153,20 +154,6 @@ def test_what_was_refused_before_changes_no_result(random: Random) -> None:
             assert all(map(same_bits, ours, tensors)), call
 
 
-def saves(work: Callable[[], object]) -> int:
-    """How many tensors autograd has saved for the backward of `work`, which a refused call does as well."""
-    count = 0
-
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        work()
-    return count
-
-
 def index_add() -> Callable[[], Tensor]:
     x = torch.randn(3, 2)
     source = torch.randn(1, 2, dtype=B, requires_grad=True)
@@ -182,14 +169,20 @@ def in_place() -> Tensor:
 def test_a_call_like_one_that_was_refused_is_promoted_at_once(work: Callable[[], Tensor]) -> None:
     def measure() -> None:  # in a thread of its own, which has learned nothing yet
         with precast.autocast("cpu"):
-            found.extend(saves(work) for _ in range(3))
+            for _ in range(3):
+                work()
+                found.append(calls.promoted_at_once())
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                work()  # who packs tensors may count them, so all goes as at first
+            found.append(calls.promoted_at_once())
 
+    calls = native_engine.calls
+    assert calls is not None
     found: list[int] = []
     thread = threading.Thread(target=measure)
     thread.start()
     thread.join()
-    first, *later = found
-    assert all(count < first for count in later)
+    assert found == [0, 1, 2, 2]
 
 
 def test_no_rows_one_row_and_more_are_not_alike() -> None:

@@ -179,7 +179,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         record.nesting.extend(map(call, (torch.autocast_increment_nesting,)))
         if self.cache_enabled is not None:
             torch.set_autocast_cache_enabled(self.cache_enabled)
-        if start is not None and bound is not None:
+        if start is not None and bound is not None and not regions.guard_id.repeats:
             self._shortcut = shared[way] = start.shortcut(found, bound)
 
     def __getstate__(self) -> dict[str, object]:

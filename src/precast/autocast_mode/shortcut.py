@@ -43,7 +43,8 @@ class Start:
         if calls is None or not native.is_used or bound is None or bound.pending or _is_heard():
             return None
         regions.introduce()
-        if regions.written_guard_id is not regions.guard_id:
+        # A guard id that repeats is written each time, as that drops what was compiled.
+        if regions.written_guard_id is not regions.guard_id or regions.guard_id.repeats:
             return None
         return Start(calls, device_type)
 

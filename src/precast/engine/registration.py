@@ -153,6 +153,8 @@ def _load_native() -> None:
         native.copies = calls
         native_engine.load(calls)
         calls.watch(bool(watchers))
+        if watchers:  # so that the library takes note of PyTorch's kernels before those of the watcher stand above
+            _take_off_kernels()
         for held_parameter in held.held_parameters.values():
             calls.hold(held_parameter.source, True)
 

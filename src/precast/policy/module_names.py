@@ -26,6 +26,7 @@ __all__ = [
     "name_of_each",
     "named_modules",
     "named_parameters",
+    "named_tensors",
     "names_in",
     "unwrapped",
 ]
@@ -68,6 +69,14 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 known.add(id(parameter))
                 given.add(name)
                 yield name, parameter
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter and buffer under each of the names that a state dict gives it."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
 
 
 def names_in(model: nn.Module, parameters: Iterable[Tensor]) -> dict[int, str]:

@@ -25,6 +25,7 @@ from precast._internal.pytree import tensors_in
 from precast.attachment.module_hooks import Applied, apply
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError, PrecastWarning
+from precast.policy.module_names import name_of_each, named_tensors, unwrapped
 from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy, as_policy
 from precast.shipping.conversion import Conversion, StoredAs
@@ -37,7 +38,6 @@ __all__ = ["convert", "finish"]
 
 _rules: Final = WeakIdKeyDictionary()
 """Converted model -> its rules for modules, which act as long as it lives."""
-_WRAPPERS: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def convert(
@@ -246,11 +246,11 @@ def _check(model: object) -> torch.device:
             f"this {kind} is scripted: TorchScript uses its weights where nothing can see it. Convert the model "
             "that it was scripted from."
         )
-    if isinstance(model, _WRAPPERS) or "_orig_mod" in vars(model).get("_modules", {}):
+    if unwrapped(model) is not model:
         raise ConversionError(
             f"convert(model) got a {kind}, which wraps a model. Convert the model inside, and wrap or compile that."
         )
-    training = [name or "the model" for name, module in model.named_modules() if module.training]
+    training = [name or "the model" for name, module in name_of_each(model) if module.training]
     if training:
         raise ConversionError(
             f"convert is for inference, and {training[0]} is in training mode. Call model.eval() first."
@@ -259,7 +259,7 @@ def _check(model: object) -> torch.device:
 
 
 def _device(model: nn.Module) -> torch.device:
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = named_tensors(model)
     if not named:
         raise ConversionError(f"this {type(model).__name__} has no weights to convert.")
     for name, tensor in named:

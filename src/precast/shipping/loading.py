@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError
+from precast.policy.module_names import named_tensors
 from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
 from precast.shipping.checkpoint_files import read_checkpoint
@@ -159,8 +160,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _refuse_meta(model: nn.Module) -> None:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    left = [name for name, tensor in named if tensor.device.type == "meta"]
+    left = [name for name, tensor in named_tensors(model) if tensor.device.type == "meta"]
     if left:
         raise ConversionError(
             f"{_listed(left)} stayed on the meta device, because no state dict has it. Give load the function that "

@@ -25,6 +25,7 @@ from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError, PrecastError
+from precast.policy.module_names import named_tensors
 from precast.shipping.function_calls import (
     METADATA,
     Uses,
@@ -79,11 +80,7 @@ class Weight:
 def weights_of(model: nn.Module) -> list[Weight]:
     """The parameters and buffers of a model."""
     weights: dict[object, Weight] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in named:
+    for name, tensor in named_tensors(model):
         key = address(tensor) or id(tensor)
         weights.setdefault(key, Weight({})).names[name] = tensor
     fused = {

@@ -305,6 +305,11 @@ PRECAST_API int precast_has(void* source, int dtype) {
   return here.copies.find_held(impl, scalar, Use::Leaf).defined() || here.copies.find(impl, scalar).defined();
 }
 
+// How many operations of this thread were promoted without asking PyTorch first; for tests.
+PRECAST_API int64_t precast_promoted_at_once() {
+  return ThreadState::here().promoted_at_once;
+}
+
 // `dtype` is -1 for all.
 PRECAST_API void precast_invalidate(void* source, int dtype) {
   ThreadState::here().copies.invalidate(*source_of(source), dtype);

@@ -76,6 +76,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "count": (ctypes.c_int64, []),
     "record_casts": (None, []),
     "recorded_casts": (ctypes.c_int64, [ctypes.c_int]),
+    "promoted_at_once": (ctypes.c_int64, []),
     "has": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]),
     "invalidate": (None, [ctypes.c_void_p, ctypes.c_int]),
     "hold": (None, [ctypes.c_void_p, ctypes.c_int]),
@@ -326,6 +327,10 @@ class Calls:
     def recorded_casts(self) -> tuple[int, int]:
         """How many there were, and how many of them are not freed."""
         return tuple(self._functions["recorded_casts"](alive) for alive in (False, True))
+
+    def promoted_at_once(self) -> int:
+        """How many operations of this thread were promoted without asking PyTorch first; for tests."""
+        return int(self._functions["promoted_at_once"]())
 
     def _check(self, status: int) -> None:
         if status < 0:

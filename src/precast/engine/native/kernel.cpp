@@ -310,6 +310,7 @@ void Kernel::run_mixed(
       restore();
     }
     if (promote(operation_, op, stack, Resized::Refused)) {
+      ++here.promoted_at_once;
       return;
     }
     restore();

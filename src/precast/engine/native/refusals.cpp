@@ -5,6 +5,7 @@
 #include "operation.h"
 #include "torch_api.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -49,7 +50,9 @@ bool has_mask(c10::ArrayRef<c10::IValue> arguments) {
 
 std::optional<Signature> Signature::of(
     const Operation& operation, const Policy& policy, c10::ArrayRef<c10::IValue> arguments) {
-  if (operation.device != c10::DeviceType::CPU && has_mask(arguments)) {
+  // What is refused may have saved tensors before, which whoever packs them counts: a checkpoint runs it twice.
+  const bool packs = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+  if (packs || (operation.device != c10::DeviceType::CPU && has_mask(arguments))) {
     return std::nullopt;
   }
   std::optional<Signature> signature(std::in_place);
@@ -113,6 +116,9 @@ bool Signature::add(const at::Tensor& tensor) {
     return true;
   }
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (impl.is_nested()) {
+    return false;  // it has no sizes to ask for
+  }
   const auto dimensions = static_cast<uint64_t>(impl.dim());
   if (!impl.has_storage() || impl.layout() != at::kStrided || dimensions > kMostDimensions ||
       storages_.size() == kMostTensors) {

@@ -125,6 +125,7 @@ struct ThreadState {
   std::vector<OpenRegion> open;                    // the outermost first; `numbers->open` is its size
   std::array<int, kDevices> attempts{};            // operations that are tried with autocast on in what they call
   Thread kind = Thread::Unknown;
+  int64_t promoted_at_once = 0;  // operations, without asking PyTorch first; for tests
   int uses = 0;  // operations that took weights since a held copy was compared with its parameter
   Copies copies;
   HeldSources held;
