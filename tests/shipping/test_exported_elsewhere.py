@@ -86,7 +86,7 @@ def test_what_onnx_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) 
             return torch.linalg.qr(x)[0]
 
     program = precast.export(Decomposes(), (torch.randn(3, 3),), dtype=torch.bfloat16)
-    with pytest.raises(ExportError, match=r"GroupNormalization"):
+    with pytest.raises(ExportError, match="linalg_qr"):
         write_onnx(program, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
     (tmp_path / "model.txt").write_text("mine")
