@@ -380,6 +380,8 @@ _RETURNED = {  # by public functions: programs read these objects, and seldom na
     "precast.attachment.attachment.Attachment",
     "precast.diagnostics.numerics.monitoring.Monitor",
     "precast.policy.rows.Rule",
+    "precast.shipping.conversion.Conversion",
+    "precast.shipping.conversion.StoredAs",
 }
 _INTERNAL = {  # for precast itself
     "precast.grad_scaler.distributed.chosen_for",
@@ -392,6 +394,12 @@ def _told() -> list[str]:
     return [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
 
 
+def _is_public(name: str, module: str) -> bool:
+    """Whether `precast` itself has this very object under its name, which another module may give to something else."""
+    known = getattr(precast, name, None) if name in precast.__all__ else None
+    return known is not None and getattr(known, "__module__", module).startswith(module)
+
+
 def test_every_public_name_is_on_one_page_of_the_api() -> None:
     public = {f"precast.{name}" for name in precast.__all__} - {
         *("precast.__version__", "precast.errors")
@@ -399,7 +407,8 @@ def test_every_public_name_is_on_one_page_of_the_api() -> None:
     files = [sorted((ROOT / "src" / "precast").glob(pattern)) for pattern in _MODULES]
     assert all(files), "a pattern that finds no file checks nothing"
     for path in (path for found in files for path in found):
-        public |= {f"{_module(path)}.{name}" for name in _all(path) if name not in precast.__all__}
+        module = _module(path)
+        public |= {f"{module}.{name}" for name in _all(path) if not _is_public(name, module)}
     assert sorted(_told()) == sorted((public | _RETURNED) - _INTERNAL)
 
 
