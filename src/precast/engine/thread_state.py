@@ -207,14 +207,9 @@ class ThreadRegions(threading.local):
     def written_guard_id(self, guard_id: GuardId | None) -> None:
         self._written.value = 0 if guard_id is None else guard_id.number
 
-    @property
-    def lends(self) -> bool:
-        """Whether this thread has given its policies to PyTorch's own threads, as it does with every change of them."""
-        return bool(self._lends.value)
-
-    @lends.setter
-    def lends(self, lends: bool) -> None:
-        self._lends.value = lends
+    def note_lending(self) -> None:
+        """Notes that this thread has given its policies to PyTorch's own threads, as with every change of them."""
+        self._lends.value = True
 
     def _take_over(self) -> None:
         """Takes the regions that the library has entered among the records."""
@@ -360,7 +355,8 @@ def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
     compile_guards.write(
         guard_id, before, {device: slot.state.bound_policy for device, slot in slots if slot}
     )
-    regions.written_guard_id, regions.lends = guard_id, True
+    regions.written_guard_id = guard_id
+    regions.note_lending()
 
 
 def inherited_policy(device_type: str) -> BoundPolicy | None:
