@@ -1,0 +1,79 @@
+"""A choice that can be carried out stays; one that cannot becomes one that can."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precast.policy.policy import Rule
+from precast.tuning.sites import Edge, Program, Site
+
+F32, LOW = torch.float32, torch.bfloat16
+
+FIRST = Site("first", "linear", rule=Rule.LOWER)
+NORM = Site("norm", "native_batch_norm", casts_down=False)
+RELU = Site("", "relu_")
+LOG = Site("", "log", barred="it has no kernel for float16")
+LAST = Site("last", "linear", rule=Rule.LOWER)
+PROGRAM = Program(
+    sites=(FIRST, NORM, RELU, LOG, LAST),
+    edges=(
+        Edge(None, FIRST, 64, dtype=F32),
+        Edge(FIRST, NORM, 64),
+        Edge(None, NORM, 8, dtype=F32, weight="norm.weight", decides=False),
+        Edge(NORM, RELU, 64, is_written=True),
+        Edge(NORM, LOG, 64),
+        Edge(LOG, LAST, 64),
+    ),
+    modules=("", "first", "norm", "last"),
+)
+
+
+def _low(choice):
+    return {site for site in PROGRAM.sites if choice[site] is LOW}
+
+
+def test_sites_are_the_same_whatever_is_known_of_them():
+    assert Site("a", "add", rule=Rule.LOWER, barred="no") == Site("a", "add")
+    assert len({Site("a", "add", pinned=True), Site("a", "add")}) == 1
+    assert Site("a", "add") != Site(None, "add")
+
+
+def test_all_that_can_be_in_16_bits_is():
+    assert _low(PROGRAM.choose(PROGRAM.sites)) == {FIRST, NORM, RELU, LAST}
+
+
+def test_what_is_barred_stays_in_float32():
+    assert _low(PROGRAM.choose([LOG])) == set()
+
+
+def test_what_must_not_be_cast_down_follows_its_inputs():
+    assert _low(PROGRAM.choose([NORM])) == set()
+    assert _low(PROGRAM.choose([NORM, FIRST])) == {FIRST, NORM, RELU}
+
+
+def test_an_operation_in_place_has_the_dtype_of_what_it_writes_to():
+    assert _low(PROGRAM.choose([RELU])) == set()
+    assert RELU in _low(PROGRAM.choose([FIRST, NORM]))
+
+
+def test_what_a_barred_operation_writes_to_is_in_float32():
+    barred = Site("", "relu_", barred="it overflows")
+    sites = tuple(barred if site == RELU else site for site in PROGRAM.sites)
+    program = Program(sites, PROGRAM.edges)
+    assert program.choose(sites)[NORM] is F32
+    assert program.choose(sites)[barred] is F32
+
+
+@given(st.sets(st.sampled_from(PROGRAM.sites)))
+def test_a_settled_choice_stays_as_it_is(low):
+    choice = PROGRAM.choose(low)
+    assert PROGRAM.is_settled(choice)
+    assert PROGRAM.settle(choice) == choice
+
+
+@given(st.sets(st.sampled_from(PROGRAM.sites)))
+def test_a_choice_that_is_not_settled_is_told_from_one_that_is(low):
+    choice = {site: LOW if site in low else F32 for site in PROGRAM.sites}
+    assert PROGRAM.is_settled(choice) == (PROGRAM.settle(choice) == choice)
