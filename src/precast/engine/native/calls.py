@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from precast._torch import UNUSED_DEVICE_TYPES, impl_address
+from precast.engine.native.built_in import built_in
 from precast.errors import PrecastError
 from precast.weights.held_record import HeldRecord, Owner
 from precast.weights.native_copies import Evicted, Use
@@ -58,16 +59,11 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "guard_types": (None, [ctypes.c_int, ctypes.c_int]),
     "snapshot": (ctypes.c_void_p, [ctypes.c_int]),
     "free_snapshot": (None, [ctypes.c_void_p]),
-    "references": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.py_object]),
+    "references": (None, [*[ctypes.c_void_p] * 4, ctypes.py_object]),
     "allow_shortcuts": (None, [ctypes.c_int64]),
     "number": (ctypes.c_void_p, [ctypes.c_int, ctypes.c_int]),
     "shortcut": (ctypes.c_void_p, [ctypes.c_void_p]),
     "free_shortcut": (None, [ctypes.c_void_p]),
-    "enter": (
-        ctypes.c_int,
-        [ctypes.c_void_p, ctypes.py_object, ctypes.py_object, ctypes.py_object],
-    ),
-    "leave": (ctypes.c_int, [ctypes.py_object]),
     "open_region": (ctypes.py_object, [ctypes.c_int64, ctypes.c_int]),
     "open_count": (ctypes.c_int, [ctypes.c_int64]),
     "take_record": (ctypes.py_object, []),
@@ -179,13 +175,14 @@ class Calls:
         self._callbacks = _Compare(compare), _IsCapturing(is_capturing)
         self._functions["begin"](*self._callbacks, uses_between_checks)
         atexit.register(self._functions["end"])
-        self._functions["references"](_address("Py_IncRef"), _address("Py_DecRef"), None)
+        python = map(_address, ("Py_IncRef", "Py_DecRef", "PyLong_FromLong", "PyLong_AsVoidPtr"))
+        self._functions["references"](*python, None)
         self.put_in_force: Callable[[int, int, int], None] = self._functions["put_in_force"]
         self.install: Callable[[int, int, int], None] = self._functions["install"]
         self.allow_shortcuts: Callable[[int], None] = self._functions["allow_shortcuts"]
         self.shortcut: Callable[[int], int] = self._functions["shortcut"]
-        self.enter: Callable[[int, object, object, object], int] = self._functions["enter"]
-        self.leave: Callable[[object], int] = self._functions["leave"]
+        self.enter: Callable[[int, object, object, object], int] = built_in(library.precast_enter)
+        self.leave: Callable[[object], int] = built_in(library.precast_leave)
         self._open_region: Callable[[int, int], Any] = self._functions["open_region"]
         self.take_record: Callable[[], Any] = self._functions["take_record"]
         self.any_open: Callable[[], int] = self._functions["any_open"]

@@ -17,10 +17,12 @@
 namespace precast {
 namespace {
 
-// Python's own functions, by which its objects are kept.
+// Python's own functions, by which its objects are kept, made and read.
 struct References {
   static inline void (*keep)(void*) = nullptr;
   static inline void (*drop)(void*) = nullptr;
+  static inline void* (*integer)(long) = nullptr;
+  static inline void* (*address)(void*) = nullptr;
   static inline void* none = nullptr;
 
   static void* new_one(void* object) {
@@ -147,9 +149,12 @@ PRECAST_API void precast_guard_types(int low, int high) {
   GuardTypes::high = static_cast<c10::DeviceType>(high);
 }
 
-PRECAST_API void precast_references(void (*keep)(void*), void (*drop)(void*), void* none) {
+PRECAST_API void precast_references(
+    void (*keep)(void*), void (*drop)(void*), void* (*integer)(long), void* (*address)(void*), void* none) {
   References::keep = keep;
   References::drop = drop;
+  References::integer = integer;
+  References::address = address;
   References::none = none;
 }
 
@@ -191,14 +196,16 @@ PRECAST_API void precast_free_shortcut(void* shortcut) {
   }
 }
 
-// Enters a region: whether it did. It does not, and changes nothing, where something is otherwise than when the shortcut
-// was made, or somebody is to hear of it.
-PRECAST_API int precast_enter(const void* shortcut, void* owner, void* way, void* record) {
+// Enters a region: 1, or 0 where it did not, and changed nothing, because something is otherwise than when the shortcut
+// was made, or somebody is to hear of it. Python calls it as a function of its own (`built_in.py`), with the shortcut's
+// number, the region, the shortcut and an empty record.
+PRECAST_API void* precast_enter(void* /*module*/, void* const* arguments, std::ptrdiff_t /*count*/) {
   ThreadState& here = ThreadState::here();
-  const auto& known = *static_cast<const Shortcut*>(shortcut);
+  const auto& known = *static_cast<const Shortcut*>(References::address(arguments[0]));
   if (!known.may_be_taken(here)) {
-    return 0;
+    return References::integer(0);
   }
+  void *owner = arguments[1], *way = arguments[2], *record = arguments[3];
   here.open.push_back({&known, owner, way, record, 0});
   for (void* object : {owner, way, record}) {
     References::keep(object);
@@ -206,16 +213,16 @@ PRECAST_API int precast_enter(const void* shortcut, void* owner, void* way, void
   here.numbers->open = static_cast<int64_t>(here.open.size());
   known.after.replace(known.before, here);
   here.open.back().count = at::autocast::increment_nesting();
-  return 1;
+  return References::integer(1);
 }
 
 // Leaves the thread's innermost region, if it was entered by a shortcut of this owner's and is as it was then. 0: it did
 // not; 1: others are open around it; 2: of all regions, PyTorch's too, it was the outermost, and all copies have ended;
-// 3: all that are open were entered otherwise.
-PRECAST_API int precast_leave(void* owner) {
+// 3: all that are open were entered otherwise. Python calls it as it calls `precast_enter`.
+PRECAST_API void* precast_leave(void* /*module*/, void* const* arguments, std::ptrdiff_t /*count*/) {
   ThreadState& here = ThreadState::here();
-  if (here.open.empty() || here.open.back().owner != owner) {
-    return 0;
+  if (here.open.empty() || here.open.back().owner != arguments[0]) {
+    return References::integer(0);
   }
   const OpenRegion left = here.open.back();
   const Snapshot& after = left.shortcut->after;
@@ -223,7 +230,7 @@ PRECAST_API int precast_leave(void* owner) {
   if (Process::is_watched || at::impl::torch_function_mode_enabled() ||
       after.bound != numbers.bound[static_cast<size_t>(after.device)] || after.guard_id != numbers.guard_id ||
       after.guard_id != numbers.written_guard_id) {
-    return 0;
+    return References::integer(0);
   }
   here.open.pop_back();
   here.numbers->open = static_cast<int64_t>(here.open.size());
@@ -236,7 +243,7 @@ PRECAST_API int precast_leave(void* owner) {
   for (void* object : {left.record, left.way, left.owner}) {
     References::drop(object);
   }
-  return count == 0 ? 2 : here.open.empty() ? 3 : 1;
+  return References::integer(count == 0 ? 2 : here.open.empty() ? 3 : 1);
 }
 
 // What Python fills a record with: the region's owner, its shortcut, and the record.
