@@ -13,6 +13,7 @@
     ├── ScalerError (RuntimeError, ValueError, AssertionError)  a gradient scaler used wrongly
     │   └── BrokenModelError              gradients stay infinite or NaN; `verdict` says what was seen
     ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
+    ├── TuningError (TypeError, ValueError)  `tune` was given what it cannot train copies of
     ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
     ├── BuildError (RuntimeError)         the library of the native engine could not be compiled
     ├── OutputError (OSError)             a result that could not be written; what was there before still is
@@ -45,6 +46,7 @@ __all__ = [
     "ScalerError",
     "StaleWeightError",
     "TorchVersionError",
+    "TuningError",
 ]
 
 
@@ -93,6 +95,10 @@ class StaleWeightError(PrecastError, RuntimeError):
 
 class MonitorError(PrecastError, TypeError, ValueError):
     """`monitor` was given something that it cannot watch, or a setting that is impossible."""
+
+
+class TuningError(PrecastError, TypeError, ValueError):
+    """`tune` was given a model, a step or batches that it cannot train copies of; the message says what it needs."""
 
 
 class ScalerError(PrecastError, RuntimeError, ValueError, AssertionError):
