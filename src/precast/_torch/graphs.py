@@ -21,6 +21,7 @@ __all__ = [
     "DTYPE_CHECK",
     "DispatchMode",
     "calls_others",
+    "calls_within",
     "compile_package",
     "fake_mode_of",
     "higher_order_name",
@@ -42,9 +43,28 @@ DTYPE_CHECK: Final = torch.ops.aten._assert_tensor_metadata.default
 
 def calls_others(target: Any) -> bool:
     """Whether an operation is made of others in C++, whatever Python has for it too (2.13)."""
-    return isinstance(target, OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        target.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    return isinstance(target, OpOverload) and _composite_key(target) is not None
+
+
+def _composite_key(overload: OpOverload) -> Any:
+    """The key of the kernel that calls other operations and nothing else; None for an operation without one.
+
+    Most composite operations differentiate what they call, and have a kernel of that kind. A few have a derivative of
+    their own and are still made of operations that autocast sees.
+    """
+    keys = torch._C.DispatchKey
+    key = (
+        keys.CompositeExplicitAutogradNonFunctional
+        if overload.name() == "aten::_trilinear"
+        else keys.CompositeImplicitAutograd
     )
+    has = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)
+    return key if has else None
+
+
+def calls_within(target: Any) -> bool:
+    """Whether a kernel calls operations that autocast sees, and decides by its numbers which ones (2.13)."""
+    return isinstance(target, OpOverload) and target.name() == "aten::linalg_matrix_exp"
 
 
 def fake_mode_of(nodes: Iterable[torch.fx.Node]) -> Any:
@@ -64,7 +84,7 @@ def run_composite(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> An
     Python has versions of some, which take sizes without numbers where those in C++ do not. For recurrent layers its
     results have other bits, so that C++ is asked. A function mode would call the operation itself.
     """
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    key = _composite_key(overload)
     in_python = overload.py_kernels.get(key)
     with torch._C.DisableTorchFunction():
         if in_python is not None and overload.overloadpacket.__name__ not in _RECURRENT:

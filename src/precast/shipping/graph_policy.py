@@ -9,7 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,12 +18,21 @@ import torch
 
 from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
+from precast.autocast_mode.region import autocast
 from precast.engine import reference_kernels, registration
 from precast.engine.operation import Operation
 from precast.engine.thread_state import Kernel
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
 
-__all__ = ["InForce", "Precisions", "Treatment", "in_force_for", "treatment", "written_operation"]
+__all__ = [
+    "InForce",
+    "Precisions",
+    "Treatment",
+    "in_force_for",
+    "in_regions",
+    "treatment",
+    "written_operation",
+]
 
 Run = Callable[[OpOverload, Any, dict[str, Any]], Any]
 """Writes one operation into the graph: ``run(overload, args, kwargs)`` returns its result, without numbers."""
@@ -83,6 +93,23 @@ def in_force_for(precisions: Precisions, args: Any) -> InForce | None:
 
 
 _BY_PRIORITY: Final = tuple(sorted(DEVICE_TYPES, key=lambda device: device == "cpu"))
+
+
+@contextlib.contextmanager
+def in_regions(precisions: Precisions) -> Iterator[None]:
+    """The regions that are in force at one place of a graph; their casts are not kept."""
+    with contextlib.ExitStack() as regions:
+        for device, here in precisions.items():
+            regions.enter_context(
+                autocast(
+                    device,
+                    here.dtype,
+                    enabled=here.enabled,
+                    cache_enabled=False,
+                    policy=here.policy,
+                )
+            )
+        yield
 
 
 def treatment(here: InForce, overload: OpOverload, run: Run) -> Treatment:

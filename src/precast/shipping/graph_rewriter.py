@@ -8,7 +8,8 @@ Invariants:
 
 - what a region says is in force for its part of the graph, also inside branches and loops; no region is left;
 - an operation that the policy does not touch stays the node that it was;
-- an operation without a rule that calls some with one is replaced by what it calls, and only then;
+- an operation without a rule that calls some with one is replaced by what it calls, and only then; what it calls is
+  recorded in the regions in force, where its values have the dtypes that they will have;
 - a value that the graph writes is never taken for what it was before.
 """
 
@@ -27,6 +28,7 @@ from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
 from precast.autocast_mode.region import policy_said
 from precast.engine import reference_kernels
+from precast.engine.operation import is_eligible
 from precast.errors import ExportError
 from precast.shipping import dtype_errors
 from precast.shipping.control_flow import INLINED, Layout, layout_of
@@ -45,6 +47,7 @@ from precast.shipping.graph_policy import (
     Precisions,
     Treatment,
     in_force_for,
+    in_regions,
     treatment,
     written_operation,
 )
@@ -165,6 +168,8 @@ class GraphRewriter:
         if found.retries and _is_mixed(here, (args, kwargs)):
             return self._retried(node, here, found, writer, precisions)
         if found.kernel is None:
+            if _torch.calls_within(overload):
+                _check_writable(here, overload, (args, kwargs))
             return self._what_it_calls(node, overload, precisions)
         with writer:
             return writer.nodes(found.kernel(None, args, kwargs))
@@ -198,7 +203,7 @@ class GraphRewriter:
         if not _torch.calls_others(overload):
             return self._as_it_was(node)
         key = self._called_on(node, overload)
-        opened = None if key in self._untouched else self._opened(node, overload)
+        opened = None if key in self._untouched else self._opened(node, overload, precisions)
         if opened is None:
             self._untouched.add(key)
             return self._as_it_was(node)
@@ -223,9 +228,13 @@ class GraphRewriter:
         return overload, tuple(kinds)
 
     def _opened(
-        self, node: fx.Node, overload: OpOverload
+        self, node: fx.Node, overload: OpOverload, precisions: Precisions
     ) -> tuple[fx.GraphModule, list[Any]] | None:
-        """The graph of what a composite operation calls, and the nodes that are its inputs."""
+        """The graph of what a composite operation calls, and the nodes that are its inputs.
+
+        It is recorded in the regions that are in force: some operations look at the dtypes that casts have given to
+        their values, and choose by them what to call next.
+        """
         from torch.fx.experimental.proxy_tensor import make_fx
 
         leaves, spec = _torch.tree_flatten(self.new((node.args, node.kwargs)))
@@ -237,7 +246,7 @@ class GraphRewriter:
             args, kwargs = _torch.tree_unflatten(filled, spec)
             return _torch.run_composite(overload, args, kwargs)
 
-        with _torch.without_numbers(self._fake_mode):
+        with in_regions(precisions), _torch.without_numbers(self._fake_mode):
             record = make_fx(calls, _WITHOUT_SYMBOLS, pre_dispatch=True)
             traced = record(*[leaf.meta["val"] for leaf in given])
         traced.graph.eliminate_dead_code()
@@ -455,6 +464,22 @@ def _inside(
     lower = dtype or (around.dtype if around else torch.get_autocast_dtype(device))
     policy = policy_said(said) or (around.policy if around else Policy.load("torch"))
     return {**precisions, device: InForce(device, lower, enabled, policy)}
+
+
+def _check_writable(here: InForce, overload: OpOverload, values: Any) -> None:
+    """Refuses an operation without a rule whose kernel calls operations with rules, as the numbers decide.
+
+    Raises:
+        ExportError: it would call these on other dtypes than `values` have.
+    """
+    dtypes = {t.dtype for t in tensors_in(values) if is_eligible(t, here.device_type)}
+    if dtypes - {here.dtype}:
+        name = overload.name().removeprefix("aten::")
+        raise ExportError(
+            f"{name} calls operations that the policy {here.policy.name!r} has rules for, and which of them it calls "
+            "depends on its numbers: no graph can say that. Give it a rule of its own, as in "
+            f'policy.replace(ops={{"{name}": "fp32"}}), or call it outside of regions'
+        )
 
 
 def _is_mixed(here: InForce, values: Any) -> bool:

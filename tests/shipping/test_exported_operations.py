@@ -1,0 +1,78 @@
+"""Single operations that once were exported otherwise than they run in a region, and those that no graph can say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import precast
+from precast import Policy
+from precast.errors import ExportError
+from precast.shipping.exported import differences
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+LIKE_CUDA = Policy.load("default").retarget("cpu", like="cuda")
+LOW = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+class _Calls(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def exported_and_eager(
+    function: Callable[..., Any], args: tuple[Tensor, ...], policy: Policy | str
+) -> list[str]:
+    """How the exported program differs from the function in a region."""
+    model = _Calls(function)
+    program = precast.export(model, args, policy=policy, dtype=LOW, check=False)
+    with torch.no_grad(), precast.autocast("cpu", LOW, policy=policy):
+        expected = model(*args)
+    with torch.no_grad():
+        return list(differences(expected, program.module()(*args)))
+
+
+def numbers(*dtypes: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(4, 4).to(dtype) for dtype in dtypes)
+
+
+@pytest.mark.parametrize("policy", ["torch", "default"])
+def test_a_composite_operation_on_dtypes_that_are_equal_only_after_casts(policy: str) -> None:
+    args = numbers(torch.float32, torch.bfloat16, torch.float16)
+    assert not exported_and_eager(
+        lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), args, policy
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", ["torch", "default", LIKE_CUDA], ids=["torch", "default", "cuda"]
+)
+def test_an_operation_that_is_made_of_others_and_has_a_derivative_of_its_own(policy: Any) -> None:
+    weight, bias = torch.randn(3, 4, 4), torch.randn(3)
+    assert not exported_and_eager(
+        lambda a, b: torch.nn.functional.bilinear(a, b, weight, bias),
+        numbers(torch.float32, torch.float32),
+        policy,
+    )
+
+
+def test_an_operation_whose_numbers_decide_which_rules_act_is_refused_by_name() -> None:
+    args = numbers(torch.float32)
+    with pytest.raises(ExportError, match=r'linalg_matrix_exp calls operations .*"fp32"'):
+        exported_and_eager(torch.matrix_exp, args, LIKE_CUDA)
+    ruled = LIKE_CUDA.replace(ops={"linalg_matrix_exp": "fp32"})
+    assert not exported_and_eager(torch.matrix_exp, args, ruled)
+    assert not exported_and_eager(torch.matrix_exp, numbers(torch.float64), LIKE_CUDA)
