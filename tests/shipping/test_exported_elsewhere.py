@@ -46,6 +46,31 @@ def test_a_package_runs_where_precast_is_not(tmp_path: Path) -> None:
     torch.testing.assert_close(found, program.module()(x))
 
 
+class Roundings(nn.Module):
+    """Operations that AOTInductor joins by itself, between each of which the program rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.layer(x)
+        for factor in (1.1, 0.7, 1.3):
+            low = (low * factor + low) * 0.999
+        low = (low @ low.mT).softmax(-1) @ low
+        return torch.nn.functional.silu(low) * low
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
+def test_a_package_rounds_where_the_program_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Roundings().eval(), torch.randn(1, 2, 64, 32)
+    program = precast.export(model, (x,), dtype=torch.bfloat16)
+    write_package(program, tmp_path / "model.pt2")
+    found = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))(x)
+    assert torch.equal(found, program.module()(x))
+
+
 def test_onnx_without_its_packages_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,10 +112,16 @@ def without_numbers(fake_mode: Any) -> Any:
 
 
 def compile_package(program: Any, path: str) -> None:
-    """Compiles an exported program with AOTInductor into a package; nothing public does (2.13)."""
+    """Compiles an exported program with AOTInductor into a package; nothing public does (2.13).
+
+    The compiler joins operations into loops that compute in float32, and leaves out the roundings between them unless
+    it is told to keep them. Its passes on whole graphs replace attention that is written as matmul and softmax by a
+    fused kernel, which does not round in between either.
+    """
     from torch._inductor import aoti_compile_and_package
 
-    aoti_compile_and_package(program, package_path=path)
+    keep_roundings = {"emulate_precision_casts": True, "use_joint_graph_passes": False}
+    aoti_compile_and_package(program, package_path=path, inductor_configs=keep_roundings)
 
 
 def updated_program(program: Any, **changes: Any) -> Any:

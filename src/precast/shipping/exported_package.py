@@ -1,6 +1,10 @@
 """Packages of AOTInductor: an exported program compiled for the machine, which PyTorch loads in Python and in C++.
 
-Invariants: a package is written completely or not at all.
+Invariants:
+
+- every result that the program rounds to 16 bits is rounded in the package, too, also where the compiler joins
+  operations into one loop;
+- a package is written completely or not at all.
 """
 
 from __future__ import annotations
