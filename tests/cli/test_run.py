@@ -559,6 +559,21 @@ def test_a_policy_that_is_not_there_is_said_before_anything_runs(tmp_path: Path)
     assert not (tmp_path / "precast-report.html").exists()
 
 
+def test_a_policy_may_be_that_of_a_release_of_pytorch(tmp_path: Path) -> None:
+    write(tmp_path, "print('it ran')")
+    command = [*RUN, "--policy", "torch@1.0", "program.py"]
+    done = ended(start(command, tmp_path), tmp_path)
+    assert (done.code, done.stdout) == (2, "")
+    assert "Allowed: torch@2.11, torch@2.12" in done.stderr
+    assert "Nothing was run" in done.stderr
+    program = "import torch\nwith torch.autocast('cpu'): print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)"
+    write(tmp_path, program)
+    command = [*RUN, "--policy", "torch@2.11", "--json", "out.json", "program.py"]
+    done = ended(start(command, tmp_path), tmp_path)
+    assert (done.code, done.stdout) == (0, "torch.bfloat16\n")
+    assert done.document["run"]["policy"]["name"] == "torch@2.11"
+
+
 def test_a_policy_that_cannot_be_read_ends_the_program_where_it_loads_torch(
     tmp_path: Path,
 ) -> None:
@@ -600,7 +615,7 @@ def test_a_file_that_precast_did_not_write_is_left_as_it_is(
     assert (done.code, done.stdout) == (2, "")
     said = " ".join(done.stderr.split())
     assert "there is a file that precast did not write, and it writes over none" in said
-    ended(start([*RUN, "--json", "run.json", "program.py"], tmp_path), tmp_path)
+    ended(start([*RUN, "--json", "out.json", "program.py"], tmp_path), tmp_path)
     merging = [RUN[0], "report", "run.json", *(["-o", name] if option == "--report" else [])]
     merging += ["--json", name] if option == "--json" else []
     assert ended(start(merging, tmp_path), tmp_path).code == 1

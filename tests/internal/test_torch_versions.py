@@ -22,7 +22,7 @@ from precast._internal import torch_versions
 from precast._torch import VERSION
 from precast.engine import registration
 from precast.errors import PrecastWarning, TorchVersionError
-from precast.policy import toml_file
+from precast.policy import preset_files, toml_file
 from precast.policy.policy import DEVICE_TYPES
 from precast.policy.rows import Rule
 
@@ -146,7 +146,7 @@ def test_the_command_line_says_it_too(command: str) -> None:
 
 @pytest.mark.parametrize("name", Policy.presets())
 def test_a_row_for_some_versions_is_for_some_of_the_supported_ones(name: str) -> None:
-    text = (toml_file._PRESETS / f"{name}.toml").read_text(encoding="utf-8")
+    text = (preset_files.FOLDER / f"{name}.toml").read_text(encoding="utf-8")
     given = re.findall(r'(since|until) = "([\d.]+)"', text)
     assert len(given) == len(re.findall("since|until", re.sub(r"#.*", "", text)))
     for key, version in given:

@@ -33,6 +33,7 @@ CHINESE = {
     Rule.PROMOTE: "参数转换为其中最宽的 dtype",
     Rule.BANNED: "在区域内拒绝执行",
     Rule.KEEP: "与区域外相同",
+    Rule.FALLTHROUGH: "算子照常运行，它调用的算子遵循各自的规则",
 }
 """What each rule means."""
 _WRITING = {"en": "and {} forms with `out=`, or in place", "zh": "以及 {} 个带 `out=` 或原地的形式"}

@@ -27,7 +27,12 @@ _FORMATS = ("program", "aoti", "onnx")
 @click.option(
     "--example", metavar="MODULE:NAME", help="An input of the model, or a function that gives one."
 )
-@click.option("--policy", default="default", show_default=True, help="A preset or a policy file.")
+@click.option(
+    "--policy",
+    default="default",
+    show_default=True,
+    help="A preset, as torch or torch@2.11, or a policy file.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16"]),

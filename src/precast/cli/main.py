@@ -155,7 +155,12 @@ def doctor(as_json: bool) -> None:
     metavar="MODULE:NAME",
     help="An input of the model, or a function that gives one: the model is run on it once.",
 )
-@click.option("--policy", default="default", show_default=True, help="A preset or a policy file.")
+@click.option(
+    "--policy",
+    default="default",
+    show_default=True,
+    help="A preset, as torch or torch@2.11, or a policy file.",
+)
 @click.option("--device", help="Device type, for an operation.  [default: cpu and cuda]")
 @click.option("--module", help="Name of the module in which the operation runs.")
 @click.option(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from precast.errors import MissingExtraError
+from precast.errors import MissingExtraError, PolicyError
 
 __all__ = ["report_", "run"]
 
@@ -36,7 +36,12 @@ def _steps(text: str) -> tuple[int, int]:
 @click.option(
     "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
 )
-@click.option("--policy", default="torch", show_default=True, help="A preset or a policy file.")
+@click.option(
+    "--policy",
+    default="torch",
+    show_default=True,
+    help="A preset, as torch or torch@2.11, or a policy file.",
+)
 @click.option(
     "--report",
     "page",
@@ -107,12 +112,16 @@ def run(
 
 def _refuse_no_policy(policy: str) -> None:
     """Before anything runs; what is wrong in a file is known when PyTorch is there."""
-    folder = Path(__file__).parents[1] / "policy/presets"
-    presets = sorted(path.stem for path in folder.glob("*.toml"))
-    if policy not in presets and not Path(policy).exists():
+    from precast.policy import preset_files
+
+    try:
+        found = preset_files.find(policy) is not None or Path(policy).exists()
+    except PolicyError as error:
+        raise click.UsageError(f"{error}. Nothing was run") from error
+    if not found:
         raise click.UsageError(
-            f"no policy {policy!r}: neither a preset nor a file. Allowed: {', '.join(presets)}, or the path of a TOML "
-            "file. Nothing was run"
+            f"no policy {policy!r}: neither a preset nor a file. Allowed: {', '.join(preset_files.names())}, or the "
+            "path of a TOML file. Nothing was run"
         )
 
 

@@ -49,6 +49,12 @@ def _keep(op: Operation) -> Kernel:
     return lambda _keyset, args, kwargs: op.call(args, kwargs)
 
 
+def _fallthrough(op: Operation) -> Kernel:
+    """FALLTHROUGH: as if nothing were at the autocast key, which stays on for what the operation calls."""
+    below = _torch.fallthrough(op.overload, op.device_type)
+    return lambda keyset, args, kwargs: below(keyset, *args, **kwargs)
+
+
 def _lower(op: Operation) -> Kernel:
     """LOWER: eligible tensors in the region's lower precision, weights from the cache."""
 
@@ -147,6 +153,7 @@ def _banned(op: Operation) -> Kernel:
 
 _KERNELS: Final[dict[Rule, Callable[[Operation], Kernel]]] = {
     Rule.KEEP: _keep,
+    Rule.FALLTHROUGH: _fallthrough,
     Rule.LOWER: _lower,
     Rule.FP32: _fp32,
     Rule.FP32_SET_DTYPE: _fp32_set_dtype,

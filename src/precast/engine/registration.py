@@ -360,6 +360,8 @@ def _is_pytorchs(policy: Policy, native: NativeKernel, entry: Entry | None) -> b
     if not native.compiled:
         if entry is None or entry.builds:  # a build that has the operation has its kernel too
             return True
+        if entry.rule is Rule.FALLTHROUGH:
+            return True
         return entry.rule is Rule.PROMOTE and policy.mixed == "promote"
     return entry is not None and (entry.rule is native.rule or native.rule is Rule.BANNED)
 
@@ -369,6 +371,8 @@ def _kernel_for(policy: Policy, native: NativeKernel, entry: Entry | None) -> Ke
     if entry is None and not native.compiled:
         return None
     op, rule = native.op, Rule.KEEP if entry is None else entry.rule
+    if rule is Rule.FALLTHROUGH and not native.compiled:
+        return None
     retries = promotes(policy, native, rule)
     if retries and rule is Rule.PROMOTE and not native.compiled:
         # Promotion is asked for where the operation raises, and only there.
@@ -393,7 +397,8 @@ def _can_delegate(policy: Policy, native: NativeKernel, entry: Entry | None) -> 
 
 def promotes(policy: Policy, native: NativeKernel, rule: Rule) -> bool:
     """Whether an operation that raises on mixed floating dtypes runs once more in the widest of them."""
-    return policy.mixed == "promote" and rule is not Rule.BANNED and native.op.takes_several
+    unpromoted = Rule.BANNED, Rule.FALLTHROUGH
+    return policy.mixed == "promote" and rule not in unpromoted and native.op.takes_several
 
 
 _numbers: Final[dict[tuple[str, str], int]] = {}

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from precast import _torch
 from precast._internal.display import Card, Displayed, size
 from precast.errors import PolicyError
-from precast.policy import toml_file
+from precast.policy import preset_files, toml_file
 from precast.policy.module_rules import (
     AROUND,
     Inside,
@@ -138,17 +138,20 @@ class Policy(Displayed):
     @staticmethod
     def presets() -> tuple[str, ...]:
         """The names of the policies that ship with precast."""
-        return toml_file.preset_names()
+        return preset_files.names()
 
     @classmethod
     def load(cls, name_or_path: str | os.PathLike[str]) -> Policy:
         """The preset of that name, or the policy in a TOML file.
 
+        A preset's name may end in a release of PyTorch: `torch@2.11` has the rules of PyTorch 2.11, whichever PyTorch
+        is installed.
+
         Raises:
             PolicyError: neither exists, or the file is not valid; the message names the file, the line or key, the
                 value, and what is allowed.
         """
-        if isinstance(name_or_path, str) and name_or_path in cls.presets():
+        if isinstance(name_or_path, str) and preset_files.find(name_or_path):
             return _preset(name_or_path)
         return cls(**vars(toml_file.read(name_or_path)))
 

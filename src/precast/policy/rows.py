@@ -37,6 +37,7 @@ __all__ = [
     "overlay",
     "parse_entry",
     "parse_rows",
+    "row_in_release",
     "short",
     "split",
 ]
@@ -88,6 +89,7 @@ class Rule(enum.StrEnum):
     PROMOTE = "promote"
     BANNED = "banned"
     KEEP = "keep"
+    FALLTHROUGH = "fallthrough"
 
     @property
     def meaning(self) -> str:
@@ -103,6 +105,7 @@ _MEANINGS = {
     Rule.PROMOTE: "arguments are cast to the widest dtype among them",
     Rule.BANNED: "refused inside a region",
     Rule.KEEP: "runs as it does outside a region",
+    Rule.FALLTHROUGH: "runs as it is, and the operations that it calls follow their own rules",
 }
 
 
@@ -254,6 +257,29 @@ def overlay(base: Mapping[str, Entry], rows: Mapping[str, Entry]) -> dict[str, E
     return kept | dict(rows)
 
 
+def row_in_release(key: str, entry: Entry, release: Version) -> Entry | None:
+    """What the row of a preset means on the installed PyTorch, where the preset is pinned to a release.
+
+    A row that holds on the release holds on any PyTorch that has the operation. For an operation that PyTorch came to
+    list later, the release has no rule; the installed PyTorch has a kernel, past which the rule `fallthrough` leads.
+
+    Returns:
+        The row to follow; None for none.
+    """
+    if not (entry.since or entry.until):
+        return entry
+    if not _is_installed(key):
+        return None
+    if entry.is_for(release):
+        return Entry(entry.rule, entry.reason, entry.origin, entry.builds)
+    if not entry.is_for(_torch.VERSION):
+        return None
+    reason = (
+        f"PyTorch {torch_versions.spell(release)} has no rule for it: {Rule.FALLTHROUGH.meaning}"
+    )
+    return Entry(Rule.FALLTHROUGH, reason, entry.origin, entry.builds)
+
+
 def _parse_rule(value: object, where: str) -> Rule:
     return Rule(check_choice(value, Rule, f"{where}: ", " is not a rule"))
 
@@ -324,3 +350,9 @@ def _is_covered(key: str, bare: set[str]) -> bool:
 
 def _writes_out(schema: object) -> bool:
     return any(argument.is_out for argument in schema.arguments)  # type: ignore[attr-defined]
+
+
+def _is_installed(key: str) -> bool:
+    operation, overload = split(key)
+    known = _torch.operator_overloads(operation)
+    return bool(known) if overload is None else overload in {name or "default" for name in known}

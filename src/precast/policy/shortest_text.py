@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from precast.policy import toml_file
+from precast.policy import preset_files, toml_file
 from precast.policy.module_rules import ModuleRule
 from precast.policy.policy import Policy
 from precast.policy.rows import DEVICE_TYPES, Entry, Rule, split
@@ -41,7 +41,8 @@ def whole_file(policy: Policy, *, ops: Mapping[str, object] | None = None) -> st
 @functools.lru_cache(maxsize=64)
 def _nearest(policy: Policy) -> Policy | None:
     """The preset from which the policy differs in the fewest rows; None where writing all rows is shorter."""
-    presets = [Policy.load(name) for name in Policy.presets()]
+    pinned = [policy.name] if "@" in policy.name and preset_files.is_preset(policy.name) else []
+    presets = [Policy.load(name) for name in (*Policy.presets(), *pinned)]
     same = [base for base in presets if _is_said_by(policy, base)]
     return min([*same, None], key=lambda base: _size(_different(policy, base)), default=None)
 

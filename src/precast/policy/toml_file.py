@@ -4,7 +4,7 @@ Invariants:
     - `[ops]` speaks for every device type, `[ops.cuda]` for one and is laid over `[ops]`.
     - A file is laid over its `base`; a chain of bases may be of any length, and must end.
     - `[modules]` speaks for modules by name; a pattern replaces the same one of the base.
-    - A row for other versions of PyTorch is ignored.
+    - A row for other versions of PyTorch is ignored; in a preset that is pinned to a release, that release counts.
     - Every problem is one `PolicyError` with the file, the line or key, the value, and what is allowed.
 """
 
@@ -15,15 +15,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import tomli_w
 
 from precast import _torch
-from precast._internal import atomic_write
+from precast._internal import atomic_write, torch_versions
 from precast._internal.torch_versions import Version
 from precast.errors import OutputError, PolicyError
+from precast.policy import preset_files
 from precast.policy.module_rules import ModuleRule, parse_module_rules
+from precast.policy.preset_files import Preset
 from precast.policy.rows import (
     DEVICE_TYPES,
     ROW_KEYS,
@@ -31,7 +33,9 @@ from precast.policy.rows import (
     Rule,
     canonical,
     overlay,
+    parse_entry,
     parse_rows,
+    row_in_release,
     short,
     split,
 )
@@ -50,7 +54,6 @@ __all__ = [
     "Mixed",
     "Modules",
     "Tables",
-    "preset_names",
     "read",
     "render",
     "write",
@@ -61,7 +64,6 @@ Tables = Mapping[str, Mapping[str, Entry]]
 Modules = Mapping[str, ModuleRule]
 
 MIXED = ("raise", "promote")
-_PRESETS = Path(__file__).parent / "presets"
 _KEYS = ("name", "summary", "base", "mixed", "ops", "modules")
 
 
@@ -76,17 +78,13 @@ class Contents:
     modules: Modules = field(default_factory=dict)
 
 
-def preset_names() -> tuple[str, ...]:
-    """The policies that ship with precast."""
-    return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
-
-
 def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION) -> Contents:
     """The contents of a preset or a file.
 
     Args:
         name_or_path: which.
         version: the version of PyTorch for which it is read; another one than the installed only to show what it gets.
+            A preset that is pinned to a release, as in `torch@2.11`, is read for that one.
 
     Raises:
         PolicyError: there is no such preset or file, or it is not valid.
@@ -95,7 +93,7 @@ def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION
     contents = Contents()
     for depth in reversed(range(len(chain))):
         try:
-            contents = _laid_over(contents, *chain[depth], version)
+            contents = _laid_over(contents, chain[depth], version)
         except PolicyError as error:
             raise PolicyError(f"{_bases(chain[:depth])}{error}") from error
     return contents
@@ -142,24 +140,29 @@ def _path_text(given: object, takes: str) -> str:
     return path
 
 
-def _locate(name_or_path: str | os.PathLike[str], folder: Path) -> Path:
-    if isinstance(name_or_path, str) and name_or_path in preset_names():
-        return _PRESETS / f"{name_or_path}.toml"
+def _locate(name_or_path: str | os.PathLike[str], folder: Path) -> Preset:
+    preset = preset_files.find(name_or_path)
+    if preset is not None:
+        return preset
     takes = "a policy is the name of a preset or the path of a TOML file"
     given = _path_text(name_or_path, takes)
     path = folder / given
     # `Path.is_file` would raise an error for a name that is too long.
     if not os.path.isfile(path):
-        hint = nearest(given, preset_names())
+        hint = nearest(given, preset_files.names())
         raise PolicyError(
             f"no policy {shown(given)}: neither a preset nor a file{hint} "
-            f"Allowed: {', '.join(preset_names())}, or the path of a TOML file"
+            f"Allowed: {', '.join(preset_files.names())}, or the path of a TOML file"
         )
-    return path
+    return Preset(path)
 
 
-_Link = tuple[Path, dict[str, object]]
-"""A file and its contents."""
+class _Link(NamedTuple):
+    """A file, its contents, and the release of PyTorch that it is pinned to: a preset alone can be."""
+
+    path: Path
+    document: dict[str, object]
+    release: Version | None
 
 
 def _chain(name_or_path: str | os.PathLike[str]) -> list[_Link]:
@@ -167,12 +170,14 @@ def _chain(name_or_path: str | os.PathLike[str]) -> list[_Link]:
     chain: list[_Link] = []
     seen: set[Path] = set()
     asked, folder = name_or_path, Path()
+    release: Version | None = None
     while True:
         try:
-            path = _locate(asked, folder)
+            path, named = _locate(asked, folder)
+            release = named or release  # the base of a pinned preset is pinned with it
             _refuse_circle(path, chain, seen)
             document = _parse(path)
-            chain.append((path, document))
+            chain.append(_Link(path, document, release))
             if "base" not in document:
                 return chain
             asked, folder = _base(document["base"], path), path.parent
@@ -192,14 +197,14 @@ def _refuse_circle(path: Path, chain: list[_Link], seen: set[Path]) -> None:
     except (OSError, RuntimeError) as error:
         raise PolicyError(f"{path}: cannot be read: {error}") from error
     if real in seen:
-        links = " -> ".join(_some([p.name for p, _ in chain] + [path.name]))
+        links = " -> ".join(_some([link.path.name for link in chain] + [path.name]))
         raise PolicyError(f"{path}: base: the files lead back to themselves: {links}")
     seen.add(real)
 
 
 def _bases(chain: list[_Link]) -> str:
     """How the files of a chain led to the one behind it, as the beginning of a message."""
-    links = [f"{path}: base = {shown(document['base'])}" for path, document in chain]
+    links = [f"{path}: base = {shown(document['base'])}" for path, document, _ in chain]
     return "".join(f"{link}: " for link in _some(links))
 
 
@@ -209,16 +214,16 @@ def _some(links: list[str]) -> list[str]:
     return [*links[:3], f"({len(links) - 5} files more)", *links[-2:]]
 
 
-def _laid_over(
-    base: Contents, path: Path, document: dict[str, object], version: Version
-) -> Contents:
+def _laid_over(base: Contents, link: _Link, version: Version) -> Contents:
+    path, document, release = link
+    at = f"@{torch_versions.spell(release)}" if release else ""
     mixed = document.get("mixed", base.mixed)
     modules = check_mapping(document.get("modules", {}), f"{path}: modules", "the table [modules]")
     return Contents(
-        name=check_text(document.get("name", path.stem), f"{path}: name"),
+        name=check_text(document.get("name", path.stem), f"{path}: name") + at,
         summary=check_text(document.get("summary", ""), f"{path}: summary"),
         mixed=cast("Mixed", check_choice(mixed, MIXED, f"{path}: mixed is ")),
-        tables=_tables(document.get("ops", {}), base.tables, path, version),
+        tables=_tables(document.get("ops", {}), base.tables, link, version),
         modules={**base.modules, **parse_module_rules(modules, f"{path}: [modules]", version)},
     )
 
@@ -242,13 +247,13 @@ def _parse(path: Path) -> dict[str, object]:
     return document
 
 
-def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
-    ops = check_mapping(ops, f"{path}: ops", "the table [ops] or [ops.cuda]")
+def _tables(ops: object, base: Tables, link: _Link, version: Version) -> Tables:
+    ops = check_mapping(ops, f"{link.path}: ops", "the table [ops] or [ops.cuda]")
     general = {key: value for key, value in ops.items() if key not in DEVICE_TYPES}
-    shared = _rows(general, path, "[ops]", version)
+    shared = _rows(general, link, "[ops]", version)
     tables = {}
     for device in DEVICE_TYPES:
-        own = _rows(ops.get(device, {}), path, f"[ops.{device}]", version)
+        own = _rows(ops.get(device, {}), link, f"[ops.{device}]", version)
         table = base.get(device, {})
         for rows in filter(None, (shared, own)):  # most files have none for most device types
             table = overlay(table, rows)
@@ -257,9 +262,10 @@ def _tables(ops: object, base: Tables, path: Path, version: Version) -> Tables:
     return tables
 
 
-def _rows(table: object, path: Path, section: str, version: Version) -> dict[str, Entry]:
+def _rows(table: object, link: _Link, section: str, version: Version) -> dict[str, Entry]:
+    path = link.path
     table = check_mapping(table, f"{path}: {section}", "a table of rules")
-    is_preset = path.parent == _PRESETS
+    is_preset = path.parent == preset_files.FOLDER
     section = f"{path.name if is_preset else path}: {section}"
     known: set[str] = set()
     for name, value in table.items():
@@ -269,7 +275,20 @@ def _rows(table: object, path: Path, section: str, version: Version) -> dict[str
         if key in known:
             raise PolicyError(f"{where}: the same operation is already in this table as {key}")
         known.add(key)
+    if link.release is not None:
+        return _rows_in_release(table, section, link.release)
     return parse_rows(table, section, version, check=not is_preset)
+
+
+def _rows_in_release(
+    table: Mapping[str, object], section: str, release: Version
+) -> dict[str, Entry]:
+    """The rows of a preset that is pinned to a release of PyTorch, as they are to be followed on the installed one."""
+    written = {
+        canonical(name): parse_entry(value, f"{section} {name}") for name, value in table.items()
+    }
+    found = {key: row_in_release(key, entry, release) for key, entry in written.items()}
+    return {key: entry for key, entry in found.items() if entry is not None}
 
 
 def _refuse_device_typo(name: str, value: object, where: str) -> None:

@@ -126,6 +126,8 @@ def treatment(here: InForce, overload: OpOverload, run: Run) -> Treatment:
     if native is None or (entry is None and not native.compiled):
         return Treatment(None, retries=False)
     rule = Rule.KEEP if entry is None else entry.rule
+    if rule is Rule.FALLTHROUGH:
+        return Treatment(None, retries=False)
     retries = registration.promotes(here.policy, native, rule)
     if retries and rule is Rule.PROMOTE and not native.compiled:
         return Treatment(None, retries=True)

@@ -33,6 +33,7 @@ _WORDS = {
     "lower": _LOWER,
     "keep": "its inputs' dtype",
     "promote": "the widest of its dtypes",
+    "fallthrough": "what it calls decides",
 }
 _KNOWN = (
     "Behind modules of torch.nn: what their operation runs in, in a region. Of others only a run can tell: give an "

@@ -20,6 +20,7 @@ from rich.text import Text
 from precast import _torch
 from precast.autocast_mode.region import autocast
 from precast.errors import PolicyError
+from precast.policy import preset_files
 from precast.policy.policy import DEVICE_TYPES, Policy, Resolution, Rule
 from precast.policy.rows import canonical, covered_overloads, exact_key, short, split
 
@@ -151,7 +152,7 @@ def _example(operation: str, policy: Policy, devices: tuple[str, ...]) -> tuple[
     with_rule = _rules(operation, policy)
     like = next((device for device in devices if device in with_rule), devices[0])
     name, found = next(iter(_resolutions(operation, policy, like, None).items()))
-    if policy.name in Policy.presets() and found.rule is not Rule.BANNED:
+    if preset_files.is_preset(policy.name) and found.rule is not Rule.BANNED:
         chosen = policy if like == "cpu" else policy.retarget("cpu", like=like)
         for x, call in _calls(name, found.rule):
             dtype = _ran(x, call, chosen)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from precast.diagnostics.tracing.lineage import Link, chain
 from precast.diagnostics.tracing.reasons import Decided
 from precast.errors import PolicyError
+from precast.policy import preset_files
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 
@@ -64,6 +65,6 @@ def _remedy(op: str, device: str, policy: Policy) -> str:
         return "  To mend it, cast one of them before the call."
     file = "\n".join(f"    {line}".rstrip() for line in lines)
     said = f"  To mend it, save this as a policy file, and name it as the policy:\n{file}"
-    if policy.name in Policy.presets():
+    if preset_files.is_preset(policy.name):
         said += f"\n  or: policy=precast.Policy.load({policy.name!r}).replace(ops={{{op!r}: 'promote'}})"
     return said

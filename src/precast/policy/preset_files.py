@@ -1,0 +1,67 @@
+"""Finds the files of the policies that ship with precast, by names such as `torch` and `torch@2.11`.
+
+Invariants:
+    - A name with a release is that preset as it is on that release of PyTorch, whichever one is installed.
+    - A release that precast does not know is an error that lists those it knows.
+    - PyTorch is not imported here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from precast._internal import torch_versions
+from precast._internal.torch_versions import Version
+from precast.errors import PolicyError
+from precast.policy.values import nearest, shown
+
+__all__ = ["FOLDER", "Preset", "find", "is_preset", "names"]
+
+FOLDER: Final = Path(__file__).parent / "presets"
+
+
+class Preset(NamedTuple):
+    """A file that ships with precast, and the release of PyTorch that a name pins it to."""
+
+    path: Path
+    release: Version | None = None
+    """None follows the installed PyTorch."""
+
+
+def names() -> tuple[str, ...]:
+    """The policies that ship with precast, without releases."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def find(name: object) -> Preset | None:
+    """The preset of that name, which may end in a release as in `torch@2.11`; None where it is no preset's.
+
+    Raises:
+        PolicyError: a preset's name with a release that precast does not know.
+    """
+    if not isinstance(name, str):
+        return None
+    plain, at, release = name.partition("@")
+    if plain not in names():
+        return None
+    return Preset(FOLDER / f"{plain}.toml", _release(plain, release) if at else None)
+
+
+def is_preset(name: str) -> bool:
+    """Whether `Policy.load` finds a preset by this name."""
+    try:
+        return find(name) is not None
+    except PolicyError:
+        return False
+
+
+def _release(preset: str, text: str) -> Version:
+    known = {torch_versions.spell(version): version for version in torch_versions.supported()}
+    if text not in known:
+        allowed = ", ".join(f"{preset}@{release}" for release in known)
+        raise PolicyError(
+            f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{nearest(text, known)} "
+            f"Allowed: {allowed}, or {preset} for those of the installed PyTorch"
+        )
+    return known[text]
