@@ -52,7 +52,7 @@ def consistent_rules(name: str, device: str) -> set[Rule]:
         name: the dispatcher's name of an operation with a kernel at the device's Autocast key.
         device: a device type.
     """
-    rules = set(Rule) - {Rule.KEEP}
+    rules = set(Rule) - {Rule.KEEP, Rule.FALLTHROUGH}
     for sample in op_samples.samples(name):
         for pattern in _PATTERNS:
             rules = _still_consistent(rules, name, device, _in_dtypes(sample, pattern))
