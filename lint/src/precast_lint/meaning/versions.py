@@ -10,7 +10,7 @@ import re
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 
-__all__ = ["PARSERS", "value_given", "version_kind"]
+__all__ = ["PARSERS", "minor_kind", "text_cut", "value_given", "version_kind"]
 
 PARSERS = re.compile(r"(packaging\.version\.(parse|Version)|.*\.(parse_version|LooseVersion))")
 
@@ -86,29 +86,77 @@ def _are_parts_of_version(source: Source, node: Node) -> bool:
 
 def _is_first_part(source: Source, node: Node) -> bool:
     """The major version: the first of its numbers by that name, or `int(torch.__version__.split(".")[0])`."""
+    return _number_at(source, node, 0)
+
+
+def minor_kind(source: Source, node: Node) -> str | None:
+    """How an expression that is the minor version alone compares: as a "number", or as a "text"."""
+    if _number_at(source, node, 1):
+        return "number"
+    if isinstance(node, cst.Attribute) and node.attr.value == "minor":
+        return "number" if version_kind(source, node.value) == "parsed" else None
+    node = value_given(source, node)
+    return "text" if _is_part(source, node, 1) else None
+
+
+def _number_at(source: Source, node: Node, place: int) -> bool:
+    """Whether an expression is one of the version's numbers: by a name, or read from its text."""
     part = _unpacked(source, node) if isinstance(node, cst.Name) else None
     if part is not None:
-        return part[1] == 0 and _is_tuple_of_version(source, part[0])
+        return part[1] == place and _is_tuple_of_version(source, part[0])
+    node = value_given(source, node)
+    if isinstance(node, cst.Subscript) and _index(node) == place:
+        return _is_tuple_of_version(source, value_given(source, node.value))
     if not isinstance(node, cst.Call) or source.names.builtin(node.func) != "int" or not node.args:
         return False
-    item = node.args[0].value
-    split = item.value if isinstance(item, cst.Subscript) and _is_first(item) else None
-    func = split.func if isinstance(split, cst.Call) else None
+    return _is_part(source, node.args[0].value, place)
+
+
+def _is_part(source: Source, item: Node, place: int) -> bool:
+    """`torch.__version__.split(".")[1]`, in one line or two."""
+    if not isinstance(item, cst.Subscript) or _index(item) != place:
+        return False
+    split = value_given(source, item.value)
+    if not isinstance(split, cst.Call):
+        return False
+    func = split.func
     return (
         isinstance(func, cst.Attribute)
         and func.attr.value == "split"
-        and source.origin(func.value) == "torch.__version__"
+        and [strings(arg.value) for arg in split.args[:1]] == ["."]
+        and _is_version(source, func.value)
     )
+
+
+def _is_version(source: Source, node: Node) -> bool:
+    """`torch.__version__`, or its text without what stands after `+`."""
+    return source.origin(node) == "torch.__version__" or _is_text_of_version(source, node)
 
 
 def _is_first(item: cst.Subscript) -> bool:
     """`x[0]`."""
+    return _index(item) == 0
+
+
+def _index(item: cst.Subscript) -> int | None:
+    """The number in `x[0]`."""
     index = item.slice[0].slice
-    return (
-        isinstance(index, cst.Index)
-        and isinstance(index.value, cst.Integer)
-        and index.value.value == "0"
-    )
+    if len(item.slice) != 1 or not isinstance(index, cst.Index):
+        return None
+    return int(index.value.value) if isinstance(index.value, cst.Integer) else None
+
+
+def text_cut(source: Source, node: Node) -> int | None:
+    """The number of characters in `torch.__version__[:3]`."""
+    node = value_given(source, node)
+    part = node.slice[0].slice if isinstance(node, cst.Subscript) else None
+    if not isinstance(node, cst.Subscript) or not isinstance(part, cst.Slice):
+        return None
+    lower = part.lower
+    from_start = lower is None or (isinstance(lower, cst.Integer) and lower.value == "0")
+    if not from_start or part.step is not None or not isinstance(part.upper, cst.Integer):
+        return None
+    return int(part.upper.value) if _is_version(source, node.value) else None
 
 
 def value_given(source: Source, node: Node) -> Node:
@@ -120,7 +168,7 @@ def value_given(source: Source, node: Node) -> Node:
 
 
 def _is_text_of_version(source: Source, node: Node) -> bool:
-    """`str(torch.__version__)` and `torch.__version__.split("+")[0]`."""
+    """`str(torch.__version__)`, and `torch.__version__.split("+")[0]` or with `partition`."""
     if isinstance(node, cst.Call) and len(node.args) == 1:
         is_str = source.names.builtin(node.func) == "str"
         return is_str and source.origin(node.args[0].value) == "torch.__version__"
@@ -129,8 +177,8 @@ def _is_text_of_version(source: Source, node: Node) -> bool:
     func = node.value.func
     return (
         isinstance(func, cst.Attribute)
-        and func.attr.value == "split"
+        and func.attr.value in ("split", "rsplit", "partition")
         and source.origin(func.value) == "torch.__version__"
-        and [strings(arg.value) for arg in node.value.args] == ["+"]
+        and [strings(arg.value) for arg in node.value.args[:1]] == ["+"]
         and _is_first(node)
     )

@@ -33,6 +33,19 @@ class Handed:
             return []
         return [self._argument(function, call, binding) for call in self._calls.get(function, ())]
 
+    def calls(self, function: cst.FunctionDef) -> list[cst.Call]:
+        """The calls of a function that is only called; empty where it may be called from elsewhere, too."""
+        return self._calls.get(function, [])
+
+    def function_called(self, call: cst.Call) -> cst.FunctionDef | None:
+        """The function of this file that a call runs, or the method of the same class, if there is just one."""
+        if isinstance(call.func, cst.Name):
+            binding = self.names.only_binding(call.func)
+            node = binding.node if binding is not None and binding.kind == "def" else None
+            return node if isinstance(node, cst.FunctionDef) else None
+        found = list(self._named(call.func)) if isinstance(call.func, cst.Attribute) else []
+        return found[0] if len(found) == 1 else None
+
     def _function(self, param: Node) -> cst.FunctionDef | None:
         """The function that a plain parameter belongs to."""
         parameters = self.parents.get(param)

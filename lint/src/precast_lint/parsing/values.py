@@ -3,6 +3,7 @@
 Invariants: None where it is not known, and where two places disagree; a value that may also be None
 counts as the class (`scaler: GradScaler | None`, `scaler = GradScaler() if fp16 else None`). What comes from
 elsewhere without an annotation is a scaler if it is used as one: `x.scale(loss).backward()`, `x.unscale_(...)`.
+A call of a function of the file is what the function returns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cached_property
 from precast_lint.parsing.handed import Handed
 from precast_lint.parsing.names import Names, canonical, is_none
 from precast_lint.parsing.scopes import Binding, elements
-from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.syntax import Node, children, cst, strings, walk
 
 __all__ = ["SCALERS", "Values"]
 
@@ -39,6 +40,7 @@ class Values:
         self.handed = Handed(names, parents)
         self._open: set[Node] = set()
         self._attributes: dict[Node, dict[str, list[tuple[Node | None, Node | None]]]] = {}
+        self._returns: dict[Node, list[Node]] = {}
 
     def instance(self, node: Node | None) -> str | None:
         """The documented dotted name of the class that an expression is an instance of."""
@@ -48,10 +50,16 @@ class Values:
     def constructed(self, node: Node | None) -> Node | None:
         """The one call that made an expression's value, if there is just one; also where a parameter gets it."""
         seen: set[Node] = set()
-        while node is not None and not isinstance(node, cst.Call):
+        while node is not None:
             if node in seen:
                 return None
             seen.add(node)
+            if isinstance(node, cst.Call):
+                returned = self.returned(node)
+                if len(returned) != 1:
+                    return node
+                node = returned[0]
+                continue
             sources = [value for value, _ in self.sources(node) if not is_none(value)]
             found = sources[0] if len(sources) == 1 else None
             node = found if isinstance(found, cst.Call) or self._is_handed(node) else None
@@ -81,7 +89,8 @@ class Values:
         if is_none(node):
             return _NOTHING
         if isinstance(node, cst.Call):
-            return self.names.path(node.func) or self._instance(_itself(node))
+            known = self.names.path(node.func) or self._instance(_itself(node))
+            return known or _agreed(map(self._instance, self.returned(node))) or None
         if isinstance(node, cst.IfExp):
             return _agreed(map(self._instance, (node.body, node.orelse)))
         if isinstance(node, (cst.Name, cst.Attribute)):
@@ -136,6 +145,15 @@ class Values:
             for name in ("step", "update")
         )
         return (found | stepped & updated) - {None}
+
+    def returned(self, call: cst.Call) -> list[Node]:
+        """The values that a call of a function of this file returns; empty where they are not all written there."""
+        function = self.handed.function_called(call)
+        if function is None:
+            return []
+        if function not in self._returns:
+            self._returns[function] = _returned_by(function)
+        return self._returns[function]
 
     def _source(self, value: Node | None, annotation: Node | None) -> str | None:
         if annotation is not None:
@@ -201,6 +219,39 @@ class Values:
                     self.names.scopes.scope_of.setdefault(inner, binding)
             return self._annotated(expression)
         return None
+
+
+def _returned_by(function: cst.FunctionDef) -> list[Node]:
+    """The values of a function's `return` statements, if it always ends with one that has a value."""
+    if function.asynchronous is not None or function.decorators or not _returns(function.body):
+        return []
+    found: list[Node] = []
+    stack: list[Node] = [function.body]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, cst.Yield) or (isinstance(node, cst.Return) and node.value is None):
+            return []
+        if isinstance(node, cst.Return) and node.value is not None:
+            found.append(node.value)
+        if not isinstance(node, (cst.FunctionDef, cst.Lambda, cst.ClassDef)):
+            stack.extend(children(node))
+    return found
+
+
+def _returns(block: Node | None) -> bool:
+    """Whether a block always ends with `return` or `raise`."""
+    last = (
+        block.body[-1]
+        if isinstance(block, (cst.IndentedBlock, cst.SimpleStatementSuite))
+        else block
+    )
+    if isinstance(last, cst.SimpleStatementLine):
+        last = last.body[-1]
+    if isinstance(last, cst.If):
+        return _returns(last.body) and _returns(last.orelse)
+    if isinstance(last, (cst.With, cst.Else)):
+        return _returns(last.body)
+    return isinstance(last, (cst.Return, cst.Raise))
 
 
 def _itself(call: cst.Call) -> Node | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from precast_lint.meaning.guards import is_version_test
-from precast_lint.meaning.versions import PARSERS, value_given, version_kind
+from precast_lint.meaning.versions import PARSERS, minor_kind, text_cut, value_given, version_kind
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity, version
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
@@ -44,6 +44,7 @@ _MENTIONED = re.compile(
 )
 _AS_TEXT = "this compares versions as texts: it is wrong for PyTorch {found}"
 _TOO_EARLY = "`{name}` is there from PyTorch {since}; this lets {found} through"
+_GAP = "this holds otherwise for PyTorch {found} than for {first}, which is older: compare whole versions"
 _Operator = Callable[[Any, Any], bool]
 
 
@@ -58,6 +59,7 @@ class _Test:
         text_before: the first release that is compared as a version; None: none is.
         parts: how many numbers of the version are looked at.
         as_number: whether "1.10" is read as the number 1.1.
+        characters: of the text that are looked at; None: all.
     """
 
     compare: _Operator
@@ -66,13 +68,14 @@ class _Test:
     text_before: str | None = "0"
     parts: int = 3
     as_number: bool = False
+    characters: int | None = None
 
     def holds(self, release: str) -> bool:
         """Whether it lets a release through."""
         if self.as_number:
             return self.compare(float(".".join(release.split(".")[:2])), float(self.wanted))
         if self.text_before is None or version(release) < version(self.text_before):
-            return self.compare(release, self.wanted)
+            return self.compare(release[: self.characters], self.wanted)
         return self.right(release)
 
     def right(self, release: str) -> bool:
@@ -91,6 +94,9 @@ def check(source: Source) -> Iterator[Finding]:
     for statement in statements:
         test = _test(source, statement.test)
         if test is None:
+            message = _gap(source, statement, releases)
+            if message is not None and any(_mentions(source, statement)):
+                yield source.find(RULE, statement.test, message)
             continue
         wrong = [r for r in releases if test.holds(r) != test.right(r)]
         if wrong:
@@ -99,6 +105,73 @@ def check(source: Source) -> Iterator[Finding]:
                 yield source.find(RULE, statement.test, message)
         else:
             yield from _too_early(source, statement, test, releases)
+
+
+def _gap(source: Source, statement: cst.If | cst.IfExp, releases: list[str]) -> str | None:
+    """What is wrong with a test of several parts that holds for some release, and not for a newer one."""
+    if any(_is_about_version(source, outer) for outer in source.around(statement)):
+        return None
+    test = value_given(source, statement.test)
+    found = [(release, _holds(source, test, release)) for release in releases]
+    if None in (holds for _, holds in found):
+        return None
+    older = _holds(source, test, "0.0.0")  # whether it asks for older versions
+    first = next((release for release, holds in found if holds is not older), None)
+    after = [] if first is None else found[releases.index(first) :]
+    wrong = [release for release, holds in after if holds is older]
+    return _GAP.format(found=_listed(wrong), first=_listed([first])) if wrong and first else None
+
+
+def _is_about_version(source: Source, outer: Node) -> bool:
+    """Whether a test around another one looks at PyTorch's version, too."""
+    if not isinstance(outer, (cst.If, cst.IfExp)):
+        return False
+    return any(
+        version_kind(source, n.left) is not None or minor_kind(source, n.left) is not None
+        for n in walk(outer.test)
+        if isinstance(n, cst.Comparison)
+    )
+
+
+def _holds(source: Source, node: Node, release: str) -> bool | None:
+    """Whether a test lets a release through; None where that is not known."""
+    if isinstance(node, cst.BooleanOperation):
+        parts = [_holds(source, side, release) for side in (node.left, node.right)]
+        if isinstance(node.operator, cst.Or):
+            return None if None in parts else any(parts)
+        unknown = [side for side in (node.left, node.right) if not _compares(side)]
+        known = [
+            part
+            for side, part in zip((node.left, node.right), parts, strict=True)
+            if not (part is None and side in unknown)
+        ]
+        return None if not known or None in known else all(known)
+    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
+        inner = _holds(source, node.expression, release)
+        return None if inner is None else not inner
+    if not isinstance(node, cst.Comparison):
+        return None
+    test = _test(source, node)
+    return test.holds(release) if test is not None else _minor_holds(source, node, release)
+
+
+def _compares(node: Node) -> bool:
+    """Whether a test compares anything: what does not has nothing to do with versions."""
+    return any(isinstance(n, (cst.Comparison, cst.Subscript)) for n in walk(node))
+
+
+def _minor_holds(source: Source, node: cst.Comparison, release: str) -> bool | None:
+    """`minor >= 6`, as a number or as a text."""
+    kind = minor_kind(source, node.left)
+    compare = _operator(node.comparisons[0].operator)
+    wanted = value_given(source, node.comparisons[0].comparator)
+    if kind is None or compare is None or len(node.comparisons) != 1:
+        return None
+    minor = release.split(".")[1]
+    if kind == "number" and isinstance(wanted, cst.Integer):
+        return compare(int(minor), int(wanted.value))
+    text = strings(wanted) if kind == "text" else None
+    return compare(minor, text) if text is not None else None
 
 
 def _too_early(
@@ -154,6 +227,8 @@ def _test(source: Source, node: Node) -> _Test | None:
     compare = _operator(target.operator)
     kind = version_kind(source, node.left)
     bound: Node = target.comparator
+    cut = text_cut(source, node.left) if kind is None else None
+    kind = "text" if cut is not None else kind
     if compare is None or kind is None:
         return None
     if kind == "numbers":
@@ -174,7 +249,8 @@ def _test(source: Source, node: Node) -> _Test | None:
     if not re.fullmatch(r"\d+(\.\d+){0,2}", wanted or ""):
         return None
     named = inner is None or bound not in (inner, *source.around(inner))
-    return _Test(compare, None if named else inner, wanted or "", _TEXT_BEFORE[kind])
+    place = None if named else inner
+    return _Test(compare, place, wanted or "", _TEXT_BEFORE[kind], characters=cut)
 
 
 def _asks_for_name(source: Source, call: cst.Call) -> _Test | None:
@@ -329,6 +405,29 @@ VALID = (
         if int(torch.__version__.split(".")[0]) >= 3:
             scaler = torch.amp.GradScaler("cuda")
         """,
+    ),
+    Case("""
+        import torch
+
+        major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+        if major > 1 or (major == 1 and minor >= 6):
+            from torch.cuda.amp import autocast
+        if major >= 2:
+            autocast = torch.amp.autocast
+        elif minor >= 10:
+            autocast = torch.cuda.amp.autocast
+        if torch.cuda.is_available() and not (major < 2 and minor < 10):
+            autocast = torch.autocast
+    """),
+    Case(
+        """
+        import torch
+
+        if torch.__version__[:3] >= "2.0" and int(torch.__version__.split(".")[1]) >= 3:
+            scaler = torch.amp.GradScaler("cuda")
+        """,
+        min_torch="2.0",
+        note="All that the project allows have one digit more.",
     ),
 )
 
@@ -508,6 +607,42 @@ INVALID = (
         else:
             scaler = torch.cuda.amp.GradScaler()
         """,
+    ),
+    Case(
+        """
+        import torch
+
+        major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+        if major >= 1 and minor >= 6:
+            from torch.cuda.amp import autocast
+        """,
+        note="PyTorch 2.0 is newer than 1.6.",
+    ),
+    Case(
+        """
+        import torch
+
+        parts = torch.__version__.split(".")
+        if int(parts[1]) < 6:
+            autocast = None
+        else:
+            from torch.cuda.amp import autocast
+        if parts[1] >= "6":
+            from torch.cuda.amp import GradScaler
+        """,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        if torch.__version__[:3] >= "1.6":
+            from torch.cuda.amp import autocast
+        if torch.__version__.partition("+")[0] >= "1.9":
+            from torch.cuda.amp import GradScaler
+        """,
+        count=2,
+        note='The first three characters of "1.10" are "1.1".',
     ),
 )
 

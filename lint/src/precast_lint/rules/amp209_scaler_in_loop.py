@@ -4,45 +4,100 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.meaning.functions import followed_call
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import Flow
 from precast_lint.training_step.flow_events import key
-from precast_lint.training_step.protocol import assigned_in, followed, loop_around
+from precast_lint.training_step.protocol import assigned_in, followed, loop_around, loop_in
 
 __all__ = ["RULE"]
+
+_IN_STEP = "this scaler is made anew in each step: make one before the loop that calls this, and hand it over"
+_DEEP = 4  # functions between the loop and the step
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each scaler that is made in the loop of its backward and step."""
     for flow, scaler in followed(source):
         made = [e for e in flow.nodes if isinstance(e, cst.Assign) and _makes(source, e, scaler)]
-        for statement in made:
-            loop = loop_around(source, statement)
-            if loop is not None and len(made) == 1 and _is_used_in(source, flow, scaler, loop):
-                yield source.find(RULE, statement.value)
+        if len(made) != 1 or _is_under_test(source, made[0]):
+            continue
+        loop = loop_around(source, made[0])
+        if loop is not None and _is_used_in(source, flow, scaler, loop):
+            yield source.find(RULE, made[0].value)
+        elif loop is None and _is_used_in(source, flow, scaler, None):
+            steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+            roots = {_root(e.optimizer) for e in steps}
+            bound = source.scopes.owned[flow.node].bindings
+            is_own = any(b.kind != "param" for root in roots for b in bound.get(root, ()))
+            if not is_own and _runs_in_loop(source, flow.node, roots, _DEEP):
+                yield source.find(RULE, made[0].value, _IN_STEP)
 
 
 def _makes(source: Source, statement: cst.Assign, scaler: str) -> bool:
-    call = statement.value
+    made = source.values.constructed(statement.value)
     return (
-        isinstance(call, cst.Call)
-        and source.origin(call.func) in SCALERS
+        isinstance(statement.value, cst.Call)
+        and isinstance(made, cst.Call)
+        and source.origin(made.func) in SCALERS
         and any(key(source, target.target) == scaler for target in statement.targets)
     )
 
 
-def _is_used_in(source: Source, flow: Flow, scaler: str, loop: Node) -> bool:
-    """Whether the loop itself, no loop in it, trains, with an optimizer that was there before."""
+def _is_under_test(source: Source, statement: Node) -> bool:
+    """Whether something decides if the scaler is made: `if self.scaler is None`."""
+    inner = statement
+    for outer in source.around(statement):
+        if isinstance(outer, (cst.FunctionDef, cst.For, cst.While)) and inner is outer.body:
+            return False
+        if isinstance(outer, cst.If):
+            return True
+        inner = outer
+    return False
+
+
+def _is_used_in(source: Source, flow: Flow, scaler: str, loop: Node | None) -> bool:
+    """Whether a loop itself, no loop in it, trains, with an optimizer that was there before; None: the function."""
     events = [e for e in flow.events() if e.scaler == scaler]
-    own = [e for e in events if loop_around(source, e.node) is loop]
-    assigned = assigned_in(source, loop)
+    own = [e for e in events if loop_in(flow, e.node) is loop]
+    assigned = assigned_in(source, loop) if loop is not None else set()
     steps = [e for e in own if e.kind == "scaler_step"]
-    roots = {(e.optimizer or "").partition(".")[0].partition("[")[0] for e in steps}
+    roots = {_root(e.optimizer) for e in steps}
     is_new = roots & assigned or {e.optimizer for e in steps} & assigned
     return bool(steps) and any(e.kind == "backward" for e in own) and not is_new
+
+
+def _root(name: str | None) -> str:
+    return (name or "").partition(".")[0].partition("[")[0]
+
+
+def _runs_in_loop(source: Source, function: Node, optimizers: set[str], depth: int) -> bool:
+    """Whether all calls of a function are in loops over batches, with optimizers that are there before."""
+    assert isinstance(function, (cst.FunctionDef, cst.Module))
+    calls = source.values.handed.calls(function) if isinstance(function, cst.FunctionDef) else []
+    return (
+        depth > 0
+        and bool(calls)
+        and all(_is_in_loop(source, function, call, optimizers, depth) for call in calls)
+    )
+
+
+def _is_in_loop(
+    source: Source, function: Node, call: cst.Call, optimizers: set[str], depth: int
+) -> bool:
+    found = followed_call(source, call)
+    if found is None or found[0] is not function:
+        return False
+    given = {_root(key(source, found[1].get(name))) or name for name in optimizers}
+    loop, caller = loop_around(source, call), source.function(call)
+    if loop is not None:
+        return not given & assigned_in(source, loop)
+    bound = source.scopes.owned[caller].bindings if caller is not None else {}
+    is_handed = all(b.kind == "param" for name in given for b in bound.get(name, ()))
+    return caller is not None and is_handed and _runs_in_loop(source, caller, given, depth - 1)
 
 
 VALID = (
@@ -81,6 +136,43 @@ VALID = (
         """,
         note="Each round has an optimizer of its own.",
     ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                self.scaler = None
+
+            def step(self, batch):
+                if self.scaler is None:
+                    self.scaler = torch.amp.GradScaler("cuda")
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+            def train(self, batches):
+                for batch in batches:
+                    self.step(batch)
+        """,
+        note="Made when it is first needed.",
+    ),
+    Case("""
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        for model in models:
+            train(model, batches)
+    """),
 )
 
 INVALID = (
@@ -99,6 +191,39 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        def step(model, optimizer, batch):
+            scaler = torch.amp.GradScaler("cuda")
+            with torch.autocast("cuda"):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        def train(model, optimizer, batches):
+            for batch in batches:
+                step(model, optimizer, batch)
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def make_scaler():
+            return torch.amp.GradScaler("cuda", init_scale=1024)
+
+        for batch in batches:
+            scaler = make_scaler()
+            scaler.scale(model(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        count=1,
+    ),
 )
 
 RULE = Rule(
@@ -107,7 +232,7 @@ RULE = Rule(
     severity=Severity.WARNING,
     fix=Applicability.NONE,
     message="this scaler is made anew for each batch: make one before the loop",
-    what="A `GradScaler` that is made in the loop over batches in which it steps.",
+    what="A `GradScaler` that is made in the loop over batches in which it steps, or in a step that such a loop calls.",
     why=(
         "A scaler learns how large the scale may be. A new one begins at 65536 each time: where that is too large, "
         "each step is skipped, and the model learns nothing."

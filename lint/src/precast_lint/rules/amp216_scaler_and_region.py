@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.meaning.regions import Region, regions_around
+from precast_lint.meaning.regions import Region, regions, regions_around
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
@@ -15,6 +15,7 @@ from precast_lint.training_step.flow_events import key
 
 __all__ = ["RULE"]
 
+_DEEP = 4  # names, functions and parameters that a loss comes through
 _UNSCALED = "the region is on and the scaler is off: small gradients become zero"
 _USELESS = "the scaler is on and the region is off: what is scaled is float32"
 _OPPOSITE = "the scaler is on where the region is off, and the other way round"
@@ -36,7 +37,7 @@ def check(source: Source) -> Iterator[Finding]:
         if region is None or _branches(source, made) or Arguments.of(region.call).starred:
             continue
         if _branches(source, region.node) != _branches(source, call):
-            continue
+            continue  # what decides on one need not decide on the other
         for node, message, fix in _disagreement(source, made, region):
             if node not in said:
                 said.add(node)
@@ -49,14 +50,45 @@ def _region_of(source: Source, call: cst.Call, arguments: Arguments) -> Region |
     if around is not None:
         return around
     loss = arguments.positional[0] if arguments.positional else None
-    names = [n for n in walk(loss) if isinstance(n, cst.Name)] if loss is not None else []
-    function = source.function(call)
-    found = set()
-    for binding in (b for name in names for b in source.names.bindings(name)):
-        region = next(regions_around(source, binding.node), None)
-        if region is not None and source.function(region.node) is function:
-            found.add(region)
+    found = set(_regions_of(source, loss, _DEEP))
     return found.pop() if len(found) == 1 else None
+
+
+def _regions_of(source: Source, node: Node | None, depth: int) -> Iterator[Region]:
+    """The regions in which a value is computed: where its names are bound, in what hands it over or returns it."""
+    if node is None or depth == 0:
+        return
+    for inner in walk(node):
+        if isinstance(inner, cst.Call):
+            for value in source.values.returned(inner):
+                region = next(regions_around(source, value), None)
+                if region is None:
+                    yield from _regions_of(source, value, depth - 1)
+                elif region.enabled is not False or not _others(source, region, inner):
+                    yield region
+        if not isinstance(inner, cst.Name):
+            continue
+        for binding in source.names.bindings(inner):
+            region = next(regions_around(source, binding.node), None)
+            if region is not None and source.function(region.node) is source.function(inner):
+                yield region
+            elif region is None and binding.kind == "assign" and _calls(source, binding.value):
+                yield from _regions_of(source, binding.value, depth - 1)
+            for given in source.values.handed.to(binding):
+                yield from _regions_of(source, given, depth - 1)
+
+
+def _calls(source: Source, value: Node | None) -> bool:
+    """Whether a value is what a function of this file returns."""
+    return isinstance(value, cst.Call) and bool(source.values.returned(value))
+
+
+def _others(source: Source, region: Region, call: Node) -> bool:
+    """Whether a function that calls another one, or that one, has regions beside one that is off in a part of it."""
+    homes = (source.function(call), source.function(region.node))
+    return any(
+        other is not region and source.function(other.node) in homes for other in regions(source)
+    )
 
 
 def _branches(source: Source, node: Node) -> set[Node]:
@@ -231,6 +263,23 @@ VALID = (
                     loss = model(batch)
                 scaler.scale(loss).backward()
     """),
+    Case(
+        """
+        import torch
+
+        def criterion(logits, target):
+            with torch.autocast("cuda", enabled=False):
+                return torch.nn.functional.cross_entropy(logits.float(), target)
+
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in batches:
+            with torch.autocast("cuda"):
+                logits = model(x)
+            loss = criterion(logits, y)
+            scaler.scale(loss).backward()
+        """,
+        note="The loss alone is computed in float32.",
+    ),
 )
 
 INVALID = (
@@ -315,6 +364,46 @@ INVALID = (
         for batch in batches:
             with torch.autocast("cuda", enabled=AMP):
                 scaler.scale(model(batch)).backward()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model, optimizer):
+                self.model = model
+                self.optimizer = optimizer
+                self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+            def loss(self, batch):
+                with torch.autocast("cuda", dtype=torch.float16):
+                    return self.model(batch)
+
+            def step(self, batch):
+                loss = self.loss(batch)
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def backward(scaler, loss, optimizer):
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        def train(model, optimizer, batches, amp):
+            scaler = torch.amp.GradScaler("cuda", enabled=not amp)
+            for batch in batches:
+                with torch.autocast("cuda", enabled=amp):
+                    loss = model(batch)
+                backward(scaler, loss, optimizer)
         """,
         count=1,
     ),

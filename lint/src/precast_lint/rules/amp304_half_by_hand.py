@@ -2,80 +2,125 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from precast_lint.editing.lines import line_of, remove
+from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.regions import region_in_force, regions
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity, Span
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import key
-from precast_lint.training_step.trained import cast_dtype, cast_model, home
-from precast_lint.training_step.trained import trained as trained_models
+from precast_lint.training_step.trained import (
+    Models,
+    cast_dtype,
+    cast_model,
+    home,
+    names_of,
+    trained,
+)
 
 __all__ = ["RULE"]
 
+_Known = tuple[str, Node | None]  # the text of a model, and where it means that
+_USES = re.compile(
+    r"eval|export|generate|infer|onnx|predict|sampl|save|test|trace|valid", re.IGNORECASE
+)
 _SCALED = "the scaler refuses float16 gradients; leave the model in float32, the region casts"
 _INPUTS = "the region casts inputs where that helps; by hand they lose digits where it does not"
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each cast of a model that is trained in a region, and of inputs in its calls."""
-    trained = trained_models(source)
-    if not trained or not any(region.enabled is not False for region in regions(source)):
+    models = trained(source)
+    if not models or not any(region.enabled is not False for region in regions(source)):
         return
+    called = _called_in_regions(source, models)
     scaled = any(
         source.instance(owner) in SCALERS for _, owner, _ in source.methods("scale", "step")
     )
-    models = set()
+    cast = set()
     for call, owner, arguments in source.methods("half", "bfloat16", "to"):
         dtype = cast_dtype(source, call, arguments)
-        name = cast_model(source, call, owner, trained) if dtype else None
-        if name is not None and _runs_in_region(source, call, name):
-            models.add(name)
-            is_error = scaled and dtype == "torch.float16"
-            severity = Severity.ERROR if is_error else Severity.WARNING
-            message = _SCALED if is_error else None
-            yield source.find(RULE, call, message, _without(source, call, owner), severity)
-    yield from _inputs(source, trained, models)
-
-
-def _inputs(source: Source, trained: dict[str, Node | None], models: set[str]) -> Iterator[Finding]:
-    for call in source.all(cst.Call):
-        name = key(source, call.func) if isinstance(call.func, (cst.Name, cst.Attribute)) else None
-        if name not in trained or name in models or region_in_force(source, call) is None:
+        model = cast_model(source, call, owner, models) if dtype else None
+        if model is None or _is_for_use(source, call) or not _known_as(source, model) & called:
             continue
-        if trained[name] is not home(source, call, name):
+        cast |= _known_as(source, model)
+        is_error = scaled and dtype == "torch.float16"
+        severity = Severity.ERROR if is_error else Severity.WARNING
+        message = _SCALED if is_error else None
+        yield source.find(RULE, call, message, _without(source, call, owner), severity)
+    yield from _inputs(source, models, cast)
+
+
+def _called_in_regions(source: Source, models: Models) -> set[_Known]:
+    """The names by which models are called in regions, and those that stand for the same in what hands them on."""
+    found: set[_Known] = set()
+    for call in source.all(cst.Call):
+        is_named = isinstance(call.func, (cst.Name, cst.Attribute))
+        if is_named and region_in_force(source, call) is not None:
+            found |= _known_as(source, call.func)
+    return found & models.keys()
+
+
+def _known_as(source: Source, model: Node) -> set[_Known]:
+    texts = [(key(source, name) or "", name) for name in names_of(source, model)]
+    return {(text, home(source, name, text)) for text, name in texts}
+
+
+def _is_for_use(source: Source, node: Node) -> bool:
+    """Whether a function makes the model ready for something else than training, by the function's name."""
+    function = source.function(node)
+    return function is not None and _USES.search(function.name.value) is not None
+
+
+def _inputs(source: Source, models: Models, cast: set[_Known]) -> Iterator[Finding]:
+    seen: set[Node] = set()
+    for call in source.all(cst.Call):
+        if not _is_trained_in_region(source, call, models) or _known_as(source, call.func) & cast:
             continue
         for arg in call.args:
-            inner = arg.value
-            if not isinstance(inner, cst.Call) or not isinstance(inner.func, cst.Attribute):
-                continue
-            if cast_dtype(source, inner, Arguments.of(inner)):
+            inner = _input(source, arg.value, models)
+            if (
+                isinstance(inner, cst.Call)
+                and isinstance(inner.func, cst.Attribute)
+                and inner not in seen
+                and cast_dtype(source, inner, Arguments.of(inner))
+            ):
+                seen.add(inner)
                 fix = source.fix("Leave it to the region", _bare(source, inner), unsafe=True)
                 yield source.find(RULE, inner, _INPUTS, fix)
 
 
-def _runs_in_region(source: Source, call: cst.Call, name: str) -> bool:
-    """Whether the model is called in a region of the same function or class, or of one that it is handed to."""
-    return any(
-        any(
-            key(source, model) == name and home(source, model, name) is home(source, call, name)
-            for model in (other.func, *_handed(source, other.func))
-        )
-        and region_in_force(source, other) is not None
-        for other in source.all(cst.Call)
-        if isinstance(other.func, (cst.Name, cst.Attribute))
-    )
+def _is_trained_in_region(source: Source, call: Node, models: Models) -> bool:
+    if not isinstance(call, cst.Call) or not isinstance(call.func, (cst.Name, cst.Attribute)):
+        return False
+    text = key(source, call.func) or ""
+    is_trained = (text, home(source, call.func, text)) in models
+    return is_trained and region_in_force(source, call) is not None
 
 
-def _handed(source: Source, name: Node) -> Iterator[Node]:
-    """What the calls of this file hand to a parameter."""
-    binding = source.names.only_binding(name)
-    values = source.values.handed.to(binding) if binding is not None else ()
-    yield from (value for value in values if value is not None)
+def _input(source: Source, node: Node, models: Models) -> Node:
+    """What an input of a model is: the expression, or what a name is given that only such models get."""
+    if not isinstance(node, cst.Name):
+        return node
+    seen = values_seen(source, node)
+    if len(seen) != 1 or seen[0].kind != "assign" or seen[0].value is None:
+        return node
+    scope = source.scope(node).home(node.value)
+    inside = set(walk(seen[0].value))
+    reads = [
+        name
+        for name in (source.scopes.references(scope, node.value) if scope else ())
+        if name not in inside and not isinstance(source.parents.get(name), cst.AssignTarget)
+    ]
+    calls = [source.parents[source.parents[name]] for name in reads]
+    if all(_is_trained_in_region(source, call, models) for call in calls):
+        return seen[0].value
+    return node
 
 
 def _without(source: Source, call: cst.Call, owner: Node) -> Fix | None:
@@ -85,7 +130,7 @@ def _without(source: Source, call: cst.Call, owner: Node) -> Fix | None:
         isinstance(parent, cst.Assign)
         and [key(source, t.target) for t in parent.targets] == [key(source, owner)]
     )
-    if not alone:
+    if not alone or len(call.args) > 1:
         return source.fix(message, _bare(source, call), unsafe=True)
     line = line_of(source, parent)
     edit = remove(source, line) if line is not None else None
@@ -93,15 +138,24 @@ def _without(source: Source, call: cst.Call, owner: Node) -> Fix | None:
 
 
 def _bare(source: Source, call: cst.Call) -> Edit:
-    """Takes `.half()` off the end of a call's text."""
+    """Takes `.half()` off the end of a call's text, or the dtype out of `.to(device, torch.float16)`."""
     assert isinstance(call.func, cst.Attribute)
     span = source.span(call)
+    if len(call.args) > 1:
+        at = next(i for i, arg in enumerate(call.args) if _is_low(source, arg))
+        if at:
+            return Edit(source.span(call.args[at - 1]).end, source.span(call.args[at]).end, "")
+        return Edit(source.span(call.args[0]).start, source.span(call.args[1]).start, "")
     owner = source.span(call.func.value)
     closing = len(getattr(call.func.value, "rpar", ()))
     if closing:  # the parentheses around what is cast stay
         text = source.text.data[owner.end : span.end]
         owner = Span(owner.start, owner.end + text.rindex(b")", 0, text.index(b".")) + 1)
     return Edit(owner.end, span.end, "")
+
+
+def _is_low(source: Source, arg: cst.Arg) -> bool:
+    return source.origin(arg.value) in ("torch.float16", "torch.half", "torch.bfloat16")
 
 
 VALID = (
@@ -162,11 +216,99 @@ VALID = (
             def step(self, batch):
                 with torch.autocast("cuda"):
                     loss = self.model(batch).sum() + self.teacher(batch).sum()
+
+            def export(self):
+                torch.save(self.model.half(), "model.pt")
         """,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, teacher, batches, device):
+            teacher.to(device, torch.float16)
+            optimizer = torch.optim.AdamW(model.parameters())
+            for images in batches:
+                images = images.to(device, torch.float16)
+                target = teacher(images)
+                with torch.autocast("cuda"):
+                    loss = (model(images) - target).square().mean()
+        """,
+        note="The teacher needs the images in its dtype.",
     ),
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, net, device):
+                self.net = net.to(device)
+                self.optimizer = torch.optim.SGD([p for p in self.net.parameters() if p.requires_grad], 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, images):
+                images = images.to(self.device, torch.float16)
+                with torch.autocast("cuda"):
+                    loss = self.net(images).sum()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+        model = Net()
+        model.to("cuda", torch.float16)
+        trainer = Trainer(model, "cuda")
+        """,
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, net, device):
+                self.net = net.to(device)
+                self.optimizer = torch.optim.SGD([p for p in self.net.parameters() if p.requires_grad], 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, images):
+                images = images.to(self.device)
+                with torch.autocast("cuda"):
+                    loss = self.net(images).sum()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+        model = Net()
+        model.to("cuda")
+        trainer = Trainer(model, "cuda")
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, device):
+            optimizer = torch.optim.AdamW(model.parameters())
+            for images in batches:
+                images = images.to(device, dtype=torch.float16)
+                with torch.autocast("cuda"):
+                    loss = model(images)
+        """,
+        """
+        import torch
+
+        def train(model, batches, device):
+            optimizer = torch.optim.AdamW(model.parameters())
+            for images in batches:
+                images = images.to(device)
+                with torch.autocast("cuda"):
+                    loss = model(images)
+        """,
+        unsafe=True,
+        count=1,
+    ),
     Case(
         """
         import torch
@@ -311,7 +453,7 @@ RULE = Rule(
         "`scaler.step` raises on float16 gradients."
     ),
     fine="Training in pure bfloat16 is meant; then the region does little.",
-    words=("autocast half(", "autocast bfloat16", "autocast float16"),
+    words=("autocast .half", "autocast bfloat16", "autocast float16"),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -11,13 +11,7 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow_events import key
-from precast_lint.training_step.trained import (
-    cast_and_move,
-    cast_model,
-    home,
-    optimizers_of,
-    trained,
-)
+from precast_lint.training_step.trained import Models, cast_dtype, cast_model, home, trained
 
 __all__ = ["RULE"]
 
@@ -40,14 +34,14 @@ _LOW = {
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each cast of a model whose parameters an optimizer then steps in a loop."""
-    made = dict(optimizers_of(source))
-    if not made or any(r.enabled is not False for r in regions(source)):
-        return  # in regions AMP304 speaks of it
     models = trained(source)
+    if not models or any(r.enabled is not False for r in regions(source)):
+        return  # in regions AMP304 speaks of it
     if _HANDLED.search(source.words) or not _trains(source) or _widens(source, models):
         return
-    for call, name, dtype in _casts(source, models):
-        optimizer = made[name]
+    for call, model, dtype in _casts(source, models):
+        name = key(source, model) or ""
+        optimizer = models[name, home(source, model, name)]
         if not _certain(source, call, optimizer, name):
             continue
         kind = (source.origin(optimizer.func) or "").rpartition(".")[2]
@@ -59,25 +53,26 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, call, _FLOAT16, severity=Severity.WARNING)
 
 
-def _casts(source: Source, models: dict[str, Node | None]) -> Iterator[tuple[cst.Call, str, str]]:
+def _casts(source: Source, models: Models) -> Iterator[tuple[cst.Call, Node, str]]:
     """The casts of trained models: by a method, or by the dtype in which a model is loaded."""
     for call, owner, arguments in source.methods("half", "bfloat16", "to"):
-        dtype = cast_and_move(source, call, arguments)
-        name = cast_model(source, call, owner, models) if dtype else None
-        if name in models and dtype:
-            yield call, name, dtype
+        dtype = cast_dtype(source, call, arguments)
+        model = cast_model(source, call, owner, models) if dtype else None
+        if model is not None and dtype:
+            yield call, model, dtype
     for call, _, arguments in source.methods("from_pretrained"):
         given = arguments.get("torch_dtype") or arguments.get("dtype")
         dtype = _LOW.get(source.origin(given) or "")
         parent = source.parents[_whole(source, call)]
         if dtype is None or not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
             continue
-        name = key(source, parent.targets[0].target) or ""
-        if name in models and models[name] is home(source, call, name):
-            yield call, name, dtype
+        target = parent.targets[0].target
+        name = key(source, target) or ""
+        if (name, home(source, target, name)) in models:
+            yield call, target, dtype
 
 
-def _widens(source: Source, models: dict[str, Node | None]) -> bool:
+def _widens(source: Source, models: Models) -> bool:
     """Whether weights, or parts of a model, become float32 somewhere."""
     for call, owner, arguments in source.methods("float", "to", "double"):
         assert isinstance(call.func, cst.Attribute)
@@ -85,7 +80,7 @@ def _widens(source: Source, models: dict[str, Node | None]) -> bool:
         if call.func.attr.value == "to" and "torch.float32" not in map(source.origin, given):
             continue
         text = key(source, owner) or ""
-        if _WEIGHTS.search(text) or any(f"{text}.".startswith(f"{name}.") for name in models):
+        if _WEIGHTS.search(text) or any(f"{text}.".startswith(f"{name}.") for name, _ in models):
             return True
     return False
 

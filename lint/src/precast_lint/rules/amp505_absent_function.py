@@ -12,7 +12,7 @@ from precast_lint.renaming.absent import ABSENT
 
 __all__ = ["RULE"]
 
-# Only names that look like nothing else are looked for behind `import torch as th`: others are everywhere.
+# Only names that look like nothing else are looked for behind `xp = torch` and in imports: others are everywhere.
 _TELLING = tuple(
     name for name in ABSENT if name.startswith(("reduce_", "expand_dims", "gather_nd"))
 )
@@ -94,6 +94,14 @@ INVALID = (
         from torch import expand_dims
 
         y = th.reduce_sum(expand_dims(x, 0))
+        """,
+        count=2,
+    ),
+    Case(
+        """
+        import torch as th
+
+        y = th.gelu(th.one_hot(x, 10).float())
         """,
         count=2,
     ),

@@ -46,7 +46,7 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP301", "amp301_backward_inside", "backward-in-region", "warning", True, ("autocast backward",)),
     ("AMP302", "amp302_step_inside", "step-in-region", "warning", True, ("autocast .step(",)),
     ("AMP303", "amp303_loss_outside", "loss-outside-region", "warning", True, ("autocast backward",)),
-    ("AMP304", "amp304_half_by_hand", "half-by-hand", "warning", True, ("autocast half(", "autocast bfloat16", "autocast float16")),
+    ("AMP304", "amp304_half_by_hand", "half-by-hand", "warning", True, ("autocast .half", "autocast bfloat16", "autocast float16")),
     ("AMP305", "amp305_binary_cross_entropy", "binary-cross-entropy", "error", True, ("autocast binary_cross_entropy", "autocast BCELoss")),
     ("AMP306", "amp306_function_without_custom_fwd", "function-without-custom-fwd", "warning", True, ("autocast Function", "custom_fwd Function")),
     ("AMP307", "amp307_custom_bwd_alone", "custom-bwd-alone", "error", True, ("custom_bwd",)),

@@ -15,6 +15,7 @@ from precast_lint.selecting.registry import index
 __all__ = ["interesting", "looks_at"]
 
 _CALLED = re.compile(rb"torch\.(\w+)\(")
+_ALIAS = re.compile(rb"\btorch as (\w+)")
 _SUPPRESSIONS = (("noqa: AMP",), ("precast: noqa",))
 
 
@@ -43,7 +44,15 @@ class _Words(NamedTuple):
 def _mentions(data: bytes, words: _Words) -> bool:
     if _has(data, words.tree):
         return True
-    return bool(words.called) and not words.called.isdisjoint(_CALLED.findall(data))
+    return bool(words.called) and not words.called.isdisjoint(_names_called(data))
+
+
+def _names_called(data: bytes) -> set[bytes]:
+    """What is called of torch, under its own name or as `import torch as th` calls it."""
+    found = set(_CALLED.findall(data))
+    for alias in set(_ALIAS.findall(data)) if b"torch as " in data else ():
+        found.update(re.findall(rb"\b" + alias + rb"\.(\w+)\(", data))
+    return found
 
 
 def _has(data: bytes, tree: dict[bytes, Any]) -> bool:
