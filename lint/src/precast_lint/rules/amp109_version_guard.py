@@ -4,85 +4,25 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_version_test
-from precast_lint.meaning.versions import PARSERS, minor_kind, text_cut, value_given, version_kind
+from precast_lint.meaning.version_tests import SINCE, VersionTest, holds, version_test
+from precast_lint.meaning.versions import minor_kind, value_given, version_kind
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity, version
-from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.torch_versions import MINORS
 
 __all__ = ["RULE"]
 
 _RELEASES = tuple(f"{minor}.0" for minor in MINORS)
-_SINCE = {
-    "torch.autocast": "1.10",
-    "torch.amp.autocast": "1.12",
-    "torch.amp.GradScaler": "2.3",
-    "torch.amp.custom_fwd": "2.4",
-    "torch.amp.custom_bwd": "2.4",
-    "torch.amp.is_autocast_available": "2.4",
-    "torch.get_autocast_dtype": "2.4",
-    "torch.set_autocast_dtype": "2.4",
-    "torch.cpu.amp.autocast": "1.10",
-    "torch.cpu.amp.GradScaler": "2.3",
-}
-# Names that are older than those in question.
-_OLDER = {
-    "torch.cuda.amp": "1.6",
-    "torch.cuda.amp.autocast": "1.6",
-    "torch.cuda.amp.GradScaler": "1.6",
-    "torch.amp": "1.12",
-}
-_TEXT_BEFORE = {"text": None, "parsed": "0", "own": "1.10"}
 _MENTIONED = re.compile(
     r"torch\.(cuda\.|cpu\.)?amp\.\w+|torch\.autocast|torch\.[gs]et_autocast_dtype"
 )
 _AS_TEXT = "this compares versions as texts: it is wrong for PyTorch {found}"
 _TOO_EARLY = "`{name}` is there from PyTorch {since}; this lets {found} through"
 _GAP = "this holds otherwise for PyTorch {found} than for {first}, which is older: compare whole versions"
-_Operator = Callable[[Any, Any], bool]
-
-
-@dataclass(frozen=True)
-class _Test:
-    """`torch.__version__ >= "1.10"`: how it compares, with what, and up to which release as texts.
-
-    Attributes:
-        compare: the operator.
-        bound: where the version stands that it compares with; None where nothing can be changed.
-        wanted: that version.
-        text_before: the first release that is compared as a version; None: none is.
-        parts: how many numbers of the version are looked at.
-        as_number: whether "1.10" is read as the number 1.1.
-        characters: of the text that are looked at; None: all.
-    """
-
-    compare: _Operator
-    bound: Node | None
-    wanted: str
-    text_before: str | None = "0"
-    parts: int = 3
-    as_number: bool = False
-    characters: int | None = None
-
-    def holds(self, release: str) -> bool:
-        """Whether it lets a release through."""
-        if self.as_number:
-            return self.compare(float(".".join(release.split(".")[:2])), float(self.wanted))
-        if self.text_before is None or version(release) < version(self.text_before):
-            return self.compare(release[: self.characters], self.wanted)
-        return self.right(release)
-
-    def right(self, release: str) -> bool:
-        """Whether it should."""
-        one, other = version(release)[: self.parts], version(self.wanted)
-        width = max(len(one), len(other))
-        return self.compare(one + (0,) * (width - len(one)), other + (0,) * (width - len(other)))
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -92,7 +32,7 @@ def check(source: Source) -> Iterator[Finding]:
     ]
     statements: list[cst.If | cst.IfExp] = [*source.all(cst.If), *source.all(cst.IfExp)]
     for statement in statements:
-        test = _test(source, statement.test)
+        test = version_test(source, statement.test)
         if test is None:
             message = _gap(source, statement, releases)
             if message is not None and any(_mentions(source, statement)):
@@ -112,10 +52,10 @@ def _gap(source: Source, statement: cst.If | cst.IfExp, releases: list[str]) -> 
     if any(_is_about_version(source, outer) for outer in source.around(statement)):
         return None
     test = value_given(source, statement.test)
-    found = [(release, _holds(source, test, release)) for release in releases]
+    found = [(release, holds(source, test, release)) for release in releases]
     if None in (holds for _, holds in found):
         return None
-    older = _holds(source, test, "0.0.0")  # whether it asks for older versions
+    older = holds(source, test, "0.0.0")  # whether it asks for older versions
     first = next((release for release, holds in found if holds is not older), None)
     after = [] if first is None else found[releases.index(first) :]
     wrong = [release for release, holds in after if holds is older]
@@ -133,65 +73,24 @@ def _is_about_version(source: Source, outer: Node) -> bool:
     )
 
 
-def _holds(source: Source, node: Node, release: str) -> bool | None:
-    """Whether a test lets a release through; None where that is not known."""
-    if isinstance(node, cst.BooleanOperation):
-        parts = [_holds(source, side, release) for side in (node.left, node.right)]
-        if isinstance(node.operator, cst.Or):
-            return None if None in parts else any(parts)
-        unknown = [side for side in (node.left, node.right) if not _compares(side)]
-        known = [
-            part
-            for side, part in zip((node.left, node.right), parts, strict=True)
-            if not (part is None and side in unknown)
-        ]
-        return None if not known or None in known else all(known)
-    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
-        inner = _holds(source, node.expression, release)
-        return None if inner is None else not inner
-    if not isinstance(node, cst.Comparison):
-        return None
-    test = _test(source, node)
-    return test.holds(release) if test is not None else _minor_holds(source, node, release)
-
-
-def _compares(node: Node) -> bool:
-    """Whether a test compares anything: what does not has nothing to do with versions."""
-    return any(isinstance(n, (cst.Comparison, cst.Subscript)) for n in walk(node))
-
-
-def _minor_holds(source: Source, node: cst.Comparison, release: str) -> bool | None:
-    """`minor >= 6`, as a number or as a text."""
-    kind = minor_kind(source, node.left)
-    compare = _operator(node.comparisons[0].operator)
-    wanted = value_given(source, node.comparisons[0].comparator)
-    if kind is None or compare is None or len(node.comparisons) != 1:
-        return None
-    minor = release.split(".")[1]
-    if kind == "number" and isinstance(wanted, cst.Integer):
-        return compare(int(minor), int(wanted.value))
-    text = strings(wanted) if kind == "text" else None
-    return compare(minor, text) if text is not None else None
-
-
 def _too_early(
-    source: Source, statement: cst.If | cst.IfExp, test: _Test, releases: list[str]
+    source: Source, statement: cst.If | cst.IfExp, test: VersionTest, releases: list[str]
 ) -> Iterator[Finding]:
     branches = ((statement.body, True), (statement.orelse, False))
     used = [(n, taken) for part, taken in branches if part for n in _names(source, statement, part)]
-    late = {(name, taken) for name, taken in used if name in _SINCE}
-    for name, taken in sorted(late, key=lambda pair: version(_SINCE[pair[0]]), reverse=True):
-        since = version(_SINCE[name])
+    late = {(name, taken) for name, taken in used if name in SINCE}
+    for name, taken in sorted(late, key=lambda pair: version(SINCE[pair[0]]), reverse=True):
+        since = version(SINCE[name])
         wrong = [r for r in releases if test.holds(r) is taken and version(r) < since]
         if not wrong:
             continue
-        fix = _fix(source, test, taken, _SINCE[name])
-        message = _TOO_EARLY.format(name=name, since=_SINCE[name], found=_listed(wrong))
+        fix = _fix(source, test, taken, SINCE[name])
+        message = _TOO_EARLY.format(name=name, since=SINCE[name], found=_listed(wrong))
         yield source.find(RULE, statement.test, message, fix)
         return
 
 
-def _fix(source: Source, test: _Test, taken: bool, since: str) -> Fix | None:
+def _fix(source: Source, test: VersionTest, taken: bool, since: str) -> Fix | None:
     """The version that has the name, in the place of the one that is asked for."""
     is_bound = test.compare in (operator.ge, operator.lt) and (test.compare is operator.ge) is taken
     if test.bound is None or not is_bound:
@@ -209,86 +108,6 @@ def _fix(source: Source, test: _Test, taken: bool, since: str) -> Fix | None:
 def _listed(releases: list[str]) -> str:
     short = [release.removesuffix(".0") for release in releases]
     return short[0] if len(short) == 1 else f"{short[0]} to {short[-1]}"
-
-
-# --- the test ---
-
-
-def _test(source: Source, node: Node) -> _Test | None:
-    """What an expression, or the one that a name is given, asks about PyTorch's version."""
-    node = value_given(source, node)
-    if isinstance(node, cst.Call):
-        return _asks_for_name(source, node)
-    if not isinstance(node, cst.Comparison) or len(node.comparisons) != 1:
-        return None
-    target = node.comparisons[0]
-    if isinstance(target.operator, cst.IsNot) and is_none(target.comparator):
-        return _asks_for_name(source, node.left) if isinstance(node.left, cst.Call) else None
-    compare = _operator(target.operator)
-    kind = version_kind(source, node.left)
-    bound: Node = target.comparator
-    cut = text_cut(source, node.left) if kind is None else None
-    kind = "text" if cut is not None else kind
-    if compare is None or kind is None:
-        return None
-    if kind == "numbers":
-        numbers = _numbers(value_given(source, bound))
-        named = isinstance(bound, cst.Name)  # others may compare with it
-        return _Test(compare, None if named else bound, numbers) if numbers else None
-    if kind in ("number", "major"):
-        bound = value_given(source, bound)
-        if not isinstance(bound, (cst.Float, cst.Integer)):
-            return None
-        if kind == "number":
-            return _Test(compare, None, bound.value, as_number=True)
-        return (
-            _Test(compare, None, bound.value, parts=1) if isinstance(bound, cst.Integer) else None
-        )
-    inner = _bound(source, bound)
-    wanted = strings(inner) if inner is not None else None
-    if not re.fullmatch(r"\d+(\.\d+){0,2}", wanted or ""):
-        return None
-    named = inner is None or bound not in (inner, *source.around(inner))
-    place = None if named else inner
-    return _Test(compare, place, wanted or "", _TEXT_BEFORE[kind], characters=cut)
-
-
-def _asks_for_name(source: Source, call: cst.Call) -> _Test | None:
-    """`hasattr(torch, "autocast")`, which holds from the version that introduced the name, and `getattr(..., None)`."""
-    arguments = {"hasattr": 2, "getattr": 3}.get(source.names.builtin(call.func) or "")
-    if len(call.args) != arguments or not all(is_none(arg.value) for arg in call.args[2:]):
-        return None
-    path = f"{source.names.path(call.args[0].value)}.{strings(call.args[1].value)}"
-    since = _OLDER.get(path) or _SINCE.get(path)
-    return _Test(operator.ge, None, since) if since is not None else None
-
-
-def _numbers(node: Node) -> str | None:
-    """`(1, 10)` as "1.10"."""
-    if not isinstance(node, cst.Tuple):
-        return None
-    parts = [element.value for element in node.elements]
-    if not parts or not all(isinstance(part, cst.Integer) for part in parts):
-        return None
-    return ".".join(part.value for part in parts if isinstance(part, cst.Integer))
-
-
-def _operator(node: Node) -> _Operator | None:
-    found: dict[type, _Operator] = {
-        cst.GreaterThanEqual: operator.ge,
-        cst.GreaterThan: operator.gt,
-        cst.LessThan: operator.lt,
-        cst.LessThanEqual: operator.le,
-    }
-    return found.get(type(node))
-
-
-def _bound(source: Source, node: Node) -> Node | None:
-    """The text of a version, as it is or in `version.parse("1.10")`, or what a name is given."""
-    node = value_given(source, node)
-    if isinstance(node, cst.Call) and PARSERS.fullmatch(source.origin(node.func) or ""):
-        node = value_given(source, node.args[0].value) if len(node.args) == 1 else node
-    return node if isinstance(node, cst.SimpleString) and strings(node) else None
 
 
 # --- what is under it ---
