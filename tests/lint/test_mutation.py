@@ -1,34 +1,40 @@
 """Correct programs, broken in every way that the catalogue names: the rules find it, and are quiet where nothing is.
 
-A sample is looked at; `python -m tests.lint.mutation` counts all, by rule, and `PRECAST_MUTATION_SEED` takes others.
+Of each rule a sample is looked at, and each rule has to find its share; `python -m tests.lint.mutation` counts all, and
+`PRECAST_MUTATION_SEED` takes other samples.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections import Counter
+
+import pytest
 
 from precast_lint.selecting.registry import index
-from tests.lint.mutation.measuring import alarms, correct, is_found, sample, table
+from tests.lint.mutation.measuring import alarms, correct, is_found, sample
 from tests.lint.mutation.registry import MUTATORS
 
 SEED = int(os.environ.get("PRECAST_MUTATION_SEED", "0"))
-FOR_EACH, QUIET = 4, 80
+SIZE, QUIET = 20, 80  # one of 20 may be missed: 95%
 SHARE = 0.95
+# Rules that may find less, each with the share that it has to find and the reason.
+EXCEPTIONS: dict[str, tuple[float, str]] = {}
 
 
-def test_mistakes_are_found_however_they_are_written() -> None:
-    counts: dict[str, Counter[bool]] = {}
-    missed = []
-    for mistake in sample(SEED, FOR_EACH):
-        found = is_found(mistake)
-        counts.setdefault(mistake.code, Counter())[found] += 1
-        if not found:
-            missed.append(str(mistake))
-    total = sum(counts.values(), Counter[bool]())
-    assert total.total() > 150
-    assert total[True] >= SHARE * total.total(), "\n".join([table(counts), *missed])
+@pytest.mark.parametrize("code", sorted(MUTATORS))
+def test_a_rule_finds_its_mistakes_however_they_are_written(code: str) -> None:
+    mistakes = sample(code, SEED, SIZE)
+    missed = [mistake for mistake in mistakes if not is_found(mistake)]
+    share, _ = EXCEPTIONS.get(code, (SHARE, ""))
+    assert mistakes
+    found = len(mistakes) - len(missed)
+    assert found >= share * len(mistakes), "\n".join(map(str, [*missed, missed[0].text]))
+
+
+def test_exceptions_are_of_rules_that_have_mistakes() -> None:
+    assert EXCEPTIONS.keys() <= MUTATORS.keys()
+    assert all(share < SHARE and reason for share, reason in EXCEPTIONS.values())
 
 
 def test_correct_programs_are_quiet_however_they_are_written() -> None:

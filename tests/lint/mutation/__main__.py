@@ -7,6 +7,7 @@ from collections import Counter
 import click
 
 from tests.lint.mutation.measuring import alarms, correct, is_found, mistakes, sample, table
+from tests.lint.mutation.registry import MUTATORS
 
 
 @click.command()
@@ -22,18 +23,16 @@ from tests.lint.mutation.measuring import alarms, correct, is_found, mistakes, s
 def main(seed: int | None, for_each: int, two: bool, code: str | None, missed: int) -> None:
     """Break correct programs in every way that the catalogue names, and count what is found."""
     counts: dict[str, Counter[bool]] = {}
-    shown: Counter[str] = Counter()
-    for mistake in mistakes(two) if seed is None else sample(seed, for_each):
-        if code not in (None, mistake.code):
-            continue
-        found = is_found(mistake)
-        counts.setdefault(mistake.code, Counter())[found] += 1
-        if not found:
-            shown[mistake.code] += 1
-            if shown[mistake.code] <= missed:
+    for rule in [code] if code else sorted(MUTATORS):
+        found = counts.setdefault(rule, Counter())
+        for mistake in mistakes(rule, two) if seed is None else sample(rule, seed, for_each):
+            is_one = is_found(mistake)
+            found[is_one] += 1
+            if not is_one and found[False] <= missed:
                 click.echo(f"missed: {mistake}")
+        click.echo(f"{rule}: {found[True]} of {found.total()}")
     click.echo(table(counts))
-    for program, way, written in correct(two):
+    for program, way, written in () if code else correct(two):
         for alarm in alarms(written):
             click.echo(f"false: {alarm}: in {program}, {' + '.join(way) or 'as it stands'}")
 

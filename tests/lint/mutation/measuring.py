@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import libcst as cst
 
@@ -65,40 +66,46 @@ def _ways(two: bool) -> Iterator[tuple[str, ...]]:
             yield from ((first, second) for second in WRAPPERS if second != first)
 
 
-def _broken() -> Iterator[tuple[str, str, str, int, cst.Module]]:
-    for program, text in PROGRAMS.items():
-        module = cst.parse_module(text.removeprefix("\n"))
-        for code, mutators in MUTATORS.items():
-            for mutator in mutators:
-                for number, made in enumerate(mutator(module)):
-                    yield code, program, mutator.__name__, number, made
+@cache
+def _parsed() -> dict[str, cst.Module]:
+    return {name: cst.parse_module(text.removeprefix("\n")) for name, text in PROGRAMS.items()}
 
 
-def mistakes(two: bool = False) -> Iterator[Mistake]:
-    """Every mistake in every way; with two ways at once it is some tens of thousands."""
-    for code, program, mutator, number, made in _broken():
+def _broken(code: str) -> Iterator[tuple[str, str, int, cst.Module]]:
+    for program, module in _parsed().items():
+        for mutator in MUTATORS[code]:
+            for number, made in enumerate(mutator(module)):
+                yield program, mutator.__name__, number, made
+
+
+def mistakes(code: str, two: bool = False) -> Iterator[Mistake]:
+    """Every mistake of a rule in every way; with two ways at once all rules have some tens of thousands."""
+    for program, mutator, number, made in _broken(code):
         for way in _ways(two):
             text = _written(made, way)
             if text is not None:
                 yield Mistake(code, program, mutator, number, way, text)
 
 
-def sample(seed: int, for_each: int) -> Iterator[Mistake]:
-    """For each rule some of its mistakes, written in none, one or two other ways."""
-    chance = random.Random(seed)
-    made: dict[str, list[tuple[str, str, int, cst.Module]]] = {}
-    for code, *rest in _broken():
-        made.setdefault(code, []).append((*rest,))  # type: ignore[arg-type]
-    for code, places in sorted(made.items()):
-        for _ in range(for_each):
-            program, mutator, number, module = chance.choice(places)
-            count = chance.choice((0, 1, 1, 2))
-            for _ in range(20):  # not every program can be written in every way
-                way = tuple(chance.sample(sorted(WRAPPERS), count))
-                text = _written(module, way)
-                if text is not None:
-                    yield Mistake(code, program, mutator, number, way, text)
-                    break
+def sample(code: str, seed: int, size: int) -> list[Mistake]:
+    """Different mistakes of a rule, written in none, one or two other ways: so many, or as many as it has.
+
+    What is drawn depends on the rule and the seed alone: a new rule leaves the samples of the others as they are.
+    """
+    chance = random.Random(f"{code} {seed}")
+    places = list(_broken(code))
+    drawn: dict[str, Mistake] = {}
+    for _ in range(
+        10 * size
+    ):  # not every program can be written in every way, and some are drawn again
+        if len(drawn) == size:
+            break
+        program, mutator, number, module = chance.choice(places)
+        way = tuple(chance.sample(sorted(WRAPPERS), chance.choice((0, 1, 1, 2))))
+        text = _written(module, way)
+        if text is not None:
+            drawn.setdefault(text, Mistake(code, program, mutator, number, way, text))
+    return list(drawn.values())
 
 
 def correct(two: bool = False) -> Iterator[tuple[str, tuple[str, ...], str]]:

@@ -95,8 +95,8 @@ def loss_outside(module: cst.Module) -> Iterator[cst.Module]:
 
 @mutates("AMP304")
 def half_by_hand(module: cst.Module) -> Iterator[cst.Module]:
-    if not any(method(line, "step") for line in lines(module)):
-        return
+    if not any(method(line, "step") for line in lines(module)) or not any(calls(module, *REGIONS)):
+        return  # without a region it is AMP316 that says so
     casts = ("half()", "bfloat16()", "to(torch.float16)", "to(dtype=torch.bfloat16)")
     for line in lines(module):
         found = assigned(line)
@@ -211,7 +211,9 @@ def custom_fwd_without_ctx(module: cst.Module) -> Iterator[cst.Module]:
                     yield replaced(module, {function: new})
         if isinstance(node, cst.FunctionDef) and node.name.value == "forward":
             params = node.params.params
-            if params[0].name.value == "ctx" and node.decorators:
+            if params[0].name.value == "ctx" and "custom_fwd" in "".join(
+                map(source, node.decorators)
+            ):
                 setup = stmt(
                     "@staticmethod\ndef setup_context(ctx, inputs, output):\n    ctx.save_for_backward(*inputs)\n"
                 )

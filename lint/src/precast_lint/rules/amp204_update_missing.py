@@ -15,6 +15,7 @@ from precast_lint.training_step.protocol import (
     hides,
     is_plain,
     judged,
+    leading_to,
     loop_around,
     loop_in,
     loops_around,
@@ -57,7 +58,12 @@ def check(source: Source) -> Iterator[Finding]:
         hidden = any(hides(source, event, scaler) for event in flow.events())
         owned = flow.is_seen(scaler, "update") and not hidden
         updates = [e for e in flow.events() if e.kind == "update" and e.scaler == scaler]
-        updating = {loop for e in updates for loop in loops_around(source, e.node)}
+        updating = {
+            loop
+            for e in updates
+            for at in leading_to(flow, e.node)
+            for loop in loops_around(source, at)
+        }
 
         def on(state: _State, event: Event, say: Say) -> _State:
             if hides(source, event, scaler):
@@ -71,7 +77,7 @@ def check(source: Source) -> Iterator[Finding]:
                     if loop_in(flow, step) is not None:
                         say.bad(step, _MISSING.format(scaler))
                 return state
-            return _on(source, state, event, say, scaler)
+            return _on(flow, state, event, say, scaler)
 
         return _State(ever=not owned or not flow.has_all(scaler, "step")), on
 
@@ -83,7 +89,7 @@ def check(source: Source) -> Iterator[Finding]:
         yield source.find(RULE, node, message, fix)
 
 
-def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _State:
+def _on(flow: Flow, state: _State, event: Event, say: Say, scaler: str) -> _State:
     if event.kind == "backward":
         return replace(state, scaled=event.scaler == scaler, early=None)
     if event.kind == "optimizer_step":  # in the place of the scaler's, which AMP205 says
@@ -99,23 +105,27 @@ def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _
             say.good(step)
         if state.stepped and not state.scaled:
             say.good(event.node)
-        elif not state.ever and _is_unconditional(source, event.node):
+        elif not state.ever and _is_unconditional(flow, event.node):
             say.bad(event.node, _FIRST)
         early = event.node if state.scaled and not state.stepped else None
         return replace(state, steps=frozenset(), early=early)
     return state
 
 
-def _is_unconditional(source: Source, update: Node) -> bool:
-    """Whether an update stands in the body of a loop itself: it runs in each round, the first one too."""
-    line = line_of(source, update)
-    loop = loop_around(source, update)
-    if line is None or loop is None:
-        return False
-    block = source.parents[source.parents[line]]
-    while isinstance(block, cst.With):
-        block = source.parents[source.parents[block]]
-    return block is loop
+def _is_unconditional(flow: Flow, update: Node) -> bool:
+    """Whether an update runs in each round of a loop, the first one too: it stands in no branch on the way there."""
+    source = flow.source
+    for node in leading_to(flow, update):
+        line = line_of(source, node)
+        if line is None:
+            return False
+        block = source.parents[source.parents[line]]
+        while isinstance(block, cst.With):
+            block = source.parents[source.parents[block]]
+        loop = loop_around(source, node)
+        if loop is not None or not isinstance(block, cst.FunctionDef):
+            return block is loop
+    return False
 
 
 def _insert(source: Source, flow: Flow, scaler: str, step: Node) -> Fix | None:
@@ -288,6 +298,28 @@ _HANDED = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.step(batch)
+
+            def step(self, batch):
+                self.scaler.update()
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.step(self.optimizer)
+        """,
+        count=1,
+        note="The first update comes before any step.",
+    ),
     Case(
         """
         import torch

@@ -8,24 +8,34 @@ from dataclasses import dataclass, replace
 from precast_lint.editing.lines import block_of, line_of, remove
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node
+from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
-from precast_lint.training_step.protocol import hides, judged, only_here
+from precast_lint.training_step.protocol import hides, judged, only_here, scales_by_hand
 
 __all__ = ["RULE"]
 
 _TWICE = "`scaler.step` has made this optimizer's step already"
+_AGAIN = "`scaler.step` makes this optimizer's step again: leave it to the scaler, which skips it after an overflow"
 
 
 @dataclass(frozen=True)
 class _State:
-    """Which backwards were seen since the last step, what was unscaled, and what was stepped."""
+    """Which backwards were seen since the last step, what was unscaled, and what was stepped.
+
+    Attributes:
+        scaled: whether there was a backward of a scaled loss.
+        plain: whether there was one of another loss.
+        unscaled: whether gradients were unscaled.
+        stepped: the optimizers that the scaler has stepped.
+        by_hand: the steps with unscaled gradients, each with its optimizer: right if the scaler does not step it too.
+    """
 
     scaled: bool = False
     plain: bool = False
     unscaled: bool = False
     stepped: frozenset[str] = frozenset()
+    by_hand: frozenset[tuple[str, Node]] = frozenset()
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -34,7 +44,15 @@ def check(source: Source) -> Iterator[Finding]:
     def follow(
         flow: Flow, scaler: str
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        by_hand = scales_by_hand(flow, scaler)
+
         def on(state: _State, event: Event, say: Say) -> _State:
+            if _only_asks(event, scaler) and not by_hand:
+                return state
+            if hides(source, event, scaler) or event.kind in ("backward", "zero_grad", "return"):
+                for _, step in state.by_hand:  # the scaler has not stepped it too
+                    say.good(step)
+                state = replace(state, by_hand=frozenset())
             return _State() if hides(source, event, scaler) else _on(state, event, say, scaler)
 
         return (_State(), on) if only_here(flow, scaler, "unscale_") else None
@@ -42,6 +60,18 @@ def check(source: Source) -> Iterator[Finding]:
     for flow, _, node, message in judged(source, follow):
         fix = _fix(source, flow, node) if message == _TWICE else None
         yield source.find(RULE, node, message, fix)
+
+
+def _only_asks(event: Event, scaler: str) -> bool:
+    """Whether a call asks a scaler for something, and leaves the gradients as they are."""
+    call = event.node
+    return (
+        event.kind == "call"
+        and event.receiver == scaler
+        and isinstance(call, cst.Call)
+        and isinstance(call.func, cst.Attribute)
+        and call.func.attr.value in ("get_scale", "is_enabled", "state_dict")
+    )
 
 
 def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
@@ -52,15 +82,30 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
     if event.kind == "unscale":
         return replace(state, unscaled=True)
     if event.kind == "scaler_step":
-        return replace(state, stepped=state.stepped | {event.optimizer or ""})
+        again = frozenset(pair for pair in state.by_hand if pair[0] == event.optimizer)
+        for _, step in again:
+            say.bad(step, _AGAIN)
+        stepped = state.stepped | {event.optimizer or ""}
+        return replace(state, stepped=stepped, by_hand=state.by_hand - again)
     if event.kind == "assign":
-        return replace(state, stepped=state.stepped - {event.receiver or ""})
+        return _bound_again(state, event.receiver or "", say)
     if event.kind == "optimizer_step":
+        if state.unscaled and not state.plain and event.optimizer not in state.stepped:
+            return _State(by_hand=state.by_hand | {(event.optimizer or "", event.node)})
         _judge(state, event, say)
         return _State()
     if event.kind == "zero_grad" or (event.kind == "call" and event.receiver == scaler):
         return _State()
     return state
+
+
+def _bound_again(state: _State, name: str, say: Say) -> _State:
+    """After a name is bound again, what was done with it before was done with another optimizer."""
+    for optimizer, step in state.by_hand:
+        if optimizer == name:
+            say.good(step)
+    by_hand = frozenset(pair for pair in state.by_hand if pair[0] != name)
+    return replace(state, stepped=state.stepped - {name}, by_hand=by_hand)
 
 
 def _judge(state: _State, event: Event, say: Say) -> None:
@@ -157,9 +202,45 @@ VALID = (
         """,
         note="Unscaled and looked at by hand.",
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, is_finite):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                if is_finite(optimizer):
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        """,
+        note="Either the one or the other makes the step.",
+    ),
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=1,
+        note="Unscaled, and stepped twice.",
+    ),
     Case(
         """
         import torch

@@ -120,12 +120,27 @@ def _is_latest(source: Source, function: Node | None, target: Node, call: Node) 
     )
 
 
+def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]:
+    """Some names, and those that get a value made of them: `total = loss + penalty`, `scaled = scaler.scale(loss)`."""
+    made = set(names)
+    for assign in source.all(cst.Assign):
+        assert isinstance(assign, cst.Assign)
+        used = {
+            key(source, n) for n in walk(assign.value) if isinstance(n, (cst.Name, cst.Attribute))
+        }
+        if source.function(assign) is function and used & names and not used & {"item", "detach"}:
+            made |= {t.target.value for t in assign.targets if isinstance(t.target, cst.Name)}
+    return made
+
+
 def _is_propagated(source: Source, function: Node | None, call: cst.Call) -> bool:
     """Whether `backward` is called on the loss: directly, scaled, or through its name."""
     statement = source.parents.get(call)
     names = {"\0"}
     if isinstance(statement, cst.Assign):
         names = {key(source, t.target) or "" for t in statement.targets}
+        while (more := _made_of(source, function, names)) > names:
+            names = more
     for other, owner, arguments in source.methods("backward"):
         if source.function(other) is not function:
             continue
@@ -195,6 +210,22 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def train(model, batches, scaler):
+            for x, y in batches:
+                with torch.autocast("cuda"):
+                    out = model(x)
+                loss = F.cross_entropy(out, y)
+                total = loss + 0.1 * model.penalty()
+                scaled = scaler.scale(total)
+                scaled.backward()
+        """,
+        count=1,
+    ),
     Case("""
         import torch
         import torch.nn.functional as F

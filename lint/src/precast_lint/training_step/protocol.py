@@ -23,6 +23,7 @@ __all__ = [
     "hides",
     "is_plain",
     "judged",
+    "leading_to",
     "loop_around",
     "loop_in",
     "loops_around",
@@ -258,12 +259,20 @@ def loop_around(source: Source, node: Node) -> Node | None:
 
 def loop_in(flow: Flow, node: Node) -> Node | None:
     """The innermost loop that a node runs in when a function runs: its own, or one around the call that leads to it."""
+    return next(
+        (loop for at in leading_to(flow, node) for loop in loops_around(flow.source, at)), None
+    )
+
+
+def leading_to(flow: Flow, node: Node) -> Iterator[Node]:
+    """A node, the call that leads to its function when another one runs, the call that leads to that, and so on."""
     source = flow.source
     seen: set[Node] = set()
     while True:
-        loop, function = loop_around(source, node), source.function(node)
-        if loop is not None or function is flow.node or function is None or function in seen:
-            return loop
+        yield node
+        function = source.function(node)
+        if function is flow.node or function is None or function in seen:
+            return
         seen.add(function)
         calls = [n for nodes in (flow.nodes, *(n for _, n in flow.called)) for n in nodes]
         found = (
@@ -271,7 +280,7 @@ def loop_in(flow: Flow, node: Node) -> Node | None:
         )
         leading = [call for call, target in found if target is not None and target[0] is function]
         if not leading:
-            return None
+            return
         node = leading[0]
 
 
