@@ -98,9 +98,11 @@ class WeightCache:
 
     def invalidate(self, parameters: Collection[Tensor], dtype: torch.dtype | None = None) -> None:
         """Makes the copies of these leaves, in one dtype or in all, anew at their next use."""
-        written = set(map(id, parameters))
-        for key in [key for key in self._entries if key[0] in written and dtype in (None, key[1])]:
-            del self._entries[key]
+        if self._entries:
+            written = set(map(id, parameters))
+            known = [key for key in self._entries if key[0] in written and dtype in (None, key[1])]
+            for key in known:
+                del self._entries[key]
         for cache in () if self._modes is None else list(self._modes.values()):
             cache.invalidate(parameters, dtype)
         if self._is_threads and native.copies is not None:

@@ -183,6 +183,7 @@ class Calls:
         self.shortcut: Callable[[int], int] = self._functions["shortcut"]
         self.enter: Callable[[int, object, object, object], int] = built_in(library.precast_enter)
         self.leave: Callable[[object], int] = built_in(library.precast_leave)
+        self._has_leaves: Callable[[], int] = built_in(library.precast_has_leaves)
         self._open_region: Callable[[int, int], Any] = self._functions["open_region"]
         self.take_record: Callable[[], Any] = self._functions["take_record"]
         self.any_open: Callable[[], int] = self._functions["any_open"]
@@ -271,6 +272,8 @@ class Calls:
 
     def invalidate(self, sources: Iterable[Tensor], dtype: torch.dtype | None) -> None:
         """Makes the copies of these leaves, in one dtype or in all, out of date, whatever version counters say."""
+        if not self._has_leaves():
+            return
         number = -1 if dtype is None else self.dtype(dtype)
         for source in sources:
             self._functions["invalidate"](impl_address(source), number)

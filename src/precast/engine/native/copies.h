@@ -10,98 +10,16 @@
 // - `own` is used by its thread alone. `held` is emptied by other threads too, so it has a lock.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/StorageImpl.h>
-#include <c10/util/SmallVector.h>
-#include <c10/util/flat_hash_map.h>
+#include "copy_table.h"
 
 #include <mutex>
 
 namespace precast {
 
-// In which circumstances a copy is used.
-enum class Use : uint8_t {
-  Leaf = 0,        // it carries a gradient, for this region
-  PerRegion = 1,   // a held copy of a frozen weight where gradients are recorded, for this region
-  Persistent = 2,  // a held copy where no gradient is recorded; it outlives regions
-};
-
-struct Key {
-  const c10::TensorImpl* source;
-  at::ScalarType dtype;
-  Use use;
-
-  bool operator==(const Key& other) const {
-    return source == other.source && dtype == other.dtype && use == other.use;
-  }
-};
-
-struct KeyHash {
-  size_t operator()(const Key& key) const {
-    const auto address = reinterpret_cast<uintptr_t>(key.source);
-    return (address >> 4) * 31 + static_cast<size_t>(key.dtype) * 4 + static_cast<size_t>(key.use);
-  }
-};
-
-// What a source was like when it was cast.
-class Notes {
- public:
-  explicit Notes(const at::Tensor& source)
-      : storage_(source.storage().getWeakStorageImpl()),
-        data_(source.storage().data()),
-        offset_(source.storage_offset()),
-        version_(source.unsafeGetTensorImpl()->version_counter().current_version()),
-        sizes_(source.sizes().begin(), source.sizes().end()),
-        strides_(source.strides().begin(), source.strides().end()) {}
-
-  // For a copy that was made earlier, when the source had this version and address.
-  Notes(const at::Tensor& source, uint32_t version, const void* address) : Notes(source) {
-    if (source.const_data_ptr() != address) {
-      data_ = nullptr;
-      offset_ = -1;  // nothing lies there
-    }
-    version_ = version;
-  }
-
-  bool is_fresh_for(const c10::TensorImpl& source) const {
-    return source.version_counter().current_version() == version_ && is_place_of(source);
-  }
-
-  // The same, whatever was written there.
-  bool is_place_of(const c10::TensorImpl& source) const {
-    const c10::StorageImpl* storage = source.unsafe_storage().unsafeGetStorageImpl();
-    return storage == storage_._unsafe_get_target() && storage->data() == data_ && source.storage_offset() == offset_ &&
-        source.sizes() == c10::IntArrayRef(sizes_) && source.strides() == c10::IntArrayRef(strides_);
-  }
-
-  uint32_t version() const {
-    return version_;
-  }
-
-  void make_stale() {
-    offset_ = -1;
-  }
-
- private:
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
-  const void* data_;
-  int64_t offset_;
-  uint32_t version_;
-  c10::SmallVector<int64_t, 4> sizes_, strides_;
-};
-
-struct Copy {
-  Notes notes;
-  at::Tensor cast;
-  int64_t held = 0;  // the number of the held copy that it stands for
-};
-
 // Which entries of a held copy are to go.
 enum class Evicted : int { All = 0, Persistent = 1, PersistentAndOlder = 2 };
 
 class Copies {
-  using Table = ska::flat_hash_map<Key, Copy, KeyHash>;
-
  public:
   // The copy of a source, or nothing where there is none or it is out of date.
   at::Tensor find(const c10::TensorImpl& source, at::ScalarType dtype) const {
@@ -113,31 +31,35 @@ class Copies {
     return found(held_, {&source, dtype, use});
   }
 
-  void put(const at::Tensor& source, at::ScalarType dtype, Copy copy) {
-    own_.insert_or_assign(Key{source.unsafeGetTensorImpl(), dtype, Use::Leaf}, std::move(copy));
+  void put(const at::Tensor& source, at::ScalarType dtype, Copy&& copy) {
+    put_in(own_, {source.unsafeGetTensorImpl(), dtype, Use::Leaf}, std::move(copy));
   }
 
-  void put_held(const at::Tensor& source, at::ScalarType dtype, Use use, Copy copy) {
+  void put_held(const at::Tensor& source, at::ScalarType dtype, Use use, Copy&& copy) {
     at::Tensor before;  // freed when the lock is, as that may call anything
     std::lock_guard<std::mutex> guard(lock_);
-    const Key key{source.unsafeGetTensorImpl(), dtype, use};
-    const auto known = held_.find(key);
-    if (known != held_.end()) {
-      before = std::move(known->second.cast);
-      known->second = std::move(copy);
-    } else {
-      held_.insert({key, std::move(copy)});
-    }
+    before = put_in(held_, {source.unsafeGetTensorImpl(), dtype, use}, std::move(copy));
   }
 
+  // Frees the memory of a copy that is out of date.
   void forget(const c10::TensorImpl& source, at::ScalarType dtype) {
-    own_.erase(Key{&source, dtype, Use::Leaf});
+    own_.remove({&source, dtype, Use::Leaf});
+  }
+
+  // Whether there is any copy that carries a gradient.
+  bool has_leaves() {
+    if (own_.size() > 0) {
+      return true;
+    }
+    std::lock_guard<std::mutex> guard(lock_);
+    const auto& held = held_.entries();
+    return std::any_of(held.begin(), held.end(), [](const auto& entry) { return entry.key.use == Use::Leaf; });
   }
 
   // Makes the copies of a source, in one dtype or (-1) in all, out of date, whatever version counters say.
   void invalidate(const c10::TensorImpl& source, int dtype) {
-    const auto make_stale = [&](Table& table) {
-      for (auto& [key, copy] : table) {
+    const auto make_stale = [&](CopyTable& table) {
+      for (auto& [key, copy] : table.entries()) {
         if (key.source == &source && key.use == Use::Leaf && (dtype < 0 || dtype == static_cast<int>(key.dtype))) {
           copy.notes.make_stale();
         }
@@ -158,32 +80,24 @@ class Copies {
       std::vector<Copy>& gone) {
     std::lock_guard<std::mutex> guard(lock_);
     for (const Use use : {Use::Leaf, Use::PerRegion, Use::Persistent}) {
-      const auto known = held_.find({source, dtype, use});
-      if (known == held_.end() || known->second.held != held) {
+      const Key key{source, dtype, use};
+      const Copy* known = held_.find(key);
+      if (known == nullptr || known->held != held) {
         continue;
       }
       if (which == Evicted::All || use == Use::Persistent ||
-          (which == Evicted::PersistentAndOlder && known->second.notes.version() != version)) {
-        gone.push_back(std::move(known->second));
-        held_.erase(known);
+          (which == Evicted::PersistentAndOlder && known->notes.version() != version)) {
+        gone.push_back(*held_.remove(key));
       }
     }
   }
 
   // Drops what does not outlive a region.
   void clear() {
-    decltype(own_) own;
-    own.swap(own_);
+    own_.clear();
     std::vector<Copy> gone;
     std::lock_guard<std::mutex> guard(lock_);
-    for (auto item = held_.begin(); item != held_.end();) {
-      if (item->first.use != Use::Persistent) {
-        gone.push_back(std::move(item->second));
-        item = held_.erase(item);
-      } else {
-        ++item;
-      }
-    }
+    held_.take([](const Key& key) { return key.use != Use::Persistent; }, gone);
   }
 
   size_t size() {
@@ -192,12 +106,24 @@ class Copies {
   }
 
  private:
-  static at::Tensor found(const Table& table, const Key& key) {
-    const auto known = table.find(key);
-    return known != table.end() && known->second.notes.is_fresh_for(*key.source) ? known->second.cast : at::Tensor();
+  static at::Tensor found(const CopyTable& table, const Key& key) {
+    const Copy* known = table.find(key);
+    return known != nullptr && known->notes.is_fresh_for(*key.source) ? known->cast : at::Tensor();
   }
 
-  Table own_, held_;
+  // Gives the copy that was there before.
+  static at::Tensor put_in(CopyTable& table, const Key& key, Copy&& copy) {
+    at::Tensor before;
+    if (Copy* known = table.find(key)) {
+      before = std::move(known->cast);
+      *known = std::move(copy);
+    } else {
+      table.insert(key, std::move(copy));
+    }
+    return before;
+  }
+
+  CopyTable own_, held_;
   std::mutex lock_;
 };
 

@@ -117,7 +117,7 @@ class Search {
       return {};
     }
     at::Tensor copy = here_.copies.find(source, dtype_);
-    return copy.defined() || !is_kept_by_pytorch(tensor) ? copy : copy_of(here_, tensor, dtype_);
+    return copy.defined() || !is_kept_by_pytorch(tensor) ? copy : new_copy_of(here_, tensor, dtype_);
   }
 
   // The same for an argument of any kind: what has a copy is replaced.
@@ -142,7 +142,7 @@ class Search {
       return copy;
     }
     if (held.is_left_to_regions && is_kept_by_pytorch(tensor)) {
-      return copy_of(here_, tensor, dtype_);
+      return new_copy_of(here_, tensor, dtype_);
     }
     const auto lent = held.copy_in(dtype_);
     return lent == nullptr ? at::Tensor() : lent->cast_for(here_, tensor);
@@ -190,9 +190,10 @@ struct Attempt {
 
 at::Tensor copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
   at::Tensor known = here.copies.find(*source.unsafeGetTensorImpl(), dtype);
-  if (known.defined()) {
-    return known;
-  }
+  return known.defined() ? known : new_copy_of(here, source, dtype);
+}
+
+at::Tensor new_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
   here.copies.forget(*source.unsafeGetTensorImpl(), dtype);
   Notes notes(source);  // before the cast: what another thread writes meanwhile is then seen at the next use
   at::Tensor made;

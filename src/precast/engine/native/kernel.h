@@ -49,5 +49,6 @@ class Kernel final : public c10::OperatorKernel {
 
 // The cast of a weight for this region, with its gradient: the copy that the thread has, or a new one.
 at::Tensor copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype);
+at::Tensor new_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype);
 
 }  // namespace precast

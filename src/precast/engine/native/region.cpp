@@ -246,6 +246,11 @@ PRECAST_API void* precast_leave(void* /*module*/, void* const* arguments, std::p
   return References::integer(count == 0 ? 2 : here.open.empty() ? 3 : 1);
 }
 
+// Whether this thread has copies that a step of an optimizer makes out of date: 1 or 0. Called as `precast_enter` is.
+PRECAST_API void* precast_has_leaves(void* /*module*/, void* const* /*arguments*/, std::ptrdiff_t /*count*/) {
+  return References::integer(ThreadState::here().copies.has_leaves() ? 1 : 0);
+}
+
 // What Python fills a record with: the region's owner, its shortcut, and the record.
 PRECAST_API void* precast_open_region(int64_t index, int which) {
   const auto& open = ThreadState::here().open;
