@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
@@ -24,9 +26,11 @@ from torch.testing._internal.logging_tensor import LoggingTensor, LoggingTensorM
 
 import precast
 from precast import Policy
+from precast._torch import impl_address
 from precast.engine import compile_guards, registration
 from precast.engine.native import library
 from precast.engine.thread_state import native_engine, thread_state
+from precast.weights.native_copies import Evicted, Use
 
 BF16 = torch.bfloat16
 WIDTH = 160
@@ -263,6 +267,52 @@ def test_a_thread_that_the_library_does_not_know_runs_its_policy() -> None:
         thread.start()
         thread.join()
     assert found == [BF16, torch.float32, torch.float32]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 151),
+    st.lists(
+        st.tuples(st.sampled_from(["keep", "evict", "evict", "clear"]), st.integers(0, 150)),
+        max_size=200,
+    ),
+)
+def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
+    first: int, steps: list[tuple[str, int]]
+) -> None:
+    calls = native_engine.calls
+    assert calls is not None
+    sources, number = [torch.zeros(1) for _ in range(151)], 1 << 40
+
+    def in_a_new_thread() -> None:
+        expected: dict[int, Tensor] = {}
+        for step, which in [("keep", which) for which in range(first)] + steps:
+            source = sources[which]
+            if step == "keep":
+                expected[which] = cast = source.to(BF16)
+                calls.keep(
+                    source,
+                    cast,
+                    use=Use.LEAF if which % 2 else Use.PERSISTENT,
+                    held=number + which,
+                    version=source._version,
+                    pointer=source.data_ptr(),
+                )
+            elif step == "evict":
+                expected.pop(which, None)
+                calls.evict(impl_address(source), BF16, number + which, Evicted.ALL, 0)
+            else:
+                expected = {w: cast for w, cast in expected.items() if w % 2 == 0}
+                calls.clear()
+            assert calls.count() == len(expected)
+        for which, source in enumerate(sources):
+            if which % 2:
+                assert calls.find(source, BF16) is expected.get(which)
+            calls.evict(impl_address(source), BF16, number + which, Evicted.ALL, 0)
+        assert calls.count() == 0
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(in_a_new_thread).result()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])

@@ -22,7 +22,7 @@ __all__ = ["Evicted", "NativeCopies", "NativeHeld", "Use", "native"]
 
 
 class Use(enum.IntEnum):
-    """In which circumstances a copy is used; the numbers are those of `engine/native/copies.h`."""
+    """In which circumstances a copy is used; the numbers are those of `engine/native/copy_table.h`."""
 
     LEAF = 0
     """It carries a gradient, and lasts as long as the outermost region."""
