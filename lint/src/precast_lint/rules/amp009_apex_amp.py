@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded
+from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.values import SCALERS
 
 __all__ = ["RULE"]
 
@@ -21,7 +23,9 @@ _NEW = {
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each function of apex.amp that is called or handed on."""
+    """Yields a finding for each function of apex.amp that is called or handed on, where nothing else is offered."""
+    if _has_pytorchs(source):
+        return
     for node in [*source.all(cst.Attribute), *source.all(cst.Name)]:
         if isinstance(node, cst.Name) and node not in source.scopes.scope_of:
             continue
@@ -29,9 +33,29 @@ def check(source: Source) -> Iterator[Finding]:
         name = origin.removeprefix("apex.amp.")
         if name == origin or "." in name or name.startswith("_"):
             continue
-        if not _is_bound(source, node) and not is_guarded(source, node):
+        if (
+            not _is_bound(source, node)
+            and not is_guarded(source, node)
+            and not _is_for_apex(source, node)
+        ):
             new = _NEW.get(name, "PyTorch's own autocast and gradient scaler")
             yield source.find(RULE, node, RULE.message.format(old=origin, new=new))
+
+
+def _has_pytorchs(source: Source) -> bool:
+    """Whether a file uses PyTorch's own mixed precision, too: then Apex is a choice that it offers."""
+    return any(
+        source.origin(node) in SCALERS or source.origin(node) in AUTOCASTS
+        for node in [*source.all(cst.Attribute), *source.scopes.names]
+    )
+
+
+def _is_for_apex(source: Source, node: Node) -> bool:
+    """Whether the function or class around says by its name that it is there for Apex: `class ApexScaler`."""
+    return any(
+        isinstance(outer, (cst.FunctionDef, cst.ClassDef)) and "apex" in outer.name.value.lower()
+        for outer in source.around(node)
+    )
 
 
 def _is_bound(source: Source, node: Node) -> bool:
@@ -55,6 +79,30 @@ VALID = (
         except ImportError:
             amp = None
     """),
+    Case(
+        """
+        import apex
+        import torch
+
+        def initialize(model, optimizer, backend):
+            if backend == "apex":
+                return apex.amp.initialize(model, optimizer), None
+            return (model, optimizer), torch.amp.GradScaler("cuda")
+        """,
+        note="Apex is one of two ways that are offered.",
+    ),
+    Case(
+        """
+        from apex import amp
+
+        class ApexScaler:
+            def __call__(self, loss, optimizer):
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+        """,
+        note="It is there for Apex.",
+    ),
 )
 
 INVALID = (
@@ -89,7 +137,10 @@ RULE = Rule(
         "Apex's mixed precision is deprecated in favour of PyTorch's own, patches PyTorch's functions for the whole "
         "process, and is removed from newer versions of Apex."
     ),
-    fine="The code compares itself with Apex on purpose.",
+    fine=(
+        "The code compares itself with Apex on purpose. Nothing is said in a function or class with Apex in its "
+        "name, or where the file uses PyTorch's own mixed precision beside it."
+    ),
     words=("apex amp",),
     check=check,
     valid=VALID,

@@ -6,15 +6,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from precast_lint.editing.lines import block_of, line_of, remove
+from precast_lint.meaning.tensors import constant
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import hides, judged, only_here, scales_by_hand
 
 __all__ = ["RULE"]
 
+_ADAMS = ("torch.optim.Adam", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.Adamax")
+_NO_EPS = 1e-12
 _TWICE = "`scaler.step` has made this optimizer's step already"
 _AGAIN = "`scaler.step` makes this optimizer's step again: leave it to the scaler, which skips it after an overflow"
 
@@ -58,6 +63,8 @@ def check(source: Source) -> Iterator[Finding]:
         return (_State(), on) if only_here(flow, scaler, "unscale_") else None
 
     for flow, _, node, message in judged(source, follow):
+        if message != _TWICE and _cancels(source, node):
+            continue
         fix = _fix(source, flow, node) if message == _TWICE else None
         yield source.find(RULE, node, message, fix)
 
@@ -115,6 +122,24 @@ def _judge(state: _State, event: Event, say: Say) -> None:
         say.bad(event.node)
     else:
         say.good(event.node)
+
+
+def _cancels(source: Source, step: Node) -> bool:
+    """Whether a factor on all gradients cancels: Adam divides by their size, if `eps` is nothing beside it.
+
+    That holds for one factor alone: as long as no scaler of the file updates its scale.
+    """
+    func = step.func if isinstance(step, cst.Call) else None
+    made = source.values.constructed(func.value) if isinstance(func, cst.Attribute) else None
+    if not isinstance(made, cst.Call) or source.origin(made.func) not in _ADAMS:
+        return False
+    arguments = Arguments.of(made)
+    epsilon, decay = (
+        constant(source, arguments.get(n, at)) for n, at in (("eps", 3), ("weight_decay", 4))
+    )
+    no_decay = arguments.get("weight_decay", 4) is None or decay == 0
+    updates = any(source.instance(owner) in SCALERS for _, owner, _ in source.methods("update"))
+    return epsilon is not None and epsilon <= _NO_EPS and no_decay and not updates
 
 
 def _fix(source: Source, flow: Flow, node: Node) -> Fix | None:
@@ -219,6 +244,19 @@ VALID = (
                 optimizer.zero_grad()
         """,
         note="Either the one or the other makes the step.",
+    ),
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.Adam(field.parameters(), lr=1e-2, eps=1e-15)
+        scaler = torch.amp.GradScaler("cuda", init_scale=1024)
+        for rays in batches:
+            optimizer.zero_grad()
+            scaler.scale(field(rays)).backward()
+            optimizer.step()
+        """,
+        note="Adam divides by the size of gradients, so that a fixed factor on all of them cancels.",
     ),
 )
 

@@ -38,11 +38,22 @@ def check(source: Source) -> Iterator[Finding]:
                 continue
             place = saved.place
             node = _scaler(source, flow)
-            if node is not None and not _is_off(source, node):
+            if node is not None and not _is_off(source, node) and not _is_fixed(source):
                 fix = _fix(source, place, node) if isinstance(place, cst.Dict) else None
                 yield source.find(RULE, place, fix=fix)
             elif node is None and _is_saved_for_scaler(source, flow):
                 yield source.find(RULE, place)
+
+
+def _is_fixed(source: Source) -> bool:
+    """Whether scalers only scale here, and optimizers step by themselves: such a scaler keeps its first scale."""
+    called = {
+        call.func.attr.value
+        for call, owner, _ in source.methods("scale", "step", "update", "unscale_")
+        if source.instance(owner) in SCALERS and isinstance(call.func, cst.Attribute)
+    }
+    steps = any(is_optimizer(source, owner) for _, owner, _ in source.methods("step"))
+    return called == {"scale"} and steps
 
 
 @dataclass(frozen=True)
@@ -282,6 +293,21 @@ VALID = (
             save("last.pt", model, optimizer, amp=scaler.get_scale())
             keep("last.pt", model, optimizer, scaler)
         """,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda", init_scale=1024)
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                optimizer.step()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "state.pt")
+        """,
+        note="A scaler that never updates has one scale.",
     ),
 )
 

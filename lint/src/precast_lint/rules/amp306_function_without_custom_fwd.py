@@ -16,6 +16,9 @@ __all__ = ["RULE"]
 _PRODUCTS = re.compile(
     r"torch\.(nn\.functional\.)?(matmul|mm|bmm|mv|addmm|baddbmm|einsum|linear|conv[123]d|conv_transpose[123]d)$"
 )
+_DECOMPOSITIONS = re.compile(
+    r"torch\.(linalg\.)?(cholesky|eig|eigh|eigvals|eigvalsh|inv|inverse|lstsq|lu|pinv|pinverse|qr|solve|svd|symeig)\b"
+)
 _METHODS = {"matmul", "mm", "bmm", "mv"}
 _OWN_CARE = {"to", "type", "type_as", "half", "float", "bfloat16", "double"}
 
@@ -29,7 +32,7 @@ def check(source: Source) -> Iterator[Finding]:
         forward, backward = methods.get("forward"), methods.get("backward")
         if forward is None or backward is None or forward.decorators or backward.decorators:
             continue
-        if "setup_context" in methods or _cares(node):
+        if "setup_context" in methods or _cares(node) or _decomposes(source, node):
             continue
         if _multiplies(source, forward) and _multiplies(source, backward):
             yield source.find(RULE, node.name)
@@ -53,6 +56,15 @@ def _cares(node: cst.ClassDef) -> bool:
         elif isinstance(inner, cst.Name) and "autocast" in inner.value:
             return True
     return False
+
+
+def _decomposes(source: Source, node: cst.ClassDef) -> bool:
+    """Whether it decomposes matrices, which no region does in 16 bits: it is called with float32."""
+    return any(
+        _DECOMPOSITIONS.match(source.origin(inner.func) or "")
+        for inner in walk(node)
+        if isinstance(inner, cst.Call)
+    )
 
 
 def _multiplies(source: Source, method: Method) -> bool:
@@ -139,6 +151,28 @@ VALID = (
             pass
         """,
         note="The one casts by itself, the other multiplies no matrices.",
+    ),
+    Case(
+        """
+        import torch
+
+        class SquareRoot(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, a):
+                values, vectors = torch.linalg.eigh(a)
+                ctx.save_for_backward(values, vectors)
+                return vectors @ values.sqrt().diag_embed() @ vectors.mT
+
+            @staticmethod
+            def backward(ctx, grad):
+                values, vectors = ctx.saved_tensors
+                return vectors @ (vectors.mT @ grad @ vectors / values) @ vectors.mT
+
+        def features(model, x):
+            with torch.autocast("cuda"):
+                return model(x)
+        """,
+        note="Decompositions are computed in float32.",
     ),
 )
 

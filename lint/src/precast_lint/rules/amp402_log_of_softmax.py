@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
@@ -12,6 +13,9 @@ from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["RULE"]
 
+_NO_GRAD = ("torch.no_grad", "torch.inference_mode")
+_SEARCHES = re.compile(r"beam|search|generate|translate|viterbi", re.IGNORECASE)
+_SEARCHERS = re.compile(r"beam|search|tracker|predictor", re.IGNORECASE)
 _BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", "sum": "logsumexp"}
 
 
@@ -24,7 +28,7 @@ def check(source: Source) -> Iterator[Finding]:
         inner = operation(source, value_of(source, log.operand), *_BETTER)
         if inner is None or (inner.name == "sum" and not _is_of_exponentials(source, inner)):
             continue
-        if _is_meant(source, call, _BETTER[inner.name]):
+        if _is_meant(source, call, _BETTER[inner.name]) or _only_ranks(source, call):
             continue
         is_direct = inner.call is log.operand
         fix = _fix(source, log, inner) if is_direct else None
@@ -42,6 +46,24 @@ def _is_meant(source: Source, call: Node, better: str) -> bool:
             name = outer.keyword.value
         if better in name or "reference" in name:
             return True
+    return False
+
+
+def _only_ranks(source: Source, call: Node) -> bool:
+    """Whether scores are only compared, of which `-inf` is a right one: in a search, or where no gradient is taken."""
+    for outer in source.around(call):
+        if isinstance(outer, (cst.FunctionDef, cst.ClassDef)):
+            searches = _SEARCHES if isinstance(outer, cst.FunctionDef) else _SEARCHERS
+            if searches.search(outer.name.value):
+                return True
+        entered: list[Node] = []
+        if isinstance(outer, cst.FunctionDef):
+            entered = [decorator.decorator for decorator in outer.decorators]
+        elif isinstance(outer, cst.With):
+            entered = [item.item for item in outer.items]
+        for node in entered:
+            if source.origin(node.func if isinstance(node, cst.Call) else node) in _NO_GRAD:
+                return True
     return False
 
 
@@ -180,6 +202,20 @@ VALID = (
         p[mask] = 1
         y = torch.log(p)
     """),
+    Case(
+        """
+        import torch
+
+        def generate_beam(model, tokens, beams):
+            scores = model(tokens)[:, -1].softmax(-1).log()
+            return scores.topk(beams)
+
+        @torch.no_grad()
+        def rank(logits):
+            return torch.log(torch.sigmoid(logits)).argsort()
+        """,
+        note="Where scores are only compared, `-inf` is the score of what is impossible.",
+    ),
 )
 
 INVALID = (

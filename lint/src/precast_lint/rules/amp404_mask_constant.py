@@ -8,6 +8,7 @@ from precast_lint.editing.imports import name_for
 from precast_lint.meaning.regions import regions_around
 from precast_lint.meaning.tensors import constant, is_half, is_lowered, operation, value_of
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 
@@ -15,6 +16,7 @@ __all__ = ["RULE"]
 
 _LARGEST = 65504.0
 _INFINITE = "in float16 this is infinite, and a row of nothing else becomes NaN; use `torch.finfo(x.dtype).min`"
+_OPTIONAL = "with a mask this raises in float16; use `torch.finfo(x.dtype).min`, or -inf"
 _WIDE = ("torch.float32", "torch.float", "torch.float64", "torch.double", "numpy.float32")
 
 
@@ -27,7 +29,11 @@ def check(source: Source) -> Iterator[Finding]:
             continue
         sign = _too_large(source, value)
         if sign and _is_float16(source, fill.operand):
-            yield source.find(RULE, value, fix=_fix(source, fill.operand, value, sign))
+            fix = _fix(source, fill.operand, value, sign)
+            if _is_optional(source, call):
+                yield source.find(RULE, value, _OPTIONAL, fix, Severity.WARNING)
+            else:
+                yield source.find(RULE, value, fix=fix)
     yield from _stored(source)
     yield from _chosen(source)
     for product in source.all(cst.BinaryOperation):
@@ -36,6 +42,21 @@ def check(source: Source) -> Iterator[Finding]:
         for value, other in ((product.left, product.right), (product.right, product.left)):
             if _too_large(source, value) and _is_additive(source, other):
                 yield _silent(source, value)
+
+
+def _is_optional(source: Source, call: Node) -> bool:
+    """Whether a mask is a parameter that need not be given, and that no call of this file gives."""
+    for outer in source.around(call):
+        if isinstance(outer, cst.FunctionDef):
+            return False
+        if not isinstance(outer, cst.If):
+            continue
+        for name in (n for n in walk(outer.test) if isinstance(n, cst.Name)):
+            params = [b for b in source.names.bindings(name) if b.kind == "param"]
+            handed = [value for b in params for value in source.values.handed.to(b)]
+            if any(is_none(b.value) for b in params) and all(is_none(value) for value in handed):
+                return True
+    return False
 
 
 def _silent(source: Source, value: Node, fix: Fix | None = None) -> Finding:
@@ -340,6 +361,30 @@ INVALID = (
         """,
         unsafe=True,
         note="One name for all of it.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Attention(torch.nn.Module):
+            def forward(self, q, k, v, mask=None):
+                scores = torch.matmul(q, k.transpose(2, 3))
+                if mask is not None:
+                    scores = scores.masked_fill(mask == 0, -1e9)
+                return torch.softmax(scores, dim=-1) @ v
+        """,
+        """
+        import torch
+
+        class Attention(torch.nn.Module):
+            def forward(self, q, k, v, mask=None):
+                scores = torch.matmul(q, k.transpose(2, 3))
+                if mask is not None:
+                    scores = scores.masked_fill(mask == 0, torch.finfo(scores.dtype).min)
+                return torch.softmax(scores, dim=-1) @ v
+        """,
+        unsafe=True,
+        note="A warning, as nothing in the file hands a mask over.",
     ),
 )
 
