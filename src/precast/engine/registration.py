@@ -49,6 +49,7 @@ from precast.engine.thread_state import (
     native_engine,
     regions,
 )
+from precast.policy.measured import warn_elsewhere
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
 from precast.weights import held, unversioned_writes
 from precast.weights.native_copies import native
@@ -317,6 +318,7 @@ def _take_off_watched_only() -> None:
 
 
 def _bind(policy: Policy, device_type: str) -> BoundPolicy:
+    warn_elsewhere(policy.name, policy.measured, device_type)
     _torch.on_cleared_cache(clear_cache)
     _torch.wrap_checkpoints()
     _listen_to_optimizers(True)

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -23,6 +24,7 @@ from precast import _torch
 from precast._internal.display import Card, Displayed, size
 from precast.errors import PolicyError
 from precast.policy import preset_files, toml_file
+from precast.policy.measured import Measured, check_measured
 from precast.policy.module_rules import (
     AROUND,
     Inside,
@@ -86,6 +88,9 @@ class Policy(Displayed):
         summary: one sentence on what the policy is for.
         modules: pattern of a module's name -> what holds inside. They act on models that are attached with this
             policy, and on nothing else.
+        measured: where and how the policy was measured, as a file says it: key -> text, number or boolean.
+            `device`, `machine` and `torch` are compared with this machine where a region uses the policy, and a
+            difference is a warning; all else is for people.
         fingerprint: 16 hex digits of a SHA-256 over all that changes a result in a region: rules and `mixed`. Equal
             policies have equal fingerprints; names, reasons and the order of rows do not count. Nor do `modules`: a
             region does not look at them, and where they act they open regions, whose policies have fingerprints.
@@ -101,6 +106,7 @@ class Policy(Displayed):
     mixed: Mixed = "raise"
     summary: str = ""
     modules: Modules = field(default_factory=dict)
+    measured: Measured = field(default_factory=dict)
     fingerprint: str = field(init=False, repr=False, compare=False)
     made_of: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
     """A cache for objects that other files derive from the policy; it is freed with the policy."""
@@ -115,6 +121,8 @@ class Policy(Displayed):
         modules = parse_module_rules(rules, where)
         object.__setattr__(self, "tables", MappingProxyType(tables))
         object.__setattr__(self, "modules", MappingProxyType(modules))
+        measured = check_measured(self.measured, "Policy(measured=...)")
+        object.__setattr__(self, "measured", measured)
         object.__setattr__(self, "made_of", {})
         # It is computed now, since a compiled function may read it but cannot trace its computation.
         object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
@@ -125,7 +133,8 @@ class Policy(Displayed):
 
     def __reduce__(self) -> tuple[object, ...]:
         tables = {device: dict(table) for device, table in self.tables.items()}
-        return type(self), (self.name, tables, self.mixed, self.summary, dict(self.modules))
+        said = self.name, tables, self.mixed, self.summary, dict(self.modules), dict(self.measured)
+        return type(self), said
 
     def _card(self) -> Card:
         what, patterns = f"Policy {self.name!r}", size(len(self.modules), "rule")
@@ -158,7 +167,7 @@ class Policy(Displayed):
     def dump(self, path: str | os.PathLike[str] | None = None) -> str:
         """The policy as TOML without a base; it is also written to `path`, either completely or not at all."""
         text = toml_file.render(
-            Contents(self.name, self.summary, self.mixed, self.tables, self.modules)
+            Contents(self.name, self.summary, self.mixed, self.tables, self.modules, self.measured)
         )
         if path is not None:
             toml_file.write(path, text)
@@ -171,6 +180,7 @@ class Policy(Displayed):
         ops: Mapping[str, object] | None = None,
         mixed: Mixed | None = None,
         modules: Mapping[str, object] | None = None,
+        measured: Measured | None = None,
     ) -> Policy:
         """A new policy with some things changed.
 
@@ -182,6 +192,8 @@ class Policy(Displayed):
             mixed: `raise` or `promote`; the old one where None.
             modules: pattern -> what holds inside such modules: `fp32`, `float16`, `bfloat16`, `lower` or `keep`, or a
                 mapping with `dtype`, `ops` and `reason`; None takes the rule away.
+            measured: where and how the new policy was measured. Where None, it is what the old one says if the rules
+                are the same; other rules were not measured.
 
         Raises:
             PolicyError: an operation, a rule, a device type, a pattern or a dtype that cannot be.
@@ -194,13 +206,19 @@ class Policy(Displayed):
             own = ops.get(device, {})
             own = check_mapping(own, f"replace(ops=...): {device}", '{"softmax": "lower"}')
             tables[device] = _changed(table, own, f"replace(ops=...) [{device}]")
-        return Policy(
+        changed = Policy(
             self.name if name is None else name,
             tables,
             self.mixed if mixed is None else mixed,
             self.summary,
             _changed_modules(self.modules, {} if modules is None else modules),
+            check_measured(
+                {} if measured is None else measured, "replace(measured=...): [measured]"
+            ),
         )
+        if measured is None and self.measured and changed._has_rules_of(self):
+            return dataclasses.replace(changed, measured=self.measured)
+        return changed
 
     def retarget(self, device: str = "cpu", like: str = "cuda") -> Policy:
         """The policy with `like`'s table applied to tensors on `device`.
@@ -289,6 +307,10 @@ class Policy(Displayed):
             )
             raise PolicyError(f"the overloads of {key} differ; ask for one: {listed}")
         return next(iter(resolutions.values()))
+
+    def _has_rules_of(self, other: Policy) -> bool:
+        rules = ((policy.fingerprint, policy.modules) for policy in (self, other))
+        return next(rules) == next(rules)
 
     def _resolve_inside(self, inside: Inside, op: str, device: str) -> Resolution:
         found = self.replace(ops=inside.ops).resolve(op, device)

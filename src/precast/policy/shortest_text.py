@@ -30,7 +30,8 @@ def whole_file(policy: Policy, *, ops: Mapping[str, object] | None = None) -> st
     changed = policy.replace(ops=ops) if ops else policy
     rows = _different(changed, base)
     tables = {device: table for device, table in rows.items() if table}
-    contents = Contents(tables=tables, modules=_different_modules(changed, base))
+    modules = _different_modules(changed, base)
+    contents = Contents(tables=tables, modules=modules, measured=changed.measured)
     mixed = "raise" if base is None else base.mixed
     head = [] if base is None else [f'base = "{base.name}"']
     head += [] if changed.mixed == mixed else [f'mixed = "{changed.mixed}"']

@@ -4,6 +4,7 @@ Invariants:
     - `[ops]` speaks for every device type, `[ops.cuda]` for one and is laid over `[ops]`.
     - A file is laid over its `base`; a chain of bases may be of any length, and must end.
     - `[modules]` speaks for modules by name; a pattern replaces the same one of the base.
+    - `[measured]` is of the file that has it, not of files that have this one as their base: they have other rules.
     - A row for other versions of PyTorch is ignored; in a preset that is pinned to a release, that release counts.
     - Every problem is one `PolicyError` with the file, the line or key, the value, and what is allowed.
 """
@@ -24,6 +25,7 @@ from precast._internal import atomic_write, torch_versions
 from precast._internal.torch_versions import Version
 from precast.errors import OutputError, PolicyError
 from precast.policy import preset_files
+from precast.policy.measured import Measured, Value, check_measured
 from precast.policy.module_rules import ModuleRule, parse_module_rules
 from precast.policy.preset_files import Preset
 from precast.policy.rows import (
@@ -64,7 +66,7 @@ Tables = Mapping[str, Mapping[str, Entry]]
 Modules = Mapping[str, ModuleRule]
 
 MIXED = ("raise", "promote")
-_KEYS = ("name", "summary", "base", "mixed", "ops", "modules")
+_KEYS = ("name", "summary", "base", "mixed", "measured", "ops", "modules")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Contents:
     mixed: Mixed = "raise"
     tables: Tables = field(default_factory=dict)
     modules: Modules = field(default_factory=dict)
+    measured: Measured = field(default_factory=dict)
 
 
 def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION) -> Contents:
@@ -103,6 +106,8 @@ def render(contents: Contents) -> str:
     """The TOML text of a policy, one line an operation; it stands alone, without a base."""
     lines = [_line("name", contents.name), _line("summary", contents.summary)]
     lines.append(_line("mixed", contents.mixed))
+    lines += ["", "[measured]"] if contents.measured else []
+    lines += [_line(key, value) for key, value in contents.measured.items()]
     shared = _shared_rows(contents.tables)
     lines += _section("[ops]", shared)
     for device, table in contents.tables.items():
@@ -225,6 +230,7 @@ def _laid_over(base: Contents, link: _Link, version: Version) -> Contents:
         mixed=cast("Mixed", check_choice(mixed, MIXED, f"{path}: mixed is ")),
         tables=_tables(document.get("ops", {}), base.tables, link, version),
         modules={**base.modules, **parse_module_rules(modules, f"{path}: [modules]", version)},
+        measured=check_measured(document.get("measured", {}), f"{path}: [measured]"),
     )
 
 
@@ -346,5 +352,6 @@ def _module_row(pattern: str, rule: ModuleRule) -> str:
     return _line(pattern, "").removesuffix('""') + "{ " + ", ".join(given) + " }"
 
 
-def _line(key: str, value: str) -> str:
-    return tomli_w.dumps({key: str(value)}).rstrip("\n")
+def _line(key: str, value: Value) -> str:
+    plain = str(value) if isinstance(value, str) else value  # the name of a rule is more than text
+    return tomli_w.dumps({key: plain}).rstrip("\n")
