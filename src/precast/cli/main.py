@@ -168,9 +168,16 @@ def doctor(as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="A file of `precast export`: what it computes, read from the file alone.",
 )
+@click.option(
+    "--diff",
+    nargs=2,
+    metavar="POLICY POLICY",
+    help="In what two policies differ, as in --diff torch@2.11 torch@2.12.",
+)
 @_as_json
 def explain(
     *,
+    diff: tuple[str, str] | None,
     operation: str | None,
     exported: Path | None,
     model: str | None,
@@ -187,7 +194,16 @@ def explain(
     and the rules that match nothing. With an --example the model is run on it once, and what each
     module ran is shown. The example is the model's argument, a tuple of its arguments, or a dict
     of its keyword arguments.
+
+    With --diff: which operations have another rule in the second policy than in the first, on
+    which devices, and what that means for dtypes and memory. The exit code is then 0 where the
+    two have the same rules, and 1 where they differ.
     """
+    if diff is not None:
+        if any((operation, exported, model, example, device, module)):
+            raise click.UsageError("--diff takes two policies, and nothing else but --json.")
+        _explain_difference(*diff, as_json)
+        return
     if exported is not None:
         if operation is not None or model is not None or example is not None or device or module:
             raise click.UsageError("--exported says all that there is to say: give nothing else.")
@@ -221,6 +237,22 @@ def explain(
         _print_json(report.as_dict())
     else:
         Console().print(report.render())
+
+
+def _explain_difference(before: str, after: str, as_json: bool) -> None:
+    """Prints in what two policies differ; ends with exit code 1 where they do, as `precast diff` does."""
+    _require_torch()
+    from rich.console import Console
+
+    from precast.diagnostics.explain.difference import explain_difference
+
+    found = explain_difference(before, after)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        Console().print(found.render())
+    if found:
+        sys.exit(1)
 
 
 def _require_torch() -> None:
