@@ -4,8 +4,8 @@ Invariants:
     - Nothing is printed here.
     - A preset that is pinned to a release of PyTorch has the release's whole table here, also operations that the
       installed PyTorch does not have.
-    - What a difference means follows from the two rules alone, for 16-bit and for float32 arguments; tests run operations
-      under both rules and compare.
+    - What a difference means follows from the two rules alone, for 16-bit and for float32 arguments; tests run
+      operations under both rules and compare.
 """
 
 from __future__ import annotations
