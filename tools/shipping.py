@@ -2,7 +2,8 @@
 
     .venvs/clients/bin/python -m tools.shipping --write
 
-It needs the libraries of the extra `test-clients`. A new way to ship is one row of `WAYS`.
+It needs the libraries of the extra `test-clients`. A new way to ship is one row of `WAYS` in shipping_ways.py; what is
+asked for by name (`BERT --ways ONNX`) is measured alone, and the rest of the table stays.
 
 Invariants:
     - What is shipped is called with the arguments with which the model is called in a region, in the same mode.
@@ -16,7 +17,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,73 +25,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import precast
 from precast._internal.pytree import tensors_in
 from precast.errors import MissingExtraError, PrecastError
-from precast.policy.policy import Policy
 from precast.shipping.function_calls import is_same
-from tools.shipping_cases import CASES, POLICIES, Case, Shipped
+from tools.shipping_cases import CASES, POLICIES, Case
+from tools.shipping_ways import WAYS, NotShippedError, Trial, Way
 
-__all__ = ["WAYS", "compared", "main", "table"]
+__all__ = ["compared", "main", "run", "table"]
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data" / "shipping.json"
 PAGES = [ROOT / "docs" / "ship.md", ROOT / "docs" / "ship.zh.md"]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DIFFERS = re.compile(r"differs by ([\d.e+-]+|inf)(.*)")
 _PLACE = re.compile(r"(<!-- table of shipped models -->\n).*?(<!-- end of the table -->)", re.S)
-
-Way = Callable[[Shipped, Policy, torch.dtype], Any]
-"""Ships a model and returns what it computes then."""
-
-
-def _converted(shipped: Shipped, policy: Policy, dtype: torch.dtype) -> Any:
-    model = precast.convert(shipped.model, policy, dtype, example=shipped.example)
-    with torch.inference_mode():
-        return shipped.call(model)
-
-
-WAYS: dict[str, Way] = {"converted": _converted}
-"""The columns of the table."""
-
-
-def in_region(shipped: Shipped, policy: Policy, dtype: torch.dtype) -> Any:
-    """What the model computes in a region."""
-    with (
-        precast.attach(shipped.model, policy, hold=False),
-        torch.inference_mode(),
-        precast.autocast("cpu", dtype, policy=policy),
-    ):
-        return shipped.call(shipped.model)
 
 
 def compared(
     case: Case, policy: str, dtype: torch.dtype, ways: Iterable[str] = WAYS
 ) -> dict[str, str]:
     """Way -> how what it ships compares with the model in a region."""
-    found = {}
-    for way in ways:
-        shipped = case.make()
-        made = POLICIES[policy](shipped.model, dtype)
-        try:
-            expected = in_region(shipped, made, dtype)
-        except PrecastError as error:
-            found[way] = f"refused in a region too: {_first(error)}"
-        except RuntimeError as error:
-            found[way] = f"refused by PyTorch in a region too: {_first(error)}"
-        else:
-            found[way] = _shipped(way, case, made, dtype, expected)
-    return found
+    trial = Trial(case, policy, dtype)
+    return {way: _cell_of(WAYS[way], trial) for way in ways}
 
 
-def _shipped(way: str, case: Case, policy: Policy, dtype: torch.dtype, expected: Any) -> str:
+def _cell_of(way: Way, trial: Trial) -> str:
     try:
-        return _compare(expected, WAYS[way](case.make(), policy, dtype))
+        expected = trial.expected_of_graph if way.is_graph else trial.expected
+    except NotShippedError as error:
+        return str(error)
     except PrecastError as error:
+        return f"refused in a region too: {_first(error)}"
+    except RuntimeError as error:
+        return f"refused by PyTorch in a region too: {_first(error)}"
+    trial.note = ""
+    try:
+        return f"{_compare(expected, way.ship(trial))} {trial.note}".strip()
+    except (PrecastError, NotShippedError) as error:
         return f"refused: {_first(error)}"
 
 
 def _first(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition(". ")[0]
+    """The first sentence; for what torch.export says, also the first of its own."""
+    first, _, rest = str(error).partition("\n")
+    said = first.partition(". ")[0].rstrip(".")
+    if first.endswith("on this example."):
+        said = f"{said}: {rest.partition(chr(10))[0].partition('. ')[0]}"
+    return said.replace("|", "/").replace("<", "`").replace(">", "`")
 
 
 def _compare(expected: Any, found: Any) -> str:
@@ -100,6 +81,8 @@ def _compare(expected: Any, found: Any) -> str:
         return "equal"
     if [t.shape for t in ours] != [t.shape for t in theirs]:
         return "differs in shape"
+    if [t.dtype for t in ours] != [t.dtype for t in theirs]:
+        return "differs in dtype"
     return f"differs by {max(map(_distance, ours, theirs)):.1g}"
 
 
@@ -114,15 +97,16 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return math.inf if math.isnan(distance) else distance
 
 
-def run(only: tuple[str, ...] = ()) -> Iterator[dict[str, str]]:
+def run(only: tuple[str, ...] = (), ways: tuple[str, ...] = ()) -> Iterator[dict[str, str]]:
     """One row for each model, policy and dtype."""
     for case in CASES.values():
         if only and not any(word in case.name for word in only):
             continue
         for policy in POLICIES:
             for name, dtype in DTYPES.items():
+                asked = [w for w in ways or WAYS if WAYS[w].measures(policy, name)]
                 try:
-                    found = compared(case, policy, dtype)
+                    found = compared(case, policy, dtype, asked)
                 except MissingExtraError as error:
                     print(f"{case.name} is left out: {error}")
                     continue
@@ -142,40 +126,64 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def _cell(found: list[tuple[dict[str, str], str]]) -> str:
-    said = dict.fromkeys(what for _, what in found)
-    if len(said) == 1:
-        return next(iter(said))
-    parts = []
-    for what in said:
-        where = [f"{row['policy']} {row['dtype']}" for row, it in found if it == what]
-        parts.append(what if what == "equal" else f"{what} ({', '.join(where)})")
-    return "; ".join(parts)
+    """What was found, with policy and dtype where it is not the same for all; of differences the largest."""
+    parts: dict[str, list[str]] = {}
+    largest: dict[str, float] = {}
+    for row, what in found:
+        difference = _DIFFERS.fullmatch(what)
+        equal = "equal" if what.startswith("equal") else what
+        said = f"differs by up to {{}}{difference[2]}" if difference else equal
+        parts.setdefault(said, []).append(f"{row['policy']} {row['dtype']}")
+        if difference:
+            largest[said] = max(largest.get(said, 0.0), float(difference[1]))
+    if len(parts) == 1:
+        [said] = parts
+        return said.format(largest[said]) if said in largest else said
+    return "; ".join(
+        said.format(largest[said])
+        if said in largest
+        else said
+        if said.startswith("equal")
+        else f"{said} ({', '.join(where)})"
+        for said, where in parts.items()
+    )
 
 
 def main() -> None:
     """Prints the table, and writes it where it is asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("only", nargs="*", help="words: a model whose name has one of them")
+    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=[], help="[default: all]")
     parser.add_argument("--write", action="store_true", help="write the data and the pages")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = list(run(tuple(asked.only)))
+    rows: list[dict[str, str]] = []
+    for row in run(tuple(asked.only), tuple(asked.ways)):
+        if asked.write and rows and rows[-1]["model"] != row["model"]:
+            _write(rows)
+        rows.append(row)
     print(table(rows))
     if asked.write:
-        rows = _with_what_was(rows)
-        text = table(rows)
-        found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "torch": torch.__version__, "rows": rows}
-        DATA.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        for page in PAGES:
-            before = page.read_text(encoding="utf-8")
-            after = _PLACE.sub(lambda place: f"{place[1]}\n{text}\n{place[2]}", before)
-            page.write_text(after, encoding="utf-8")
+        _write(rows)
+
+
+def _write(rows: list[dict[str, str]]) -> None:
+    rows = _with_what_was(rows)
+    text = table(rows)
+    found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "torch": torch.__version__, "rows": rows}
+    DATA.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        after = _PLACE.sub(lambda place: f"{place[1]}\n{text}\n{place[2]}", before)
+        page.write_text(after, encoding="utf-8")
 
 
 def _with_what_was(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Rows in the order of the cases; those of models that were not run are as they were written last."""
+    """Rows in the order of the cases; what was not run is as it was written last."""
     before = json.loads(DATA.read_text(encoding="utf-8"))["rows"] if DATA.exists() else []
-    found = {(r["model"], r["policy"], r["dtype"]): r for r in (*before, *rows)}
+    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in (*before, *rows):
+        found.setdefault((row["model"], row["policy"], row["dtype"]), {}).update(row)
     order = [(c, p, d) for c in CASES for p in POLICIES for d in DTYPES]
     return [found[key] for key in order if key in found]
 

@@ -42,16 +42,33 @@ class Shipped:
 
 @dataclass(frozen=True)
 class Case:
-    """One model; `make` gives it the same numbers each time."""
+    """One model; `make` gives it the same numbers each time.
+
+    Attributes:
+        name: what the table calls it.
+        library: whose model it is.
+        build: makes it.
+        graph: makes a module that does all its calls in one, which a graph can be recorded of; `build` where there is
+            one call anyway, None where no graph has them all.
+    """
 
     name: str
     library: str
     build: Callable[[], Shipped]
+    graph: Callable[[], Shipped] | None
 
     def make(self) -> Shipped:
         """The model and its calls, from the same random numbers each time."""
+        return self._made(self.build)
+
+    def make_graph(self) -> Shipped | None:
+        """The same as one call."""
+        return None if self.graph is None else self._made(self.graph)
+
+    @staticmethod
+    def _made(build: Callable[[], Shipped]) -> Shipped:
         torch.manual_seed(0)
-        shipped = self.build()
+        shipped = build()
         for parameter in shipped.model.eval().parameters():
             parameter.requires_grad_(False)
         return shipped
@@ -72,27 +89,42 @@ def _client(name: str) -> Shipped:
         example = (batch["volume"],)
     elif name == "GAT":
         example = batch["features"], batch["edges"]
-    elif name in ("GPT-2", "Llama"):
+    elif name in ("GPT-2", "Llama", "T5", "Whisper"):
         example["use_cache"] = False
     return Shipped(model, example, _calls(example))
 
 
-def _with_cache(name: str) -> Shipped:
+def _prompted(model: Any, tokens: Tensor) -> list[Any]:
     """A prompt, and two tokens more from the cache that the model made."""
+    first = model(input_ids=tokens[:, :6], use_cache=True)
+    results = [first.logits]
+    cache = first.past_key_values
+    for place in (6, 7):
+        later = model(input_ids=tokens[:, place : place + 1], past_key_values=cache)
+        cache = later.past_key_values
+        results.append(later.logits)
+    return results
+
+
+class _Prompted(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> list[Any]:
+        return _prompted(self.model, tokens)
+
+
+def _with_cache(name: str) -> Shipped:
     model, batch = MODELS[name].make(_SIZE), MODELS[name].batch(_SIZE)
     tokens = batch["input_ids"]
+    example = {"input_ids": tokens[:, :6], "use_cache": True}
+    return Shipped(model, example, lambda model: _prompted(model, tokens))
 
-    def call(model: Any) -> list[Any]:
-        first = model(input_ids=tokens[:, :6], use_cache=True)
-        results = [first.logits]
-        cache = first.past_key_values
-        for place in (6, 7):
-            later = model(input_ids=tokens[:, place : place + 1], past_key_values=cache)
-            cache = later.past_key_values
-            results.append(later.logits)
-        return results
 
-    return Shipped(model, {"input_ids": tokens[:, :6], "use_cache": True}, call)
+def _with_cache_in_one(name: str) -> Shipped:
+    example = (MODELS[name].batch(_SIZE)["input_ids"],)
+    return Shipped(_Prompted(MODELS[name].make(_SIZE)), example, _calls(example))
 
 
 def _generation(name: str) -> Shipped:
@@ -137,6 +169,10 @@ def _attention(*, batch_first: bool) -> Shipped:
     return Shipped(_Attends(batch_first), example, _calls(example))
 
 
+def _single(name: str, library: str, build: Callable[[], Shipped]) -> Case:
+    return Case(name, library, build, build)
+
+
 def _cases() -> Iterator[Case]:
     for name in (
         "BERT",
@@ -149,19 +185,20 @@ def _cases() -> Iterator[Case]:
         "GAT",
         "UNet of volumes",
     ):
-        yield Case(name, MODELS[name].library, partial(_client, name))
+        yield _single(name, MODELS[name].library, partial(_client, name))
     for name in ("GPT-2", "Llama"):
-        yield Case(f"{name}, with cache", "transformers", partial(_with_cache, name))
+        in_one = partial(_with_cache_in_one, name)
+        yield Case(f"{name}, with cache", "transformers", partial(_with_cache, name), in_one)
     for name in ("GPT-2", "Llama", "T5", "Whisper"):
-        yield Case(f"{name}, generate", "transformers", partial(_generation, name))
+        yield Case(f"{name}, generate", "transformers", partial(_generation, name), None)
     for task in ("checkerboard", "digits"):
-        yield Case(f"{task} network", "precast", partial(_demo, task))
+        yield _single(f"{task} network", "precast", partial(_demo, task))
     scripted = partial(_demo, "checkerboard", scripted=True)
-    yield Case("checkerboard network, scripted", "precast", scripted)
-    yield Case("LSTM", "torch", partial(_recurrent, nn.LSTM))
-    yield Case("GRU", "torch", partial(_recurrent, nn.GRU))
-    yield Case("MultiheadAttention", "torch", partial(_attention, batch_first=False))
-    yield Case("MultiheadAttention, fused", "torch", partial(_attention, batch_first=True))
+    yield _single("checkerboard network, scripted", "precast", scripted)
+    yield _single("LSTM", "torch", partial(_recurrent, nn.LSTM))
+    yield _single("GRU", "torch", partial(_recurrent, nn.GRU))
+    yield _single("MultiheadAttention", "torch", partial(_attention, batch_first=False))
+    yield _single("MultiheadAttention, fused", "torch", partial(_attention, batch_first=True))
 
 
 CASES = {case.name: case for case in _cases()}

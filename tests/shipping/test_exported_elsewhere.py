@@ -102,6 +102,74 @@ def test_onnx_has_the_dtypes_of_the_policy(policy: str, dtype: torch.dtype, tmp_
     )
 
 
+class Splits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b, c = self.layer(x).chunk(3, -1)
+        d, e = self.layer(x).split([4, 20], -1)
+        return a @ b.mT, c, d, e * 2
+
+
+@pytest.fixture
+def splits(tmp_path: Path) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Path]:
+    """An input, the program's results, and the ONNX file, whose weights lie beside it."""
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    x, path = torch.randn(3, 8), tmp_path / "model.onnx"
+    program = precast.export(Splits().eval(), (x,), dtype=torch.bfloat16)
+    written = write_onnx(program, path, beside_from=0)
+    assert written.weights_beside == tmp_path / "model.onnx.data"
+    return x, program.module()(x), path
+
+
+def test_onnx_splits_16_bit_values_though_its_sequences_have_none(
+    splits: tuple[torch.Tensor, tuple[torch.Tensor, ...], Path],
+) -> None:
+    from onnx.reference import ReferenceEvaluator
+
+    x, expected, path = splits
+    found = ReferenceEvaluator(str(path)).run(None, {"x": x.numpy()})
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype.name == "bfloat16"
+        assert one.shape == other.shape
+        wide = torch.from_numpy(one.astype("float32"))
+        torch.testing.assert_close(wide, other.float(), atol=0.02, rtol=0.02)
+
+
+def test_weights_lie_beside_a_file_that_would_be_too_large(
+    splits: tuple[torch.Tensor, tuple[torch.Tensor, ...], Path],
+) -> None:
+    import onnx
+
+    path = splits[2]
+    assert sorted(each.name for each in path.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
+    inside = {
+        each.name: each for each in onnx.load(path, load_external_data=False).graph.initializer
+    }
+    assert inside["layer.weight"].data_location == onnx.TensorProto.EXTERNAL
+    whole = {each.name: each for each in onnx.load(path).graph.initializer}
+    assert len(whole["layer.weight"].raw_data) == 8 * 24 * 2
+    onnx.checker.check_model(str(path), full_check=True)
+
+
+def test_onnxruntime_computes_what_the_program_does(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    x, path = torch.randn(3, 8), tmp_path / "model.onnx"
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
+    program = precast.export(model, (x,), dtype=torch.float16)
+    write_onnx(program, path, beside_from=0)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    [found] = session.run(None, {"input": x.numpy()})
+    expected = program.module()(x)
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=2e-3, rtol=2e-3)
+
+
 def test_what_onnx_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import operator
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -34,6 +35,15 @@ OPSET = 23
 _NORMS = tuple(
     getattr(torch.ops.aten, name).default for name in ("layer_norm", "group_norm", "rms_norm")
 )
+_SPLITS = tuple(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("split", "Tensor"),
+        ("unsafe_split", "Tensor"),
+        ("split_with_sizes", "default"),
+        ("chunk", "default"),
+    )
+)
 _LARGE = 2_000_000_000  # bytes; protobuf ends at 2 GiB
 
 
@@ -55,7 +65,11 @@ class OnnxFile:
 
 
 def write_onnx(
-    program: torch.export.ExportedProgram, path: Path, *, opset: int = OPSET
+    program: torch.export.ExportedProgram,
+    path: Path,
+    *,
+    opset: int = OPSET,
+    beside_from: int = _LARGE,
 ) -> OnnxFile:
     """Writes a program as ONNX.
 
@@ -63,6 +77,7 @@ def write_onnx(
         program: what `precast.export` returned.
         path: of the file.
         opset: the version of ONNX's operators.
+        beside_from: from how many bytes on weights lie in a file of their own.
 
     Raises:
         MissingExtraError: onnx or onnxscript is not installed.
@@ -72,9 +87,9 @@ def write_onnx(
     """
     onnx = _onnx()
     exported_file.check_replaceable(path)
-    converted = _converted(_with_wide_norms(program), opset)
+    converted = _converted(_as_onnx_takes_it(program), opset)
     size = sum(t.nbytes for t in program.state_dict.values() if isinstance(t, Tensor))
-    beside = path.with_name(f"{path.name}.data") if size > _LARGE else None
+    beside = path.with_name(f"{path.name}.data") if size > beside_from else None
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         written = Path(folder) / path.name
         converted.save(str(written), external_data=beside is not None)
@@ -95,38 +110,71 @@ def _onnx() -> Any:
     return found
 
 
-def _with_wide_norms(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program with norms of 16-bit values and float32 weights in float32, and their results cast back.
-
-    ONNX's take one dtype for all arguments. PyTorch's compute in float32, too, and round their result once.
-    """
+def _as_onnx_takes_it(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program in operations that ONNX has for its dtypes; their results are the same."""
     module, signature = (
         copy.deepcopy(part) for part in (program.graph_module, program.graph_signature)
     )
     for new, old in zip(placeholders(module.graph), placeholders(program.graph), strict=True):
         new.name = new.target = old.name  # a copy renames `input`
     for node in list(module.graph.nodes):
-        source = node.args[0] if node.target in _NORMS else None
-        if not isinstance(source, fx.Node) or len(_floating(node)) < 2:
-            continue
-        before, value = value_of(source).dtype, value_of(node)
-        with module.graph.inserting_before(node):
-            wide = module.graph.call_function(CAST, (source, torch.float32))
-        wide.meta["val"] = value_of(source).to(torch.float32)
-        node.replace_input_with(source, wide)
-        with module.graph.inserting_after(node):
-            back = module.graph.call_function(CAST, (node, before))
-        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
-        back.meta["val"] = value
-        node.meta["val"] = value.to(torch.float32)
-        for spec in signature.output_specs:
-            if spec.arg.name == node.name:
-                spec.arg.name = back.name
+        if node.target in _NORMS:
+            _widen_norm(module.graph, node, signature)
+        elif node.target in _SPLITS:
+            _slice(module.graph, node)
     module.recompile()
     found: torch.export.ExportedProgram = _torch.updated_program(
         program, graph_module=module, graph_signature=signature
     )
     return found
+
+
+def _widen_norm(graph: fx.Graph, node: fx.Node, signature: Any) -> None:
+    """Puts a norm of a 16-bit value and float32 weights in float32, and casts its result back.
+
+    ONNX's take one dtype for all arguments. PyTorch's compute in float32, too, and round their result once.
+    """
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or len(_floating(node)) < 2:
+        return
+    before, value = value_of(source).dtype, value_of(node)
+    with graph.inserting_before(node):
+        wide = graph.call_function(CAST, (source, torch.float32))
+    wide.meta["val"] = value_of(source).to(torch.float32)
+    node.replace_input_with(source, wide)
+    with graph.inserting_after(node):
+        back = graph.call_function(CAST, (node, before))
+    node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+    back.meta["val"] = value
+    node.meta["val"] = value.to(torch.float32)
+    for spec in signature.output_specs:
+        if spec.arg.name == node.name:
+            spec.arg.name = back.name
+
+
+def _slice(graph: fx.Graph, node: fx.Node) -> None:
+    """Takes the parts of a split by slices, because ONNX's sequences of tensors have no bfloat16."""
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    sizes = [part.shape[dim] for part in node.meta["val"]]
+    users = list(node.users)
+    if not all(isinstance(size, int) for size in sizes) or not all(
+        user.target is operator.getitem for user in users
+    ):
+        return
+    for user in users:
+        number = user.args[1]
+        assert isinstance(number, int)
+        begin = sum(sizes[:number])
+        with graph.inserting_before(user):
+            part = graph.call_function(
+                torch.ops.aten.slice.Tensor, (node.args[0], dim, begin, begin + sizes[number])
+            )
+        name = user.name
+        part.meta.update(user.meta)
+        user.replace_all_uses_with(part)
+        graph.erase_node(user)
+        part.name = name
+    graph.erase_node(node)
 
 
 def _floating(node: fx.Node) -> set[torch.dtype]:

@@ -1,0 +1,205 @@
+"""The ways in which a model is shipped: each ships one, calls what it shipped, and returns the results.
+
+Invariants:
+    - A graph is recorded of one call, so that a model with several calls is shipped as the module that does them all.
+    - ONNX runs on onnxruntime; on onnx's reference evaluator where onnxruntime's CPU provider lacks a kernel.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends import mha
+
+import precast
+from precast._internal.pytree import tensors_in
+from precast.policy.policy import Policy
+from precast.shipping.exported_onnx import write_onnx
+from precast.shipping.exported_package import write_package
+from tools.shipping_cases import POLICIES, Case, Shipped
+
+__all__ = ["WAYS", "NotShippedError", "Trial", "Way", "run_onnx"]
+
+
+class NotShippedError(Exception):
+    """A way that does not exist for a model, or a result that nothing here can compute."""
+
+
+@dataclass
+class Trial:
+    """A model, a policy and a dtype: what every way to ship is tried on.
+
+    Attributes:
+        case: the model.
+        policy_name: one of `POLICIES`.
+        dtype: the lower precision.
+        note: what a way says about how it ran, for the cell.
+    """
+
+    case: Case
+    policy_name: str
+    dtype: torch.dtype
+    note: str = field(default="", init=False)
+
+    def policy_of(self, shipped: Shipped) -> Policy:
+        """The policy, made for the model."""
+        return POLICIES[self.policy_name](shipped.model, self.dtype)
+
+    def in_region(self, shipped: Shipped) -> Any:
+        """What the model computes in a region."""
+        policy = self.policy_of(shipped)
+        with (
+            precast.attach(shipped.model, policy, hold=False),
+            torch.inference_mode(),
+            precast.autocast("cpu", self.dtype, policy=policy),
+        ):
+            return shipped.call(shipped.model)
+
+    @cached_property
+    def expected(self) -> Any:
+        """What all its calls give in a region."""
+        return self.in_region(self.case.make())
+
+    @cached_property
+    def expected_of_graph(self) -> Any:
+        """The same as one call, without PyTorch's fused transformer kernels, which no graph has."""
+        before = mha.get_fastpath_enabled()
+        mha.set_fastpath_enabled(False)
+        try:
+            return self.in_region(self._graph())
+        finally:
+            mha.set_fastpath_enabled(before)
+
+    @cached_property
+    def program(self) -> torch.export.ExportedProgram:
+        """The exported program; whether it gives the model's bits is for the table to say."""
+        shipped = self._graph()
+        args, kwargs = _arguments(shipped)
+        return precast.export(
+            shipped.model,
+            args,
+            kwargs,
+            policy=self.policy_of(shipped),
+            dtype=self.dtype,
+            check=False,
+        )
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Those of the graph's call."""
+        return _arguments(self._graph())
+
+    def _graph(self) -> Shipped:
+        shipped = self.case.make_graph()
+        if shipped is None:
+            raise NotShippedError("no graph: a loop in Python around the calls above")
+        return shipped
+
+
+def _arguments(shipped: Shipped) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((), shipped.example) if isinstance(shipped.example, dict) else (shipped.example, {})
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to ship.
+
+    Attributes:
+        ship: ships a model, and returns what it computes then.
+        is_graph: whether one call is recorded, and nothing else shipped.
+        only: the policies and dtypes that are measured; empty means all.
+    """
+
+    ship: Callable[[Trial], Any]
+    is_graph: bool
+    only: tuple[tuple[str, str], ...] = ()
+
+    def measures(self, policy: str, dtype: str) -> bool:
+        """Whether the table has a cell for them."""
+        return not self.only or (policy, dtype) in self.only
+
+
+def _converted(trial: Trial) -> Any:
+    shipped = trial.case.make()
+    model = precast.convert(
+        shipped.model, trial.policy_of(shipped), trial.dtype, example=shipped.example
+    )
+    with torch.inference_mode():
+        return shipped.call(model)
+
+
+def _exported(trial: Trial) -> Any:
+    args, kwargs = trial.arguments()
+    with torch.no_grad():
+        return trial.program.module()(*args, **kwargs)
+
+
+def _compiled(trial: Trial) -> Any:
+    args, kwargs = trial.arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt2"
+        write_package(trial.program, path)
+        run = torch._inductor.aoti_load_package(str(path))
+        with torch.no_grad():
+            return run(*args, **kwargs)
+
+
+def _onnx(trial: Trial) -> list[Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        write_onnx(trial.program, path)
+        found, trial.note = run_onnx(path, tensors_in(trial.arguments()))
+    return found
+
+
+def run_onnx(path: Path, given: list[Tensor]) -> tuple[list[Tensor], str]:
+    """The results of an ONNX file, and what computed them."""
+    import onnx
+    import onnxruntime
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.ops.op_conv import Conv as _Conv
+
+    class Conv(_Conv):
+        """Adds in float32, as kernels do; the evaluator's own adds in the dtype of its arguments."""
+
+        op_domain = ""
+
+        def _run(self, *arrays: Any, **attributes: Any) -> Any:
+            wide = (None if a is None else a.astype("float32") for a in arrays)
+            [found] = super()._run(*wide, **attributes)  # type: ignore[no-untyped-call]
+            return (found.astype(arrays[0].dtype),)
+
+    model = onnx.load(path)
+    inputs = [value.name for value in model.graph.input]
+    feed = dict(zip(inputs, (tensor.numpy() for tensor in given), strict=True))
+    onnxruntime.set_default_logger_severity(4)
+    try:
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:
+        if "NOT_IMPLEMENTED" not in str(error):
+            raise NotShippedError(f"onnxruntime refuses it: {error}") from error
+        results = ReferenceEvaluator(model, new_ops=[Conv]).run(None, feed)
+        return [_tensor(array) for array in results], "on the reference evaluator"
+    return [_tensor(array) for array in session.run(None, feed)], "on onnxruntime"
+
+
+def _tensor(array: Any) -> Tensor:
+    if array.dtype.name == "bfloat16":  # numpy has it from ml_dtypes
+        return torch.from_numpy(array.astype("float32")).bfloat16()
+    return torch.as_tensor(array)
+
+
+_SOME = (("default", "bfloat16"), ("default", "float16"))
+WAYS: dict[str, Way] = {
+    "converted": Way(_converted, is_graph=False),
+    "exported": Way(_exported, is_graph=True),
+    "AOTInductor": Way(_compiled, is_graph=True, only=_SOME[:1]),
+    "ONNX": Way(_onnx, is_graph=True, only=_SOME),
+}
+"""The columns of the table."""
