@@ -130,6 +130,7 @@ bench: $(NATIVE) $(CLIENTS_STAMP)  ## all that has a target, beside torch.autoca
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks.check --write
 	$(BIN)/python -m benchmarks.importing --write
+	! command -v valgrind > /dev/null || $(BIN)/python -m benchmarks.instructions --write
 
 gpu: $(NATIVE)  ## everything that needs a GPU, in about nine minutes; writes docs/gpu.md
 	$(BIN)/python -m tools.gpu

@@ -1,0 +1,44 @@
+"""`python -m benchmarks.instructions`: what it says without valgrind, its table, and the place for the figures."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import instructions, variants
+
+COUNTS = {
+    (work, kind): 2e6 * (1 + number / 100)
+    for work in instructions.WORKS
+    for number, kind in enumerate(instructions.KINDS)
+}
+
+
+def test_without_valgrind_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instructions.shutil, "which", lambda _: None)
+    result = CliRunner().invoke(instructions.main)
+    assert result.exit_code == 1
+    assert "apt install valgrind" in result.output
+
+
+def test_the_table_has_ratios_to_torch_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(work, kind, count) for (work, kind), count in COUNTS.items()]
+    monkeypatch.setattr(instructions, "counted", lambda: iter(rows))
+    text = CliRunner().invoke(instructions.main, catch_exceptions=False).output
+    assert f"| {variants.INFERENCE} | 2.00 million | 1.010 | 1.020 | 1.030 |" in text
+    assert f"| {variants.TRAINING} | 2.00 million |" in text
+
+
+def test_what_valgrind_runs_says_what_it_has_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(instructions, "_control", asked.append)
+    CliRunner().invoke(instructions.main, ["--inside"], catch_exceptions=False)
+    cases = len(instructions.WORKS) * len(instructions.KINDS)
+    assert asked == ["--instr=on", "--dump", "--instr=off"] * cases
+
+
+def test_the_page_has_a_place_for_the_figures() -> None:
+    page = instructions.PAGE.read_text(encoding="utf-8")
+    assert page.count(instructions.BEGIN) == page.count(instructions.END) == 1
