@@ -20,10 +20,21 @@ def check(source: Source) -> Iterator[Finding]:
         if source.instance(owner) not in SCALERS or arguments.starred or _is_off(source, owner):
             continue
         optimizer = arguments.get("optimizer", 0)
-        if "closure" in arguments.keywords or len(arguments.positional) > 1:
+        if "closure" in arguments.keywords:
             yield source.find(RULE, call)
+        elif len(arguments.positional) > 1:
+            if not _is_handed_on(source, arguments.positional[1]):
+                yield source.find(RULE, call)
         elif optimizer is not None and source.instance(optimizer) in _LBFGS:
             yield source.find(RULE, call, "LBFGS needs a closure, and a scaler can't step with one")
+
+
+def _is_handed_on(source: Source, closure: cst.CSTNode) -> bool:
+    """Whether this is a parameter that is None where nothing is given: a wrapper hands on what it gets."""
+    binding = source.names.only_binding(closure)
+    if binding is None or binding.kind != "param":
+        return False
+    return isinstance(binding.value, cst.Name) and binding.value.value == "None"
 
 
 def _is_off(source: Source, owner: cst.CSTNode) -> bool:
@@ -57,6 +68,21 @@ VALID = (
         scaler = torch.amp.GradScaler("cuda", enabled=False)
         scaler.step(optimizer, closure=closure)
     """),
+    Case(
+        """
+        import torch
+
+        class Wrapped:
+            def __init__(self, optimizer):
+                self.optimizer = optimizer
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, closure=None):
+                self.scaler.step(self.optimizer, closure)
+                self.scaler.update()
+        """,
+        note="It hands on what it gets, which is nothing unless somebody gives it a closure.",
+    ),
 )
 
 INVALID = (
