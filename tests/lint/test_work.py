@@ -1,4 +1,7 @@
-"""A function that calls functions on many paths is given up in time, and nothing is said of it."""
+"""A function that calls functions on many paths is given up in time, and nothing is said of it.
+
+What a called function asks without doing anything to the step makes no more paths.
+"""
 
 from __future__ import annotations
 
@@ -26,3 +29,23 @@ def test_a_function_of_very_many_paths_takes_seconds_at_most() -> None:
     start = time.process_time()
     check(decode(PROGRAM.encode()), "example.py", Settings(codes=frozenset({"AMP203"})))
     assert time.process_time() - start < 30  # without a bound: more than a minute
+
+
+ASKS = "\n".join(f"        if self.flag{i}:\n            print({i})" for i in range(6))
+LONG = (
+    "import torch\n\nclass Trainer:\n"
+    '    def __init__(self):\n        self.scaler = torch.amp.GradScaler("cuda")\n\n'
+    "    def train(self, batches):\n        for batch in batches:\n"
+    "            self.report()\n            self.save()\n"
+    "            self.scaler.scale(self.model(batch)).backward()\n"
+    "            if self.clips:\n"
+    "                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)\n"
+    "            self.scaler.step(self.optimizer)\n            self.scaler.update()\n"
+    "            self.report()\n            self.save()\n\n"
+    f"    def report(self):\n{ASKS}\n\n    def save(self):\n{ASKS.replace('flag', 'mark')}\n"
+)
+
+
+def test_a_trainer_that_logs_and_saves_is_followed_through_both() -> None:
+    found = check(decode(LONG.encode()), "example.py", Settings(codes=frozenset({"AMP203"})))
+    assert [finding.code for finding in found.findings] == ["AMP203"]

@@ -29,7 +29,7 @@ from precast_lint.training_step.frames import Frame, frame_of
 __all__ = ["Run", "Say", "TooManyPaths"]
 
 _LIMIT = 128
-_WORK = 10_000  # some tenths of a second; functions that call functions, each on many paths, could take hours
+_WORK = 30_000  # some tenths of a second; functions that call functions, each on many paths, could take hours
 _DEEP = 3  # calls in functions that are called
 _ROUNDS = 3
 
@@ -370,7 +370,7 @@ class Run:
             ends = self._suite(frame.function.body, frozenset({start})) | frozenset(self.returned)
             self.called.pop()
             self.loops, self.returned, self.known = loops, returned, outer
-            self.ends[begun] = ends
+            self.ends[begun] = _told_apart(ends)
         return self.ends[begun]
 
     def _handed(self, given: dict[str, Node], scaled: dict[str, str]) -> frozenset[tuple[str, str]]:
@@ -433,6 +433,14 @@ def _is_loss(value: Node | None) -> bool:
     if isinstance(value, cst.Call):
         return isinstance(value.func, cst.Attribute) and value.func.attr.value == "scale"
     return isinstance(value, (cst.Name, cst.Attribute))
+
+
+def _told_apart(paths: _Paths) -> _Paths:
+    """One path for several that have come to the same: what tests said on only some of them decides nothing."""
+    if len(paths) < 2 or len({(path.state, path.scaled) for path in paths}) > 1:
+        return paths
+    known = frozenset.intersection(*(path.known for path in paths))
+    return frozenset({next(iter(paths))._replace(known=known)})
 
 
 def _bounded(paths: Iterable[Path]) -> _Paths:
