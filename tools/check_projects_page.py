@@ -102,11 +102,16 @@ def _what_was_run(projects: list[dict[str, Any]], total: Counter[str]) -> Iterat
         f"{len(projects)} projects, {sum(p['lines'] for p in projects):,} lines, {total.total()} findings of the rules "
         "that are on:"
     )
-    for date in sorted({p["date"] for p in projects}):
+    dates = sorted({p["date"] for p in projects})
+    if len(dates) == 1:
+        yield f"all counted on {dates[0]}. Rules that came, or were mended, after that are not in the counts."
+    for date in dates if len(dates) > 1 else ():
         here = [p for p in projects if p["date"] == date]
         found = sum(len(p["findings"]) for p in here)
         yield f"the counts of {len(here)} projects, with {found} findings, are of the checker as it was on {date};"
-    yield "the table says for each project which. Rules that came, or were mended, after a run are not in its counts."
+    if len(dates) > 1:
+        yield "the table says for each project which. Rules that came, or were mended, after a run are not in"
+        yield "its counts."
     broken = sum(len(p["broken"]) + len(p["lost"]) for p in projects)
     yield f"Safe fixes changed {sum(p['changed'] for p in projects)} files."
     yield (
