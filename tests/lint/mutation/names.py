@@ -177,18 +177,35 @@ def old_state_functions(module: cst.Module) -> Iterator[cst.Module]:
 
 @mutates("AMP009")
 def apex(module: cst.Module) -> Iterator[cst.Module]:
+    """Apex in the place of PyTorch's regions and scaler: a file that has both offers a choice."""
+    scaler = assignment(module, "scaler")
+    if scaler is None or "get_scale" in source(module):
+        return
+    initialized = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+    news: dict[Any, Any] = {scaler: stmt(initialized)}
+    for node in nodes(module):
+        if isinstance(node, cst.With) and any(_is_region(item) for item in node.items):
+            kept = [i.with_changes(comma=_NO_COMMA) for i in node.items if not _is_region(i)]
+            news[node] = node.with_changes(items=kept) if kept else node.body.body
     for line in lines(module):
-        backward = method(line, "backward")
-        if backward is None or not backward[0].startswith("scaler.scale("):
-            continue
-        loss = backward[0].removeprefix("scaler.scale(").removesuffix(")")
-        text = f"with amp.scale_loss({loss}, optimizer) as scaled:\n    scaled.backward()\n"
-        scaler = assignment(module, "scaler")
-        if scaler is None:
-            continue
-        initialized = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
-        news = {line: stmt(text), scaler: stmt(initialized)}
-        yield with_imports(replaced(module, news), "from apex import amp\n")
+        backward, step = method(line, "backward"), method(line, "step")
+        if backward is not None and backward[0].startswith("scaler.scale("):
+            loss = backward[0].removeprefix("scaler.scale(").removesuffix(")")
+            text = f"with amp.scale_loss({loss}, optimizer) as scaled:\n    scaled.backward()\n"
+            news[line] = stmt(text)
+        elif step is not None and step[0] == "scaler":
+            news[line] = stmt(f"{source(step[1].args[0].value)}.step()\n")
+        elif any((method(line, name) or ("",))[0] == "scaler" for name in ("unscale_", "update")):
+            news[line] = None
+    if "amp.scale_loss" in source(made_of := replaced(module, news)):
+        yield with_imports(made_of, "from apex import amp\n")
+
+
+_NO_COMMA = cst.MaybeSentinel.DEFAULT
+
+
+def _is_region(item: cst.WithItem) -> bool:
+    return isinstance(item.item, cst.Call) and path(item.item.func) in REGIONS
 
 
 @mutates("AMP010")
