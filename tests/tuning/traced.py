@@ -36,4 +36,5 @@ def assert_runs_as_chosen(
     """Every site runs in the dtype that the choice says, and in no other."""
     seen = dtypes_traced(model, step, policy, program.low)
     chosen = {(s.module, s.op): {str(choice[s]).removeprefix("torch.")} for s in program.sites}
-    assert {key: seen.get(key) for key in chosen} == chosen
+    wrong = {key: (seen.get(key), chosen[key]) for key in chosen if seen.get(key) != chosen[key]}
+    assert not wrong, wrong

@@ -146,9 +146,14 @@ def schema_of(overload: OpOverload) -> torch.FunctionSchema:
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an operation is made of others above autograd, so that modes see it only in inference mode (2.13)."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return isinstance(op, OpOverload) and op.has_kernel_for_dispatch_key(key)
+    """Whether an operation is made of others above autograd, so that modes see it only in inference mode (2.13).
+
+    The dispatcher is asked, as `OpOverload` also counts decompositions in Python, which `native_batch_norm` has.
+    """
+    key = "CompositeImplicitAutograd"
+    return isinstance(op, OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), key
+    )
 
 
 def operator_names() -> set[str]:

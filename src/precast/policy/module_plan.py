@@ -25,7 +25,7 @@ from precast.policy.module_rules import AROUND, Inside, ModuleRule, Precision, d
 from precast.policy.policy import Policy
 from precast.policy.values import nearest, shown
 
-__all__ = ["Plan", "PlannedModule", "outwards", "plan"]
+__all__ = ["Plan", "PlannedModule", "is_called", "outwards", "plan"]
 
 _NEVER_CALLED: Final = "NonDynamicallyQuantizableLinear"
 """The projection in `nn.MultiheadAttention`."""
@@ -151,7 +151,7 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
         carried = _after(handed_on.get(parent), None if inside is around else rule)
         if _is_part_of_scripted(name, modules, inside.state == around.state):
             carried = None
-        called = _is_called(module)
+        called = is_called(module)
         handed_on[name] = None if called else carried
         kind = type(module).__name__
         carried = carried if called else None
@@ -204,7 +204,7 @@ def _after(outer: ModuleRule | None, inner: ModuleRule | None) -> ModuleRule | N
     return ModuleRule(dtype, {**outer.ops, **inner.ops}, inner.reason, inner.origin)
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
     """Whether a module can be called, which a list of modules cannot."""
     own = getattr(type(module), "forward", None) is not nn.Module.forward
     return own or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule)

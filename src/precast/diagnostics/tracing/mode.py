@@ -7,16 +7,43 @@ calls others where autocast reaches them, as all do in inference mode, is called
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from precast import _torch
 from precast.diagnostics.tracing.operators import Cast, Kind, kind_of
-from precast.diagnostics.tracing.recorder import Recorder
+from precast.engine.operation import Operation
 
-__all__ = ["Mode"]
+__all__ = ["Listener", "Mode"]
+
+
+class Listener(Protocol):
+    """Who is told of operations, and of the rules that are carried out around them."""
+
+    @property
+    def depth(self) -> int:
+        """How many rules are being carried out."""
+
+    def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A rule is about to be carried out."""
+
+    def end(self, result: Any) -> None:
+        """It has been carried out."""
+
+    def fail(self, error: BaseException) -> None:
+        """It has raised."""
+
+    def casting_here(self) -> list[str]:
+        """Device types on which autocast casts what runs now."""
+
+    def saw(self, func: Any, call: Any, out: Any, seconds: float, inside: Sequence[Cast]) -> None:
+        """An operation has run; `inside` are the casts in the operations that it called."""
+
+    def failed(self, func: Any, call: Any, error: BaseException) -> None:
+        """An operation has raised."""
 
 
 class _Here(threading.local):
@@ -30,7 +57,7 @@ class _Here(threading.local):
 class Mode(_torch.ObservingMode):
     """Tells a recorder of every operation that runs."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Listener) -> None:
         super().__init__()
         self._recorder = recorder
         self._here = _Here()

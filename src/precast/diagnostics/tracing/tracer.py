@@ -9,8 +9,9 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -28,7 +29,7 @@ from precast.diagnostics.tracing.counting import Counter, Counts
 from precast.diagnostics.tracing.explanation import Explanation
 from precast.diagnostics.tracing.findings import findings_of
 from precast.diagnostics.tracing.lineage import chain
-from precast.diagnostics.tracing.mode import Mode
+from precast.diagnostics.tracing.mode import Listener, Mode
 from precast.diagnostics.tracing.operators import dtype_of
 from precast.diagnostics.tracing.recorder import Recorder
 from precast.diagnostics.tracing.saved import SavedTrace
@@ -38,7 +39,7 @@ from precast.errors import PrecastError
 from precast.policy.module_plan import outwards
 from precast.weights import held_gradients, weight_cache
 
-__all__ = ["Trace", "trace"]
+__all__ = ["Trace", "listening", "trace"]
 
 
 @_torch.never_compiled
@@ -198,10 +199,34 @@ class Trace(SavedTrace):
             _torch.leave_mode(self._mode)
 
 
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Has a listener told of all operations of this thread inside ``with``, and of the rules that are carried out.
+
+    Args:
+        listener: what a trace's recorder is to a trace.
+    """
+    mode = Mode(listener)
+    _change_open(1)
+    before = _here.watching
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    _see_through(1)
+    _here.watching = (*before, listener)
+    _torch.set_inherited_tls(_INHERITED, _here.watching)
+    try:
+        yield
+    finally:
+        _here.watching = before
+        _torch.set_inherited_tls(_INHERITED, before)
+        _see_through(-1)
+        _torch.leave_mode(mode)
+        _change_open(-1)
+
+
 class _Here(threading.local):
     """Who watches this thread, the outermost first."""
 
-    watching: tuple[Recorder | Counter, ...] = ()
+    watching: tuple[Recorder | Counter | Listener, ...] = ()
 
 
 _here: Final = _Here()
