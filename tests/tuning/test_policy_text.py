@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from precast.errors import PolicyError
+from precast.policy.module_rules import decide
 from precast.policy.policy import Policy, Rule
-from precast.tuning.policy_text import policy_of
-from precast.tuning.sites import Edge, Program, Site
+from precast.policy.rows import canonical
+from precast.tuning.fewest_rows import Row, fewest_rows, will_do
+from precast.tuning.policy_text import _policy, policy_of, text_of, written_rows
+from precast.tuning.sites import Choice, Edge, Program, Site
+from tests.tuning.programs import programs
 from tests.tuning.traced import assert_runs_as_chosen
 
 F32, LOW = torch.float32, torch.bfloat16
@@ -71,7 +77,7 @@ low_sites = st.sets(st.sampled_from(PROGRAM.sites))
 
 
 @pytest.mark.parametrize("base", ["default", "torch"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(low=low_sites)
 def test_each_site_runs_as_chosen(base, low):
     choice = PROGRAM.choose(low)
@@ -95,3 +101,133 @@ def test_a_choice_that_no_policy_can_carry_out_is_an_error():
 def test_the_error_counts_the_sites():
     with pytest.raises(PolicyError, match=r"body\.up: linear and 6 other sites"):
         policy_of({}, PROGRAM, Policy.load("default"))
+
+
+# --- the shortest file ---
+
+NOTHING = Policy("nothing", {})
+
+
+def _says(policy: Policy, site: Site) -> tuple[Rule | None, bool]:
+    """The row that decides for a site, and whether its module has a row of its own."""
+    key = canonical(site.op)
+    outside = policy.entries("cpu").get(key)
+    if site.module is None:
+        return (outside.rule if outside else None), True
+    inside = policy.inside(site.module).ops.get(key, outside)
+    matching = policy.patterns.matching(site.module)
+    decided = decide(matching, policy.modules, site.module)
+    return (inside.rule if inside else None), decided is not None and key in decided[1].ops
+
+
+def _all_run_as_chosen(policy: Policy, choice: Choice, program: Program) -> bool:
+    said = {site: _says(policy, site) for site in program.sites}
+    with_rows = {site.op for site, (row, _) in said.items() if row is not None}
+    return all(
+        will_do(site, row, choice, program)
+        and (is_own or not site.pinned or site.op not in with_rows)
+        for site, (row, is_own) in said.items()
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_shortest_rows_do_and_none_can_be_left_out(data):
+    program = data.draw(programs())
+    choice = program.choose(data.draw(st.sets(st.sampled_from(program.sites))))
+    rows = written_rows(choice, program, NOTHING)
+    assert _all_run_as_chosen(_policy(rows, program, NOTHING), choice, program)
+    for i in range(len(rows)):
+        fewer = _policy([*rows[:i], *rows[i + 1 :]], program, NOTHING)
+        assert not _all_run_as_chosen(fewer, choice, program), rows[i]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_no_other_rows_are_fewer(data):
+    """Among all ways to give each place a row, for a single operation of few modules."""
+    places = [None, "", "a", "a.0", "b"]
+    chosen = data.draw(st.lists(st.sampled_from(places), min_size=1, max_size=4, unique=True))
+    sites = tuple(
+        Site(place, "linear", rule=data.draw(st.sampled_from([None, Rule.LOWER, Rule.FP32])))
+        for place in chosen
+    )
+    edges = tuple(
+        Edge(None, site, 10, dtype=data.draw(st.sampled_from([F32, LOW]))) for site in sites
+    )
+    program = Program(sites, edges, LOW, "cpu", ("", "a", "a.0", "b"))
+    choice = program.choose(data.draw(st.sets(st.sampled_from(sites))))
+    least = min(
+        sum(rule is not None for rule in rules)
+        for rules in itertools.product((None, Rule.KEEP, Rule.FP32, Rule.LOWER), repeat=len(places))
+        if _all_run_as_chosen(
+            _policy(
+                [Row(p, "linear", r, ()) for p, r in zip(places, rules, strict=True) if r],
+                program,
+                NOTHING,
+            ),
+            choice,
+            program,
+        )
+    )
+    assert len(fewest_rows(choice, program)) == least
+
+
+@settings(max_examples=6, deadline=None)
+@given(low=low_sites)
+def test_the_shortest_file_runs_each_site_as_chosen(low, tmp_path_factory):
+    choice = PROGRAM.choose(low)
+    path = tmp_path_factory.mktemp("tuned") / "tuned.toml"
+    path.write_text(text_of(choice, PROGRAM, "default", reason=lambda row: f"{row.op} so"))
+    assert_runs_as_chosen(Model(), _step, Policy.load(path), choice, PROGRAM)
+
+
+def test_what_the_base_does_already_is_not_written():
+    program = Program((UP, HEAD), (Edge(None, UP, 1, dtype=F32), Edge(None, HEAD, 1, dtype=F32)))
+    assert written_rows(program.choose([UP, HEAD]), program, NOTHING) == []
+    text = text_of(program.choose([UP, HEAD]), program, "default")
+    assert text == 'name = "tuned"\nbase = "default"\n'
+
+
+def test_one_row_of_the_device_stands_for_all_modules():
+    sites = tuple(Site(f"layers.{i}", "softmax") for i in range(3))
+    edges = tuple(Edge(None, site, 1, dtype=LOW) for site in sites)
+    names = ("", "layers", *(site.module for site in sites))
+    program = Program(sites, edges, modules=names)
+    [row] = written_rows(program.choose(), program, NOTHING)
+    assert row == Row("layers", "softmax", Rule.FP32, sites)
+
+
+def test_modules_that_say_the_same_share_a_pattern():
+    norms = tuple(Site(f"layers.{i}.norm", "mul") for i in range(3))
+    others = tuple(Site(f"layers.{i}.mlp", "mul") for i in range(3))
+    edges = tuple(Edge(None, site, 1, dtype=LOW) for site in (*norms, *others))
+    names = ("", "layers", *(f"layers.{i}{end}" for i in range(3) for end in ("", ".norm", ".mlp")))
+    odd = Site("", "mul")
+    program = Program(
+        (odd, *norms, *others), (Edge(None, odd, 1, dtype=LOW), *edges), modules=names
+    )
+    choice = program.choose([odd, *others])
+    assert written_rows(choice, program, NOTHING) == [Row("layers.*.norm", "mul", Rule.FP32, norms)]
+
+
+def test_a_file_has_its_header_and_a_reason_on_each_line():
+    choice = PROGRAM.choose(PROGRAM.sites)
+    text = text_of(
+        choice,
+        PROGRAM,
+        "default",
+        reason=lambda row: f"{len(row.sites)} sites",
+        header=["seed 3", "on\na box"],
+    )
+    lines = text.splitlines()
+    assert lines[:5] == ["# seed 3", "# on", "# a box", 'name = "tuned"', 'base = "default"']
+    rows = [line for line in lines[5:] if line and not line.startswith("[")]
+    assert rows
+    assert all(line.count("reason") == line.count("rule") > 0 for line in rows)
+
+
+def test_a_base_with_rules_for_modules_is_refused():
+    base = Policy.load("default").replace(modules={"head": "fp32"})
+    with pytest.raises(PolicyError, match="has rules for modules"):
+        policy_of(PROGRAM.choose(), PROGRAM, base)

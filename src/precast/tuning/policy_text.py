@@ -1,27 +1,33 @@
-"""Writes a choice as a policy: the long form has a row for each site.
+"""Writes a choice as a policy: a long form with a row for each site, and the shortest file, with a reason for each row.
 
 Invariants:
 
-- under the policy each site runs in the dtype that the choice gives it, in a region of the program's 16-bit dtype;
-- rows for an operation of a module are in the rule of the module that calls it; those for operations that no module of
-  the model runs are rows for the device type.
+- under either form each site runs in the dtype that the choice gives it, in a region of the program's 16-bit dtype;
+- rows for an operation of a module are in the rule of the module that calls it, or of one around it; those for
+  operations that no module of the model runs are rows for the device type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
-import torch
+import tomli_w
 
 from precast.errors import PolicyError
+from precast.policy import toml_file
+from precast.policy.module_rules import ModuleRule
 from precast.policy.policy import Policy, Rule
+from precast.policy.rows import Entry, canonical
+from precast.policy.toml_file import Contents
+from precast.tuning.fewest_rows import Row, fewest_rows, will_do
 from precast.tuning.sites import Choice, Program, Site
 
-__all__ = ["dtype_under", "policy_of"]
+__all__ = ["policy_of", "short_policy", "text_of", "written_rows"]
 
-_F32: Final = torch.float32
-_FP32: Final = (Rule.FP32, Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE)
+_NAME: Final = "tuned"
+_HEAD: Final = 3  # lines of a rendered policy before its tables: name, summary, mixed
 
 
 def policy_of(choice: Choice, program: Program, base: Policy) -> Policy:
@@ -33,41 +39,77 @@ def policy_of(choice: Choice, program: Program, base: Policy) -> Policy:
         base: the policy that holds for all else.
 
     Raises:
-        PolicyError: the choice is not settled.
+        PolicyError: the choice is not settled, or the base has rules for modules.
     """
-    _check(choice, program)
-    modules: dict[str, dict[str, Rule]] = {}
-    outside: dict[str, Rule] = {}
-    for site in program.sites:
-        rows = outside if site.module is None else modules.setdefault(site.module, {})
-        rows[site.op] = _rule(site, choice, program)
-    return base.replace(
-        name="tuned",
-        ops={program.device: outside},
-        modules={name: {"ops": rows} for name, rows in modules.items()},
-    )
+    _check(choice, program, base)
+    rows = [
+        Row(site.module, site.op, _rule(site, choice, program), (site,)) for site in program.sites
+    ]
+    return _policy(rows, program, base)
 
 
-def dtype_under(
-    rule: Rule | None, inputs: Iterable[tuple[torch.dtype, bool]], low: torch.dtype
-) -> torch.dtype:
-    """The dtype in which a site runs with a rule, by the dtypes of its inputs.
+def short_policy(choice: Choice, program: Program, base: Policy) -> Policy:
+    """The same with the fewest rows.
+
+    Raises:
+        PolicyError: as `policy_of`.
+    """
+    return _policy(written_rows(choice, program, base), program, base)
+
+
+def written_rows(choice: Choice, program: Program, base: Policy) -> list[Row]:
+    """The rows of the shortest file; one for several modules has a pattern with a star.
+
+    Raises:
+        PolicyError: as `policy_of`.
+    """
+    _check(choice, program, base)
+    return _with_patterns(fewest_rows(choice, program), program)
+
+
+def text_of(
+    choice: Choice,
+    program: Program,
+    base: str,
+    *,
+    reason: Callable[[Row], str] = lambda _: "",
+    header: Sequence[str] = (),
+) -> str:
+    """The shortest file that carries out a choice.
 
     Args:
-        rule: the rule for it; None for none.
-        inputs: the dtype of each input, and whether it decides.
-        low: the dtype of the region.
+        choice: for every site of the program, its dtype.
+        program: what the choice is about.
+        base: the name of a preset or the path of a file, which the file starts from.
+        reason: says why a row is there, with figures.
+        header: lines on where and how this was found; they become comments.
+
+    Raises:
+        PolicyError: as `policy_of`.
     """
-    if rule is Rule.LOWER:
-        return low
-    if rule in _FP32:
-        return _F32
-    given = list(inputs)
-    deciding = {dtype for dtype, decides in given if decides or rule is Rule.PROMOTE}
-    return low if deciding == {low} else _F32
+    rows = written_rows(choice, program, Policy.load(base))
+    outside = {canonical(row.op): Entry(row.rule, reason(row)) for row in rows if row.place is None}
+    modules: dict[str, dict[str, Entry]] = {}
+    for row in rows:
+        if row.place is not None:
+            entry = Entry(row.rule, reason(row))
+            modules.setdefault(row.place, {})[canonical(row.op)] = entry
+    contents = Contents(
+        tables={program.device: outside} if outside else {},
+        modules={place: ModuleRule(None, entries) for place, entries in modules.items()},
+    )
+    body = toml_file.render(contents).splitlines()[_HEAD:]
+    lines = [f"# {line}".rstrip() for text in header for line in text.splitlines()]
+    lines += [f'name = "{_NAME}"', tomli_w.dumps({"base": base}).strip()]
+    return "\n".join([*lines, *(line for line in body if not line.startswith("#"))]) + "\n"
 
 
-def _check(choice: Choice, program: Program) -> None:
+def _check(choice: Choice, program: Program, base: Policy) -> None:
+    if base.modules:
+        raise PolicyError(
+            f"the base {base.name!r} has rules for modules, beside which rows for the modules of a choice would not "
+            "mean what they say. Start from a policy without [modules], such as 'default'."
+        )
     if program.is_settled(choice):
         return
     settled = program.settle(choice)
@@ -79,11 +121,66 @@ def _check(choice: Choice, program: Program) -> None:
 
 
 def _rule(site: Site, choice: Choice, program: Program) -> Rule:
-    """The rule that makes a site run as chosen."""
-    if any(edge.is_written for edge in program.inputs(site)):
-        return site.rule or Rule.KEEP
-    if choice[site] is not program.low:
-        return site.rule if site.rule in _FP32 else Rule.FP32
-    if site.rule is Rule.LOWER:
-        return Rule.LOWER
-    return Rule.KEEP if program.follows(site, choice) is program.low else Rule.LOWER
+    """The rule that makes a site run as chosen; the base's if that does."""
+    tried = [Rule.KEEP, Rule.LOWER] if choice[site] is program.low else [Rule.FP32, Rule.KEEP]
+    if site.rule is not None and (choice[site] is program.low or site.rule is not Rule.KEEP):
+        tried.insert(0, site.rule)
+    return next(rule for rule in tried if will_do(site, rule, choice, program))
+
+
+def _policy(rows: Sequence[Row], program: Program, base: Policy) -> Policy:
+    modules: dict[str, dict[str, Rule]] = {}
+    outside: dict[str, Rule] = {}
+    for row in rows:
+        of_place = outside if row.place is None else modules.setdefault(row.place, {})
+        of_place[row.op] = row.rule
+    return base.replace(
+        name=_NAME,
+        ops={program.device: outside},
+        modules={name: {"ops": rows} for name, rows in modules.items()},
+    )
+
+
+# --- one row for several modules ---
+
+
+def _with_patterns(rows: list[Row], program: Program) -> list[Row]:
+    """The rows with those of modules that say the same, and whose names differ in one component, as one pattern."""
+    says: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.place is not None:
+            says.setdefault(row.place, []).append(row)
+    merged: dict[str, str] = {}
+    taken: set[str] = set()
+    for pattern, modules in _patterns(says, program):
+        if not modules & merged.keys() and pattern not in taken:
+            merged |= dict.fromkeys(modules, pattern)
+            taken.add(pattern)
+    found: dict[tuple[str | None, str, Rule], Row] = {}
+    for row in rows:
+        place = merged.get(row.place, row.place) if row.place is not None else None
+        key = place, row.op, row.rule
+        known = found.get(key, Row(place, row.op, row.rule, ()))
+        found[key] = replace(known, sites=known.sites + row.sites)
+    return list(found.values())
+
+
+def _patterns(says: dict[str, list[Row]], program: Program) -> list[tuple[str, frozenset[str]]]:
+    """Patterns that match modules of one meaning and no others, those for the most modules first."""
+    matched: dict[str, list[str]] = {}
+    for name in program.modules:
+        for pattern in _starred(name):
+            matched.setdefault(pattern, []).append(name)
+    meaning = {name: frozenset((row.op, row.rule) for row in rows) for name, rows in says.items()}
+    found = [
+        (pattern, frozenset(names))
+        for pattern, names in matched.items()
+        if len(names) > 1 and len({meaning.get(name) for name in names}) == 1 and names[0] in says
+    ]
+    return sorted(found, key=lambda each: -len(each[1]))
+
+
+def _starred(name: str) -> list[str]:
+    """The name with each of its components replaced by a star."""
+    parts = name.split(".") if name else []
+    return [".".join([*parts[:i], "*", *parts[i + 1 :]]) for i in range(len(parts))]

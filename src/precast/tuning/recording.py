@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from precast.autocast_mode.region import autocast
 from precast.diagnostics.tracing.tracer import listening
 from precast.errors import PrecastError
 from precast.policy.module_names import named_parameters
-from precast.policy.policy import Policy
+from precast.policy.policy import Policy, Rule
 from precast.tuning.calls import is_castable, replaced, tensors_in_order
 from precast.tuning.policy_text import policy_of
 from precast.tuning.probing import Probed, first_floating, probe
@@ -185,7 +185,8 @@ def _names(dtypes: set[torch.dtype] | None) -> str:
     return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes or ()))
 
 
-class _Flow(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Flow:
     """Where a tensor of a call comes from."""
 
     producer: _Key | None
@@ -239,7 +240,7 @@ class _Recorder:
             return  # a view that does not say so, such as `_unsafe_view`
         if True in written and not any(id(result) in given for result in results):
             self._writes.add(key)
-            flows = [flow._replace(is_written=False) for flow in flows]
+            flows = [replace(flow, is_written=False) for flow in flows]
         self._note(key, happening, tensors, flows)
         for result in results:
             if id(result) not in given:
@@ -266,8 +267,8 @@ class _Recorder:
                 casts_down=key not in self._writes and not any(each.writes for each in results),
                 pinned=key in self._pinned,
                 calls=tuple(
-                    replace(seen.call, count=seen.count, recomputed=seen.again)
-                    for seen in kinds.values()
+                    _finished(seen, probed[kind], entry is not None and entry.rule is Rule.LOWER)
+                    for kind, seen in kinds.items()
                 ),
             )
         edges = Counter[Edge]()
@@ -306,7 +307,7 @@ class _Recorder:
                 tuple(tensor.shape),
                 tuple(tensor.stride()),
                 tensor.dtype,
-                weight="w" if self._weight(tensor) else "",
+                is_weight=bool(self._weight(tensor)),
                 needs_grad=tensor.requires_grad and torch.is_grad_enabled(),
             )
 
@@ -352,6 +353,19 @@ def _probed(seen: _Seen, low: torch.dtype, device: str) -> Probed:
         i for i, flows in enumerate(seen.flows) if all(flow.producer is None for flow in flows)
     }
     return probe(seen.call, given, low, device)
+
+
+def _finished(seen: _Seen, probed: Probed, is_lowered: bool) -> Call:
+    """The call with how often it was made; arguments that decide nothing stay as they are, if no rule casts them."""
+    decides = iter(probed.decides)
+
+    def marked(argument: Argument) -> Argument:
+        free = not next(decides) and is_castable(argument.dtype)
+        return replace(argument, stays=free and not is_lowered)
+
+    args = tuple(replaced(value, marked, Argument) for value in seen.call.args)
+    kwargs = {name: replaced(value, marked, Argument) for name, value in seen.call.kwargs.items()}
+    return Call(seen.call.overload, args, kwargs, seen.count, seen.again)
 
 
 def _edges(

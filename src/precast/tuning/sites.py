@@ -37,8 +37,9 @@ class Argument:
         dtype: the dtype that it had in the float32 run.
         low: the smallest number in it; 0 where it has none that is finite.
         high: the largest one.
-        weight: the parameter that it is, or is a view of; "" for none.
+        is_weight: whether it is a parameter, or a view of one.
         needs_grad: whether backward computes its gradient.
+        stays: whether it stays as it is where the others are in 16 bits, as the weights of `layer_norm` do.
     """
 
     shape: tuple[int, ...]
@@ -46,8 +47,9 @@ class Argument:
     dtype: torch.dtype
     low: float = 0.0
     high: float = 0.0
-    weight: str = ""
+    is_weight: bool = False
     needs_grad: bool = False
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,9 @@ class Program:
 
     def _can(self, site: Site, choice: Choice) -> bool:
         if written := self._written(site):
+            is_stuck = site.barred and any(edge.producer is not None for edge in written)
+            if is_stuck and choice[site] is self.low:
+                return False
             return {edge.dtype_under(choice) for edge in written} == {choice[site]}
         if choice[site] is not self.low:
             return True
