@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from precast.errors import MissingExtraError
 from precast.policy.policy import Rule
-from precast.tuning.choosing import Budget, choose, total
+from precast.tuning.choosing import Budget, choose, total, usual_choice
 from precast.tuning.costs import Cost, Costs
 from precast.tuning.sites import Edge, Program, Site
 from precast.tuning.timing import Figure
@@ -68,6 +68,30 @@ def test_no_choice_within_the_budgets_is_better(data):
     if allowed:
         assert found.total == pytest.approx(min(allowed), abs=1e-12)
         assert found.used == {"loss": budget.used(found.choice)}
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_what_differs_from_the_usual_has_to_be_worth_it(data):
+    program = data.draw(programs(most=8))
+    costs = data.draw(costs_of(program))
+    usual, worth = usual_choice(program), data.draw(st.integers(0, 40)) * 1e-6
+
+    def price(choice):
+        return total(program, costs, choice) + worth * sum(
+            choice[site] is not usual[site] for site in program.sites
+        )
+
+    found = choose(program, costs, usual=usual, worth=worth)
+    assert price(found.choice) == pytest.approx(min(map(price, _all_choices(program))), abs=1e-12)
+
+
+def test_what_nothing_is_worth_stays_as_usual():
+    usual = usual_choice(PAIR)
+    assert usual == {ONE: LOW, TWO: LOW}
+    costs = _costs((1.0, 2.0), (1.0, 2.0))
+    assert set(choose(PAIR, costs).choice.values()) == {F32}
+    assert choose(PAIR, costs, usual=usual, worth=9.0).choice == usual
 
 
 def _cost(seconds):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import networks
 from precast.errors import PrecastError
 from precast.policy.policy import Policy
+from precast.tuning.choosing import usual_choice
 from precast.tuning.policy_text import policy_of
 from precast.tuning.recording import record
 from precast.tuning.sites import Program, Site
@@ -33,6 +34,17 @@ def _recorded(model, step) -> Program:
         policy = policy_of(choice, program, BASE)
         assert_runs_as_chosen(model, step, policy, choice, program)
     return program
+
+
+def test_the_usual_is_what_a_trace_sees_under_the_base():
+    network = networks.decoder(64, 2, 8, layers=1)
+    model, [(inputs, target)] = network.seeded(torch.device("cpu"), 1)
+
+    def step(model):
+        return network.loss(model(inputs), target)
+
+    program = record(model, step, BASE)
+    assert_runs_as_chosen(model, step, BASE, usual_choice(program), program)
 
 
 def _of(forward, *modules, shape=(2, 8)):

@@ -8,7 +8,7 @@ with them it is a knapsack on a graph, and HiGHS solves it by branch and bound.
 Invariants:
 
 - a choice is settled, and proven to be the best one by these costs unless the solver ran out of time, which it says;
-- `total` is what is minimized, so any choice can be compared with the chosen one.
+- `total` is what is minimized, but for what differs from the usual, so any choice can be compared with the chosen one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch
 from precast._internal.missing import missing_extra
 from precast.policy.policy import Rule
 from precast.tuning.costs import Costs
+from precast.tuning.fewest_rows import dtype_under
 from precast.tuning.sites import Choice, Edge, Program, Site
 
-__all__ = ["Budget", "Chosen", "Objective", "choose", "total"]
+__all__ = ["Budget", "Chosen", "Objective", "choose", "total", "usual_choice"]
 
 Objective = Literal["time", "memory"]
 _F32: Final = torch.float32
@@ -84,9 +85,14 @@ def choose(
     budgets: Sequence[Budget] = (),
     held: Collection[Site] = (),
     never_together: Sequence[Collection[Site]] = (),
+    usual: Choice | None = None,
+    worth: float = 0.0,
     seconds: float = _SECONDS,
 ) -> Chosen:
     """The choice that costs least.
+
+    A site that runs otherwise than usual has to be worth it: what it saves less `worth` is what counts. So differences
+    that are smaller than what measuring can tell make no rows.
 
     Args:
         program: what is chosen for.
@@ -95,6 +101,8 @@ def choose(
         budgets: limits to errors.
         held: sites that must stay in float32.
         never_together: groups of which not all may run in 16 bits, as a proof has shown.
+        usual: what sites run in by the base policy; see `usual_choice`.
+        worth: what each site that differs from that has to save, in seconds or bytes for a step; at least 0.
         seconds: the time after which the best choice found so far is taken.
 
     Raises:
@@ -104,6 +112,8 @@ def choose(
     model = _Model(program, costs, objective)
     model.hold(held)
     model.tie()
+    if usual is not None:
+        model.prefer(usual, worth)
     for budget in budgets:
         model.limit(budget)
     for group in never_together:
@@ -117,6 +127,21 @@ def choose(
         {budget.name: budget.used(choice) for budget in budgets},
         is_proven,
     )
+
+
+def usual_choice(program: Program) -> Choice:
+    """The dtype of each site by the rules of the base policy, without any row of a choice."""
+    found: dict[Site, torch.dtype] = {}
+    for (
+        site
+    ) in program.sites:  # in the order in which they first run, so their inputs are mostly known
+        inputs = program.inputs(site)
+        known = [e for e in inputs if e.dtype is not None or e.producer in found]
+        written = [edge.dtype_under(found) for edge in known if edge.is_written]
+        dtypes = [(edge.dtype_under(found), edge.decides) for edge in known]
+        rule = Rule.KEEP if written else site.rule
+        found[site] = written[0] if written else dtype_under(rule, dtypes, program.low)
+    return program.settle(found)
 
 
 def total(program: Program, costs: Costs, choice: Choice, objective: Objective = "time") -> float:
@@ -211,6 +236,11 @@ class _Model:
                 for edge in inputs:
                     if edge.decides:
                         self._relate(site, edge, least=-1.0)
+
+    def prefer(self, usual: Choice, worth: float) -> None:
+        """Makes what differs from a choice cost extra."""
+        for site, x in self._x.items():
+            self._cost[x] += worth if usual[site] is _F32 else -worth
 
     def limit(self, budget: Budget) -> None:
         """Keeps the errors of a choice within a budget."""

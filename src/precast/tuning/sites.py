@@ -78,7 +78,7 @@ class Site:
     Attributes:
         module: the module's name in the model, "" for the model itself; None where no module of the model runs it.
         op: its name as a policy's row has it, such as `softmax` or `mylib::scan`.
-        rule: the rule that the base policy has for it; None for none.
+        rule: the rule of the base policy that casts its arguments; None for none.
         barred: why it cannot run in 16 bits; "" if it can.
         casts_down: whether the rule `lower` may be given to it: not to an operation that writes to its arguments, as it
             would write to their 16-bit copies.
