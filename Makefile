@@ -22,7 +22,7 @@ INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples demo-digits demo-distributed doctor test test-reference test-project lint format types docs docs-draft docs-serve \
-	docs-examples ci bench attack test-clients wheel test-package test-versions conformance conformance-nightly bench-clients gpu clean
+	docs-examples ci bench attack test-clients wheel test-package test-versions conformance conformance-nightly conformance-exported bench-clients gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,9 @@ conformance: $(NATIVE)  ## all that is compared with PyTorch, and ten thousand r
 
 conformance-nightly: $(NATIVE)  ## ten thousand random programs
 	$(BIN)/python -m tools.conformance --programs 10000
+
+conformance-exported: $(NATIVE)  ## 500 random programs, exported, and compared with themselves in a region
+	$(BIN)/python -m tools.exported_programs
 
 lint: $(STAMP)  ## format check, lint, the order of imports
 	$(BIN)/ruff format --check .

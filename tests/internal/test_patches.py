@@ -168,6 +168,12 @@ def _run(until: ExitStack, linear: nn.Linear) -> None:
     linear(torch.ones(2, 160)).sum().backward()
 
 
+def _export(until: ExitStack, _: nn.Linear) -> None:
+    from precast.shipping.dtype_errors import as_with_numbers
+
+    until.enter_context(as_with_numbers())
+
+
 _FEATURES: list[Callable[[ExitStack, nn.Linear], None]] = [
     _region,
     _trace,
@@ -176,6 +182,7 @@ _FEATURES: list[Callable[[ExitStack, nn.Linear], None]] = [
     _install,
     _attach,
     _run,
+    _export,
 ]
 
 

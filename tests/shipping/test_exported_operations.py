@@ -76,3 +76,38 @@ def test_an_operation_whose_numbers_decide_which_rules_act_is_refused_by_name() 
     ruled = LIKE_CUDA.replace(ops={"linalg_matrix_exp": "fp32"})
     assert not exported_and_eager(torch.matrix_exp, args, ruled)
     assert not exported_and_eager(torch.matrix_exp, numbers(torch.float64), LIKE_CUDA)
+
+
+@pytest.mark.parametrize("function", [torch.mm, torch.cdist, torch.nn.functional.linear])
+def test_dtypes_that_the_program_asks_for_are_those_that_it_has(function: Any) -> None:
+    def asks(a: Tensor, b: Tensor) -> Tensor:
+        promoted = function(a, b)
+        return torch.zeros(4, 4, dtype=promoted.dtype) + 1
+
+    args = numbers(torch.float64, torch.float32)
+    with precast.autocast("cpu", LOW):
+        assert asks(*args).dtype is torch.float64
+    assert not exported_and_eager(asks, args, "default")
+
+
+def test_what_a_program_returns_may_be_a_weight_in_another_dtype() -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.weight.bfloat16(), x @ self.weight, self.weight.bfloat16()
+
+    model, x = Returns(), torch.randn(4, 4)
+    program = precast.export(model, (x,), dtype=torch.float16)
+    low, product, again = program.module()(x)
+    assert torch.equal(low, model.weight.bfloat16())
+    assert torch.equal(again, low)
+    assert product.dtype is torch.float16
+    assert {t.dtype for t in program.state_dict.values()} == {torch.bfloat16, torch.float16}
+
+
+def test_complex_results_are_compared() -> None:
+    program = precast.export(_Calls(lambda x: torch.fft.fft(x).conj()), numbers(torch.float32))
+    assert program is not None

@@ -27,6 +27,7 @@ __all__ = [
     "leave_mode",
     "redispatch_in_mode",
     "without_dispatch",
+    "without_modes",
     "without_subclass_functions",
     "without_torch_function",
     "writes_graph",
@@ -177,3 +178,10 @@ def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> tor
 _WITHOUT_TORCH_FUNCTION: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}
+
+
+def without_modes() -> Any:
+    """A context in which no dispatch mode sees this thread's operations, nor what records graphs (2.13)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

@@ -161,5 +161,14 @@ PATCHES: Final = (
         "precast run",
         "when the program ends, or its report is complete",
     ),
+    Patch(
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        ("dispatch",),
+        "Some operations refuse mixed dtypes on tensors with numbers and take them on tensors without. A policy that "
+        "promotes acts on the error, so an export that sees none records other dtypes than the program has.",
+        "precast.export()",
+        "when the model is recorded",
+        "2.13",
+    ),
 )
 """Everything of PyTorch's that precast replaces."""

@@ -33,6 +33,7 @@ __all__ = [
     "on_backward",
     "on_cleared_cache",
     "on_collectives",
+    "on_fake_operation",
     "on_graph_region",
     "on_module_call",
     "on_regions",
@@ -265,6 +266,31 @@ class RegionListener(Protocol):
 
     def switched(self, device_type: str, enabled: bool) -> None:
         """Autocast is switched on or off."""
+
+
+def on_fake_operation(listener: Callable[[Any, Any, Any], None]) -> Stop:
+    """Has ``listener(overload, args, kwargs)`` called before each operation on tensors without numbers, in any thread.
+
+    What it raises the operation raises. Calling what this returns ends that.
+    """
+    return _fake_operations.add(listener)
+
+
+def _make_fake_operations(listeners: list[Callable[..., None]]) -> list[Stop]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    original = FakeTensorMode.dispatch
+
+    @wraps(original)
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for listener in tuple(listeners):
+            listener(func, args, kwargs or {})
+        return original(self, func, types, args, kwargs or {})
+
+    return [replace_names("torch._subclasses.fake_tensor:FakeTensorMode", dispatch=dispatch)]
+
+
+_fake_operations: Final = _Shared(_make_fake_operations)
 
 
 def on_regions(listener: RegionListener | None) -> None:

@@ -8,15 +8,44 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from precast import _torch
+from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
 
-__all__ = ["error_of"]
+__all__ = ["as_with_numbers", "error_of"]
+
+
+@contextlib.contextmanager
+def as_with_numbers() -> Iterator[None]:
+    """Has operations on tensors without numbers refuse, in this thread, the mixed dtypes that they refuse on others.
+
+    A policy with `mixed = "promote"` acts where an operation raises, and a program may ask the result for its dtype.
+    """
+    thread = threading.get_ident()
+
+    def check(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != thread:
+            return
+        if len({t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}) < 2:
+            return
+        with _torch.without_modes():
+            error = error_of(overload, args, kwargs)
+        if error is not None:
+            raise error
+
+    stop = _torch.on_fake_operation(check)
+    try:
+        yield
+    finally:
+        stop()
 
 
 def error_of(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> RuntimeError | None:

@@ -29,6 +29,7 @@ from precast.autocast_mode.region import autocast, disable, rewriting_regions
 from precast.errors import ExportError, PrecastError, PrecastWarning
 from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
+from precast.shipping.dtype_errors import as_with_numbers
 from precast.shipping.exported_weights import Weights, store_as_used
 from precast.shipping.graph_nodes import placeholders
 from precast.shipping.graph_policy import InForce
@@ -119,7 +120,7 @@ def _export(  # noqa: PLR0917 -- as `export`
     in_force = InForce(device, lower, True, chosen)
     with torch.no_grad(), _in_region(model, in_force), rewriting_regions():
         told("recording the model")
-        with _without_fused_transformers():
+        with _without_fused_transformers(), as_with_numbers():
             recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
     told("writing the casts")
     with disable():
@@ -230,7 +231,8 @@ def _with_policy(recorded: torch.export.ExportedProgram, here: InForce) -> Any:
     graph_module.recompile()
     renamed = copy.deepcopy(signature)
     renamed.input_specs[:] = stored.specs
-    for spec, node in zip(renamed.output_specs, result, strict=True):
+    outputs = rewriter.graph.output_node().args[0]  # casts of weights may be inputs by now
+    for spec, node in zip(renamed.output_specs, outputs, strict=True):  # type: ignore[arg-type]
         if isinstance(node, fx.Node):
             spec.arg.name = node.name
     return _torch.updated_program(
@@ -307,7 +309,7 @@ def differences(expected: Any, found: Any) -> Iterator[str]:
 def _bits(tensor: Tensor) -> Tensor:
     """A tensor whose equality is that of numbers, but for NaN, which equals itself."""
     return (
-        torch.view_as_real(tensor).nan_to_num(0.123)
+        torch.view_as_real(tensor.resolve_conj()).nan_to_num(0.123)
         if tensor.is_complex()
         else (torch.where(tensor.isnan(), 0.123, tensor) if tensor.is_floating_point() else tensor)
     )

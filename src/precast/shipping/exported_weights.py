@@ -108,10 +108,11 @@ class _Folding:
 
     def fold(self) -> None:
         """Computes the casts of what is the same at each call."""
-        sources, self.written = _constant_nodes(self.graph, self._stored())
+        stored = self._stored()
+        sources, self.written = _constant_nodes(self.graph, stored)
         for node in list(self.graph.nodes):
-            if node.target is _torch.DTYPE_CHECK and node.args[0] in sources:
-                self.graph.erase_node(node)  # what is constant has the dtype that it has
+            if node.target is _torch.DTYPE_CHECK and node.args[0] in {*sources, *stored}:
+                self.graph.erase_node(node)  # what is stored has the dtype that it has
         made: dict[fx.Node, Tensor] = {}
         for node in [n for n in sources if _narrows(n)]:
             of = sources[node]

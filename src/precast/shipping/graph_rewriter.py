@@ -246,7 +246,8 @@ class GraphRewriter:
             args, kwargs = _torch.tree_unflatten(filled, spec)
             return _torch.run_composite(overload, args, kwargs)
 
-        with in_regions(precisions), _torch.without_numbers(self._fake_mode):
+        numberless = _torch.without_numbers(self._fake_mode)
+        with in_regions(precisions), dtype_errors.as_with_numbers(), numberless:
             record = make_fx(calls, _WITHOUT_SYMBOLS, pre_dispatch=True)
             traced = record(*[leaf.meta["val"] for leaf in given])
         traced.graph.eliminate_dead_code()
@@ -470,10 +471,9 @@ def _check_writable(here: InForce, overload: OpOverload, values: Any) -> None:
     """Refuses an operation without a rule whose kernel calls operations with rules, as the numbers decide.
 
     Raises:
-        ExportError: it would call these on other dtypes than `values` have.
+        ExportError: rules may act on `values`.
     """
-    dtypes = {t.dtype for t in tensors_in(values) if is_eligible(t, here.device_type)}
-    if dtypes - {here.dtype}:
+    if any(is_eligible(tensor, here.device_type) for tensor in tensors_in(values)):
         name = overload.name().removeprefix("aten::")
         raise ExportError(
             f"{name} calls operations that the policy {here.policy.name!r} has rules for, and which of them it calls "

@@ -37,7 +37,7 @@ from tests.conformance.systems import MakeRegion
 from tests.support import op_samples
 from tests.support.op_samples import Sample
 
-__all__ = ["GRAD_MODES", "Found", "State", "run"]
+__all__ = ["GRAD_MODES", "Found", "State", "blend", "run"]
 
 GRAD_MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
@@ -213,7 +213,7 @@ def _arguments(step: Sampled, operand: Tensor, world: World) -> Sample:
         place, count = count, count + 1
         dtype = step.dtypes[place % len(step.dtypes)]
         if place == 0:
-            return _blend(tensor, operand)
+            return blend(tensor, operand)
         if dtype is not None:
             return tensor.to(dtype, copy=True)
         return world.weight((step.name, step.sample, place), tensor)
@@ -221,7 +221,7 @@ def _arguments(step: Sampled, operand: Tensor, world: World) -> Sample:
     return map_tensors(world.samples[step.name, step.sample], convert)
 
 
-def _blend(tensor: Tensor, square: Tensor) -> Tensor:
+def blend(tensor: Tensor, square: Tensor) -> Tensor:
     """A tensor in the dtype of a square, and moved a little by its values."""
     repeats = tensor.numel() // (SIDE * SIDE) + 1
     tile = square.reshape(-1).repeat(repeats)[: tensor.numel()].view(tensor.shape)
