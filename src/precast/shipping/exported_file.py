@@ -4,17 +4,21 @@ Invariants:
 
 - a file that is there stays until the new one is complete;
 - only an archive of PyTorch's is ever replaced, so that a wrong name destroys nothing;
-- a file says the policy that it was exported with; what it computes it says itself.
+- a file says the policy that it was exported with; what it computes it says itself;
+- a file of another version, or one that is damaged anywhere, is one error that says so; nothing is logged beside it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import logging
 import os
 import tempfile
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,9 @@ from precast.policy.policy import Policy
 __all__ = ["check_replaceable", "read", "replace_by", "said_of", "write"]
 
 _FACTS = "precast.json"
+_SAID = {"precast", "policy", "fingerprint"}
+_FORMAT = 1
+"""What the facts in a file are written in; a higher number is that of a later precast."""
 
 
 def write(program: torch.export.ExportedProgram, path: Path, policy: Policy) -> None:
@@ -40,7 +47,13 @@ def write(program: torch.export.ExportedProgram, path: Path, policy: Policy) -> 
     Raises:
         OutputError: it could not be written, or another kind of file is there.
     """
-    facts = {"precast": __version__, "policy": policy.name, "fingerprint": policy.fingerprint}
+    facts = {
+        "format": _FORMAT,
+        "precast": __version__,
+        "torch": torch.__version__,
+        "policy": policy.name,
+        "fingerprint": policy.fingerprint,
+    }
     extra = {_FACTS: json.dumps(facts)}
     replace_by(path, lambda name: torch.export.save(program, name, extra_files=extra), ".pt2")
 
@@ -60,28 +73,85 @@ def read(path: Path) -> torch.export.ExportedProgram:
         )
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
+        damaged = _damaged(archive)
+    if damaged is not None:
+        raise ExportError(f"{path} is damaged: {damaged} in it cannot be read. Copy it again")
     if any("aotinductor" in name and name.endswith(".so") for name in names):
         raise ExportError(
             f"{path} is a compiled package, which has no graph to read; name the program it was compiled from"
         )
+    writer = said_of(path).get("torch")
     try:
-        return torch.export.load(path)
+        with _logged_errors() as logged:
+            return torch.export.load(path)
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
+        cause = logged[0] if logged else error
+        first = str(cause).strip().partition("\n")[0].rstrip(".") or type(cause).__name__
+        by = (
+            f"PyTorch {writer} has written it" if writer else "It does not say which has written it"
+        )
         raise ExportError(
-            f"{path}: PyTorch {torch.__version__} cannot read this program: {first or type(error).__name__}. A file "
-            "that another version has written has to be exported again with this one"
+            f"{path}: PyTorch {torch.__version__} cannot read this program: {first}. {by}; a program that another "
+            "version has written has to be exported again with this one"
         ) from error
 
 
+def _damaged(archive: zipfile.ZipFile) -> str | None:
+    """The name of what is not as it was written; None where all is. PyTorch does not look at checksums."""
+    for name in archive.namelist():
+        try:
+            with archive.open(name) as part:
+                while part.read(_AT_ONCE):
+                    pass
+        except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, zlib.error):
+            return name
+    return None
+
+
+_AT_ONCE = 1 << 22
+
+
+@contextlib.contextmanager
+def _logged_errors() -> Iterator[list[BaseException]]:
+    """The errors that PyTorch would log with their tracebacks, in the place of the log."""
+    found: list[BaseException] = []
+
+    def take(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            found.append(error)
+        return error is None
+
+    logger = logging.getLogger("torch.export")
+    logger.addFilter(take)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(take)
+
+
 def said_of(path: Path) -> dict[str, Any]:
-    """What a file says of itself; empty for one that precast has not written."""
+    """What a file says of itself; empty for one that precast has not written.
+
+    Raises:
+        ExportError: it is damaged, or a later precast has written it.
+    """
     with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if name.endswith(_FACTS):
-                found: dict[str, Any] = json.loads(archive.read(name))
-                return found
-    return {}
+        parts = [name for name in archive.namelist() if name.endswith(_FACTS)]
+        text = archive.read(parts[0]) if parts else b"{}"
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or (parts and not found.keys() >= _SAID):
+        raise ExportError(f"{path} is damaged: {_FACTS} in it is not what precast writes")
+    written = found.pop("format", _FORMAT)
+    if not isinstance(written, int) or written > _FORMAT:
+        raise ExportError(
+            f"{path} is written in format {written} by precast {found.get('precast', '?')}; precast {__version__} "
+            f"knows formats up to {_FORMAT}. Export it again, or read it with that version"
+        )
+    return found
 
 
 def check_replaceable(path: Path) -> None:
