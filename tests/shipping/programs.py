@@ -53,6 +53,8 @@ REFUSALS = {
     "control flow or a result that depends on data": r"DataDependent|data-dependent|depends on data",
     "a size that depends on data": r"DynamicOutputShape",
     "tensors that are taken for constants, as those of `.data`": r"fake tensor in the exported program constant",
+    "an operation that PyTorch has no version of without numbers": r"its data is not allocated yet",
+    "dtypes that only tensors with numbers may mix": r"RuntimeError: \w+ did not match \w+",
     "an operation that calls others as its numbers decide": r"linalg_matrix_exp calls operations that the policy",
 }
 """Why a program cannot be recorded -> what the error says. All but the last are `torch.export`'s own."""
