@@ -111,3 +111,12 @@ def test_what_a_program_returns_may_be_a_weight_in_another_dtype() -> None:
 def test_complex_results_are_compared() -> None:
     program = precast.export(_Calls(lambda x: torch.fft.fft(x).conj()), numbers(torch.float32))
     assert program is not None
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_an_operation_that_python_takes_apart_otherwise_than_a_region_sees_it(mode: str) -> None:
+    def larger(x: Tensor) -> Tensor:
+        return torch.nn.functional.interpolate(x[None, None], scale_factor=2, mode=mode)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        assert not exported_and_eager(larger, numbers(dtype), LIKE_CUDA)

@@ -82,12 +82,13 @@ def run_composite(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> An
     """Calls what a composite operation is made of (2.13).
 
     Python has versions of some, which take sizes without numbers where those in C++ do not. For recurrent layers its
-    results have other bits, so that C++ is asked. A function mode would call the operation itself.
+    results have other bits, and for `upsample_` it calls none of the operations with rules, so that C++ is asked. A
+    function mode would call the operation itself.
     """
     key = _composite_key(overload)
     in_python = overload.py_kernels.get(key)
     with torch._C.DisableTorchFunction():
-        if in_python is not None and overload.overloadpacket.__name__ not in _RECURRENT:
+        if in_python is not None and not overload.name().startswith(_IN_CPP):
             return in_python(*args, **kwargs)
         try:
             return overload._op_dk(key, *args, **kwargs)
@@ -97,7 +98,10 @@ def run_composite(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> An
             return in_python(*args, **kwargs)  # sizes without numbers
 
 
-_RECURRENT: Final = ("gru", "lstm", "rnn_relu", "rnn_tanh")
+_IN_CPP: Final = (
+    *("aten::gru", "aten::lstm", "aten::rnn_relu", "aten::rnn_tanh"),
+    "aten::upsample_",
+)
 
 
 def without_numbers(fake_mode: Any) -> Any:
