@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from precast.shipping.converted import convert
     from precast.shipping.exported import export
     from precast.shipping.loading import load
+    from precast.tuning.tuner import tune
 
 _HOME = {
     "precast.attachment.attachment": ("attach",),
@@ -58,6 +59,7 @@ _HOME = {
     "precast.grad_scaler.scaler": ("GradScaler",),
     "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
     "precast.shipping.exported": ("export",),
+    "precast.tuning.tuner": ("tune",),
 }
 _WITHOUT_TORCH = ("precast.errors", "precast._internal.events")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -90,6 +92,7 @@ __all__ = [
     "monitor",
     "observe",
     "trace",
+    "tune",
     "uninstall",
 ]
 

@@ -42,6 +42,7 @@ NAMES = [
     "monitor",
     "observe",
     "trace",
+    "tune",
     "uninstall",
 ]
 

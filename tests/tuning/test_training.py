@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from precast.errors import TuningError
+from precast.grad_scaler.scaler import GradScaler
 from precast.policy.policy import Policy
 from precast.tuning.training import (
     FLOAT32,
@@ -158,6 +159,18 @@ def test_memory_that_is_kept_for_backward_is_half_in_16_bits() -> None:
         full == 2 * 512 * 8 * 4
     )  # the batch, and the result of the ReLU, which the second layer takes
     assert half == pytest.approx(full / 2, rel=0.05)
+
+
+def test_a_step_that_the_scaler_skips_is_repeated() -> None:
+    """So that the trainings of a pair have taken the same number of steps."""
+    given = workload(batches=tuple(batches(1)))
+    training = Training(given, FLOAT16, 0)
+    training._scaler = GradScaler("cpu", init_scale=2.0**40)
+    for _ in range(3):
+        training.step()
+    assert training._scaler.counters.skipped > 3
+    assert training.losses == pytest.approx(run_losses(given, FLOAT32, 0, 3).losses, rel=0.01)
+    assert len(training.seconds) == 3
 
 
 # --- failures ---

@@ -109,6 +109,7 @@ def prove(
     deadline: float = math.inf,
     looks: Sequence[int] = LOOKS,
     timed: bool = False,
+    known: dict[str, Figures] | None = None,
     told: Callable[[str, int], None] | None = None,
 ) -> Proof:
     """Trains the setups beside float32 until their losses are told apart.
@@ -121,16 +122,18 @@ def prove(
         deadline: on `time.monotonic`'s clock.
         looks: after how many seeds the differences are looked at.
         timed: whether the times of steps have to be told apart too.
+        known: the figures of seeds that were trained before, with as many steps; the seeds after them follow.
         told: called before each seed with the names of the setups in it, and the seed's number.
 
     Raises:
         TuningError: the training in float32 does not stay finite.
     """
-    figures = {setup.name: Figures(setup.name) for setup in (FLOAT32, *setups)}
-    proof = Proof(figures, [], steps, 0, tolerance, "seeds")
-    running = [FLOAT32, *setups]
+    figures = known or {setup.name: Figures(setup.name) for setup in (FLOAT32, *setups)}
+    before = len(figures[FLOAT32.name].finals)
+    proof = Proof(figures, [], steps, before, tolerance, "seeds")
+    running = [setup for setup in (FLOAT32, *setups) if not figures[setup.name].failure]
     try:
-        for seed in range(looks[-1]):
+        for seed in range(before, looks[-1]):
             if told is not None:
                 told(", ".join(setup.name for setup in running), seed)
             if not _train(workload, running, seed, proof, deadline):

@@ -6,7 +6,8 @@ Invariants:
   whatever else ran in between. Seed 0 starts from the model's own weights. Each other seed moves every weight by a
   relative `_MOVED`, so that the weights round in another way, and takes the batches in another order;
 - random states are those of the caller again after `random_states_kept`, also after an error or Ctrl-C;
-- in float16 a gradient scaler finds its first scale from the first gradients.
+- in float16 a gradient scaler finds its first scale from the first gradients. A step that it skips is repeated under
+  the lower scale: in long training one of thousands is skipped, and in a short one it would count as an error.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,25 +30,32 @@ from torch.optim import Optimizer
 
 from precast.attachment.attachment import Attachment, attach
 from precast.autocast_mode.region import autocast, disable
-from precast.errors import BrokenModelError, TuningError
+from precast.errors import BrokenModelError, PrecastWarning, TuningError
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.policy import Policy
 
 __all__ = [
     "FLOAT32",
+    "NO_GRADIENT",
     "Setup",
     "Training",
     "Workload",
+    "copied",
     "kept_bytes",
+    "move_weights",
     "random_states_kept",
     "read_batches",
     "run_losses",
+    "scalar_loss",
+    "seed_all",
 ]
 
 _MOVED: Final = 1e-3
 _MOST_BATCHES: Final = 32
 """So many batches are kept; a training that needs more begins again with the first."""
 _EVALUATED: Final = 4  # batches, for the loss at the end
+_MOST_REPEATED: Final = 40
+"""So often a skipped step is repeated, while the loss scale falls."""
 _CLIPPED: Final = 2**31
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -201,7 +210,11 @@ class Training:
         )
         self._attachment: Attachment | None = None
         if setup.policy is not None:
-            self._attachment = attach(self.model, setup.policy, hold=False)
+            with (
+                warnings.catch_warnings()
+            ):  # of the rules that do nothing: who reads the policy is told
+                warnings.simplefilter("ignore", PrecastWarning)
+                self._attachment = attach(self.model, setup.policy, hold=False)
 
     def close(self) -> None:
         """Ends the attachment of the copy."""
@@ -214,9 +227,8 @@ class Training:
             return
         number = len(self.losses)
         batch = self.workload.batches[self._order[number % len(self._order)]]
-        seed_all(self.workload.seed, self.seed, number)
         try:
-            self._step(batch)
+            self._step(batch, number)
         except TuningError:
             raise
         except BrokenModelError as broken:
@@ -226,8 +238,22 @@ class Training:
                 raise
             self.failure = f"{type(error).__name__}: {error}"
 
-    def _step(self, batch: Any) -> None:
-        begun = _now(self.workload.device_type)
+    def _step(self, batch: Any, number: int) -> None:
+        for _ in range(_MOST_REPEATED):
+            seed_all(self.workload.seed, self.seed, number)
+            begun = _now(self.workload.device_type)
+            loss, is_taken = self._attempt(batch)
+            if is_taken:
+                break
+        else:
+            self.failure = f"gradients overflow in step {number + 1} under every loss scale"
+        self.seconds.append(_now(self.workload.device_type) - begun)
+        self.losses.append(float(loss.detach()))
+        if not math.isfinite(self.losses[-1]):
+            self.failure = f"the loss of step {number + 1} is {self.losses[-1]}"
+
+    def _attempt(self, batch: Any) -> tuple[Tensor, bool]:
+        """Steps, unless the scaler skips it; returns the loss and whether it did."""
         self.optimizer.zero_grad(set_to_none=True)
         with self.setup.region(self.workload.device_type):
             loss = scalar_loss(self.workload, self.model, batch)
@@ -237,11 +263,9 @@ class Training:
         if all(parameter.grad is None for parameter in self.model.parameters()):
             raise TuningError(NO_GRADIENT)
         self._scaler.step(self.optimizer)
+        last = self._scaler.last_step(self.optimizer) if self._scaler.is_enabled() else None
         self._scaler.update()
-        self.seconds.append(_now(self.workload.device_type) - begun)
-        self.losses.append(float(loss.detach()))
-        if not math.isfinite(self.losses[-1]):
-            self.failure = f"the loss of step {len(self.losses)} is {self.losses[-1]}"
+        return loss, last is None or not bool(last.skipped) or not bool(loss.isfinite())
 
     def final(self) -> float:
         """The mean loss, or metric, of some batches that is reached; NaN after a failure."""

@@ -1,0 +1,283 @@
+"""What was tried and measured before a policy was handed out: the types of the file that is saved beside it.
+
+Invariants:
+- the file is strict JSON, and reading it gives an equal value; a number that is not finite is null in it;
+- it is enough to go on with the search: with the errors of all sites and the trainings of all seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from precast.diagnostics.records import MismatchError, as_json, from_json
+from precast.errors import TuningError
+from precast.tuning.intervals import Interval
+from precast.tuning.proof import Figures, Proof, Verdict
+from precast.tuning.sensitivity import Errors, Sensitivity, SiteErrors
+from precast.tuning.sites import Program, Site
+from precast.tuning.training import Setup
+
+__all__ = [
+    "Evidence",
+    "ProofEvidence",
+    "Search",
+    "Settings",
+    "SiteEvidence",
+    "Trial",
+    "read",
+    "text",
+]
+
+SCHEMA: Final = "precast.tuning/1"
+
+
+@dataclass
+class Settings:
+    """What `tune` was asked."""
+
+    objective: Literal["time", "memory"]
+    tolerance: float
+    budget: float
+    candidates: list[str]
+    base: str
+    device_type: str
+    seed: int
+
+
+@dataclass
+class SiteEvidence:
+    """An operation of a module, and what 16 bits do to it."""
+
+    module: str | None
+    """Null where no module runs it."""
+    op: str
+    loss: float | None
+    """The square of the relative error that it adds to the loss; null where that is infinite."""
+    gradient: float | None
+    """The same of the gradient that changes most."""
+    barred: str
+    """Why it must not run in 16 bits; empty if it may."""
+    parameter: str = ""
+    """Whose gradient changes most, where the operation was measured alone."""
+    flushed: float = 0.0
+    """Which share of that gradient becomes zero."""
+    alone: bool = False
+    """Whether it was measured alone, or has its share of a group's error."""
+
+
+@dataclass
+class Search:
+    """What was measured of all operations in one dtype."""
+
+    dtype: str
+    scale: float
+    """The loss scale."""
+    runs: int
+    complete: bool
+    """Whether there was time for all groups."""
+    sites: list[SiteEvidence]
+
+
+@dataclass
+class Between:
+    """An interval; null is an infinite end, or a middle that is not known."""
+
+    low: float | None
+    middle: float | None
+    high: float | None
+
+
+@dataclass
+class Trial:
+    """The trainings of one setup."""
+
+    name: str
+    dtype: str
+    policy: str
+    """The policy as a TOML file; empty for float32 without a region."""
+    finals: list[float]
+    curves: list[list[float | None]]
+    seconds: list[float]
+    kept_bytes: int
+    failure: str
+
+
+@dataclass
+class Compared:
+    """Two setups beside each other."""
+
+    name: str
+    against: str
+    loss: Verdict
+    difference: Between
+    time: Verdict
+    ratio: Between
+    seeds: int
+    because: str
+
+
+@dataclass
+class ProofEvidence:
+    """Trainings side by side."""
+
+    steps: int
+    seeds: int
+    ended: Literal["proven", "time", "seeds", "interrupted"]
+    trials: list[Trial]
+    comparisons: list[Compared]
+
+
+@dataclass
+class Evidence:
+    """The whole file."""
+
+    schema: Literal["precast.tuning/1"]
+    precast: str
+    torch: str
+    machine: str
+    date: str
+    model: str
+    """The name of its class."""
+    parameters: int
+    settings: Settings
+    answer: str = ""
+    """The name of the trial that is handed out."""
+    dtype: str = "float32"
+    because: str = ""
+    seconds: float = 0.0
+    """How long the search took."""
+    searches: list[Search] = field(default_factory=list)
+    proofs: list[ProofEvidence] = field(default_factory=list)
+
+
+def search_of(program: Program, found: Sensitivity) -> Search:
+    """What was measured, as it is saved."""
+    return Search(
+        str(program.low).removeprefix("torch."),
+        found.scale,
+        found.runs,
+        found.complete,
+        [_site(site, errors) for site, errors in found.sites.items()],
+    )
+
+
+def sensitivity_of(search: Search, program: Program) -> Sensitivity | None:
+    """What was saved, for the sites of a program; None where it is of another program."""
+    known = {(site.module, site.op): site for site in search.sites}
+    open_sites = [site for site in program.sites if not site.barred]
+    if {(site.module, site.op) for site in open_sites} != known.keys() or not search.complete:
+        return None
+    found = Sensitivity(scale=search.scale, runs=search.runs)
+    for site in open_sites:
+        saved = known[site.module, site.op]
+        loss, gradient = _infinite(saved.loss), _infinite(saved.gradient)
+        measured = Errors(loss, gradient, saved.parameter, saved.flushed) if saved.alone else None
+        found.sites[site] = SiteErrors(loss, gradient, saved.barred, measured)
+    return found
+
+
+def proof_of(proof: Proof, setups: Iterable[Setup], kept: dict[str, int]) -> ProofEvidence:
+    """A proof, as it is saved."""
+    by_name = {setup.name: setup for setup in setups}
+    trials = [
+        Trial(
+            name,
+            str(by_name[name].dtype).removeprefix("torch."),
+            _policy_text(by_name[name]),
+            list(found.finals),
+            [[_finite(loss) for loss in curve] for curve in found.curves],
+            list(found.seconds),
+            kept.get(name, 0),
+            found.failure,
+        )
+        for name, found in proof.figures.items()
+    ]
+    comparisons = [
+        Compared(
+            each.name,
+            each.against,
+            each.loss,
+            _between(each.difference),
+            each.time,
+            _between(each.ratio),
+            each.seeds,
+            each.because,
+        )
+        for each in proof.comparisons
+    ]
+    return ProofEvidence(proof.steps, proof.seeds, proof.ended, trials, comparisons)
+
+
+def figures_of(saved: ProofEvidence, setups: Iterable[Setup]) -> dict[str, Figures] | None:
+    """The trainings that were saved of these setups; None where they were of others."""
+    known = {trial.name: trial for trial in saved.trials}
+    found = {}
+    for setup in setups:
+        trial = known.get(setup.name)
+        if trial is None or trial.policy != _policy_text(setup):
+            return None
+        curves = [[_nan(loss) for loss in curve] for curve in trial.curves]
+        found[setup.name] = Figures(
+            setup.name, list(trial.finals), curves, list(trial.seconds), trial.failure
+        )
+    return found
+
+
+def text(evidence: Evidence) -> str:
+    """The file's content."""
+    return json.dumps(as_json(evidence), indent=1, allow_nan=False) + "\n"
+
+
+def read(path: str | os.PathLike[str]) -> Evidence:
+    """The evidence in a file.
+
+    Raises:
+        TuningError: there is no such file, or it is none of evidence.
+    """
+    try:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        return from_json(Evidence, content)
+    except (OSError, ValueError, MismatchError) as error:
+        raise TuningError(
+            f"{os.fspath(path)} cannot be read as the evidence of a search: {error}"
+        ) from error
+
+
+def _policy_text(setup: Setup) -> str:
+    return "" if setup.policy is None else setup.policy.dump()
+
+
+def _site(site: Site, errors: SiteErrors) -> SiteEvidence:
+    alone = errors.measured
+    return SiteEvidence(
+        site.module,
+        site.op,
+        _finite(errors.loss),
+        _finite(errors.gradient),
+        errors.barred,
+        alone.parameter if alone else "",
+        alone.flushed if alone else 0.0,
+        alone is not None,
+    )
+
+
+def _between(interval: Interval) -> Between:
+    return Between(_finite(interval.low), _finite(interval.middle), _finite(interval.high))
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _infinite(number: float | None) -> float:
+    return math.inf if number is None else number
+
+
+def _nan(number: float | None) -> float:
+    return math.nan if number is None else number

@@ -1,0 +1,168 @@
+"""What `tune` returns: a policy, why it is that one, and everything that was measured.
+
+Invariants:
+- `text` is a policy file that can be used as it is; loading it gives the policy;
+- saving is atomic: the policy at the path, the evidence beside it;
+- printed, it fits into 80 columns.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from precast._internal import atomic_write
+from precast._internal.display import Card, Displayed, milliseconds
+from precast.policy import toml_file
+from precast.policy.policy import Entry, Policy
+from precast.policy.shortest_text import whole_file
+from precast.policy.toml_file import Contents
+from precast.tuning import evidence as files
+from precast.tuning.evidence import Between, Compared, Evidence, ProofEvidence, Trial
+
+__all__ = ["TuningResult"]
+
+_WIDE: Final = 80
+_HEAD: Final = 3  # lines of a rendered policy before its tables: name, summary, mixed
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class TuningResult(Displayed):
+    """A policy for a model on this machine, and the evidence for it.
+
+    Attributes:
+        policy: the policy. Attach it (`precast.attach(model, result.policy)`) and train in a region of `dtype`.
+        dtype: the 16-bit dtype of the region; torch.float32 where no region is best.
+        because: why the answer is this one, in one sentence.
+        evidence: everything that was measured, as plain data.
+    """
+
+    policy: Policy
+    dtype: torch.dtype
+    because: str
+    evidence: Evidence
+
+    @property
+    def name(self) -> str:
+        """Which setup it is: "tuned", "default", "float32" and so on."""
+        return self.evidence.answer
+
+    @property
+    def text(self) -> str:
+        """The policy as a file: where it was measured, and a reason for each operation that is held back."""
+        seen = self.evidence
+        asked = seen.settings
+        head = [
+            f"Found by precast.tune for {seen.model} ({seen.parameters:,} parameters): {self.because}",
+            f"Objective {asked.objective}, tolerance {asked.tolerance:g}, seed {asked.seed}; {seen.date}",
+            f"precast {seen.precast}, torch {seen.torch}, {seen.machine}",
+            f"Use it in a region with dtype=torch.{seen.dtype}."
+            if self.dtype is not torch.float32
+            else "It casts nothing: train without a region, or in one with this policy.",
+        ]
+        lines = [line for each in head for line in textwrap.wrap(each, 117)]
+        comment = "\n".join(f"# {line}" for line in lines)
+        mine = self.policy
+        named = toml_file.render(Contents(mine.name, mine.summary)).splitlines()[: _HEAD - 1]
+        body = _short(mine, asked.base)
+        return "\n".join([comment, "", *filter(None, named), body])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the policy to `path`, and the evidence beside it, to the same name with the ending `.json`.
+
+        Raises:
+            OutputError: a file could not be written; what was there before still is.
+        """
+        target = Path(path)
+        atomic_write.replace(target.with_suffix(".json"), files.text(self.evidence).encode())
+        atomic_write.replace(target, self.text.encode())
+
+    def __str__(self) -> str:
+        lines = textwrap.wrap(f"{self.name}: {self.because}", _WIDE)
+        for proof in self.evidence.proofs[-1:]:
+            lines += ["", *_table(proof)]
+        for search in self.evidence.searches:
+            barred = [site for site in search.sites if site.barred]
+            lines += [
+                "",
+                f"{search.dtype}: {len(search.sites)} operations measured, {len(barred)} barred",
+            ]
+            for site in barred[:10]:
+                where = "outside of modules" if site.module is None else site.module or "the model"
+                lines += textwrap.wrap(
+                    f"{where}: {site.op}: {site.barred}",
+                    _WIDE,
+                    initial_indent="  ",
+                    subsequent_indent="    ",
+                )
+        return "\n".join(lines)
+
+    def _card(self) -> Card:
+        facts = [self.name, f"dtype {str(self.dtype).removeprefix('torch.')}"]
+        proofs = self.evidence.proofs[-1:]
+        rows = [_row(proof, trial) for proof in proofs for trial in proof.trials]
+        return Card("TuningResult", facts, _COLUMNS, rows, "setups")
+
+
+def _short(policy: Policy, base_name: str) -> str:
+    """The policy's file without its name: what differs from a preset that it was made from, with the reasons."""
+    if base_name not in Policy.presets() or not policy.tables:
+        return whole_file(policy)
+    base = Policy.load(base_name)
+    tables: dict[str, dict[str, Entry]] = {}
+    for device, rows in policy.tables.items():
+        known = base.entries(device)
+        changed = {key: row for key, row in rows.items() if known.get(key) != row}
+        if changed:
+            tables[device] = changed
+    lines = toml_file.render(Contents(tables=tables, modules=policy.modules)).splitlines()
+    head = f'base = "{base_name}"'
+    return "\n".join([head, *lines[_HEAD:]]).strip() + "\n"
+
+
+_COLUMNS: Final = ("setup", "step", "loss", "against float32", "time", "kept")
+
+
+def _table(proof: ProofEvidence) -> list[str]:
+    """The trials of a proof, a line for each."""
+    rows = [_COLUMNS, *(_row(proof, trial) for trial in proof.trials)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS))]
+    widths[0] = min(widths[0], 16)
+    said = [
+        "  ".join(cell[:w].ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+    ]
+    seeds = f"{proof.seeds} seeds of {proof.steps} steps; ended: {proof.ended}"
+    return [*(line.rstrip()[:_WIDE] for line in said), seeds]
+
+
+def _row(proof: ProofEvidence, trial: Trial) -> tuple[str, ...]:
+    seconds = sorted(trial.seconds)
+    step = milliseconds(seconds[len(seconds) // 2]) if seconds else "-"
+    loss = f"{math.fsum(trial.finals) / len(trial.finals):.4g}" if trial.finals else "-"
+    compared = [c for c in proof.comparisons if (c.name, c.against) == (trial.name, "float32")]
+    found: Compared | None = compared[0] if compared else None
+    difference = "" if found is None else f"{_percent(found.difference)} {found.loss}"
+    ratio = "" if found is None else _ratio(found.ratio)
+    return trial.name, step, loss, difference, ratio, _bytes(trial.kept_bytes)
+
+
+def _percent(between: Between) -> str:
+    if between.low is None or between.high is None:
+        return ""
+    return f"{between.low:+.2%}..{between.high:+.2%}"
+
+
+def _ratio(between: Between) -> str:
+    if between.low is None or between.high is None:
+        return ""
+    return f"x{between.low:.2f}..{between.high:.2f}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 2**10:.3g} KiB"

@@ -1,0 +1,383 @@
+"""Measures what 16 bits cost in accuracy: the error that each site adds to the loss and to the gradients.
+
+A group of sites runs in 16 bits, all others in float32, and the loss and the gradients of the copy are compared with
+those in float32. A group is halved only while its error is more than its share of what is allowed, so the number of
+runs grows with the number of sites that matter, and at most linearly with that of all sites.
+
+Invariants:
+- errors are squares of relative errors, because those of independent roundings add up;
+- a gradient's error is that of the parameter where it is largest. Parameters whose gradient in float32 is rounding
+  noise itself are left out: it changes much if the weights move by `_UNIT`, as that of a bias before a norm does;
+- float16 runs under the loss scale that a gradient scaler would reach with all sites in 16 bits, and under a lower one
+  where gradients overflow; what overflows under every scale is barred;
+- each run uses the same weights, buffers, batches and random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from precast.attachment.attachment import attach
+from precast.errors import PrecastWarning, TuningError
+from precast.policy.policy import Policy
+from precast.tuning.policy_text import policy_of
+from precast.tuning.sites import Argument, Program, Site
+from precast.tuning.training import (
+    FLOAT32,
+    NO_GRADIENT,
+    Setup,
+    Training,
+    Workload,
+    copied,
+    move_weights,
+    scalar_loss,
+    seed_all,
+)
+
+__all__ = ["Errors", "Meter", "Sensitivity", "SiteErrors", "measure_sensitivity"]
+
+_UNIT: Final = 2.0**-22
+_NOISE: Final = 1e-2
+"""A gradient that changes by more than this share of itself, if weights move by `_UNIT`, is noise."""
+_FIRST_SCALE: Final = 2.0**16
+_LARGEST_SCALE: Final = 2.0**24
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How much a group of sites in 16 bits changes, as squares of relative errors; infinite for what overflows."""
+
+    loss: float
+    gradient: float
+    parameter: str = ""
+    """The one whose gradient changes most."""
+    flushed: float = 0.0
+    """Which share of that gradient's numbers becomes zero and is not in float32."""
+    failure: str = ""
+    """Why there are no numbers to compare."""
+
+    def fits(self, loss: float, gradient: float) -> bool:
+        """Whether both are at most so large."""
+        return self.loss <= loss and self.gradient <= gradient
+
+
+@dataclass(frozen=True)
+class SiteErrors:
+    """What is known of one site."""
+
+    loss: float
+    gradient: float
+    barred: str = ""
+    """Why it must not run in 16 bits."""
+    measured: Errors | None = None
+    """What was measured of it alone; None where its group was below its share."""
+
+
+@dataclass
+class Sensitivity:
+    """What was measured of all sites.
+
+    Attributes:
+        sites: each site that may run in 16 bits, with its share of the error of the smallest group it was measured in.
+        together: the errors of all sites together.
+        scale: the loss scale that a gradient scaler would reach; 1 for bfloat16.
+        runs: how many groups were measured.
+        complete: whether there was time to halve all groups that needed it.
+    """
+
+    sites: dict[Site, SiteErrors] = field(default_factory=dict)
+    together: Errors | None = None
+    scale: float = 1.0
+    runs: int = 0
+    complete: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """One batch at one time in training, and what float32 gives there."""
+
+    model: nn.Module
+    buffers: dict[str, Tensor]
+    batch: Any
+    number: int
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+class Meter:
+    """Compares setups with float32 on a few batches, at the beginning of training and after some steps."""
+
+    def __init__(self, workload: Workload, *, steps: int = 8, batches: int = 2) -> None:
+        """Trains a copy in float32 for so many steps, and keeps its gradients on so many batches before and after.
+
+        Raises:
+            TuningError: the loss in float32 is not finite, or no parameter gets a gradient.
+        """
+        self.workload = workload
+        self.scale = 1.0
+        self._points: list[_Point] = []
+        training = Training(workload, FLOAT32, 0)
+        self._add_points(copied(training.model), batches)
+        for _ in range(steps):
+            training.step()
+        if training.failure:
+            raise TuningError(f"the training in float32 fails already: {training.failure}")
+        if steps:
+            self._add_points(copied(training.model), batches)
+        self._reliable = self._found_reliable()
+
+    def errors(self, setup: Setup) -> Errors:
+        """The errors under a setup; infinite where the loss or a gradient is not finite, or it cannot run."""
+        loss = 0.0
+        wrong = dict.fromkeys(self._reliable, 0.0)
+        norms = dict.fromkeys(self._reliable, 0.0)
+        flushed = dict.fromkeys(self._reliable, 0.0)
+        for point in self._points:
+            try:
+                found, gradients = self._run_scaled(setup, point)
+            except TuningError:
+                raise
+            except Exception as error:
+                return Errors(math.inf, math.inf, failure=f"{type(error).__name__}: {error}")
+            if not math.isfinite(found):
+                return Errors(math.inf, math.inf, failure=f"the loss is {found}")
+            loss += ((found - point.loss) / (abs(point.loss) or 1.0)) ** 2
+            for name in self._reliable:
+                wanted = point.gradients[name]
+                mine = gradients.get(name)
+                mine = torch.zeros_like(wanted) if mine is None else mine
+                if not bool(mine.isfinite().all()):
+                    return Errors(
+                        math.inf, math.inf, name, failure=f"the gradient of {name} overflows"
+                    )
+                wrong[name] += float((mine - wanted).double().square().sum())
+                norms[name] += float(wanted.double().square().sum())
+                flushed[name] += float(((mine == 0) & (wanted != 0)).float().mean())
+        count = len(self._points)
+        shares = {name: wrong[name] / norms[name] for name in self._reliable}
+        worst = max(shares, key=shares.__getitem__, default="")
+        return Errors(loss / count, shares.get(worst, 0.0), worst, flushed.get(worst, 0.0) / count)
+
+    def find_scale(self, setup: Setup) -> None:
+        """Sets the loss scale to the largest under which no gradient overflows with this setup, from 1 to 2**24."""
+        self.scale = _FIRST_SCALE
+        point = self._points[0]
+        if not self._is_finite(setup, point):
+            while self.scale > 1 and not self._is_finite(setup, point):
+                self.scale /= 2
+            if self.scale <= 1:  # something overflows forward, and no scale helps
+                self.scale = _FIRST_SCALE
+            return
+        while self.scale < _LARGEST_SCALE:
+            self.scale *= 2
+            if not self._is_finite(setup, point):
+                self.scale /= 2
+                return
+
+    def _is_finite(self, setup: Setup, point: _Point) -> bool:
+        try:
+            loss, gradients = self._run(setup, point, self.scale)
+        except TuningError:
+            raise
+        except Exception:
+            return False
+        return math.isfinite(loss) and all(bool(g.isfinite().all()) for g in gradients.values())
+
+    def _run_scaled(self, setup: Setup, point: _Point) -> tuple[float, dict[str, Tensor]]:
+        """Runs with the scale, and with lower ones while a gradient overflows and the loss does not."""
+        scale = self.scale if setup.dtype is torch.float16 else 1.0
+        while True:
+            loss, gradients = self._run(setup, point, scale)
+            finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+            if finite or not math.isfinite(loss) or scale <= 1:
+                return loss, gradients
+            scale /= 2
+
+    def _run(self, setup: Setup, point: _Point, scale: float) -> tuple[float, dict[str, Tensor]]:
+        """The loss and the gradients of one batch, the latter divided by the scale."""
+        workload, model = self.workload, point.model
+        attachment = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrecastWarning)
+            if setup.policy is not None:
+                attachment = attach(model, setup.policy, hold=False)
+        try:
+            seed_all(workload.seed, point.number)
+            with setup.region(workload.device_type):
+                loss = scalar_loss(workload, model, point.batch)
+            if not loss.requires_grad:
+                raise TuningError(NO_GRADIENT)
+            (loss.float() * scale).backward()
+            gradients = {
+                name: parameter.grad.detach().to_dense() / scale
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+            if not gradients:
+                raise TuningError(NO_GRADIENT)
+            return float(loss.detach()), gradients
+        finally:
+            if attachment is not None:
+                attachment.detach()
+            model.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in point.buffers and buffer.shape == point.buffers[name].shape:
+                        buffer.copy_(point.buffers[name])
+
+    def _add_points(self, model: nn.Module, batches: int) -> None:
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for number, batch in enumerate(self.workload.batches[:batches]):
+            bare = _Point(model, buffers, batch, number, 0.0, {})
+            loss, gradients = self._run(FLOAT32, bare, 1.0)
+            if not math.isfinite(loss) or not all(
+                bool(g.isfinite().all()) for g in gradients.values()
+            ):
+                raise TuningError(
+                    f"in float32 the loss of batch {number + 1} is {loss}"
+                    + ("" if not math.isfinite(loss) else ", and a gradient is not finite")
+                    + ": no precision can be compared with it. Find out why first, for example with "
+                    "precast.monitor(model)."
+                )
+            self._points.append(_Point(model, buffers, batch, number, loss, gradients))
+
+    def _found_reliable(self) -> tuple[str, ...]:
+        """The parameters whose gradients are more than rounding noise in float32."""
+        first = self._points[0]
+        moved = copied(first.model)
+        move_weights(moved, _UNIT, self.workload.seed, 1)
+        bare = _Point(moved, first.buffers, first.batch, first.number, 0.0, {})
+        _, others = self._run(FLOAT32, bare, 1.0)
+        found = []
+        for name, gradient in first.gradients.items():
+            everywhere = all(name in point.gradients for point in self._points)
+            if not everywhere or name not in others:
+                continue
+            if bool((others[name] - gradient).norm() < _NOISE * gradient.norm()):
+                found.append(name)
+        return tuple(found)
+
+
+def measure_sensitivity(
+    meter: Meter,
+    program: Program,
+    base: Policy,
+    *,
+    loss: float,
+    gradient: float,
+    deadline: float = math.inf,
+    told: Callable[[int, int], None] | None = None,
+) -> Sensitivity:
+    """Finds the sites whose errors are more than their share of what is allowed.
+
+    Args:
+        meter: compares with float32.
+        program: whose sites.
+        base: the policy that holds for all else.
+        loss: the relative error of the loss that all sites together may add.
+        gradient: that of the gradient of each parameter.
+        deadline: on `time.monotonic`'s clock; groups that are not halved by then share their errors.
+        told: called before each run with the number of sites that are open, and that of runs.
+    """
+    found = Sensitivity()
+    base = _narrowed(base, program)
+    sites = [site for site in program.sites if not site.barred]
+    for site in list(sites):
+        if reason := _beyond_range(site, program.low):
+            found.sites[site] = SiteErrors(math.inf, math.inf, reason)
+            sites.remove(site)
+    if not sites:
+        return found
+    if program.low is torch.float16:
+        meter.find_scale(_setup(program, base, sites))
+        found.scale = meter.scale
+    groups: deque[tuple[list[Site], Errors | None]] = deque([(sites, None)])
+    open_sites = len(sites)
+    while groups:
+        group, of_parent = groups.popleft()
+        if told is not None:
+            told(open_sites, found.runs)
+        is_late = of_parent is not None and time.monotonic() > deadline
+        errors = of_parent
+        if errors is None or not is_late:
+            errors = meter.errors(_setup(program, base, group))
+            found.runs += 1
+        found.together = found.together or errors
+        share = len(group) / len(sites)
+        if len(group) == 1 or is_late or errors.fits(loss**2 * share, gradient**2 * share):
+            found.complete &= not is_late
+            open_sites -= len(group)
+            _settle(found, group, errors, alone=len(group) == 1 and not is_late)
+        else:
+            middle = len(group) // 2
+            groups += [
+                (half, _part(errors, half, group)) for half in (group[:middle], group[middle:])
+            ]
+    return found
+
+
+def _part(errors: Errors, part: Sequence[Site], group: Sequence[Site]) -> Errors:
+    """What is believed of a part of a group until it is measured: its share."""
+    share = len(part) / len(group)
+    return replace(errors, loss=errors.loss * share, gradient=errors.gradient * share)
+
+
+def _settle(found: Sensitivity, group: Sequence[Site], errors: Errors, *, alone: bool) -> None:
+    """Gives each site of a group its share of the errors."""
+    reason = ""
+    if not math.isfinite(errors.gradient):
+        unsure = "" if alone else "; there was no time to tell which of several sites it is"
+        reason = f"{errors.failure}{unsure}"
+    for site in group:
+        found.sites[site] = SiteErrors(
+            errors.loss / len(group),
+            errors.gradient / len(group),
+            reason,
+            errors if alone else None,
+        )
+
+
+def _narrowed(base: Policy, program: Program) -> Policy:
+    """The policy with the rows of the program's operations alone, which all have sites.
+
+    A policy is made for each module of each group, which takes ten times as long with all rows.
+    """
+    operations = {f"aten::{site.op}" if "::" not in site.op else site.op for site in program.sites}
+    table = base.entries(program.device)
+    rows = {key: entry for key, entry in table.items() if key.partition(".")[0] in operations}
+    return Policy(base.name, {program.device: rows}, base.mixed)
+
+
+def _setup(program: Program, base: Policy, group: Sequence[Site]) -> Setup:
+    """A group of sites in 16 bits, and all others in float32."""
+    return Setup(
+        f"{len(group)} sites", policy_of(program.choose(group), program, base), program.low
+    )
+
+
+def _beyond_range(site: Site, dtype: torch.dtype) -> str:
+    """Why the numbers that a site takes do not fit into float16; "" if they do, or may be rounded to infinity.
+
+    What does not fit into bfloat16 stands for infinity, as in attention's masks.
+    """
+    if dtype is not torch.float16:
+        return ""
+    arguments = [
+        argument
+        for call in site.calls
+        for argument in (*call.args, *call.kwargs.values())
+        if isinstance(argument, Argument)
+    ]
+    largest = max((max(-each.low, each.high) for each in arguments), default=0.0)
+    if largest <= torch.finfo(dtype).max:
+        return ""
+    return f"it takes numbers up to {largest:.3g}, and float16 ends at {torch.finfo(dtype).max:g}"

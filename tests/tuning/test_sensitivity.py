@@ -1,0 +1,195 @@
+"""The operations that lose too much in 16 bits are found, and nothing else is; policies then hold them back."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from precast.errors import TuningError
+from precast.policy.policy import Policy
+from precast.tuning.held_back import held_back, policy_holding, reason_of
+from precast.tuning.recording import record
+from precast.tuning.sensitivity import Errors, Meter, Sensitivity, SiteErrors, measure_sensitivity
+from precast.tuning.sites import Program, Site
+from precast.tuning.training import FLOAT32, Setup, Workload, random_states_kept
+
+from tools import tuning_cases as planted
+
+DEFAULT = Policy.load("default")
+LOSS, GRADIENT = 0.01, 0.3
+
+
+def measured(workload: Workload, low: torch.dtype, **options) -> tuple[Program, Sensitivity]:
+    def step(model: nn.Module) -> torch.Tensor:
+        return workload.step(model, workload.batches[0])
+
+    program = record(workload.model, step, DEFAULT, low=low)
+    with random_states_kept():
+        meter = Meter(workload, steps=3)
+        found = measure_sensitivity(
+            meter, program, DEFAULT, loss=LOSS, gradient=GRADIENT, **options
+        )
+    return program, found
+
+
+@pytest.mark.parametrize("name", planted.CASES)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_what_is_planted_is_found_and_nothing_else(name: str, seed: int) -> None:
+    case = planted.CASES[name]
+    program, found = measured(planted.workload(case, seed), case.low)
+    held = held_back(found, loss=LOSS, gradient=GRADIENT)
+    assert held
+    assert {str(site.module).partition(".")[0] for site in held} == {planted.PLANTED}
+    assert case.needed & {site.op for site in held}
+    assert found.runs <= 2 + 2 * len(held) * math.ceil(math.log2(len(program.sites)))
+    assert found.complete
+
+
+def test_where_nothing_is_lost_one_run_is_enough() -> None:
+    case = planted.Case(planted.Block, torch.bfloat16, frozenset())
+    program, found = measured(planted.workload(case, 1), case.low)
+    assert found.runs == 1
+    assert not held_back(found, loss=LOSS, gradient=GRADIENT)
+    assert set(found.sites) == {site for site in program.sites if not site.barred}
+    assert found.together is not None
+    assert math.isclose(sum(e.gradient for e in found.sites.values()), found.together.gradient)
+
+
+def test_reasons_have_the_figures() -> None:
+    for name, said in (
+        ("overflow", "float16 ends at 65504"),
+        ("underflow", "makes 100% of the gradient of"),
+    ):
+        case = planted.CASES[name]
+        _, found = measured(planted.workload(case, 2), case.low)
+        held = held_back(found, loss=LOSS, gradient=GRADIENT)
+        assert any(said in reason_of(found.sites[site], case.low) for site in held), name
+
+
+def test_the_loss_scale_is_what_a_scaler_would_reach() -> None:
+    """Small gradients that a scale brings into float16's range are no reason to hold anything back."""
+    case = planted.Case(planted.Block, torch.float16, frozenset())
+    tiny = planted.workload(case, 0)
+    scaled = Workload(
+        tiny.model, lambda m, b: tiny.step(m, b) * 1e-5, tiny.batches, tiny.optimizer, "cpu"
+    )
+    _, found = measured(scaled, torch.float16)
+    assert found.scale >= 2**20
+    assert not held_back(found, loss=LOSS, gradient=GRADIENT)
+
+
+def test_without_time_a_group_shares_its_error_and_that_is_said() -> None:
+    case = planted.CASES["reduction"]
+    _, found = measured(planted.workload(case, 0), case.low, deadline=time.monotonic())
+    assert found.runs == 1
+    assert not found.complete
+    each = [errors.gradient for errors in found.sites.values()]
+    assert each == pytest.approx([each[0]] * len(each))
+
+
+def test_a_gradient_that_is_noise_in_float32_does_not_count() -> None:
+    """A bias before a norm has a gradient of zero, but for rounding, of which 16 bits make something else."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.last((x - x.mean(0)) / x.std(0))
+
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 8), torch.randint(4, (64,))
+    workload = Workload(
+        Normed(),
+        lambda model, batch: F.cross_entropy(model(batch[0]).float(), batch[1]),
+        ((x, y),),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        "cpu",
+    )
+    found = Meter(workload, steps=0).errors(Setup("default", DEFAULT, torch.bfloat16))
+    assert found.gradient < GRADIENT**2
+    assert found.parameter != "first.bias"
+
+
+def test_the_same_setup_has_no_error() -> None:
+    case = planted.CASES["reduction"]
+    meter = Meter(planted.workload(case, 0), steps=2)
+    found = meter.errors(FLOAT32)
+    assert (found.loss, found.gradient, found.flushed) == (0.0, 0.0, 0.0)
+
+
+def test_float32_that_is_not_finite_is_an_error() -> None:
+    given = planted.workload(planted.CASES["reduction"], 0)
+    for steps in (0, 2):
+        broken = Workload(
+            given.model, lambda m, b: given.step(m, b) / 0, given.batches, given.optimizer, "cpu"
+        )
+        with pytest.raises(TuningError, match="in float32 the loss of batch 1 is inf"):
+            Meter(broken, steps=steps)
+
+
+# --- policies ---
+
+
+def _found(errors: dict[Site, float]) -> Sensitivity:
+    return Sensitivity({site: SiteErrors(0.0, error) for site, error in errors.items()})
+
+
+def test_the_worst_are_held_back_until_the_rest_is_allowed() -> None:
+    a, b, c, d = (Site("m", op) for op in ("linear", "tanh", "add", "mul"))
+    found = _found({a: 0.04, b: 0.5, c: 0.03, d: 0.08})
+    found.sites[c] = SiteErrors(0.0, 0.0, "raises")
+    assert set(held_back(found, loss=0.01, gradient=0.4)) == {b, c}
+    assert set(held_back(found, loss=0.01, gradient=0.3)) == {b, c, d}
+    assert set(held_back(found, loss=0.01, gradient=0.1)) == {a, b, c, d}
+
+
+def test_rules_are_for_what_is_held_back_and_for_what_would_inherit_them() -> None:
+    linear = DEFAULT.resolve("linear", "cpu").rule
+    sites = [
+        Site("", "mul"),
+        Site("a", "linear", linear),
+        Site("a.b", "linear", linear),
+        Site("a.b.c", "linear", linear),
+        Site("a.d", "tanh"),
+    ]
+    program = Program(tuple(sites), modules=("", "a", "a.b", "a.b.c", "a.d"))
+    held = [sites[1], sites[3]]
+    found = Sensitivity({s: SiteErrors(0.0, 0.2, "", Errors(0.0, 0.2, "w")) for s in sites})
+    policy = policy_holding(held, found, program, DEFAULT, "tuned")
+    rules = {
+        (pattern, op): str(row.rule)
+        for pattern, rule in policy.modules.items()
+        for op, row in rule.ops.items()
+    }
+    assert rules == {
+        ("a", "aten::linear"): "fp32",
+        ("a.b", "aten::linear"): "lower",
+        ("a.b.c", "aten::linear"): "fp32",
+    }
+    reason = policy.modules["a"].ops["aten::linear"].reason
+    assert reason == "bfloat16 changes the gradient of w by 0.45 of its size, and the loss by 0"
+
+
+def test_what_no_module_runs_has_a_row_for_the_device() -> None:
+    site = Site(None, "softmax")
+    program = Program((site,))
+    found = Sensitivity({site: SiteErrors(0.0, math.inf, "the loss is nan")})
+    policy = policy_holding([site], found, program, DEFAULT, "tuned")
+    assert policy.resolve("softmax.int", "cpu").rule == "fp32"
+    assert "the loss is nan" in policy.resolve("softmax.int", "cpu").reason
+    assert not policy.modules
+
+
+def test_what_is_float32_already_needs_no_rule() -> None:
+    site = Site("m", "mse_loss", DEFAULT.resolve("mse_loss", "cpu").rule)
+    found = Sensitivity({site: SiteErrors(0.0, math.inf, "the loss is nan")})
+    policy = policy_holding([site], found, Program((site,), modules=("", "m")), DEFAULT, "tuned")
+    assert not policy.modules

@@ -1,0 +1,305 @@
+"""`tune` finds a policy and proves it, hands out nothing unproven, and answers bad input with one clear error."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import random
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import precast
+from precast.errors import PolicyError, TuningError
+from precast.tuning import evidence as files
+from precast.tuning.tuner import Progress
+
+from tools import tuning_cases as planted
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05)
+
+
+class Wide(nn.Module):
+    """Its activations are much of its memory, so 16 bits save some for certain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def batches(count: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(64, 8, generator=generator) for _ in range(count)]
+    return [(x, x.sum(1, keepdim=True).sin() + 2) for x in inputs]
+
+
+def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]).float(), batch[1])
+
+
+def tune(model: nn.Module | None = None, step=step, batches=batches, **options):
+    given = {"optimizer": SGD, "objective": "memory", "tolerance": 0.05, "budget": 60.0}
+    return precast.tune(model or Wide(), step, batches, **{**given, **options})
+
+
+def in_16_bits() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+# --- answers ---
+
+
+def test_what_is_planted_is_held_back_and_the_policy_is_proven() -> None:
+    case = planted.CASES["overflow"]
+    given = planted.workload(case, 1)
+    found = tune(
+        given.model,
+        given.step,
+        given.batches,
+        optimizer=given.optimizer,
+        candidates=[case.low],
+        tolerance=0.05,
+    )
+    assert found.name == "tuned"
+    assert found.dtype is torch.float16
+    assert set(found.policy.modules) == {planted.PLANTED}
+    assert "default fails (the loss of step 1 is nan)" in found.because
+    compared = {(c.name, c.against): c for c in found.evidence.proofs[-1].comparisons}
+    assert compared["tuned", "float32"].loss == "equal"
+    assert compared["default", "float32"].loss == "worse"
+
+
+def test_where_nothing_is_lost_the_answer_is_the_base() -> None:
+    found = tune()
+    assert (found.name, found.dtype) == ("default", torch.bfloat16)
+    assert found.policy == precast.Policy.load("default")
+    assert "of the memory of float32" in found.because
+    assert [trial.name for trial in found.evidence.proofs[-1].trials] == ["float32", "default"]
+
+
+def test_where_16_bits_are_slower_the_answer_is_float32() -> None:
+    def slow(model: nn.Module, batch) -> torch.Tensor:
+        if in_16_bits():
+            time.sleep(0.003)
+        return step(model, batch)
+
+    found = tune(step=slow, objective="time", tolerance=0.1)
+    assert (found.name, found.dtype) == ("float32", torch.float32)
+    assert "default is slower: it takes" in found.because
+    assert not found.policy.entries("cpu")
+
+
+def test_where_16_bits_are_faster_the_answer_is_the_base() -> None:
+    def slow(model: nn.Module, batch) -> torch.Tensor:
+        if not in_16_bits():
+            time.sleep(0.02)
+        return step(model, batch)
+
+    found = tune(step=slow, objective="time", tolerance=0.1)
+    assert found.name == "default"
+    assert "default takes 0." in found.because
+
+
+def test_what_trains_worse_is_not_handed_out() -> None:
+    def spoilt(model: nn.Module, batch) -> torch.Tensor:
+        loss = step(model, batch)
+        return loss + 0.2 * loss.detach() if in_16_bits() else loss
+
+    found = tune(step=spoilt)
+    assert found.name == "float32"
+    assert "the loss of default is worse than that of float32 by +" in found.because
+
+
+def test_two_dtypes_are_both_tried() -> None:
+    found = tune(candidates=(torch.bfloat16, torch.float16))
+    trials = [trial.name for trial in found.evidence.proofs[-1].trials]
+    assert trials == ["float32", "default in bfloat16", "default in float16"]
+    assert found.dtype in (torch.bfloat16, torch.float16)
+
+
+def test_a_metric_is_compared_instead_of_the_loss() -> None:
+    found = tune(metric=lambda model, batch: 2.0 if in_16_bits() else 1.0)
+    assert found.name == "float32"
+    assert found.evidence.proofs[-1].trials[0].finals == [1.0] * 3
+
+
+def test_a_budget_that_is_too_small_to_prove_anything() -> None:
+    found = tune(budget=1e-3)
+    assert found.name == "float32"
+    assert "the budget of 0.001 s is too small to prove anything" in found.because
+    assert not found.evidence.proofs
+
+
+def test_a_search_can_be_repeated() -> None:
+    first, second = tune(seed=3), tune(seed=3)
+    assert first.policy == second.policy
+    curves = [[t.curves for t in found.evidence.proofs[-1].trials] for found in (first, second)]
+    assert curves[0] == curves[1]
+
+
+# --- what stays as it is ---
+
+
+def test_the_model_and_the_random_states_stay_as_they_are() -> None:
+    model = Wide()
+    step(model, batches()[0]).backward()
+    weights, states = copy.deepcopy(model.state_dict()), (random.getstate(), torch.get_rng_state())
+    gradient = model.body.weight.grad.clone()
+    tune(model)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(gradient, model.body.weight.grad)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert not in_16_bits()
+
+
+# --- progress, interrupts, resuming ---
+
+
+def test_progress_is_plain_data_and_an_interrupt_keeps_the_best() -> None:
+    told: list[Progress] = []
+
+    def interrupt(progress: Progress) -> None:
+        told.append(progress)
+        if progress.said.startswith("seed 2"):
+            raise KeyboardInterrupt
+
+    found = tune(progress=interrupt)
+    assert "the search was interrupted" in found.because
+    assert [p.stage for p in told] == ["record", "record", "errors", "prove", "prove", "done"]
+    assert told[-1].seconds >= told[0].seconds >= 0
+    assert found.evidence.proofs[-1].ended == "interrupted"
+    assert found.evidence.proofs[-1].seeds == 1
+    assert found.name == "float32"  # of one seed nothing is known
+
+
+def test_an_interrupt_before_anything_is_known() -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.stage == "errors":
+            raise KeyboardInterrupt
+
+    found = tune(progress=interrupt)
+    assert found.name == "float32"
+    assert found.because == "the search was interrupted before anything was proven"
+
+
+def test_a_search_goes_on_from_its_evidence(tmp_path) -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.said.startswith("seed 3"):
+            raise KeyboardInterrupt
+
+    tune(progress=interrupt).save(tmp_path / "tuned.toml")
+    told: list[Progress] = []
+    found = tune(resume=tmp_path / "tuned.json", progress=told.append)
+    assert [p.said for p in told if p.stage == "prove"] == ["seed 3: float32, default"]
+    assert not [p for p in told if p.stage == "errors"]
+    at_once = tune()
+    assert found.policy == at_once.policy
+    finals = [[t.finals for t in r.evidence.proofs[-1].trials] for r in (found, at_once)]
+    assert finals[0] == finals[1]
+
+
+def test_the_evidence_of_another_search_is_refused(tmp_path) -> None:
+    tune(budget=1e-3).save(tmp_path / "tuned.toml")
+    for options, said in (
+        ({"model": nn.Sequential(Wide())}, "its model is 'Wide', and here it is 'Sequential'"),
+        ({"tolerance": 0.2}, "it was made with tolerance=0.05, and here it is 0.2"),
+    ):
+        with pytest.raises(TuningError, match=said):
+            tune(resume=tmp_path / "tuned.json", budget=1e-3, **options)
+    (tmp_path / "wrong.json").write_text('{"schema": "precast.tuning/2"}')
+    for path in ("wrong.json", "missing.json"):
+        with pytest.raises(TuningError, match="cannot be read as the evidence of a search"):
+            tune(resume=tmp_path / path)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": 5}, "model is int"),
+        ({"step": None}, "step is NoneType"),
+        ({"batches": []}, "batches ended before the first batch"),
+        ({"batches": 7}, "batches is int"),
+        ({"objective": "speed"}, 'objective is \'speed\'. Allowed: "time", "memory"'),
+        ({"tolerance": 0}, "tolerance is 0"),
+        ({"tolerance": "1%"}, "tolerance is '1%'"),
+        ({"budget": -1}, "budget is -1"),
+        ({"budget": math.inf}, "budget is inf"),
+        ({"candidates": ()}, r"candidates is \(\)"),
+        ({"candidates": (torch.float64,)}, "candidates is"),
+        ({"step": lambda m, b: m(b[0])}, r"returned a tensor of shape \(64, 1\)"),
+        ({"step": lambda m, b: step(m, b).item()}, "it has to return the loss"),
+        ({"step": lambda m, b: step(m, b).detach()}, "reaches no parameter"),
+        ({"step": lambda m, b: step(m, b) * math.nan}, "in float32 the loss of batch 1 is nan"),
+    ],
+)
+def test_bad_input_is_one_clear_error(wrong, said: str) -> None:
+    with pytest.raises(TuningError, match=said):
+        tune(**wrong)
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = Wide()
+    model.lock = threading.Lock()
+    with pytest.raises(TuningError, match="a Wide, cannot be copied"):
+        tune(model)
+
+
+def test_a_base_that_cannot_be_read() -> None:
+    with pytest.raises(PolicyError, match="nothing"):
+        tune(base="nothing")
+
+
+def test_an_error_of_the_step_in_float32_is_the_programs_own() -> None:
+    def fails(model: nn.Module, batch) -> torch.Tensor:
+        raise LookupError("of the program")
+
+    with pytest.raises(LookupError, match="of the program"):
+        tune(step=fails)
+
+
+# --- results ---
+
+
+def test_a_result_is_saved_and_its_policy_loads(tmp_path) -> None:
+    case = planted.CASES["overflow"]
+    given = planted.workload(case, 1)
+    found = tune(given.model, given.step, given.batches, candidates=[case.low])
+    path = tmp_path / "tuned.toml"
+    found.save(path)
+    loaded = precast.Policy.load(path)
+    assert loaded == found.policy
+    text = path.read_text()
+    assert text == found.text
+    assert text.startswith("# Found by precast.tune for Sequential")
+    assert "float16 ends at 65504" in text
+    assert len(text.splitlines()) < 30
+    assert files.read(path.with_suffix(".json")) == found.evidence
+    assert json.loads(path.with_suffix(".json").read_text())["answer"] == "tuned"
+    printed = str(found)
+    assert max(map(len, printed.splitlines())) <= 80
+    assert all(word in printed for word in ("float32", "default", "tuned", "equal", "planted"))
+    assert repr(found) == "<TuningResult: tuned, dtype float16>"
+    assert "<table>" in found._repr_html_()
+    with precast.attach(given.model, loaded), precast.autocast("cpu", dtype=found.dtype):
+        assert math.isfinite(float(given.step(given.model, given.batches[0])))
+
+
+def test_the_policies_of_float32_and_of_the_base_load_too(tmp_path) -> None:
+    for found in (tune(budget=1e-3), tune()):
+        found.save(tmp_path / f"{found.name}.toml")
+        assert precast.Policy.load(tmp_path / f"{found.name}.toml") == found.policy
