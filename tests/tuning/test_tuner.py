@@ -19,7 +19,6 @@ import precast
 from precast.errors import PolicyError, TuningError
 from precast.tuning import evidence as files
 from precast.tuning.tuner import Progress
-
 from tools import tuning_cases as planted
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
@@ -80,6 +79,14 @@ def test_what_is_planted_is_held_back_and_the_policy_is_proven() -> None:
     assert compared["default", "float32"].loss == "worse"
 
 
+def test_a_layer_that_is_not_trained_is_not_hidden_by_the_others() -> None:
+    case = planted.CASES["underflow"]
+    given = planted.workload(case, 1)
+    found = tune(given.model, given.step, given.batches, candidates=[case.low], tolerance=0.1)
+    assert found.name == "tuned"
+    assert "under default the gradient of planted.inner.weight is zero" in found.because
+
+
 def test_where_nothing_is_lost_the_answer_is_the_base() -> None:
     found = tune()
     assert (found.name, found.dtype) == ("default", torch.bfloat16)
@@ -129,7 +136,9 @@ def test_two_dtypes_are_both_tried() -> None:
 
 
 def test_a_metric_is_compared_instead_of_the_loss() -> None:
-    found = tune(metric=lambda model, batch: 2.0 if in_16_bits() else 1.0)
+    found = tune(
+        metric=lambda model, batch: (2.0 if in_16_bits() else 1.0) + 0 * step(model, batch)
+    )
     assert found.name == "float32"
     assert found.evidence.proofs[-1].trials[0].finals == [1.0] * 3
 
@@ -296,7 +305,7 @@ def test_a_result_is_saved_and_its_policy_loads(tmp_path) -> None:
     assert repr(found) == "<TuningResult: tuned, dtype float16>"
     assert "<table>" in found._repr_html_()
     with precast.attach(given.model, loaded), precast.autocast("cpu", dtype=found.dtype):
-        assert math.isfinite(float(given.step(given.model, given.batches[0])))
+        assert given.step(given.model, given.batches[0]).isfinite()
 
 
 def test_the_policies_of_float32_and_of_the_base_load_too(tmp_path) -> None:

@@ -48,6 +48,8 @@ __all__ = ["Errors", "Meter", "Sensitivity", "SiteErrors", "measure_sensitivity"
 _UNIT: Final = 2.0**-22
 _NOISE: Final = 1e-2
 """A gradient that changes by more than this share of itself, if weights move by `_UNIT`, is noise."""
+_SILENT: Final = 0.99
+"""A gradient of which more than this share becomes zero trains nothing."""
 _FIRST_SCALE: Final = 2.0**16
 _LARGEST_SCALE: Final = 2.0**24
 
@@ -62,6 +64,8 @@ class Errors:
     """The one whose gradient changes most."""
     flushed: float = 0.0
     """Which share of that gradient's numbers becomes zero and is not in float32."""
+    silent: str = ""
+    """A parameter whose gradient becomes zero, so that it is not trained; empty where there is none."""
     failure: str = ""
     """Why there are no numbers to compare."""
 
@@ -165,7 +169,9 @@ class Meter:
         count = len(self._points)
         shares = {name: wrong[name] / norms[name] for name in self._reliable}
         worst = max(shares, key=shares.__getitem__, default="")
-        return Errors(loss / count, shares.get(worst, 0.0), worst, flushed.get(worst, 0.0) / count)
+        silent = next((name for name in self._reliable if flushed[name] / count > _SILENT), "")
+        share = flushed.get(worst, 0.0) / count
+        return Errors(loss / count, shares.get(worst, 0.0), worst, share, silent)
 
     def find_scale(self, setup: Setup) -> None:
         """Sets the loss scale to the largest under which no gradient overflows with this setup, from 1 to 2**24."""

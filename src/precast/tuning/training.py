@@ -277,10 +277,10 @@ class Training:
             seed_all(workload.seed, number)
             with self.setup.region(workload.device_type):
                 if workload.metric is None:
-                    value: Tensor | float = scalar_loss(workload, self.model, batch).detach()
+                    value: Tensor | float = scalar_loss(workload, self.model, batch)
                 else:
                     value = workload.metric(self.model, batch)
-            found.append(float(value))
+            found.append(float(value.detach() if isinstance(value, Tensor) else value))
         return math.fsum(found) / len(found)
 
 

@@ -9,6 +9,8 @@ Invariants:
 - the model is never run or written: copies are;
 - what is handed out has trained as well as float32, within the tolerance, and is for certain better at the objective
   than float32 and the base policy. Where nothing is, the answer is the better of these two, and says so;
+- a policy under which the gradient of a parameter is zero, and is not in float32, is not handed out either: the other
+  parameters may hide it in a short training;
 - the time of the budget is kept but for the run that is on its way when it ends;
 - Ctrl-C ends the search, and what is proven by then is the answer.
 """
@@ -37,8 +39,8 @@ from precast.tuning.held_back import held_back, policy_holding
 from precast.tuning.proof import LOOKS, Comparison, Figures, Proof, prove
 from precast.tuning.recording import record
 from precast.tuning.result import TuningResult
-from precast.tuning.sensitivity import Meter, Sensitivity, measure_sensitivity
-from precast.tuning.sites import Program, Site
+from precast.tuning.sensitivity import Errors, Meter, Sensitivity, measure_sensitivity
+from precast.tuning.sites import Program
 from precast.tuning.training import (
     FLOAT32,
     Setup,
@@ -251,6 +253,9 @@ class _Search:
     setups: dict[str, Setup] = field(default_factory=dict)
     """All that were tried, by their names."""
     kept: dict[str, int] = field(default_factory=dict)
+    """The bytes that autograd keeps under each."""
+    silent: dict[str, str] = field(default_factory=dict)
+    """Under each, a parameter whose gradient is zero, or nothing."""
     best: Setup = FLOAT32
     because: str = ""
     steps: int = _STEPS[0]
@@ -284,7 +289,7 @@ class _Search:
         found = [self._measured(meter, dtype) for dtype in candidates]
         allowed = [1.0] * len(found)
         for _ in range(_ROUNDS):
-            setups = self._chosen(found, allowed, several=len(candidates) > 1)
+            setups = self._chosen(meter, found, allowed, several=len(candidates) > 1)
             if not self._has_time(seconds, len(setups) + 1):
                 break
             proof = self._proven(setups)
@@ -333,24 +338,39 @@ class _Search:
 
     def _chosen(
         self,
+        meter: Meter,
         found: Sequence[tuple[Program, Sensitivity]],
-        allowed: Sequence[float],
+        allowed: list[float],
         *,
         several: bool,
     ) -> list[Setup]:
         """The base policy and the one that holds operations back, for each dtype."""
         setups = []
-        for (program, errors), share in zip(found, allowed, strict=True):
+        for place, (program, errors) in enumerate(found):
+            meter.scale = errors.scale
             ending = f" in {_name(program.low)}" if several else ""
-            setups.append(Setup(f"{self.base.name}{ending}", self.base, program.low))
-            held: list[Site] = held_back(
-                errors, loss=self.tolerance * share, gradient=_GRADIENT * share
-            )
-            policy = policy_holding(held, errors, program, self.base, "tuned")
-            if policy.modules != self.base.modules or policy.fingerprint != self.base.fingerprint:
-                setups.append(Setup(_tuned_name(program.low, several), policy, program.low))
+            bare = Setup(f"{self.base.name}{ending}", self.base, program.low)
+            self.silent[bare.name] = meter.errors(bare).silent
+            setups.append(bare)
+            for _ in range(_ROUNDS):
+                setup, joint = self._holding(meter, program, errors, allowed[place], several)
+                if joint.fits(self.tolerance**2, _GRADIENT**2):
+                    break
+                allowed[place] /= 2  # what was measured in groups is more where all run together
+            self.silent[setup.name] = joint.silent
+            if not _says_as(setup.policy, self.base):
+                setups.append(setup)
         self.setups |= {setup.name: setup for setup in (FLOAT32, *setups)}
         return setups
+
+    def _holding(
+        self, meter: Meter, program: Program, errors: Sensitivity, share: float, several: bool
+    ) -> tuple[Setup, Errors]:
+        """The base policy with what has to be held back for a share of the allowed error, and its error."""
+        held = held_back(errors, loss=self.tolerance * share, gradient=_GRADIENT * share)
+        policy = policy_holding(held, errors, program, self.base, "tuned")
+        setup = Setup(_tuned_name(program.low, several), policy, program.low)
+        return setup, meter.errors(setup)
 
     def _has_time(self, seconds: float, setups: int) -> bool:
         """Chooses how many steps a training takes; returns whether there is time for the least number of seeds."""
@@ -416,6 +436,11 @@ class _Search:
             if not quality.is_as_good:
                 reasons.append(_not_as_good(quality, proof))
                 continue
+            if silent := self.silent.get(setup.name):
+                reasons.append(
+                    f"under {setup.name} the gradient of {silent} is zero, so it is not trained"
+                )
+                continue
             if self.best is not FLOAT32 and not against.is_as_good:
                 reasons.append(_not_as_good(against, proof))
                 continue
@@ -466,6 +491,15 @@ def _not_as_good(compared: Comparison, proof: Proof) -> str:
     return (
         f"the loss of {compared.name} cannot be told from that of {compared.against} within {proof.tolerance:.2%}: it "
         f"differs {figures}"
+    )
+
+
+def _says_as(policy: Policy | None, other: Policy) -> bool:
+    """Whether two policies have the same rules."""
+    return (
+        policy is not None
+        and policy.modules == other.modules
+        and policy.fingerprint == other.fingerprint
     )
 
 
