@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import precast
 from precast.errors import PolicyError, TuningError
 from precast.tuning import evidence as files
+from precast.tuning import tuner
 from precast.tuning.tuner import Progress
 from tools import tuning_cases as planted
 
@@ -50,6 +51,11 @@ def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 def tune(model: nn.Module | None = None, step=step, batches=batches, **options):
     given = {"optimizer": SGD, "objective": "memory", "tolerance": 0.05, "budget": 60.0}
     return precast.tune(model or Wide(), step, batches, **{**given, **options})
+
+
+@pytest.fixture(autouse=True)
+def _short_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "_STEPS", (8, 12))
 
 
 def in_16_bits() -> bool:
@@ -87,12 +93,13 @@ def test_a_layer_that_is_not_trained_is_not_hidden_by_the_others() -> None:
     assert "under default the gradient of planted.inner.weight is zero" in found.because
 
 
-def test_where_nothing_is_lost_the_answer_is_the_base() -> None:
+def test_where_nothing_is_lost_nothing_is_held_back() -> None:
     found = tune()
-    assert (found.name, found.dtype) == ("default", torch.bfloat16)
-    assert found.policy == precast.Policy.load("default")
-    assert "of the memory of float32" in found.because
-    assert [trial.name for trial in found.evidence.proofs[-1].trials] == ["float32", "default"]
+    assert found.name in ("default", "tuned for memory")
+    assert found.dtype is torch.bfloat16
+    assert "default keeps 0.54 of the memory of float32" in found.because
+    names = [trial.name for trial in found.evidence.proofs[-1].trials]
+    assert names[:2] == ["float32", "default"]
 
 
 def test_where_16_bits_are_slower_the_answer_is_float32() -> None:
@@ -107,14 +114,14 @@ def test_where_16_bits_are_slower_the_answer_is_float32() -> None:
     assert not found.policy.entries("cpu")
 
 
-def test_where_16_bits_are_faster_the_answer_is_the_base() -> None:
+def test_where_16_bits_are_faster_they_are_the_answer() -> None:
     def slow(model: nn.Module, batch) -> torch.Tensor:
         if not in_16_bits():
             time.sleep(0.02)
         return step(model, batch)
 
     found = tune(step=slow, objective="time", tolerance=0.1)
-    assert found.name == "default"
+    assert found.name in ("default", "tuned for time")
     assert "default takes 0." in found.because
 
 
@@ -131,7 +138,7 @@ def test_what_trains_worse_is_not_handed_out() -> None:
 def test_two_dtypes_are_both_tried() -> None:
     found = tune(candidates=(torch.bfloat16, torch.float16))
     trials = [trial.name for trial in found.evidence.proofs[-1].trials]
-    assert trials == ["float32", "default in bfloat16", "default in float16"]
+    assert {"float32", "default in bfloat16", "default in float16"} <= {*trials}
     assert found.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -186,7 +193,8 @@ def test_progress_is_plain_data_and_an_interrupt_keeps_the_best() -> None:
 
     found = tune(progress=interrupt)
     assert "the search was interrupted" in found.because
-    assert [p.stage for p in told] == ["record", "record", "errors", "prove", "prove", "done"]
+    stages = list(dict.fromkeys(p.stage for p in told))
+    assert stages == ["record", "errors", "costs", "prove", "done"]
     assert told[-1].seconds >= told[0].seconds >= 0
     assert found.evidence.proofs[-1].ended == "interrupted"
     assert found.evidence.proofs[-1].seeds == 1
@@ -211,7 +219,9 @@ def test_a_search_goes_on_from_its_evidence(tmp_path) -> None:
     tune(progress=interrupt).save(tmp_path / "tuned.toml")
     told: list[Progress] = []
     found = tune(resume=tmp_path / "tuned.json", progress=told.append)
-    assert [p.said for p in told if p.stage == "prove"] == ["seed 3: float32, default"]
+    proved = [p.said for p in told if p.stage == "prove"]
+    assert len(proved) == 1
+    assert proved[0].startswith("seed 3: float32, default")
     assert not [p for p in told if p.stage == "errors"]
     at_once = tune()
     assert found.policy == at_once.policy

@@ -71,7 +71,7 @@ class TuningResult(Displayed):
         mine = self.policy
         named = toml_file.render(Contents(mine.name, mine.summary)).splitlines()[: _HEAD - 1]
         body = _short(mine, asked.base)
-        return "\n".join([comment, "", *filter(None, named), body])
+        return "\n".join([comment, "", *(line for line in named if line != 'summary = ""'), body])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the policy to `path`, and the evidence beside it, to the same name with the ending `.json`.

@@ -1,9 +1,10 @@
 """`tune`: measures, chooses and proves, until there is a policy that is proven to be better, or the time ends.
 
-1. The model's operations are recorded, and the error that 16 bits add in each is measured.
-2. Those that lose too much are held back in float32.
-3. Copies are trained for real: in float32, under the base policy, and under the one that was found. If that one trains
-   worse, half the error is allowed, and 2. begins again.
+1. The model's operations are recorded, and what each costs in 16 bits is measured: time, memory, and errors.
+2. Two policies are made: the base policy with those operations in float32 that lose too much, and the choice that costs
+   least within the same error, by an integer program.
+3. Copies are trained for real: in float32, under the base policy, and under these two. If one trains worse, half the
+   error is allowed, and 2. begins again.
 
 Invariants:
 - the model is never run or written: copies are;
@@ -18,6 +19,7 @@ Invariants:
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 import os
 import platform
@@ -34,12 +36,15 @@ from precast._internal.version import __version__
 from precast.errors import TuningError
 from precast.policy.policy import Policy, as_policy
 from precast.tuning import evidence as files
+from precast.tuning.choosing import Budget, choose
+from precast.tuning.costs import Costs, measure
 from precast.tuning.evidence import Evidence, Settings
 from precast.tuning.held_back import held_back, policy_holding
+from precast.tuning.policy_text import short_policy
 from precast.tuning.proof import LOOKS, Comparison, Figures, Proof, prove
 from precast.tuning.recording import record
 from precast.tuning.result import TuningResult
-from precast.tuning.sensitivity import Errors, Meter, Sensitivity, measure_sensitivity
+from precast.tuning.sensitivity import Meter, Sensitivity, measure_sensitivity
 from precast.tuning.sites import Program
 from precast.tuning.training import (
     FLOAT32,
@@ -58,7 +63,7 @@ Objective = Literal["time", "memory"]
 _GRADIENT: Final = 0.3
 """The relative error that the gradient of a parameter may have at first. Gradients of two batches differ by more."""
 _MEASURED: Final = 0.4  # of the budget: until then groups are halved
-_PROVEN: Final = 0.5  # of what is left: for three seeds
+_PROVEN: Final = 0.8  # of what is left: for three seeds
 _STEPS: Final = (8, 50)
 """The least and the most steps of a training."""
 _ROUNDS: Final = 3
@@ -69,14 +74,14 @@ class Progress:
     """What a search is doing, as plain data.
 
     Attributes:
-        stage: "record", "errors", "prove" or "done".
+        stage: "record", "errors", "costs", "prove" or "done".
         said: what it does now, in a few words.
         seconds: since the search began.
         budget: in seconds.
         best: the name of the best setup that is proven so far.
     """
 
-    stage: Literal["record", "errors", "prove", "done"]
+    stage: Literal["record", "errors", "costs", "prove", "done"]
     said: str
     seconds: float
     budget: float
@@ -287,9 +292,10 @@ class _Search:
         meter = Meter(self.workload)
         seconds = self._seconds_of_a_step()
         found = [self._measured(meter, dtype) for dtype in candidates]
+        costs = [self._costs(program) for program, _ in found]
         allowed = [1.0] * len(found)
         for _ in range(_ROUNDS):
-            setups = self._chosen(meter, found, allowed, several=len(candidates) > 1)
+            setups = self._chosen(meter, found, costs, allowed, several=len(candidates) > 1)
             if not self._has_time(seconds, len(setups) + 1):
                 break
             proof = self._proven(setups)
@@ -297,7 +303,12 @@ class _Search:
             worse = [
                 place
                 for place, (program, _) in enumerate(found)
-                if _is_worse(proof, _tuned_name(program.low, len(candidates) > 1))
+                if any(
+                    c.loss == "worse"
+                    and c.name.startswith("tuned")
+                    and self.setups[c.name].dtype is program.low
+                    for c in proof.comparisons
+                )
             ]
             if not worse or proof.ended != "proven":
                 break
@@ -336,15 +347,27 @@ class _Search:
         self.evidence.searches.append(files.search_of(program, found))
         return program, found
 
+    def _costs(self, program: Program) -> Costs:
+        """The time and memory that each site takes."""
+        name = _name(program.low)
+        return measure(
+            program,
+            seed=self.workload.seed,
+            progress=lambda done, all_, what: self._tell(
+                "costs", f"{name}: {done} of {all_}, {what}"
+            ),
+        )
+
     def _chosen(
         self,
         meter: Meter,
         found: Sequence[tuple[Program, Sensitivity]],
+        costs: Sequence[Costs],
         allowed: list[float],
         *,
         several: bool,
     ) -> list[Setup]:
-        """The base policy and the one that holds operations back, for each dtype."""
+        """The base policy, the one that holds operations back, and the one that costs least, for each dtype."""
         setups = []
         for place, (program, errors) in enumerate(found):
             meter.scale = errors.scale
@@ -352,25 +375,73 @@ class _Search:
             bare = Setup(f"{self.base.name}{ending}", self.base, program.low)
             self.silent[bare.name] = meter.errors(bare).silent
             setups.append(bare)
-            for _ in range(_ROUNDS):
-                setup, joint = self._holding(meter, program, errors, allowed[place], several)
-                if joint.fits(self.tolerance**2, _GRADIENT**2):
-                    break
-                allowed[place] /= 2  # what was measured in groups is more where all run together
-            self.silent[setup.name] = joint.silent
-            if not _says_as(setup.policy, self.base):
-                setups.append(setup)
+            makers: list[tuple[str, Callable[[float], Policy]]] = [
+                ("tuned", functools.partial(self._holding, program, errors)),
+                (
+                    f"tuned for {self.objective}",
+                    functools.partial(self._cheapest, program, errors, costs[place]),
+                ),
+            ]
+            policies = [self.base]
+            for name, make in makers:
+                setup = self._within(meter, f"{name}{ending}", make, program.low, allowed[place])
+                if setup.policy is not None and not any(
+                    _says_as(setup.policy, p) for p in policies
+                ):
+                    policies.append(setup.policy)
+                    setups.append(setup)
         self.setups |= {setup.name: setup for setup in (FLOAT32, *setups)}
         return setups
 
-    def _holding(
-        self, meter: Meter, program: Program, errors: Sensitivity, share: float, several: bool
-    ) -> tuple[Setup, Errors]:
-        """The base policy with what has to be held back for a share of the allowed error, and its error."""
+    def _within(
+        self,
+        meter: Meter,
+        name: str,
+        make: Callable[[float], Policy],
+        low: torch.dtype,
+        share: float,
+    ) -> Setup:
+        """A setup whose error is what is allowed; what was measured in groups may be more where all run together."""
+        for _ in range(_ROUNDS):
+            setup = Setup(name, make(share), low)
+            joint = meter.errors(setup)
+            if joint.fits(self.tolerance**2, _GRADIENT**2):
+                break
+            share /= 2
+        self.silent[name] = joint.silent
+        return setup
+
+    def _holding(self, program: Program, errors: Sensitivity, share: float) -> Policy:
+        """The base policy with what has to be held back for a share of the allowed error."""
         held = held_back(errors, loss=self.tolerance * share, gradient=_GRADIENT * share)
-        policy = policy_holding(held, errors, program, self.base, "tuned")
-        setup = Setup(_tuned_name(program.low, several), policy, program.low)
-        return setup, meter.errors(setup)
+        return policy_holding(held, errors, program, self.base, "tuned")
+
+    def _cheapest(
+        self, program: Program, errors: Sensitivity, costs: Costs, share: float
+    ) -> Policy:
+        """The policy that costs least within a share of the allowed error."""
+        limits = [
+            Budget(
+                "loss",
+                {frozenset({site}): each.loss for site, each in errors.sites.items()},
+                (self.tolerance * share) ** 2,
+            ),
+            Budget(
+                "gradient",
+                {frozenset({site}): each.gradient for site, each in errors.sites.items()},
+                (_GRADIENT * share) ** 2,
+            ),
+        ]
+        barred = [site for site, each in errors.sites.items() if each.barred]
+        chosen = choose(
+            program,
+            costs,
+            objective=self.objective,
+            budgets=limits,
+            held=barred,
+            seconds=max(1.0, 0.1 * self.budget),
+        )
+        return short_policy(chosen.choice, program, self.base)
 
     def _has_time(self, seconds: float, setups: int) -> bool:
         """Chooses how many steps a training takes; returns whether there is time for the least number of seeds."""
@@ -385,7 +456,7 @@ class _Search:
         if not self.because:
             self.because = (
                 f"the budget of {self.budget:g} s is too small to prove anything: the shortest proof takes about "
-                f"{_STEPS[0] * step / _PROVEN + self.budget - left:.2g} s. So it stays float32"
+                f"{_STEPS[0] * step / _PROVEN + self.budget - left:.0f} s. So it stays float32"
             )
         return False
 
@@ -472,7 +543,9 @@ class _Search:
         said = "is slower: it takes" if ratio.low > 1 else "is not faster for certain: it takes"
         return f"{said} {figures}", False
 
-    def _tell(self, stage: Literal["record", "errors", "prove", "done"], said: str) -> None:
+    def _tell(
+        self, stage: Literal["record", "errors", "costs", "prove", "done"], said: str
+    ) -> None:
         if self.told is not None:
             elapsed = time.monotonic() - self.begun
             self.told(Progress(stage, said, elapsed, self.budget, self.best.name))
@@ -501,14 +574,6 @@ def _says_as(policy: Policy | None, other: Policy) -> bool:
         and policy.modules == other.modules
         and policy.fingerprint == other.fingerprint
     )
-
-
-def _is_worse(proof: Proof, name: str) -> bool:
-    return any(c.name == name and c.loss == "worse" for c in proof.comparisons)
-
-
-def _tuned_name(dtype: torch.dtype, several: bool) -> str:
-    return f"tuned in {_name(dtype)}" if several else "tuned"
 
 
 def _name(dtype: torch.dtype) -> str:
