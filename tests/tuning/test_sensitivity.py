@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
-from precast.tuning.recording import record
 from torch import nn
 from torch.nn import functional as F
 
 from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.tuning.held_back import held_back, policy_holding, reason_of
+from precast.tuning.recording import record
 from precast.tuning.sensitivity import Errors, Meter, Sensitivity, SiteErrors, measure_sensitivity
 from precast.tuning.sites import Program, Site
 from precast.tuning.training import FLOAT32, Setup, Workload, random_states_kept
