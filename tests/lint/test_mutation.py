@@ -24,11 +24,6 @@ EXCEPTIONS = {
         0.85,
         "a loss that several regions have a part in is left alone, for they may differ",
     ),
-    "AMP505": (
-        0.85,
-        "behind `import torch as th` only names that are nobody else's are looked for: names like `gelu` are in so "
-        "many files that all would have to be parsed",
-    ),
 }
 
 
