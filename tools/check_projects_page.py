@@ -132,14 +132,13 @@ def _halves(projects: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> I
         for kind, part in parts.items()
     }
     unseen, seen = counts["counted"], counts["developed on"]
-    later = [p for p in projects if "only_counted" in p]
     most = max(
         parts["counted"], key=lambda p: len(p["findings"]), default={"name": "", "findings": []}
     )
     yield f"{len(parts['counted'])} projects are only counted: rules are not developed on them. Since they were first"
     yield "counted, some findings there that were noise made rules narrower, and one that a bound on the work had"
     yield "hidden raised that bound. They were not"
-    yield f"drawn from all: of the {len(later)} projects that were added last, they are those whose name, in small"
+    yield "drawn from all: of the projects that were added last, they are those whose name, in small"
     yield "letters, has an odd SHA-256; the rules were developed on all others. In those that are only counted,"
     yield (
         f"{right(unseen)} of {unseen.total()} findings are true and {unseen['useful']} useful, but "
