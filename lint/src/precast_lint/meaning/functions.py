@@ -142,4 +142,13 @@ def _decorators(
         inner: Node = decorator.decorator
         func = inner.func if isinstance(inner, cst.Call) else inner
         if source.names.builtin(func) not in _PLAIN:
-            yield decorator, source.origin(func)
+            yield decorator, source.origin(_filled_in(source, func) or func)
+
+
+def _filled_in(source: Source, name: Node) -> Node | None:
+    """The function that a name calls with some arguments: `fwd = functools.partial(custom_fwd, device_type="cuda")`."""
+    binding = source.names.only_binding(name)
+    made = binding.value if binding is not None and binding.kind == "assign" else None
+    if not isinstance(made, cst.Call) or source.origin(made.func) != "functools.partial":
+        return None
+    return made.args[0].value if made.args else None

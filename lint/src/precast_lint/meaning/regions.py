@@ -19,6 +19,7 @@ __all__ = [
     "NEW_AUTOCASTS",
     "PYTORCHS_AUTOCASTS",
     "Region",
+    "is_trainer",
     "region_in_force",
     "region_of_call",
     "regions",
@@ -139,8 +140,13 @@ def _is_trainers(source: Source, func: Node) -> bool:
     """`accelerator.autocast`: what its region is like is settled where the trainer is made or launched."""
     if not isinstance(func, cst.Attribute) or func.attr.value != "autocast":
         return False
-    made = source.instance(func.value)
-    return made in _TRAINERS if made is not None else dotted(func.value) in _TRAINER_NAMES
+    return is_trainer(source, func.value)
+
+
+def is_trainer(source: Source, node: Node) -> bool:
+    """Whether something is an `Accelerator` or a `Fabric`: by what makes it, or else by its name."""
+    made = source.instance(node)
+    return made in _TRAINERS if made is not None else dotted(node) in _TRAINER_NAMES
 
 
 def _regions(source: Source) -> Iterator[Region]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded, is_tried
@@ -9,7 +10,7 @@ from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.meaning.tensor_values import is_tensor
 from precast_lint.model import Applicability, Case, Edit, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, dotted
 
 __all__ = ["RULE"]
 
@@ -25,6 +26,7 @@ _TENSORS = (
     "softmax",
     "sum",
 )  # no function has them
+_MODEL = re.compile(r"(self\.)?_?(model|net|network)")  # what these give is no function
 _CONTEXTS = ("torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.set_grad_enabled")
 
 
@@ -56,7 +58,11 @@ def _takes_tensor(source: Source, call: cst.Call) -> bool:
     """Whether a call has one argument, and that is certainly a tensor, or what a model gives."""
     if len(call.args) != 1 or call.args[0].star:
         return False
-    return is_tensor(source, call.args[0].value) or _is_used_as_tensor(source, call)
+    given = call.args[0].value
+    is_result = (
+        isinstance(given, cst.Call) and _MODEL.fullmatch(dotted(given.func) or "") is not None
+    )
+    return is_result or is_tensor(source, given) or _is_used_as_tensor(source, call)
 
 
 def _is_used_as_tensor(source: Source, call: cst.Call) -> bool:

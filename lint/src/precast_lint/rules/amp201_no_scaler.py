@@ -49,6 +49,7 @@ def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
     if event.kind == "assign":
         name = event.receiver or ""
         comes = _in_region(source, event.node) or _uses(source, event.value, state.lower)
+        comes = comes or _is_returned_from_region(source, event.value)
         return replace(state, lower=state.lower | {name} if comes else state.lower - {name})
     if event.kind == "backward":
         assert isinstance(event.node, cst.Call)
@@ -58,6 +59,12 @@ def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
         say.bad(state.backward)
         return replace(state, backward=None)
     return state
+
+
+def _is_returned_from_region(source: Source, value: Node | None) -> bool:
+    """`loss = self.loss(batch)`, where the method returns from within a region."""
+    returned = source.values.returned(value) if isinstance(value, cst.Call) else []
+    return bool(returned) and all(_in_region(source, node) for node in returned)
 
 
 def _uses(source: Source, node: Node | None, names: frozenset[str]) -> bool:
@@ -337,6 +344,27 @@ INVALID = (
 
             def step(self, batch):
                 self.model(batch).mean().backward()
+                self.optimizer.step()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = torch.compile(model)
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+            def loss(self, batch):
+                with torch.autocast("cuda", dtype=torch.float16):
+                    return self.model(batch).mean()
+
+            def step(self, batch):
+                self.optimizer.zero_grad()
+                loss = self.loss(batch)
+                loss.backward()
                 self.optimizer.step()
         """,
         count=1,

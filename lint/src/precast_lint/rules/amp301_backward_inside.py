@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.meaning.regions import region_in_force
+from precast_lint.meaning.regions import is_trainer, region_in_force
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
@@ -13,8 +13,6 @@ from precast_lint.training_step.flow_events import key
 from precast_lint.training_step.tail import end_before
 
 __all__ = ["RULE"]
-
-_TRAINERS = ("accelerator", "fabric", "self.accelerator", "self.fabric")
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -37,7 +35,7 @@ def _is_backward(source: Source, call: cst.Call) -> bool:
         return False
     arguments = Arguments.of(call)
     owner, name = call.func.value, call.func.attr.value
-    if name == "manual_backward" or (name == "backward" and key(source, owner) in _TRAINERS):
+    if name == "manual_backward" or (name == "backward" and is_trainer(source, owner)):
         return len(arguments.positional) == 1
     return name == "backward" and not arguments.starred and _is_loss(source, owner, arguments)
 
@@ -269,6 +267,28 @@ INVALID = (
         """,
         unsafe=True,
         note="A trainer's region is one, too.",
+    ),
+    Case(
+        """
+        from accelerate import Accelerator
+
+        acc = Accelerator(mixed_precision="fp16")
+        for batch in batches:
+            with acc.autocast():
+                loss = model(batch)
+                acc.backward(loss)
+        """,
+        """
+        from accelerate import Accelerator
+
+        acc = Accelerator(mixed_precision="fp16")
+        for batch in batches:
+            with acc.autocast():
+                loss = model(batch)
+            acc.backward(loss)
+        """,
+        unsafe=True,
+        count=1,
     ),
 )
 

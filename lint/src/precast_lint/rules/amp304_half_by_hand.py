@@ -439,6 +439,38 @@ INVALID = (
         """,
         unsafe=True,
     ),
+    Case(
+        """
+        import torch
+
+        def build(config):
+            model = Net(config).half()
+            return model
+
+        def train(config, batches):
+            model = build(config)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for batch in batches:
+                with torch.autocast("cuda"):
+                    loss = model(batch)
+        """,
+        """
+        import torch
+
+        def build(config):
+            model = Net(config)
+            return model
+
+        def train(config, batches):
+            model = build(config)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for batch in batches:
+                with torch.autocast("cuda"):
+                    loss = model(batch)
+        """,
+        unsafe=True,
+        count=1,
+    ),
 )
 
 RULE = Rule(

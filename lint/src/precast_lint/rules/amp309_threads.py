@@ -61,11 +61,27 @@ def _target(source: Source, call: cst.Call) -> Node | None:
         return None
     name, owner = call.func.attr.value, call.func.value
     if name == "start" and not call.args:
-        made = source.values.constructed(owner)
+        made = source.values.constructed(owner) or _of_list(source, owner)
         return _started(source, made) if isinstance(made, cst.Call) else None
     if name in _SUBMITS and call.args and not call.args[0].star:
         return call.args[0].value if _is_pool(source, owner) else None
     return None
+
+
+def _of_list(source: Source, node: Node) -> Node | None:
+    """The call that makes each thread of a list: `for thread in [Thread(target=f) for _ in range(2)]`."""
+    found = [_item(source, binding.node) for binding in source.names.bindings(node)]
+    return found[0] if found and None not in found else None
+
+
+def _item(source: Source, target: Node) -> Node | None:
+    """What each item of a list is, over which a loop with a target runs."""
+    loop = source.parents.get(target)
+    if not isinstance(loop, (cst.For, cst.CompFor)):
+        return None
+    made = source.names.only_binding(loop.iter)
+    items = made.value if made is not None and made.kind == "assign" else loop.iter
+    return items.elt if isinstance(items, (cst.ListComp, cst.GeneratorExp)) else None
 
 
 def _started(source: Source, made: cst.Call) -> Node | None:
@@ -206,6 +222,20 @@ VALID = (
         """,
         note="It only writes, and processes never have the region.",
     ),
+    Case("""
+        import threading
+        import torch
+
+        def read(queue, file):
+            queue.append(file.read())
+
+        def run(files):
+            queue = []
+            threads = [threading.Thread(target=read, args=(queue, file)) for file in files]
+            with torch.autocast("cuda"):
+                for thread in threads:
+                    thread.start()
+    """),
 )
 
 INVALID = (
@@ -289,6 +319,25 @@ INVALID = (
         """,
         count=3,
         note="Methods, functions inside, and threads of a class of their own.",
+    ),
+    Case(
+        """
+        import threading
+        import torch
+
+        def work(results, a, b):
+            results.append(a @ b)
+
+        def run(a, b):
+            results = []
+            with torch.autocast("cuda"):
+                threads = [threading.Thread(target=work, args=(results, a, b)) for _ in range(2)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        """,
+        count=1,
     ),
 )
 

@@ -224,6 +224,26 @@ INVALID = (
         count=1,
         note="What was meant by `cast_inputs` is for its author to say: there is no fix.",
     ),
+    Case(
+        """
+        import functools
+        import torch
+
+        forward_32 = functools.partial(torch.amp.custom_fwd, device_type="cuda")
+
+        class Product(torch.autograd.Function):
+            @staticmethod
+            @forward_32
+            def forward(ctx, x, w):
+                return x @ w
+
+            @staticmethod
+            @forward_32
+            def backward(ctx, grad):
+                return grad, grad
+        """,
+        count=1,
+    ),
 )
 
 RULE = Rule(

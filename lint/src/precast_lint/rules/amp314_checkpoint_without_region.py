@@ -11,6 +11,8 @@ from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
 __all__ = ["RULE"]
 
+_GRADIENTS = ("torch.enable_grad", "torch.set_grad_enabled")
+
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each call in a backward of a function that the forward was given and ran."""
@@ -51,10 +53,10 @@ def _kept(forward: Method) -> set[str]:
 
 
 def _with_gradients(source: Source, backward: Method) -> Iterator[cst.Call]:
-    """The calls in a backward under `torch.enable_grad()`."""
+    """The calls in a backward under `torch.enable_grad()`, or `torch.set_grad_enabled(True)`."""
     for statement in (n for n in walk(backward.node.body) if isinstance(n, cst.With)):
         items = [i.item for i in statement.items if isinstance(i.item, cst.Call)]
-        if any(source.origin(item.func) == "torch.enable_grad" for item in items):
+        if any(source.origin(item.func) in _GRADIENTS for item in items):
             yield from (n for n in walk(statement.body) if isinstance(n, cst.Call))
 
 
@@ -221,6 +223,28 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        class Reversible(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, block):
+                ctx.block = block
+                ctx.save_for_backward(x)
+                with torch.no_grad():
+                    return block(x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                with torch.set_grad_enabled(True):
+                    y = ctx.block(x)
+                y.backward(grad)
+                return x.grad, None
+        """,
+        count=1,
+    ),
 )
 
 RULE = Rule(
@@ -239,7 +263,7 @@ RULE = Rule(
         "the regions again, and so does a Function with `custom_fwd` and `custom_bwd`."
     ),
     fine="The model is cast by hand, and no region is ever around it.",
-    words=("Function enable_grad backward",),
+    words=("Function enable_grad backward", "Function set_grad_enabled backward"),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
+from precast_lint.meaning.functions import followed_call
 from precast_lint.meaning.regions import Region, regions, regions_around
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
@@ -13,7 +14,8 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, children, cst
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import key
-from precast_lint.training_step.trained import home, optimizers_of
+from precast_lint.training_step.frames import frame_of, own_nodes
+from precast_lint.training_step.trained import home, trained
 
 __all__ = ["RULE"]
 
@@ -39,6 +41,11 @@ def check(source: Source) -> Iterator[Finding]:
         }
         for optimizer, model in sorted(pairs or _only_pair(source, inside)):
             yield from _stale(source, region, inside, optimizer, model)
+            if (
+                pairs
+                and (call := _called_step(source, region, inside, optimizer, model)) is not None
+            ):
+                yield source.find(RULE, call, _AGAIN)
 
 
 def _only_pair(source: Source, inside: list[Node]) -> set[tuple[str, str]]:
@@ -73,10 +80,10 @@ def _stepped(source: Source, call: cst.Call) -> str | None:
 def _models(source: Source) -> set[tuple[str, str, Node | None]]:
     """Each optimizer with the model whose parameters it has, and where the two names mean that."""
     found: set[tuple[str, str, Node | None]] = set()
-    for model, call in optimizers_of(source):
+    for (model, where), call in trained(source).items():
         statement = source.parents[call]
         for target in statement.targets if isinstance(statement, cst.Assign) else ():
-            found.add((key(source, target.target) or "", model, home(source, call, model)))
+            found.add((key(source, target.target) or "", model, where))
     return found
 
 
@@ -125,6 +132,34 @@ def _stale(
         if again:
             yield source.find(RULE, again[0], _AGAIN)
             return
+
+
+def _called_step(
+    source: Source, region: Region, inside: list[Node], optimizer: str, model: str
+) -> Node | None:
+    """The call in a loop of a function that calls the model and steps the optimizer, and opens no region for that."""
+    for call in inside:
+        found = followed_call(source, call)
+        if found is None or not _loop(source, call, call, region):
+            continue
+        frame = frame_of(source, *found, lambda node: key(source, node))
+        nodes = list(own_nodes(frame.function))
+        calls = [n for n in nodes if isinstance(n, cst.Call) and isinstance(n.func, cst.Attribute)]
+        steps = any(
+            c.func.attr.value == "step"  # type: ignore[attr-defined]
+            and optimizer
+            in (frame.named(c.func.value), frame.named(Arguments.of(c).get("optimizer", 0)))  # type: ignore[attr-defined]
+            for c in calls
+        )
+        uses = any(
+            isinstance(n, cst.Call)
+            and frame.named(n.func) == model
+            and next(regions_around(source, n), None) is None
+            for n in nodes
+        )
+        if steps and uses:
+            return call
+    return None
 
 
 def _steps(source: Source, node: Node, optimizer: str) -> bool:
@@ -298,6 +333,26 @@ VALID = (
         """,
         note="When the function runs is not known.",
     ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+            def step(self, x):
+                self.model(x).mean().backward()
+                self.optimizer.step()
+
+            def train(self, batches):
+                for x in batches:
+                    with torch.autocast("cuda", dtype=torch.bfloat16):
+                        self.step(x)
+        """,
+        note="Each call has a region of its own.",
+    ),
 )
 
 INVALID = (
@@ -383,6 +438,27 @@ INVALID = (
         """,
         count=1,
         note="The only model and the only optimizer there.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+            def step(self, x):
+                self.optimizer.zero_grad()
+                self.model(x).mean().backward()
+                self.optimizer.step()
+
+            def train(self, batches):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    for x in batches:
+                        self.step(x)
+        """,
+        count=1,
     ),
 )
 

@@ -63,7 +63,13 @@ def _casts(source: Source, models: Models) -> Iterator[tuple[cst.Call, Node, str
     for call, _, arguments in source.methods("from_pretrained"):
         given = arguments.get("torch_dtype") or arguments.get("dtype")
         dtype = _LOW.get(source.origin(given) or "")
-        parent = source.parents[_whole(source, call)]
+        whole = _whole(source, call)
+        parent = source.parents[whole]
+        if dtype is not None and isinstance(parent, cst.Return):
+            text = key(source, whole) or ""
+            if (text, home(source, whole, text)) in models:
+                yield call, whole, dtype
+            continue
         if dtype is None or not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
             continue
         target = parent.targets[0].target
@@ -113,13 +119,21 @@ def _in_loop(source: Source, node: Node) -> bool:
 def _certain(source: Source, cast: Node, optimizer: Node, name: str) -> bool:
     """Whether a cast happens whenever the optimizer is made, and nothing else becomes of the model."""
     if source.function(cast) is not source.function(optimizer):
-        return False
+        return _is_builder(source, cast) and not _branches(source, cast)
     if source.span(cast).start > source.span(optimizer).start:
         return False
     if not _branches(source, cast) <= _branches(source, optimizer):
         return False
     made = [v for v in _values(source, name, cast) if not _mentions(source, v, name)]
     return len(made) <= 1
+
+
+def _is_builder(source: Source, cast: Node) -> bool:
+    """Whether a cast is in a function that returns what it casts."""
+    function = source.function(cast)
+    return function is not None and any(
+        cast in set(walk(node)) for node in walk(function) if isinstance(node, cst.Return)
+    )
 
 
 def _values(source: Source, name: str, cast: Node) -> Iterator[Node]:
@@ -257,6 +271,19 @@ VALID = (
         def export(model):
             torch.save(model.half(), "model.pt")
     """),
+    Case("""
+        import torch
+
+        def frozen(name):
+            return Net(name).bfloat16()
+
+        encoder = frozen("large")
+        head = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW([p for p in head.parameters()], 1e-5)
+        for x in batches:
+            head(encoder(x).float()).mean().backward()
+            optimizer.step()
+    """),
 )
 
 INVALID = (
@@ -327,6 +354,23 @@ INVALID = (
         optimizer = torch.optim.SGD(params=model.parameters(), lr=0.01)
         for x in batches:
             model(x.half()).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        def build(name):
+            return AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)
+
+        model = build("small").cuda()
+        optimizer = torch.optim.AdamW([{"params": model.parameters()}], lr=2e-5)
+        for batch in batches:
+            model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         """,

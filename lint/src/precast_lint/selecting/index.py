@@ -56,7 +56,7 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP311", "amp311_lower_precision_escapes", "lower-precision-escapes", "warning", True, ("autocast",)),
     ("AMP312", "amp312_in_place", "in-place-product", "information", True, ("autocast out=", "autocast .addmm_(", "autocast .addmv_(", "autocast .addbmm_(", "autocast .baddbmm_(", "autocast .addr_(")),
     ("AMP313", "amp313_custom_fwd_on_backward", "custom-fwd-on-backward", "error", True, ("custom_fwd backward",)),
-    ("AMP314", "amp314_checkpoint_without_region", "checkpoint-without-region", "warning", True, ("Function enable_grad backward",)),
+    ("AMP314", "amp314_checkpoint_without_region", "checkpoint-without-region", "warning", True, ("Function enable_grad backward", "Function set_grad_enabled backward")),
     ("AMP315", "amp315_stale_weights", "stale-weights-in-region", "error", True, ("autocast .step(",)),
     ("AMP316", "amp316_low_precision_weights", "low-precision-weights", "information", True, ("torch optim backward( .half( parameters(", "torch optim backward( bfloat16 parameters(", "torch optim backward( float16 parameters(")),
     ("AMP317", "amp317_float16_on_cpu", "float16-on-cpu", "information", False, ("autocast cpu float16", "autocast cpu half")),

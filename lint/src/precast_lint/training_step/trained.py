@@ -93,10 +93,16 @@ def _root(node: Node | None) -> Node | None:
 
 
 def _handed(source: Source, node: Node) -> Iterator[Node]:
-    """What the calls of this file hand to a parameter, or to the parameter from which an attribute of self comes."""
+    """What the calls of this file hand to a parameter, or to the parameter from which an attribute of self comes.
+
+    And what a function of this file returns that makes the model.
+    """
     if isinstance(node, cst.Name):
         binding = source.names.only_binding(node)
         found = source.values.handed.to(binding) if binding is not None else []
+        if binding is not None and binding.kind == "assign":
+            root = _root(binding.value)
+            yield from source.values.returned(root) if isinstance(root, cst.Call) else ()
     else:
         found = [value for value, _ in source.values.sources(node)]
     for value in found:
@@ -207,6 +213,8 @@ def cast_model(source: Source, call: cst.Call, owner: Node, models: Models) -> N
     while isinstance(source.parents[outer], (cst.Attribute, cst.Call)):
         outer = source.parents[outer]
     parent = source.parents[outer]
+    if isinstance(parent, cst.Return):
+        return outer if _is_one(source, outer, models) else None
     if not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
         return None
     target = parent.targets[0].target
