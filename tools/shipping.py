@@ -52,6 +52,8 @@ def compared(
 def _cell_of(way: Way, trial: Trial) -> str:
     try:
         expected = trial.expected_of_graph if way.is_graph else trial.expected
+    except MissingExtraError:
+        raise
     except NotShippedError as error:
         return str(error)
     except PrecastError as error:
