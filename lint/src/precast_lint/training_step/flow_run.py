@@ -32,6 +32,7 @@ _LIMIT = 128
 _WORK = 30_000  # some tenths of a second; functions that call functions, each on many paths, could take hours
 _DEEP = 3  # calls in functions that are called
 _ROUNDS = 3
+_DOES, _RUNS_LATER = (cst.Call, cst.NamedExpr), (cst.Lambda, cst.FunctionDef, cst.ClassDef)
 
 
 class TooManyPaths(Exception):  # noqa: N818
@@ -315,7 +316,8 @@ class Run:
 
     def expression(self, node: Node, paths: _Paths) -> _Paths:
         """The events of an expression, what is inside first."""
-        if isinstance(node, (cst.Lambda, cst.FunctionDef, cst.ClassDef)):
+        parts = self._parts(node)
+        if not (parts or _is_event(node)):
             return paths
         if isinstance(node, cst.IfExp):
             paths = self.expression(node.test, paths)
@@ -326,13 +328,23 @@ class Run:
             return paths | self.expression(node.right, paths)
         if isinstance(node, cst.NamedExpr):
             return self._store(node.target, node.value, self.expression(node.value, paths))
-        for child in children(node):
+        for child in parts:
             paths = self.expression(child, paths)
         if isinstance(node, cst.Call):
             return self._call(node, paths)
         if isinstance(node, cst.Attribute) and node.attr.value == "grad":
             return self.emit(Event("grad_read", node, key(self.source, node.value)), paths)
         return paths
+
+    def _parts(self, node: Node) -> tuple[Node, ...]:
+        """What is directly inside an expression, and has events; found once, as many paths come by."""
+        known = self.source.cache.setdefault("parts with events", {})
+        assert isinstance(known, dict)
+        if node not in known:
+            inside = () if isinstance(node, _RUNS_LATER) else children(node)
+            known[node] = tuple(n for n in inside if _is_event(n) or self._parts(n))
+        found: tuple[Node, ...] = known[node]
+        return found
 
     def _call(self, call: cst.Call, paths: _Paths) -> _Paths:
         found = followed_call(self.source, call)
@@ -389,6 +401,13 @@ class Run:
         yes = (Path(p.state, p.known | {said}, p.scaled) for p in paths if unsaid not in p.known)
         no = (Path(p.state, p.known | {unsaid}, p.scaled) for p in paths if said not in p.known)
         return frozenset(yes), frozenset(no)
+
+
+def _is_event(node: Node) -> bool:
+    """Whether an expression does something itself, whatever is inside it."""
+    return isinstance(node, _DOES) or (
+        isinstance(node, cst.Attribute) and node.attr.value == "grad"
+    )
 
 
 def _condition(source: Source, test: Node) -> tuple[str, bool]:
