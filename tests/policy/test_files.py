@@ -74,7 +74,10 @@ def test_a_row_may_give_a_reason_of_its_own(load):
 FILE_ERRORS = {
     "TOML syntax, with the line": ('name = "x"\n[ops\n', ["not TOML", "line 2"]),
     "the same key twice": ('[ops]\nexp = "keep"\nexp = "fp32"\n', ["not TOML", "line 3"]),
-    "an unknown key": ('bass = "torch"\n', ["'bass'", "did you mean base?", "mixed, ops"]),
+    "an unknown key": (
+        'bass = "torch"\n',
+        ["'bass'", "did you mean base?", "mixed, measured, ops"],
+    ),
     "a name that is no text": ("name = 3\n", ["name is 3", "must be text"]),
     "a wrong mixed": ('mixed = "widen"\n', ["mixed is 'widen'", "Allowed: raise, promote"]),
     "a list for mixed": ("mixed = []\n", ["mixed is []", "Allowed: raise, promote"]),

@@ -54,7 +54,9 @@ REFUSALS = {
     "a size that depends on data": r"DynamicOutputShape",
     "tensors that are taken for constants, as those of `.data`": r"fake tensor in the exported program constant",
     "an operation that PyTorch has no version of without numbers": r"its data is not allocated yet",
-    "dtypes that only tensors with numbers may mix": r"RuntimeError: \w+ did not match \w+",
+    "dtypes that only tensors with numbers may mix": (
+        r"RuntimeError: (\w+ did not match \w+|expected scalar type \w+ but found \w+)"
+    ),
     "an operation that calls others as its numbers decide": r"linalg_matrix_exp calls operations that the policy",
 }
 """Why a program cannot be recorded -> what the error says. All but the last are `torch.export`'s own."""
@@ -239,9 +241,8 @@ def _refused_by_torch(model: _Program, outcome: Outcome) -> bool:
         try:
             torch.export.export(model, model.inputs)
         except Exception as error:
-            return refusal(Outcome("refused", f"{type(error).__name__}: {error}")) == refusal(
-                outcome
-            )
+            why = refusal(Outcome("refused", f"{type(error).__name__}: {error}"))
+            return why is not None and why == refusal(outcome)
     return False
 
 

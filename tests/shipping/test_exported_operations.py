@@ -113,10 +113,21 @@ def test_complex_results_are_compared() -> None:
     assert program is not None
 
 
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
-def test_an_operation_that_python_takes_apart_otherwise_than_a_region_sees_it(mode: str) -> None:
+RESIZED = [
+    *[("nearest", sides) for sides in (1, 2, 3)],
+    *[("nearest-exact", sides) for sides in (1, 2, 3)],
+    *[("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)],
+]
+
+
+@pytest.mark.parametrize(("mode", "sides"), RESIZED)
+@pytest.mark.parametrize("by", [{"scale_factor": 2}, {"scale_factor": 1.7}, {"size": 7}], ids=str)
+def test_an_operation_that_python_takes_apart_otherwise_than_a_region_sees_it(
+    mode: str, sides: int, by: dict[str, Any]
+) -> None:
     def larger(x: Tensor) -> Tensor:
-        return torch.nn.functional.interpolate(x[None, None], scale_factor=2, mode=mode)
+        image = x[0].expand(2, 1, *[4] * sides)
+        return torch.nn.functional.interpolate(image, mode=mode, **by)
 
     for dtype in (torch.bfloat16, torch.float32):
-        assert not exported_and_eager(larger, numbers(dtype), LIKE_CUDA)
+        assert not exported_and_eager(larger, numbers(dtype)[:1], LIKE_CUDA)

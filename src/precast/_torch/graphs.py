@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, Final
@@ -82,13 +83,15 @@ def run_composite(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> An
     """Calls what a composite operation is made of (2.13).
 
     Python has versions of some, which take sizes without numbers where those in C++ do not. For recurrent layers its
-    results have other bits, and for `upsample_` it calls none of the operations with rules, so that C++ is asked. A
-    function mode would call the operation itself.
+    results have other bits, so that C++ is asked. For resizing it calls none of the operations with rules, and C++
+    takes no sizes without numbers: this file says what is called. A function mode would call the operation itself.
     """
     key = _composite_key(overload)
     in_python = overload.py_kernels.get(key)
     with torch._C.DisableTorchFunction():
-        if in_python is not None and not overload.name().startswith(_IN_CPP):
+        if _RESIZES.match(overload.name()):
+            return _resized(overload, *args, **kwargs)
+        if in_python is not None and overload.overloadpacket.__name__ not in _RECURRENT:
             return in_python(*args, **kwargs)
         try:
             return overload._op_dk(key, *args, **kwargs)
@@ -98,10 +101,21 @@ def run_composite(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> An
             return in_python(*args, **kwargs)  # sizes without numbers
 
 
-_IN_CPP: Final = (
-    *("aten::gru", "aten::lstm", "aten::rnn_relu", "aten::rnn_tanh"),
-    "aten::upsample_",
-)
+_RECURRENT: Final = ("gru", "lstm", "rnn_relu", "rnn_tanh")
+_RESIZES: Final = re.compile(r"aten::_?upsample_\w+\.vec$")
+
+
+def _resized(overload: OpOverload, *given: Any, **named: Any) -> Any:
+    """Resizes by the operation that takes a size, as aten/src/ATen/native/UpSample.h does (2.13)."""
+    names = [argument.name for argument in overload._schema.arguments]
+    said = dict(zip(names, given, strict=False)) | named
+    image, size, scales = (said.pop(name) for name in ("input", "output_size", "scale_factors"))
+    sides = image.shape[2:]
+    if size is None:
+        whole = [int(by) if by == int(by) else by for by in scales]
+        size = [torch.sym_int(side * by) for side, by in zip(sides, whole, strict=True)]
+    by_size = overload.overloadpacket.default
+    return by_size(image, size, *said.values(), *(scales or [None] * len(sides)))
 
 
 def without_numbers(fake_mode: Any) -> Any:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from precast.attachment.attachment import attach
 from precast.errors import PrecastWarning, TuningError
+from precast.policy.module_names import named_parameters
 from precast.policy.policy import Policy
 from precast.tuning.policy_text import policy_of
 from precast.tuning.sites import Argument, Program, Site
@@ -225,7 +226,7 @@ class Meter:
             (loss.float() * scale).backward()
             gradients = {
                 name: parameter.grad.detach().to_dense() / scale
-                for name, parameter in model.named_parameters()
+                for name, parameter in named_parameters(model)
                 if parameter.grad is not None
             }
             if not gradients:
