@@ -103,14 +103,24 @@ def regions_around(source: Source, node: Node, trainers: bool = False) -> Iterat
         node: what runs.
         trainers: those that trainers make count, too.
     """
-    by_body: dict[Node, list[Region]] = {}
-    for region in [*regions(source), *(regions_of_trainers(source) if trainers else ())]:
-        by_body.setdefault(region.body, []).append(region)
+    by_body = _by_body(source, trainers)
     for outer in source.around(node):
         yield from reversed(by_body.get(outer, []))
         parent = source.parents.get(outer)
         if isinstance(parent, (cst.FunctionDef, cst.Lambda)) and outer is parent.body:
             return
+
+
+def _by_body(source: Source, trainers: bool) -> dict[Node, list[Region]]:
+    known = source.cache.setdefault("regions by body", {})
+    assert isinstance(known, dict)
+    if trainers not in known:
+        table: dict[Node, list[Region]] = {}
+        for region in [*regions(source), *(regions_of_trainers(source) if trainers else ())]:
+            table.setdefault(region.body, []).append(region)
+        known[trainers] = table
+    found: dict[Node, list[Region]] = known[trainers]
+    return found
 
 
 def region_in_force(source: Source, node: Node, trainers: bool = False) -> Region | None:

@@ -10,7 +10,7 @@ import re
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.functions import methods_of
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.parsing.syntax import Node, cst, dotted
 
 __all__ = ["is_module_method", "is_tensor"]
 
@@ -53,21 +53,26 @@ def is_tensor(source: Source, node: Node, depth: int = _DEPTH) -> bool:
     if not isinstance(node, cst.Name):
         return False
     found = values_seen(source, node)
-    return bool(found) and all(
+    if found and all(_comes_of(b.value, node) for b in found):
+        found = source.names.bindings(node)  # `x = x / 2` is what x was before
+    first = [b for b in found if not _comes_of(b.value, node)]
+    return bool(first) and all(
         source.origin(b.annotation) in _NOTES
         if b.annotation is not None
         else _is_input(source, node)
         if b.kind == "param"
-        else b.kind == "assign" and b.value is not None and _is_given(source, b.value, node, depth)
-        for b in found
+        else b.kind == "assign" and b.value is not None and is_tensor(source, b.value, depth - 1)
+        for b in first
     )
 
 
-def _is_given(source: Source, value: Node, name: cst.Name, depth: int) -> bool:
-    """Whether what a name is given is a tensor; `x = x / 2` says nothing of its own."""
-    again = any(isinstance(n, cst.Name) and n.value == name.value for n in walk(value))
-    others = [b for b in source.names.bindings(name) if b.value is not value]
-    return (again and bool(others)) or is_tensor(source, value, depth - 1)
+def _comes_of(value: Node | None, name: cst.Name) -> bool:
+    """Whether a value is a name's own tensor after arithmetic or methods that give a tensor: `x.float() / 2`."""
+    if isinstance(value, cst.BinaryOperation):
+        return _comes_of(value.left, name) or _comes_of(value.right, name)
+    if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute):
+        return bool(_METHODS.fullmatch(value.func.attr.value)) and _comes_of(value.func.value, name)
+    return isinstance(value, cst.Name) and value.value == name.value
 
 
 def _gives_tensor(source: Source, call: cst.Call, depth: int) -> bool:

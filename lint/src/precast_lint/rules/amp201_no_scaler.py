@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.meaning.functions import called_method
+from precast_lint.meaning.functions import called_method, methods_of
 from precast_lint.meaning.regions import regions, regions_around
+from precast_lint.meaning.tensors import constant
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -20,6 +21,7 @@ __all__ = ["RULE"]
 _HANDLED = re.compile(
     r"scaler|loss_scale|scale_loss|scaled_loss|accelerat|deepspeed|apex|set_autocast|fabric", re.I
 )
+_LARGE = 64  # a factor that is no weight of a loss, but a scale
 _NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
@@ -48,12 +50,15 @@ def check(source: Source) -> Iterator[Finding]:
 def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
     if event.kind == "assign":
         name = event.receiver or ""
+        if _is_scaled(source, event.value):
+            return replace(state, lower=state.lower - {name})
         comes = _in_region(source, event.node) or _uses(source, event.value, state.lower)
         comes = comes or _is_returned_from_region(source, event.value)
         return replace(state, lower=state.lower | {name} if comes else state.lower - {name})
     if event.kind == "backward":
         assert isinstance(event.node, cst.Call)
         is_lower = _in_region(source, event.node) or _uses(source, event.node, state.lower)
+        is_lower = is_lower and not _is_scaled(source, event.node)
         return replace(state, backward=event.node if is_lower else None)
     if event.kind == "optimizer_step" and state.backward is not None:
         say.bad(state.backward)
@@ -61,10 +66,45 @@ def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
     return state
 
 
+def _is_scaled(source: Source, node: Node | None) -> bool:
+    """Whether a loss is scaled by hand in an expression: `loss * SCALE`, `loss * 1024`."""
+    for inner in walk(node) if node is not None else ():
+        if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Multiply):
+            for side in (inner.left, inner.right):
+                if (constant(source, side) or 0) >= _LARGE or "scale" in _last_name(side).lower():
+                    return True
+    return False
+
+
+def _last_name(node: Node) -> str:
+    last = node.attr if isinstance(node, cst.Attribute) else node
+    return last.value if isinstance(last, cst.Name) else ""
+
+
 def _is_returned_from_region(source: Source, value: Node | None) -> bool:
-    """`loss = self.loss(batch)`, where the method returns from within a region."""
+    """`loss = self.loss(batch)`, where the method returns from within a region, or so does a module's `forward`."""
     returned = source.values.returned(value) if isinstance(value, cst.Call) else []
-    return bool(returned) and all(_in_region(source, node) for node in returned)
+    if returned:
+        return all(_in_region(source, node) for node in returned)
+    calls = (node for node in walk(value) if isinstance(node, cst.Call)) if value else ()
+    return any(
+        forward is not None and _in_region(source, forward.body.body[0])
+        for forward in (_forward(source, call) for call in calls)
+    )
+
+
+def _forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
+    """The `forward` that the call of a module runs whose class is in this file: `net(x)` after `net = Net().cuda()`."""
+    made = source.values.constructed(call.func)
+    while isinstance(made, cst.Call) and isinstance(made.func, cst.Attribute):
+        if made.func.attr.value not in ("cuda", "to", "train"):
+            return None
+        made = made.func.value
+    binding = source.names.only_binding(made.func) if isinstance(made, cst.Call) else None
+    if binding is None or not isinstance(binding.node, cst.ClassDef):
+        return None
+    found = methods_of(source, binding.node).get("forward")
+    return found.node if found is not None else None
 
 
 def _uses(source: Source, node: Node | None, names: frozenset[str]) -> bool:
@@ -217,6 +257,22 @@ VALID = (
         """
         import torch
 
+        SCALE = 1024.0
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for batch in batches:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(batch)
+            (loss * SCALE).backward()
+            for parameter in model.parameters():
+                parameter.grad /= SCALE
+            optimizer.step()
+        """,
+        note="The loss is scaled by hand.",
+    ),
+    Case(
+        """
+        import torch
+
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def step(batch):
@@ -233,6 +289,25 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        class Net(torch.nn.Module):
+            @torch.autocast("cuda", dtype=torch.float16)
+            def forward(self, x):
+                return self.layers(x)
+
+        net = Net().cuda()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for x, y in batches:
+            loss = torch.nn.functional.mse_loss(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """,
+        note="The region is that of a module's forward.",
+    ),
     Case(
         """
         import torch

@@ -33,25 +33,27 @@ def check(source: Source) -> Iterator[Finding]:
             continue
         if source.origin(made.func) not in SCALERS or Arguments.of(made).starred:
             continue
-        region = _region_of(source, call, arguments)
-        if region is None or _branches(source, made) or Arguments.of(region.call).starred:
+        found = _regions(source, call, arguments)
+        if _branches(source, made) or any(Arguments.of(r.call).starred for r in found):
             continue
-        if _branches(source, region.node) != _branches(source, call):
+        if any(_branches(source, r.node) != _branches(source, call) for r in found):
             continue  # what decides on one need not decide on the other
-        for node, message, fix in _disagreement(source, made, region):
+        disagree = [list(_disagreement(source, made, region)) for region in found]
+        if len({said_of[0][1] if said_of else None for said_of in disagree}) != 1:
+            continue  # regions that differ are there for a reason
+        for node, message, fix in (one for said_of in disagree for one in said_of):
             if node not in said:
                 said.add(node)
                 yield source.find(RULE, node, message, fix)
 
 
-def _region_of(source: Source, call: cst.Call, arguments: Arguments) -> Region | None:
-    """The one region in which a scaled loss is computed: around the call, or around all that give it its value."""
+def _regions(source: Source, call: cst.Call, arguments: Arguments) -> list[Region]:
+    """The regions in which a scaled loss is computed: the one around the call, or all that give it its value."""
     around = next(regions_around(source, call), None)
     if around is not None:
-        return around
+        return [around]
     loss = arguments.positional[0] if arguments.positional else None
-    found = set(_regions_of(source, loss, _DEEP))
-    return found.pop() if len(found) == 1 else None
+    return list(dict.fromkeys(_regions_of(source, loss, _DEEP)))
 
 
 def _regions_of(source: Source, node: Node | None, depth: int) -> Iterator[Region]:
@@ -280,9 +282,42 @@ VALID = (
         """,
         note="The loss alone is computed in float32.",
     ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in batches:
+            with torch.autocast("cuda"):
+                loss = criterion(model(x), y)
+            with torch.autocast("cuda", enabled=False):
+                loss = loss + penalty(model)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        note="The regions differ on purpose.",
+    ),
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        for x, y in batches:
+            with torch.autocast("cuda"):
+                loss = criterion(model(x), y)
+            gradients = torch.autograd.grad(loss, model.parameters(), create_graph=True)
+            with torch.autocast("cuda"):
+                loss = loss + sum(g.square().sum() for g in gradients)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        note="Two regions that agree with each other.",
+    ),
     Case(
         """
         import torch

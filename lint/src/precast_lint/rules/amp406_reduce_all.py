@@ -17,45 +17,69 @@ _REDUCTIONS = ("sum", "mean", "prod", "max", "min", "std", "var", "norm", "squee
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each of them in a function that computes with tensors."""
+    """Yields a finding for each of them that is one of a tensor."""
     for call in source.all(cst.Call):
         found = operation(source, call, *_REDUCTIONS)
         if found is None or found.positional or found.keywords:
             continue
         function = source.function(call)
-        if function is None or not _is_tensor(source, function, found):
+        if not _is_tensor(source, function, found):
             continue
-        if _is_of_batch(source, function, found):
+        if _is_of_batch(source, function or source.module, found):
             yield source.find(RULE, call, RULE.message.format(name=found.name))
 
 
-def _is_tensor(source: Source, function: cst.FunctionDef, found: Operation) -> bool:
+def _is_tensor(source: Source, function: cst.FunctionDef | None, found: Operation) -> bool:
     """Whether what is reduced is a tensor: by the function it is in, or by how it was made."""
     if not found.is_method:
         return True
-    in_forward = function.name.value == "forward" and is_module_method(source, function)
-    return in_forward or is_tensor(source, found.operand)
+    is_forward = function is not None and function.name.value == "forward"
+    return (is_forward and is_module_method(source, found.call)) or is_tensor(source, found.operand)
 
 
-def _is_of_batch(source: Source, function: cst.FunctionDef, found: Operation) -> bool:
+def _is_of_batch(source: Source, place: Node, found: Operation) -> bool:
     """Whether it is `squeeze`, or one number by which the same tensor is shifted or divided."""
     if found.name == "squeeze":
         return True
-    tensor = key(source, found.operand)
+    tensor = key(source, _itself(found.operand))
     statement = source.parents[found.call]
     names: list[str | None] = []
     if isinstance(statement, cst.Assign):
         names = [key(source, target.target) for target in statement.targets]
-    for node in walk(function.body):
-        if not isinstance(node, cst.BinaryOperation):
+    for node in walk(place):
+        left, right = _scaled(node)
+        if left is None or right is None:
             continue
-        if not any(key(source, part) == tensor for part in _terms(node.left)):
+        if not any(key(source, part) == tensor for part in _terms(left)):
             continue
-        is_scale = isinstance(node.operator, (cst.Divide, cst.Subtract))
-        right = list(_terms(node.right))
-        if is_scale and any(n is found.call or key(source, n) in names for n in right):
+        if any(n is found.call or key(source, n) in names for n in _terms(right)):
             return True
     return False
+
+
+def _itself(node: Node) -> Node:
+    """The tensor whose sizes, or whose copy, something is: x in `x.abs()` and `x.detach()`."""
+    while (
+        isinstance(node, cst.Call)
+        and isinstance(node.func, cst.Attribute)
+        and node.func.attr.value in ("abs", "detach", "float")
+    ):
+        node = node.func.value
+    return node
+
+
+def _scaled(node: Node) -> tuple[Node | None, Node | None]:
+    """A tensor, and what is subtracted from it or what it is divided by."""
+    if isinstance(node, cst.BinaryOperation):
+        is_scale = isinstance(node.operator, (cst.Divide, cst.Subtract))
+        return (node.left, node.right) if is_scale else (None, None)
+    if isinstance(node, cst.AugAssign):
+        is_scale = isinstance(node.operator, (cst.DivideAssign, cst.SubtractAssign))
+        return (node.target, node.value) if is_scale else (None, None)
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and len(node.args) == 1:
+        is_scale = node.func.attr.value in ("div", "div_", "sub", "sub_")
+        return (node.func.value, node.args[0].value) if is_scale else (None, None)
+    return None, None
 
 
 def _terms(node: Node) -> Iterator[Node]:
@@ -109,6 +133,14 @@ VALID = (
         """,
         note="An array, and what nobody knows.",
     ),
+    Case("""
+        import numpy as np
+        import torch
+
+        def normalized(x):
+            x = np.asarray(x)
+            return (x - x.min()) / (x.max() - x.min())
+    """),
 )
 
 INVALID = (
@@ -148,6 +180,33 @@ INVALID = (
             for x, y in batches:
                 print(model(x).squeeze() - y)
         """,
+    ),
+    Case("""
+        import torch
+
+        model = torch.nn.Linear(8, 1)
+        for x, y in batches:
+            loss = torch.nn.functional.mse_loss(model(x).squeeze(), y)
+    """),
+    Case(
+        """
+        import torch
+
+        class Attention(torch.nn.Module):
+            def __init__(self, size):
+                super().__init__()
+                self.query = torch.nn.Linear(size, size)
+
+            def scores(self, x):
+                scores = self.query(x)
+                return scores / scores.abs().max()
+
+            def forward(self, x):
+                x /= x.norm()
+                x = x.div(x.sum())
+                return self.scores(x)
+        """,
+        count=3,
     ),
 )
 
