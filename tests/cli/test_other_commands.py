@@ -40,6 +40,7 @@ def test_help_lists_them_where_they_are() -> None:
             "report",
             "rule",
             "run",
+            "tune",
         )
     ]
 

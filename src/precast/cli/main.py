@@ -17,7 +17,7 @@ import click
 
 from precast._internal.missing import missing_requirement
 from precast._internal.version import __version__
-from precast.cli import build_command, export_command, other_commands, run_command
+from precast.cli import build_command, export_command, other_commands, run_command, tune_command
 from precast.errors import PolicyError, PrecastError
 
 __all__ = ["main"]
@@ -70,6 +70,7 @@ main.add_command(run_command.run)
 main.add_command(run_command.report_)
 main.add_command(export_command.export)
 main.add_command(export_command.diff)
+main.add_command(tune_command.tune)
 
 
 @main.command(short_help="Train in float32 and in mixed precision, and compare.")

@@ -152,6 +152,10 @@ class Evidence:
     because: str = ""
     seconds: float = 0.0
     """How long the search took."""
+    interrupted: bool = False
+    """Whether Ctrl-C ended it."""
+    command: str = ""
+    """The command that began it; empty where a program did."""
     searches: list[Search] = field(default_factory=list)
     proofs: list[ProofEvidence] = field(default_factory=list)
 

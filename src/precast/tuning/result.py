@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from precast._internal import atomic_write
 from precast._internal.display import Card, Displayed, milliseconds
+from precast.diagnostics.records import as_json
 from precast.policy import toml_file
 from precast.policy.policy import Entry, Policy
 from precast.policy.shortest_text import whole_file
@@ -26,10 +28,11 @@ from precast.policy.toml_file import Contents
 from precast.tuning import evidence as files
 from precast.tuning.evidence import Between, Compared, Evidence, ProofEvidence, Trial
 
-__all__ = ["TuningResult"]
+__all__ = ["TuningResult", "is_a_result"]
 
 _WIDE: Final = 80
 _HEAD: Final = 3  # lines of a rendered policy before its tables: name, summary, mixed
+_BEGINS: Final = "# Found by precast.tune for "
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -59,9 +62,10 @@ class TuningResult(Displayed):
         seen = self.evidence
         asked = seen.settings
         head = [
-            f"Found by precast.tune for {seen.model} ({seen.parameters:,} parameters): {self.because}",
+            f"{_BEGINS[2:]}{seen.model} ({seen.parameters:,} parameters): {self.because}",
             f"Objective {asked.objective}, tolerance {asked.tolerance:g}, seed {asked.seed}; {seen.date}",
             f"precast {seen.precast}, torch {seen.torch}, {seen.machine}",
+            *([seen.command] if seen.command else ()),
             f"Use it in a region with dtype=torch.{seen.dtype}."
             if self.dtype is not torch.float32
             else "It casts nothing: train without a region, or in one with this policy.",
@@ -82,6 +86,19 @@ class TuningResult(Displayed):
         target = Path(path)
         atomic_write.replace(target.with_suffix(".json"), files.text(self.evidence).encode())
         atomic_write.replace(target, self.text.encode())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer and what it was compared with, as plain values for JSON; `evidence` has everything."""
+        proofs = self.evidence.proofs[-1:]
+        return {
+            "answer": self.name,
+            "dtype": self.evidence.dtype,
+            "because": self.because,
+            "seconds": round(self.evidence.seconds, 2),
+            "interrupted": self.evidence.interrupted,
+            "trials": [_figures(trial) for proof in proofs for trial in proof.trials],
+            "comparisons": [as_json(each) for proof in proofs for each in proof.comparisons],
+        }
 
     def __str__(self) -> str:
         lines = textwrap.wrap(f"{self.name}: {self.because}", _WIDE)
@@ -110,6 +127,25 @@ class TuningResult(Displayed):
         return Card("TuningResult", facts, _COLUMNS, rows, "setups")
 
 
+def is_a_result(path: Path) -> bool:
+    """Whether a file is a policy or evidence that was saved by a `TuningResult`."""
+    with open(path, "rb") as file:
+        head = file.read(200).decode("utf-8", "replace")
+    return head.startswith(_BEGINS) or f'"schema": "{files.SCHEMA}"' in head
+
+
+def _figures(trial: Trial) -> dict[str, Any]:
+    """A trial's figures in short."""
+    return {
+        "name": trial.name,
+        "dtype": trial.dtype,
+        "step_seconds": statistics.median(trial.seconds) if trial.seconds else None,
+        "loss": math.fsum(trial.finals) / len(trial.finals) if trial.finals else None,
+        "kept_bytes": trial.kept_bytes,
+        "failure": trial.failure,
+    }
+
+
 def _short(policy: Policy, base_name: str) -> str:
     """The policy's file without its name: what differs from a preset that it was made from, with the reasons."""
     if base_name not in Policy.presets() or not policy.tables:
@@ -121,7 +157,9 @@ def _short(policy: Policy, base_name: str) -> str:
         changed = {key: row for key, row in rows.items() if known.get(key) != row}
         if changed:
             tables[device] = changed
-    lines = toml_file.render(Contents(tables=tables, modules=policy.modules)).splitlines()
+    lines = toml_file.render(
+        Contents(tables=tables, modules=policy.modules, measured=policy.measured)
+    ).splitlines()
     head = f'base = "{base_name}"'
     return "\n".join([head, *lines[_HEAD:]]).strip() + "\n"
 

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from precast._internal.version import __version__
 from precast.errors import TuningError
+from precast.policy.measured import Value, here
 from precast.policy.policy import Policy, as_policy
 from precast.tuning import evidence as files
 from precast.tuning.choosing import Budget, choose
@@ -277,6 +278,7 @@ class _Search:
             self._run(candidates)
         except KeyboardInterrupt:
             self.because = self.because or "the search was interrupted before anything was proven"
+            self.evidence.interrupted = True
         self.evidence.answer = self.best.name
         self.evidence.dtype = _name(self.best.dtype)
         self.evidence.because = self.because
@@ -285,7 +287,22 @@ class _Search:
         policy = self.best.policy
         if policy is None:
             policy = Policy("float32", {}, "promote")
+        policy = policy.replace(measured=self._measured_here())
         return TuningResult(policy, self.best.dtype, self.because, self.evidence)
+
+    def _measured_here(self) -> dict[str, Value]:
+        """What the policy says of where it was measured, and for what question; one found again says the same."""
+        seen, asked = self.evidence, self.evidence.settings
+        return {
+            **here(asked.device_type),
+            "precast": seen.precast,
+            "model": seen.model,
+            "dtype": seen.dtype,
+            "base": asked.base,
+            "objective": asked.objective,
+            "tolerance": asked.tolerance,
+            "seed": asked.seed,
+        }
 
     def _run(self, candidates: Sequence[torch.dtype]) -> None:
         self._tell("record", "a step in float32")
@@ -520,6 +537,7 @@ class _Search:
                 self.best = setup
             reasons.append(f"{setup.name} {gain} {against.against}")
         if proof.ended == "interrupted":
+            self.evidence.interrupted = True
             reasons.append("the search was interrupted")
         if proof.ended == "time":
             reasons.append("the budget ended")

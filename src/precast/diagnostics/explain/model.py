@@ -25,7 +25,14 @@ from precast.policy.module_plan import Plan, PlannedModule, outwards, plan
 from precast.policy.module_rules import Inside
 from precast.policy.policy import ModuleRule, Policy, Precision
 
-__all__ = ["ModelReport", "explain_model", "load_example", "load_model", "load_object"]
+__all__ = [
+    "ModelReport",
+    "explain_model",
+    "load_example",
+    "load_model",
+    "load_named",
+    "load_object",
+]
 
 _LOWER = "the region's dtype"
 _DEVICES = ("cpu", "cuda")
@@ -86,7 +93,7 @@ def load_object(where: str) -> Any:
         PrecastError: it is there, and fails.
     """
     form = "MODULE:FACTORY, as in my_package.models:build"
-    return _load(where, "the model", form, lambda found: not isinstance(found, nn.Module))
+    return load_named(where, "the model", form, lambda found: not isinstance(found, nn.Module))
 
 
 def load_example(where: str) -> Any:
@@ -96,11 +103,18 @@ def load_example(where: str) -> Any:
         ValueError: there is no such thing.
         PrecastError: it is there, and fails.
     """
-    return _load(where, "the example", "MODULE:NAME, as in my_package.models:example", callable)
+    return load_named(
+        where, "the example", "MODULE:NAME, as in my_package.models:example", callable
+    )
 
 
-def _load(where: str, what: str, form: str, is_called: Callable[[Any], bool]) -> Any:
-    """What `module:path` names, or what it returns when it is called."""
+def load_named(where: str, what: str, form: str, is_called: Callable[[Any], bool]) -> Any:
+    """What `module:path` names, or what it returns where that says that it is to be called.
+
+    Raises:
+        ValueError: there is no such thing.
+        PrecastError: it is there, and fails.
+    """
     module_name, colon, path = where.partition(":")
     if not (module_name and colon and path):
         raise ValueError(f"{what} is {where!r}; write {form}")

@@ -1,0 +1,251 @@
+"""The command `precast tune`, which finds a policy for a model on this machine, and proves it.
+
+Invariants: files that are no policy of `precast tune` are never replaced; Ctrl-C writes the best that is proven until
+then with its evidence, and the exit code is then 1; an earlier result is only replaced by one for which more is known.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+if TYPE_CHECKING:
+    from precast.tuning.result import TuningResult
+    from precast.tuning.tuner import Progress
+
+__all__ = ["tune"]
+
+_ARGUMENTS: Final = "precast.tune.arguments"
+
+
+class _Tune(click.Command):
+    """Remembers its arguments as they were written, for the head of the file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = shlex.join(["precast", "tune", *args])
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Tune, short_help="Find the best policy for a model here, and prove it.")
+@click.argument("model", metavar="MODULE:FACTORY", required=False)
+@click.option(
+    "--data", metavar="MODULE:NAME", help="The batches: a list, a loader, or a function of one."
+)
+@click.option(
+    "--loss",
+    metavar="MODULE:NAME",
+    help="A function of output and target, for batches that are such pairs.",
+)
+@click.option(
+    "--step", metavar="MODULE:NAME", help="A function of model and batch that returns the loss."
+)
+@click.option(
+    "--optimizer",
+    default="AdamW",
+    show_default=True,
+    metavar="OPTIMIZER",
+    help="One of torch.optim, as SGD,lr=0.1, or MODULE:FUNCTION.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["time", "memory"]),
+    default="time",
+    show_default=True,
+    help="What is made small: the time of a step, or the memory kept for backward.",
+)
+@click.option(
+    "--tolerance",
+    default="1%",
+    show_default=True,
+    help="How much worse than in float32 the loss may be.",
+)
+@click.option("--budget", default="5m", show_default=True, help="How long it may take.")
+@click.option(
+    "--candidates", default="bfloat16", show_default=True, help="16-bit dtypes, with commas."
+)
+@click.option(
+    "--metric",
+    metavar="MODULE:NAME",
+    help="A function of model and batch, compared after training; smaller is better.",
+)
+@click.option("--base", default="default", show_default=True, help="The policy that is changed.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of all that is random.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("tuned.toml"),
+    show_default=True,
+    help="The policy's file; the evidence is written beside it.",
+)
+@click.option("--resume", is_flag=True, help="Go on from the evidence beside --out.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def tune(
+    *,
+    model: str | None,
+    out: Path,
+    resume: bool,
+    as_json: bool,
+    objective: Any,
+    base: str,
+    seed: int,
+    tolerance: str,
+    budget: str,
+    candidates: str,
+    **named: Any,
+) -> None:
+    """Find which operations of a model are to run in 16 bits on this machine, and prove it.
+
+    Copies of the model are trained in float32, under the base policy and under those that were
+    found, from the same seeds on the same batches. The answer is the best one that is proven, with
+    a reason and figures for each operation that is held back. A name without a module is looked
+    for in the model's.
+
+    Ctrl-C ends the search: what is proven by then is written, and the exit code is 1; --resume
+    goes on from there.
+    """
+    _refuse(model, named)
+    from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
+    from precast.cli import tune_inputs
+    from precast.policy.policy import as_policy
+    from precast.tuning import tuner
+
+    evidence = out.with_suffix(".json")
+    _check_replaceable(out, resume)
+    try:
+        given = tune_inputs.inputs(model=str(model), **named)
+        settings: dict[str, Any] = {
+            "tolerance": tune_inputs.tolerance(tolerance),
+            "budget": tune_inputs.budget(budget),
+            "candidates": tune_inputs.candidates(candidates),
+        }
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    with _shown() as told:
+        found = tuner.tune(
+            given.model,
+            given.step,
+            given.batches,
+            optimizer=given.optimizer,
+            metric=given.metric,
+            objective=objective,
+            base=as_policy(base),
+            seed=seed,
+            resume=evidence if resume else None,
+            progress=told,
+            **settings,
+        )
+    found.evidence.command = click.get_current_context().meta[_ARGUMENTS]
+    is_kept = resume and not found.evidence.proofs and _knows_more(evidence)
+    if is_kept:
+        click.echo(f"Nothing new was proven, so {out} stays as it is.", err=True)
+    else:
+        found.save(out)
+    _print(found, {"policy": out, "evidence": evidence}, as_json)
+    if found.evidence.interrupted:
+        click.echo("Interrupted. The same command with --resume goes on.", err=True)
+        sys.exit(1)
+
+
+def _refuse(model: str | None, named: dict[str, Any]) -> None:
+    """Refuses a command that leaves out what it needs, before anything heavy is imported."""
+    if model is None or named["data"] is None:
+        raise click.UsageError("Name a model and its --data, as in my_model:make --data batches.")
+    if (named["loss"] is None) == (named["step"] is None):
+        raise click.UsageError(
+            "Name either a --loss of output and target, or a --step of model and batch."
+        )
+
+
+def _check_replaceable(out: Path, resume: bool) -> None:
+    """Refuses a place where something else is, before minutes are spent; and to go on from nothing."""
+    from precast.tuning.result import is_a_result
+
+    if out.suffix == ".json":
+        raise click.UsageError(f"--out {out} is to be a TOML file: the evidence beside it is JSON.")
+    for path in (out, out.with_suffix(".json")):
+        if path.is_dir() or (path.is_file() and path.stat().st_size and not is_a_result(path)):
+            raise click.UsageError(
+                f"cannot write {path}: it is nothing that precast tune has written, and is not written over; name "
+                "another file with --out"
+            )
+    if not out.parent.is_dir():
+        raise click.UsageError(f"there is no folder {out.parent} to write {out.name} into")
+    if resume and not out.with_suffix(".json").is_file():
+        raise click.UsageError(
+            f"--resume goes on from {out.with_suffix('.json')}, and there is no such file"
+        )
+
+
+def _knows_more(evidence: Path) -> bool:
+    """Whether something was proven in an earlier search, whose evidence this is."""
+    from precast.tuning.evidence import read
+
+    return bool(read(evidence).proofs)
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[Progress], None]]:
+    """Shows on stderr what a search does and has found: as a bar, or as a line for each part where no terminal is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        stages: set[str] = set()
+
+        def line(now: Progress) -> None:
+            if now.stage not in stages and now.stage != "done":
+                stages.add(now.stage)
+                click.echo(f"{now.seconds:5.0f} s  {_WORDS[now.stage]}", err=True)
+
+        yield line
+        return
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        running = bar.add_task("", total=None)
+
+        def show(now: Progress) -> None:
+            said = f"{_WORDS[now.stage]}: {now.said}"
+            wide = max(20, console.width - 62)
+            said = said if len(said) <= wide else said[: wide - 1] + "…"
+            bar.update(
+                running,
+                description=f"{said}  [bold]best: {now.best}[/bold]",
+                completed=min(now.seconds, now.budget),
+                total=now.budget,
+            )
+
+        yield show
+
+
+_WORDS: Final = {
+    "record": "recording",
+    "errors": "measuring errors",
+    "costs": "measuring time and memory",
+    "prove": "proving",
+    "done": "done",
+}
+
+
+def _print(found: TuningResult, written: dict[str, Path], as_json: bool) -> None:
+    paths = {what: str(path) for what, path in written.items()}
+    if as_json:
+        click.echo(json.dumps({**found.as_dict(), **paths}, indent=2))
+        return
+    click.echo(found)
+    click.echo()
+    for what, path in paths.items():
+        click.echo(f"{what:<8} {path}")

@@ -1,0 +1,222 @@
+"""`precast tune`: what it writes and prints, exit codes, Ctrl-C, and one message for each wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import precast
+from precast.cli import tune_inputs
+from precast.cli.main import main
+from precast.tuning import evidence as files
+from precast.tuning import tuner
+
+MODELS_FILE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x = torch.randn(64, 8, generator=generator)
+        yield x, x.sum(1, keepdim=True).sin() + 2
+
+few = [torch.ones(4, 8)]
+number = 7
+
+def loss(output, target):
+    return F.mse_loss(output.float(), target)
+
+def step(model, batch):
+    return loss(model(batch[0]), batch[1])
+
+def metric(model, batch):
+    return 1.0
+
+def none(model, batch):
+    return step(model, batch) * float("nan")
+
+def fails():
+    raise LookupError("of the program")
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+"""
+ASKED = ("tuned_models:make", "--data", "batches", "--loss", "loss", "--objective", "memory")
+ASKED += ("--tolerance", "5%", "--optimizer", "SGD,lr=0.05")
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "tuned_models.py").write_text(MODELS_FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tuner, "_STEPS", (8, 12))
+    yield
+    sys.modules.pop("tuned_models", None)
+
+
+def tune(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ("tune", *arguments))
+
+
+def interrupt_at(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presses Ctrl-C when a search says this."""
+    tell = tuner._Search._tell
+
+    def told(search, stage, what: str) -> None:
+        tell(search, stage, what)
+        if what.startswith(said):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner._Search, "_tell", told)
+
+
+# --- what is found ---
+
+
+def test_a_policy_and_its_evidence_are_written_and_said() -> None:
+    done = tune(*ASKED, "--budget", "1m", "--seed", "3")
+    assert done.exit_code == 0, done.output
+    policy = precast.Policy.load("tuned.toml")
+    assert policy.measured["dtype"] == "bfloat16"
+    assert policy.measured["objective"] == "memory"
+    text = Path("tuned.toml").read_text()
+    assert "# precast tune tuned_models:make --data batches" in text
+    seen = files.read("tuned.json")
+    assert (seen.settings.tolerance, seen.settings.budget, seen.settings.seed) == (0.05, 60.0, 3)
+    for word in ("float32", "default", "policy   tuned.toml", "evidence tuned.json"):
+        assert word in done.stdout
+    assert [line.split("s  ")[1] for line in done.stderr.splitlines()] == [
+        "recording",
+        "measuring errors",
+        "measuring time and memory",
+        "proving",
+    ]
+
+
+def test_json_is_one_object() -> None:
+    done = tune(*ASKED, "--step", "step", "--json")
+    assert done.exit_code == 2  # a loss is named too
+    arguments = ["step" if word == "loss" else word for word in ASKED]
+    arguments[arguments.index("--loss")] = "--step"
+    done = tune(*arguments, "--metric", "metric", "--optimizer", "tuned_models:sgd", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["answer"] in ("default", "tuned", "tuned for memory")
+    assert said["policy"] == "tuned.toml"
+    assert [trial["loss"] for trial in said["trials"]] == [1.0] * len(said["trials"])
+    assert {each["against"] for each in said["comparisons"]} >= {"float32"}
+
+
+def test_after_ctrl_c_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        interrupt_at("seed 3", patched)
+        stopped = tune(*ASKED)
+    assert stopped.exit_code == 1
+    assert "Interrupted. The same command with --resume goes on." in stopped.stderr
+    seen = files.read("tuned.json")
+    assert seen.interrupted
+    assert seen.proofs[-1].seeds == 2
+    with monkeypatch.context() as patched:
+        interrupt_at("a step in float32", patched)
+        before = Path("tuned.toml").read_text(), Path("tuned.json").read_text()
+        again = tune(*ASKED, "--resume")
+    assert again.exit_code == 1
+    assert "Nothing new was proven, so tuned.toml stays as it is." in again.stderr
+    assert before == (Path("tuned.toml").read_text(), Path("tuned.json").read_text())
+    done = tune(*ASKED, "--resume")
+    assert done.exit_code == 0, done.output
+    assert "measuring errors" not in done.stderr
+    assert files.read("tuned.json").proofs[-1].seeds >= 3
+
+
+# --- what is given wrongly ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "Name a model and its --data"),
+        (("tuned_models:make",), 2, "Name a model and its --data"),
+        (("tuned_models:make", "--data", "batches"), 2, "Name either a --loss"),
+        ((*ASKED, "--step", "step"), 2, "Name either a --loss"),
+        (("nowhere:make", *ASKED[1:]), 2, "there is no module 'nowhere'"),
+        (("tuned_models:nothing", *ASKED[1:]), 2, "there is no 'nothing' in tuned_models"),
+        (("make", *ASKED[1:]), 2, "write MODULE:FACTORY"),
+        (("tuned_models:fails", *ASKED[1:]), 1, "LookupError: of the program"),
+        (("tuned_models:number", *ASKED[1:]), 2, "is of type int"),
+        ((*ASKED, "--data", "nothing"), 2, "there is no 'nothing'"),
+        ((*ASKED, "--data", "fails"), 1, "LookupError: of the program"),
+        ((*ASKED, "--data", "number"), 1, "batches is int"),
+        ((*ASKED, "--data", "few"), 1, "each batch of --data has to be a pair (input, target)"),
+        ((*ASKED, "--loss", "number"), 2, "--loss number is of type int"),
+        ((*ASKED, "--metric", "nothing"), 2, "there is no 'nothing'"),
+        ((*ASKED, "--optimizer", "SDG"), 2, "--optimizer 'SDG' is none of torch.optim"),
+        ((*ASKED, "--optimizer", "SGD,lr"), 2, "'lr' is no setting"),
+        ((*ASKED, "--optimizer", "SGD,lr=much"), 2, "'much' is no number"),
+        ((*ASKED, "--optimizer", "SGD,rate=1"), 2, "unexpected keyword argument 'rate'"),
+        ((*ASKED, "--optimizer", "SGD,lr=-1"), 2, "Invalid learning rate"),
+        ((*ASKED, "--objective", "speed"), 2, "'speed' is not one of"),
+        ((*ASKED, "--tolerance", "0"), 2, "'0' is no share between 0 and 1"),
+        ((*ASKED, "--tolerance", "a%"), 2, "'a%' is no share"),
+        ((*ASKED, "--budget", "0s"), 2, "'0s' is no time above 0"),
+        ((*ASKED, "--budget", "5 weeks"), 2, "'5 weeks' is no time"),
+        ((*ASKED, "--candidates", "float64"), 2, "'float64' cannot be tried"),
+        ((*ASKED, "--base", "nothing"), 2, "nothing"),
+        ((*ASKED, "--out", "tuned_models.py"), 2, "nothing that precast tune has written"),
+        ((*ASKED, "--out", "a.json"), 2, "is to be a TOML file"),
+        ((*ASKED, "--out", "no/where.toml"), 2, "there is no folder no"),
+        ((*ASKED, "--resume"), 2, "there is no such file"),
+        (
+            ("tuned_models:make", "--data", "batches", "--step", "none"),
+            1,
+            "in float32 the loss of batch 1 is nan",
+        ),
+    ],
+)
+def test_wrong_input_is_one_message(arguments: tuple[str, ...], code: int, message: str) -> None:
+    done = tune(*arguments)
+    assert done.exit_code == code, done.output
+    assert message in done.stderr.replace("\n", " ")
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1
+    assert not Path("tuned.toml").exists()
+
+
+def test_what_another_search_wrote_is_not_gone_on_with() -> None:
+    assert tune(*ASKED, "--budget", "0.001s").exit_code == 0
+    done = tune(*ASKED, "--resume", "--seed", "1")
+    assert done.exit_code == 1
+    assert "cannot be gone on with: it was made with seed=0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (tune_inputs.tolerance, "1%", 0.01),
+        (tune_inputs.tolerance, "0.5 %", 0.005),
+        (tune_inputs.tolerance, "0.02", 0.02),
+        (tune_inputs.budget, "90", 90.0),
+        (tune_inputs.budget, "1.5m", 90.0),
+        (tune_inputs.budget, "2h", 7200.0),
+        (
+            tune_inputs.candidates,
+            "float16, torch.bfloat16,float16",
+            [torch.float16, torch.bfloat16],
+        ),
+    ],
+)
+def test_shares_times_and_dtypes(read, text: str, value: object) -> None:
+    assert read(text) == value
