@@ -220,3 +220,39 @@ def test_what_another_search_wrote_is_not_gone_on_with() -> None:
 )
 def test_shares_times_and_dtypes(read, text: str, value: object) -> None:
     assert read(text) == value
+
+
+# --- checks of a policy ---
+
+
+def test_a_policy_is_measured_again_for_what_it_was_found_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("precast.tuning.checking._STEPS", (4, 6))
+    assert tune(*ASKED).exit_code == 0
+    given = ASKED[:5]
+    held = tune(*given, "--optimizer", "SGD,lr=0.05", "--check", "tuned.toml", "--json")
+    assert held.exit_code == 0, held.output
+    said = json.loads(held.stdout)
+    assert said["outcome"] == "holds"
+    assert any("of the memory of float32" in each for each in said["because"])
+    policy = precast.Policy.load("tuned.toml")
+    policy.replace(modules={"2": "fp32", "0": "fp32"}).dump("worse.toml")
+    lost = tune(*ASKED, "--check", "worse.toml")
+    assert lost.exit_code == 1
+    assert "worse.toml: it does not hold here" in lost.stdout
+    assert "float32" in lost.stdout
+    unknown = tune(*ASKED, "--check", "tuned.toml", "--budget", "0.001s")
+    assert unknown.exit_code == 3
+    assert "whether it holds here cannot be told" in unknown.stdout
+
+
+def test_a_check_of_nothing_is_one_message() -> None:
+    for arguments, message in (
+        (("--check", "none.toml"), "'none.toml' does not exist"),
+        (("--check", "tuned_models.py"), "tuned_models.py"),
+        (("--check", "tuned_models.py", "--resume"), "--check searches nothing"),
+    ):
+        done = tune(*ASKED, *arguments)
+        assert done.exit_code == 2, done.output
+        assert message in done.stderr.replace("\n", " ")

@@ -15,14 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
+    from precast.cli.tune_inputs import Inputs
+    from precast.policy.policy import Policy
+    from precast.tuning.checking import Question
     from precast.tuning.result import TuningResult
     from precast.tuning.tuner import Progress
 
 __all__ = ["tune"]
 
 _ARGUMENTS: Final = "precast.tune.arguments"
+_MINUTE: Final = 60.0
+_OUTCOMES: Final = {
+    "holds": "it holds here",
+    "does not hold": "it does not hold here",
+    "cannot tell": "whether it holds here cannot be told",
+}
 
 
 class _Tune(click.Command):
@@ -84,12 +94,19 @@ class _Tune(click.Command):
     show_default=True,
     help="The policy's file; the evidence is written beside it.",
 )
+@click.option(
+    "--check",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Measure this policy again, in 1m, for what it was found for.",
+)
 @click.option("--resume", is_flag=True, help="Go on from the evidence beside --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(
     *,
     model: str | None,
     out: Path,
+    check: Path | None,
     resume: bool,
     as_json: bool,
     objective: Any,
@@ -109,15 +126,23 @@ def tune(
 
     Ctrl-C ends the search: what is proven by then is written, and the exit code is 1; --resume
     goes on from there.
+
+    With --check nothing is searched or written: a policy is measured again beside float32 and the
+    policy that it was made from. The exit code is then 0 where it still holds, 1 where it does
+    not, and 3 where that cannot be told within the budget.
     """
     _refuse(model, named)
+    given_here = click.get_current_context().get_parameter_source
     from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
     from precast.cli import tune_inputs
     from precast.policy.policy import as_policy
     from precast.tuning import tuner
 
     evidence = out.with_suffix(".json")
-    _check_replaceable(out, resume)
+    if check is None:
+        _check_replaceable(out, resume)
+    elif resume:
+        raise click.UsageError("--check searches nothing that --resume could go on with.")
     try:
         given = tune_inputs.inputs(model=str(model), **named)
         settings: dict[str, Any] = {
@@ -127,6 +152,12 @@ def tune(
         }
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if check is not None:
+        asked = {"objective": objective, "base": base, **settings}
+        told_here = {name for name in asked if given_here(name) == ParameterSource.COMMANDLINE}
+        checked = {name: value for name, value in asked.items() if name in told_here}
+        _check(check, given, {**checked, "seed": seed}, as_json)
+        return
     with _shown() as told:
         found = tuner.tune(
             given.model,
@@ -151,6 +182,56 @@ def tune(
     if found.evidence.interrupted:
         click.echo("Interrupted. The same command with --resume goes on.", err=True)
         sys.exit(1)
+
+
+def _check(path: Path, given: Inputs, asked: dict[str, Any], as_json: bool) -> None:
+    """Measures the policy in a file again, and ends with an exit code that says whether it holds."""
+    from rich.console import Console
+
+    from precast.policy.policy import Policy
+    from precast.tuning import checking
+    from precast.tuning.result import figures, table
+
+    policy = Policy.load(path)
+    seed = asked.pop("seed")
+    question = _question(policy, asked)
+    workload = given.workload(seed)
+    with Console(stderr=True).status("measuring") as status:
+        found = checking.check(workload, policy, question, status.update)
+    proofs = [] if found.proof is None else [found.proof]
+    if as_json:
+        trials = [figures(trial) for proof in proofs for trial in proof.trials]
+        said = {"policy": str(path), "outcome": found.outcome, "because": found.because}
+        click.echo(json.dumps({**said, "trials": trials}, indent=2))
+    else:
+        click.echo(f"{path}: {_OUTCOMES[found.outcome]}")
+        for reason in found.because:
+            click.echo(f"- {reason}")
+        for proof in proofs:
+            click.echo("\n" + "\n".join(table(proof)))
+    sys.exit({"holds": 0, "does not hold": 1, "cannot tell": 3}[found.outcome])
+
+
+def _question(policy: Policy, asked: dict[str, Any]) -> Question:
+    """What the policy was found for, as its file says, but for what is asked here."""
+    import torch
+
+    from precast.policy.policy import as_policy
+    from precast.tuning.checking import Question
+
+    said = policy.measured
+    dtype = getattr(torch, str(said.get("dtype", "bfloat16")), None)
+    if "candidates" in asked:
+        (dtype,) = asked["candidates"][:1]
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise click.UsageError(f"the policy was measured in {said['dtype']}, which is no 16 bits")
+    return Question(
+        asked.get("objective", "memory" if said.get("objective") == "memory" else "time"),
+        float(asked.get("tolerance", said.get("tolerance", 0.01))),
+        asked.get("budget", _MINUTE),
+        dtype,
+        as_policy(str(asked.get("base", said.get("base", "default")))),
+    )
 
 
 def _refuse(model: str | None, named: dict[str, Any]) -> None:

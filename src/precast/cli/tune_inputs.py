@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from precast.diagnostics.explain.model import load_model, load_named
 from precast.errors import PrecastError
+from precast.tuning.training import Workload, read_batches
 
 __all__ = ["Inputs", "budget", "candidates", "inputs", "tolerance"]
 
@@ -34,6 +35,19 @@ class Inputs:
     batches: Any
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
     metric: Callable[[nn.Module, Any], Any] | None
+
+    def workload(self, seed: int) -> Workload:
+        """What is trained."""
+        kinds = {parameter.device.type for parameter in self.model.parameters()}
+        return Workload(
+            self.model,
+            self.step,
+            read_batches(self.batches),
+            self.optimizer or torch.optim.AdamW,
+            min(kinds, default="cpu"),
+            self.metric,
+            seed,
+        )
 
 
 def inputs(

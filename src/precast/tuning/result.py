@@ -28,7 +28,7 @@ from precast.policy.toml_file import Contents
 from precast.tuning import evidence as files
 from precast.tuning.evidence import Between, Compared, Evidence, ProofEvidence, Trial
 
-__all__ = ["TuningResult", "is_a_result"]
+__all__ = ["TuningResult", "figures", "is_a_result", "table"]
 
 _WIDE: Final = 80
 _HEAD: Final = 3  # lines of a rendered policy before its tables: name, summary, mixed
@@ -96,14 +96,14 @@ class TuningResult(Displayed):
             "because": self.because,
             "seconds": round(self.evidence.seconds, 2),
             "interrupted": self.evidence.interrupted,
-            "trials": [_figures(trial) for proof in proofs for trial in proof.trials],
+            "trials": [figures(trial) for proof in proofs for trial in proof.trials],
             "comparisons": [as_json(each) for proof in proofs for each in proof.comparisons],
         }
 
     def __str__(self) -> str:
         lines = textwrap.wrap(f"{self.name}: {self.because}", _WIDE)
         for proof in self.evidence.proofs[-1:]:
-            lines += ["", *_table(proof)]
+            lines += ["", *table(proof)]
         for search in self.evidence.searches:
             barred = [site for site in search.sites if site.barred]
             lines += [
@@ -134,7 +134,7 @@ def is_a_result(path: Path) -> bool:
     return head.startswith(_BEGINS) or f'"schema": "{files.SCHEMA}"' in head
 
 
-def _figures(trial: Trial) -> dict[str, Any]:
+def figures(trial: Trial) -> dict[str, Any]:
     """A trial's figures in short."""
     return {
         "name": trial.name,
@@ -167,7 +167,7 @@ def _short(policy: Policy, base_name: str) -> str:
 _COLUMNS: Final = ("setup", "step", "loss", "against float32", "time", "kept")
 
 
-def _table(proof: ProofEvidence) -> list[str]:
+def table(proof: ProofEvidence) -> list[str]:
     """The trials of a proof, a line for each."""
     rows = [_COLUMNS, *(_row(proof, trial) for trial in proof.trials)]
     widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS))]

@@ -1,0 +1,96 @@
+"""A policy that was found is measured again: it holds, or does not, or the time is too short to tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from precast.policy.policy import Policy
+from precast.tuning import checking
+from precast.tuning.checking import Question, check
+from precast.tuning.training import Workload
+from tests.tuning.test_tuner import SGD, Wide, batches, in_16_bits, step
+
+DEFAULT = Policy.load("default")
+HEAD = DEFAULT.replace(name="tuned", modules={"head": "fp32"})
+ASKED = Question("memory", 0.05, 60.0, torch.bfloat16, DEFAULT)
+
+
+def workload(step=step, model: nn.Module | None = None) -> Workload:
+    return Workload(model or Wide(), step, tuple(batches()), SGD, "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _short_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "_STEPS", (4, 6))
+
+
+def test_the_base_policy_holds_where_it_keeps_less_than_float32() -> None:
+    found = check(workload(), DEFAULT, ASKED)
+    assert found.outcome == "holds"
+    assert "default keeps 0.54 of the memory of float32" in found.because
+    assert [trial.name for trial in found.proof.trials] == ["float32", "default"]
+
+
+def test_a_policy_that_keeps_more_than_the_base_does_not_hold() -> None:
+    found = check(workload(), HEAD, ASKED)
+    assert found.outcome == "does not hold"
+    assert "tuned keeps 2.12 of the memory of default" in found.because
+
+
+def test_a_policy_that_trains_worse_does_not_hold() -> None:
+    def spoilt(model: nn.Module, batch) -> torch.Tensor:
+        loss = step(model, batch)
+        return loss + 0.2 * loss.detach() if in_16_bits() else loss
+
+    found = check(workload(spoilt), DEFAULT, ASKED)
+    assert found.outcome == "does not hold"
+    assert found.because[0].startswith("the loss of default is that of float32 +")
+
+
+def test_a_base_that_fails_is_no_measure() -> None:
+    class Fails(Wide):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.head(torch.tanh(self.body(x)))
+            return found * float("inf") if found.dtype is torch.bfloat16 else found
+
+    in_float32 = DEFAULT.replace(modules={"body": "fp32", "head": "fp32"})
+    found = check(workload(model=Fails()), in_float32, ASKED)
+    assert found.outcome == "holds"
+    assert "default does not train as well as float32 for certain" in found.because[-1]
+
+
+@pytest.mark.parametrize(
+    ("slow_in_16_bits", "outcome"), [(True, "does not hold"), (False, "holds")]
+)
+def test_the_time_is_compared(slow_in_16_bits: bool, outcome: str) -> None:
+    def slow(model: nn.Module, batch) -> torch.Tensor:
+        if in_16_bits() is slow_in_16_bits:
+            time.sleep(0.02)
+        return step(model, batch)
+
+    asked = dataclasses.replace(ASKED, objective="time", tolerance=0.1)
+    assert check(workload(slow), DEFAULT, asked).outcome == outcome
+    # Where float32 was the answer, it is the other way round.
+    asked = dataclasses.replace(asked, dtype=torch.float32)
+    other = "holds" if slow_in_16_bits else "does not hold"
+    assert check(workload(slow), Policy("float32", {}, "promote"), asked).outcome == other
+
+
+def test_too_short_a_time_tells_nothing() -> None:
+    found = check(workload(), DEFAULT, dataclasses.replace(ASKED, budget=1e-3))
+    assert (found.outcome, found.proof) == ("cannot tell", None)
+    assert "too small" in found.because[0]
+
+
+def test_the_model_and_the_random_state_stay_as_they_are() -> None:
+    model, state = Wide(), torch.get_rng_state()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    check(workload(model=model), DEFAULT, ASKED)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
