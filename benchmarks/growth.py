@@ -22,6 +22,7 @@ from benchmarks.variants import (
     BASELINE,
     BY_HAND,
     INFERENCE,
+    Prepared,
     Setting,
     SkippedError,
     prepare,
@@ -29,7 +30,8 @@ from benchmarks.variants import (
 
 __all__ = ["AXES", "COMPARISONS", "run"]
 
-_KINDS = (BASELINE, "precast", "attached", BY_HAND)
+_ATTACHED = "attached"
+_KINDS = (BASELINE, "precast", _ATTACHED, BY_HAND)
 _WIDTH, _BATCH = 16, 8
 
 
@@ -94,10 +96,17 @@ def _figures(
     with ExitStack() as stack:
         variants = {}
         for kind in _KINDS:
+            make = partial(prepare, kind, network, INFERENCE, setting)
             try:
-                prepared = prepare(kind, network, INFERENCE, setting)
+                prepared = make()
             except SkippedError as error:
                 yield {"kind": kind, "skipped": str(error)}
+                continue
+            if kind == _ATTACHED:
+                prepared.close()
+                turns = _Turns(make)
+                one = Prepared(partial(_repeat, turns.work, calls), before=turns.begin)
+                variants[kind] = dataclasses.replace(variant(one, setting), after=turns.end)
                 continue
             stack.callback(prepared.close)
             repeated = dataclasses.replace(prepared, work=partial(_repeat, prepared.work, calls))
@@ -105,6 +114,27 @@ def _figures(
         result, counts = timed(variants, rounds)
     for kind in variants:
         yield {"kind": kind, **figures(result, kind), **counts}
+
+
+class _Turns:
+    """A variant that is made for each turn: as long as a model is attached, every region looks whether it may stay."""
+
+    def __init__(self, make: Callable[[], Prepared]) -> None:
+        self._make = make
+        self._prepared: Prepared | None = None
+
+    def begin(self) -> None:
+        self._prepared = self._make()
+        self._prepared.before()
+
+    def work(self) -> Tensor:
+        assert self._prepared is not None
+        return self._prepared.work()
+
+    def end(self) -> None:
+        assert self._prepared is not None
+        self._prepared.close()
+        self._prepared = None
 
 
 def _repeat(work: Callable[[], Tensor], count: int) -> Tensor:

@@ -12,6 +12,7 @@ Hooks that PyTorch offers (on modules, optimizers, parameters) are no patches; t
 from __future__ import annotations
 
 import pkgutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -28,6 +29,7 @@ from precast._torch.transforms import is_real
 __all__ = [
     "RegionListener",
     "checkpoint_wrappers",
+    "clear_autocast_cache",
     "enter_region",
     "exit_region",
     "on_backward",
@@ -127,22 +129,28 @@ class _Shared:
 # --- the weight cache ---
 
 
-def on_cleared_cache(clear: Callable[[], None] | None) -> None:
-    """Has `clear` called whenever a program clears PyTorch's weight cache, as its regions do; None ends that.
+def on_cleared_cache(clear: Callable[[bool], None] | None) -> None:
+    """Has `clear` called whenever PyTorch's weight cache is cleared; None ends that.
 
-    All regions look up `torch.clear_autocast_cache` when they end.
+    It is told whether a program asked for it. PyTorch's regions look up `torch.clear_autocast_cache` when they end.
     """
     _cleared_cache.tell(*([clear] if clear else []))
 
 
-def _hear_cleared_cache(listeners: list[Callable[[], None]]) -> list[Stop]:
+def clear_autocast_cache() -> None:
+    """Clears PyTorch's weight cache alone. `torch._C` has the function as it was (2.11 to 2.15)."""
+    torch._C.clear_autocast_cache()
+
+
+def _hear_cleared_cache(listeners: list[Callable[[bool], None]]) -> list[Stop]:
     pytorchs = torch.clear_autocast_cache
 
     @never_compiled
     def clear_autocast_cache() -> None:
         """Drops the lower-precision copies of weights, PyTorch's and precast's."""
+        by_region = sys._getframe(1).f_code is torch.autocast.__exit__.__code__
         for clear in listeners:
-            clear()
+            clear(not by_region)
         pytorchs()
 
     return [replace_names("torch", clear_autocast_cache=clear_autocast_cache)]

@@ -485,7 +485,8 @@ def _leave_nesting(record: Record) -> None:
     if records and records[-1] is record:
         records.pop()
     if record.nesting[1:] == [0]:
-        torch.clear_autocast_cache()  # which clears ours too
+        _torch.clear_autocast_cache()
+        registration.clear_cache()
     elif not records and installed(record.device_type).bound_policy is None:
         regions.cache.clear()
 

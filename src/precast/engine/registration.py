@@ -201,6 +201,13 @@ def clear_cache() -> None:
         act()
 
 
+def _cleared(by_program: bool) -> None:
+    """What `torch.clear_autocast_cache` does here; a program that calls it leaves nothing for later regions either."""
+    clear_cache()
+    if by_program and native.copies is not None:
+        native.copies.free_spare_memory()
+
+
 _optimizer_hooks: Final[list[Callable[[], None]]] = []
 
 
@@ -319,7 +326,7 @@ def _take_off_watched_only() -> None:
 
 def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     warn_elsewhere(policy.name, policy.measured, device_type)
-    _torch.on_cleared_cache(clear_cache)
+    _torch.on_cleared_cache(_cleared)
     _torch.wrap_checkpoints()
     _listen_to_optimizers(True)
     defined = _torch.definitions()

@@ -96,6 +96,9 @@ class NativeCopies(Protocol):
     def free_temporaries(self) -> None:
         """Gives back the memory that gradients of several parameters take in turns."""
 
+    def free_spare_memory(self) -> None:
+        """Gives back the memory that waits for the copies of the next region, in all threads."""
+
     def count(self) -> int:
         """How many copies this thread has, those that outlive regions too."""
 

@@ -106,9 +106,11 @@ Operation described(const c10::OperatorHandle& op, size_t number, c10::DeviceTyp
 void hold_for_fork() {
   Process::lock.lock();
   HeldSources::lock().lock();
+  SpareMemory::all().lock().lock();
 }
 
 void release_in_parent() {
+  SpareMemory::all().lock().unlock();
   HeldSources::lock().unlock();
   Process::lock.unlock();
 }
@@ -131,7 +133,7 @@ std::optional<at::Tensor> find(const at::Tensor& source, at::ScalarType dtype) {
   const c10::TensorImpl& impl = *source.unsafeGetTensorImpl();
   at::Tensor copy = here.copies.find_held(impl, dtype, Use::Leaf);
   if (!copy.defined()) {
-    copy = here.copies.find(impl, dtype);
+    copy = here.copies.find(impl, dtype, c10::GradMode::is_enabled());
   }
   return copy.defined() ? std::optional<at::Tensor>(std::move(copy)) : std::nullopt;
 }
@@ -279,6 +281,15 @@ PRECAST_API void precast_clear() {
   ThreadState::here().copies.clear();
 }
 
+PRECAST_API void precast_free_spare_memory() {
+  SpareMemory::all().free();
+}
+
+// How much memory waits for the copies of the next region; for tests.
+PRECAST_API int64_t precast_spare_bytes() {
+  return static_cast<int64_t>(SpareMemory::all().bytes());
+}
+
 PRECAST_API int64_t precast_count() {
   return static_cast<int64_t>(ThreadState::here().copies.size());
 }
@@ -302,7 +313,7 @@ PRECAST_API int precast_has(void* source, int dtype) {
   ThreadState& here = ThreadState::here();
   const auto scalar = static_cast<at::ScalarType>(dtype);
   const c10::TensorImpl& impl = *source_of(source);
-  return here.copies.find_held(impl, scalar, Use::Leaf).defined() || here.copies.find(impl, scalar).defined();
+  return here.copies.find_held(impl, scalar, Use::Leaf).defined() || here.copies.find(impl, scalar, /*records=*/false).defined();
 }
 
 // How many operations of this thread were promoted without asking PyTorch first; for tests.

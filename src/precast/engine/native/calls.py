@@ -97,6 +97,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "leave_to_regions": (None, [ctypes.c_void_p, ctypes.c_int]),
     "is_shared": (ctypes.c_int, [ctypes.c_void_p]),
     "free_temporaries": (None, []),
+    "free_spare_memory": (None, []),
+    "spare_bytes": (ctypes.c_int64, []),
     "evict": (
         None,
         [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64],
@@ -319,6 +321,14 @@ class Calls:
     def count(self) -> int:
         """How many copies this thread has, those that outlive regions too."""
         return int(self._functions["count"]())
+
+    def free_spare_memory(self) -> None:
+        """Gives back the memory that waits for the copies of the next region, in all threads."""
+        self._functions["free_spare_memory"]()
+
+    def spare_bytes(self) -> int:
+        """How much memory waits for the copies of the next region, in all threads; for tests."""
+        return int(self._functions["spare_bytes"]())
 
     def record_casts(self) -> None:
         """Notes the casts of weights that are made from now on, in all threads; for tests."""

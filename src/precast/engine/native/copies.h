@@ -6,11 +6,13 @@
 // - a copy refers to its source's storage weakly. The memory of that object is not given out again while there is a
 //   reference, so a storage that is found at the same address is the same storage;
 // - a copy that carries a gradient holds its source through its graph, so no other tensor can have the source's address.
-//   Copies that carry none belong to held parameters, and end when the parameter does;
+//   Copies that carry none have a reference to it, or belong to held parameters, and end when the parameter does;
+// - a copy without a gradient is found only where none is recorded;
 // - `own` is used by its thread alone. `held` is emptied by other threads too, so it has a lock.
 #pragma once
 
 #include "copy_table.h"
+#include "spare_memory.h"
 
 #include <mutex>
 
@@ -21,9 +23,11 @@ enum class Evicted : int { All = 0, Persistent = 1, PersistentAndOlder = 2 };
 
 class Copies {
  public:
-  // The copy of a source, or nothing where there is none or it is out of date.
-  at::Tensor find(const c10::TensorImpl& source, at::ScalarType dtype) const {
-    return found(own_, {&source, dtype, Use::Leaf});
+  // The copy of a source, or nothing where there is none, it is out of date, or it lacks the gradient that is recorded.
+  at::Tensor find(const c10::TensorImpl& source, at::ScalarType dtype, bool records) const {
+    const Copy* known = own_.find({&source, dtype, Use::Leaf});
+    const bool serves = known != nullptr && (!records || known->has_gradient());
+    return serves && known->notes.is_fresh_for(source) ? known->cast : at::Tensor();
   }
 
   at::Tensor find_held(const c10::TensorImpl& source, at::ScalarType dtype, Use use) {
@@ -32,6 +36,10 @@ class Copies {
   }
 
   void put(const at::Tensor& source, at::ScalarType dtype, Copy&& copy) {
+    if (own_.size() == 0) {
+      begun_ = SpareMemory::all().round();
+    }
+    has_plain_ |= !copy.has_gradient();
     put_in(own_, {source.unsafeGetTensorImpl(), dtype, Use::Leaf}, std::move(copy));
   }
 
@@ -94,6 +102,9 @@ class Copies {
 
   // Drops what does not outlive a region.
   void clear() {
+    if (has_plain_) {
+      leave_memory();
+    }
     own_.clear();
     std::vector<Copy> gone;
     std::lock_guard<std::mutex> guard(lock_);
@@ -123,8 +134,22 @@ class Copies {
     return before;
   }
 
+  // Gives the memory of copies without a gradient to the next region.
+  void leave_memory() {
+    std::vector<const at::Tensor*> left;
+    for (const auto& entry : own_.entries()) {
+      if (!entry.copy.has_gradient()) {
+        left.push_back(&entry.copy.cast);
+      }
+    }
+    has_plain_ = false;
+    SpareMemory::all().keep(left, begun_);
+  }
+
   CopyTable own_, held_;
   std::mutex lock_;
+  bool has_plain_ = false;  // copies without a gradient
+  uint64_t begun_ = 0;      // the round of spare memory when the first copy was made
 };
 
 }  // namespace precast

@@ -91,7 +91,12 @@ class Notes {
 struct Copy {
   Notes notes;
   at::Tensor cast;
-  int64_t held = 0;  // the number of the held copy that it stands for
+  int64_t held = 0;   // the number of the held copy that it stands for
+  at::Tensor source;  // of a copy without a gradient that is not held: kept alive, as a graph would
+
+  bool has_gradient() const {
+    return !source.defined();
+  }
 };
 
 class CopyTable {

@@ -21,6 +21,19 @@
 #define PRECAST_API extern "C" __attribute__((visibility("default")))
 
 namespace precast {
+
+void write(const at::Tensor& target, const at::Tensor& source) {
+  static const auto copy = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("aten::copy_", "")
+                               .typed<at::Tensor&(at::Tensor&, const at::Tensor&, bool)>();
+  at::Tensor written = target;
+  copy.call(written, source, false);
+}
+
+bool in_forward_mode() {
+  return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+}
+
 namespace {
 
 using torch::autograd::variable_list;
@@ -51,14 +64,6 @@ at::Tensor empty_like(const at::Tensor& gradient, at::IntArrayRef layout, at::Sc
       std::nullopt,
       gradient.device(),
       std::nullopt);
-}
-
-void write(const at::Tensor& target, const at::Tensor& source) {
-  static const auto copy = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("aten::copy_", "")
-                               .typed<at::Tensor&(at::Tensor&, const at::Tensor&, bool)>();
-  at::Tensor written = target;
-  copy.call(written, source, false);
 }
 
 // A tensor of its own on the same memory, without a graph.
@@ -237,10 +242,6 @@ class Claim {
   HeldRecord& record_;
   bool holds_;
 };
-
-bool in_forward_mode() {
-  return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
-}
 
 }  // namespace
 

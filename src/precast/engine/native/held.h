@@ -99,6 +99,12 @@ class HeldSource {
 // The copy as a cast of the parameter: its gradient is the parameter's, in float32 and in its layout.
 at::Tensor with_gradient(const at::Tensor& parameter, const at::Tensor& copy, std::shared_ptr<HeldCopy> held);
 
+// `target.copy_(source)`.
+void write(const at::Tensor& target, const at::Tensor& source);
+
+// Whether derivatives are computed forward, so that a tensor may have a tangent.
+bool in_forward_mode();
+
 // Drops what stands for a held copy, in all threads; the caller frees it.
 void evict_everywhere(
     const c10::TensorImpl* source,

@@ -116,8 +116,12 @@ class Search {
     if (!trains || is_inference_) {
       return {};
     }
-    at::Tensor copy = here_.copies.find(source, dtype_);
-    return copy.defined() || !is_kept_by_pytorch(tensor) ? copy : new_copy_of(here_, tensor, dtype_);
+    at::Tensor copy = here_.copies.find(source, dtype_, records_);
+    if (copy.defined() || !is_kept_by_pytorch(tensor)) {
+      return copy;
+    }
+    const bool is_plain = !records_ && SpareMemory::is_for(source, dtype_) && !in_forward_mode();
+    return is_plain ? new_plain_copy_of(here_, tensor, dtype_) : new_copy_of(here_, tensor, dtype_);
   }
 
   // The same for an argument of any kind: what has a copy is replaced.
@@ -137,7 +141,7 @@ class Search {
  private:
   // The copy of a held weight where gradients are recorded, if these kernels have it or may make it.
   at::Tensor trained(const at::Tensor& tensor, HeldSource& held) {
-    at::Tensor copy = here_.copies.find(*tensor.unsafeGetTensorImpl(), dtype_);
+    at::Tensor copy = here_.copies.find(*tensor.unsafeGetTensorImpl(), dtype_, records_);
     if (copy.defined()) {
       return copy;
     }
@@ -186,28 +190,51 @@ struct Attempt {
   }
 };
 
-}  // namespace
-
-at::Tensor copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
-  at::Tensor known = here.copies.find(*source.unsafeGetTensorImpl(), dtype);
-  return known.defined() ? known : new_copy_of(here, source, dtype);
-}
-
-at::Tensor new_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
+// Puts what `make` gives into the table; `alive` is what the copy itself has to keep alive.
+template <class Make>
+at::Tensor put(
+    ThreadState& here, const at::Tensor& source, at::ScalarType dtype, const at::Tensor& alive, const Make& make) {
   here.copies.forget(*source.unsafeGetTensorImpl(), dtype);
   Notes notes(source);  // before the cast: what another thread writes meanwhile is then seen at the next use
   at::Tensor made;
   {
-    c10::AutoGradMode recorded(true);
     c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
-    made = cast(source, dtype);
+    made = make();
   }
-  here.copies.put(source, dtype, Copy{std::move(notes), made});
+  here.copies.put(source, dtype, Copy{std::move(notes), made, 0, alive});
   if (Process::records_casts.load(std::memory_order_relaxed)) {
     std::lock_guard<std::mutex> guard(Process::lock);
     Process::casts.emplace_back(made.getIntrusivePtr());
   }
   return made;
+}
+
+}  // namespace
+
+at::Tensor copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
+  at::Tensor known = here.copies.find(*source.unsafeGetTensorImpl(), dtype, /*records=*/true);
+  return known.defined() ? known : new_copy_of(here, source, dtype);
+}
+
+at::Tensor new_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
+  if (c10::GradMode::is_enabled()) {
+    SpareMemory::all().free();
+  }
+  return put(here, source, dtype, at::Tensor(), [&] {
+    c10::AutoGradMode recorded(true);
+    return cast(source, dtype);
+  });
+}
+
+at::Tensor new_plain_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
+  return put(here, source, dtype, source, [&] {
+    const auto made = SpareMemory::all().like(*source.unsafeGetTensorImpl(), dtype);
+    if (!made.has_value()) {
+      return cast(source, dtype);
+    }
+    write(*made, source);
+    return *made;
+  });
 }
 
 void Kernel::run_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const {

@@ -51,4 +51,7 @@ class Kernel final : public c10::OperatorKernel {
 at::Tensor copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype);
 at::Tensor new_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype);
 
+// A cast without a gradient, for where none is recorded, in memory that the region before has left if there is any.
+at::Tensor new_plain_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype);
+
 }  // namespace precast
