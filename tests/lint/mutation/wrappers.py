@@ -41,6 +41,10 @@ def torch_as_th(module: cst.Module) -> cst.Module | None:
     line = next((i for i in module.body if source(i).strip() == "import torch"), None)
     if line is None or any("import torch." in source(i) for i in module.body if is_import(i)):
         return None
+    if any(
+        isinstance(n, cst.Annotation) and '"torch.' in source(n.annotation) for n in nodes(module)
+    ):
+        return None  # what is quoted would have to be renamed as well
     done = replaced(module, {line: stmt("import torch as th\n")})
     return renamed(done, lambda name: "th" if name == "torch" else None)
 
@@ -49,10 +53,11 @@ def _by_import(
     module: cst.Module, owner: str, text: str, news: dict[str, str]
 ) -> cst.Module | None:
     """Dotted names become what an import brings."""
+    imported = {n for node in nodes(module) if is_import(node) for n in nodes(node)}
     found = {
         node: cst.parse_expression(news[name])
         for node in nodes(module)
-        if isinstance(node, cst.Attribute) and (name := path(node)) in news
+        if isinstance(node, cst.Attribute) and (name := path(node)) in news and node not in imported
     }
     if not found or owner not in source(module):
         return None

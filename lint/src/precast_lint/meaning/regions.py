@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from precast_lint.meaning.assignments import values_seen
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings
@@ -175,13 +176,10 @@ def _regions(source: Source) -> Iterator[Region]:
 def _entered(source: Source, statement: Node, item: Node) -> Region | None:
     """The region that a `with` item enters: a call, a name for one, or one side of `autocast() if amp else other`."""
     if isinstance(item, cst.Name):
-        binding = source.names.only_binding(item)
-        if (
-            binding is not None
-            and isinstance(binding.value, cst.IfExp)
-            and binding.kind == "assign"
-        ):
-            item = binding.value
+        found = values_seen(source, item)  # one of several where the code is straight
+        made = found[0].value if len(found) == 1 and found[0].kind == "assign" else None
+        if isinstance(made, cst.IfExp) or (made and len(source.names.bindings(item)) > 1):
+            item = made
     if isinstance(item, cst.IfExp):
         sides = [_entered(source, statement, side) for side in (item.body, item.orelse)]
         one = sides[0] or sides[1]

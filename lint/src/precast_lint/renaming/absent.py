@@ -6,7 +6,7 @@ Invariants: no PyTorch has ever had them, so a file that uses one is wrong with 
 
 from __future__ import annotations
 
-__all__ = ["ABSENT"]
+__all__ = ["ABSENT", "ABSENT_FUNCTIONAL"]
 
 # What somebody writes after `torch.` -> what does that in PyTorch.
 ABSENT = {
@@ -100,4 +100,28 @@ ABSENT = {
     "swish": "torch.nn.functional.silu",
     "unfold": "torch.nn.functional.unfold",
     "upsample": "torch.nn.functional.interpolate",
+}
+
+# What somebody writes after `torch.nn.functional.` -> what does that in PyTorch.
+ABSENT_FUNCTIONAL = {
+    "avg_pool": "torch.nn.functional.avg_pool2d",
+    "batch_normalization": "torch.nn.functional.batch_norm",
+    "bce_loss": "torch.nn.functional.binary_cross_entropy",
+    "bce_with_logits": "torch.nn.functional.binary_cross_entropy_with_logits",
+    "binary_crossentropy": "torch.nn.functional.binary_cross_entropy",
+    "categorical_crossentropy": "torch.nn.functional.cross_entropy",
+    "conv2d_transpose": "torch.nn.functional.conv_transpose2d",
+    "hard_sigmoid": "torch.nn.functional.hardsigmoid",
+    "hard_swish": "torch.nn.functional.hardswish",
+    "hard_tanh": "torch.nn.functional.hardtanh",
+    "l2_loss": "torch.nn.functional.mse_loss",
+    "l2_normalize": "torch.nn.functional.normalize",
+    "layer_normalization": "torch.nn.functional.layer_norm",
+    "log_sigmoid": "torch.nn.functional.logsigmoid",
+    "max_pool": "torch.nn.functional.max_pool2d",
+    "sigmoid_cross_entropy_with_logits": "torch.nn.functional.binary_cross_entropy_with_logits",
+    "smooth_l1": "torch.nn.functional.smooth_l1_loss",
+    "softmax_cross_entropy_with_logits": "torch.nn.functional.cross_entropy",
+    "sparse_categorical_crossentropy": "torch.nn.functional.cross_entropy",
+    "swish": "torch.nn.functional.silu",
 }

@@ -13,7 +13,7 @@ from precast_lint.parsing.syntax import Node, cst, dotted
 __all__ = ["RULE"]
 
 _NAMES = frozenset(
-    {"torch.autocast"}
+    {"torch.autocast", "torch.GradScaler"}
     | {
         f"torch.{module}.{name}"
         for module in ("amp", "cuda.amp", "cpu.amp")
@@ -91,6 +91,19 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch.GradScaler
+
+        scaler = torch.GradScaler("cuda")
+        """,
+        """
+        import torch
+
+        scaler = torch.GradScaler("cuda")
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch.cuda.amp.autocast as autocast

@@ -295,9 +295,58 @@ _HANDED = (
                     self.scaler.scale(model(batch)).backward()
                     self.scaler.step(optimizer)
     """),
+    Case(
+        """
+        import torch
+        from loop import fit
+
+        scaler = torch.amp.GradScaler("cuda")
+
+        def step(loss, optimizer):
+            for _ in range(2):
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+
+        fit(step, scaler)
+        """,
+        note="Others get the scaler, and may update it.",
+    ),
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+
+        def train(model, optimizer, batches):
+            for i, batch in enumerate(batches):
+                with torch.autocast("cuda"):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+                if i % 4 == 3:
+                    scaler.step(optimizer)
+                    optimizer.zero_grad()
+        """,
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+
+        def train(model, optimizer, batches):
+            for i, batch in enumerate(batches):
+                with torch.autocast("cuda"):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+                if i % 4 == 3:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        """,
+        unsafe=True,
+        note="No place of the file updates a scaler that its top level makes.",
+    ),
     Case(
         """
         import torch

@@ -8,7 +8,7 @@ from precast_lint.meaning.guards import is_guarded
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
-from precast_lint.renaming.absent import ABSENT
+from precast_lint.renaming.absent import ABSENT, ABSENT_FUNCTIONAL
 
 __all__ = ["RULE"]
 
@@ -16,7 +16,12 @@ __all__ = ["RULE"]
 _TELLING = tuple(
     name for name in ABSENT if name.startswith(("reduce_", "expand_dims", "gather_nd"))
 )
-_WORDS = (*(f"torch.{name}(" for name in ABSENT), *(f"torch {name}" for name in _TELLING))
+_WORDS = (
+    *(f"torch.{name}(" for name in ABSENT),
+    *(f"torch {name}" for name in _TELLING),
+    *(f"functional .{name}(" for name in ABSENT_FUNCTIONAL),
+)
+_OF_MODULES = {"torch": ABSENT, "torch.nn.functional": ABSENT_FUNCTIONAL}
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -24,25 +29,29 @@ def check(source: Source) -> Iterator[Finding]:
     set_here = {source.origin(n.target) for n in source.all(cst.AssignTarget)}
     for call in source.all(cst.Call):
         func = call.func
-        name = _absent(source.names.path(func)) if isinstance(func, cst.Attribute) else None
-        if name and source.origin(func) not in set_here and not is_guarded(source, call):
-            yield _found(source, func, name)
+        path = source.names.path(func) if isinstance(func, cst.Attribute) else None
+        there = _replacement(path)
+        if there and source.origin(func) not in set_here and not is_guarded(source, call):
+            yield _found(source, func, path, there)
     for statement in source.all(cst.ImportFrom):
-        if statement.relative or dotted(statement.module) != "torch":
+        if statement.relative or isinstance(statement.names, cst.ImportStar):
             continue
-        for alias in statement.names if not isinstance(statement.names, cst.ImportStar) else ():
-            name = _absent(f"torch.{dotted(alias.name)}")
-            if name and not is_guarded(source, statement):
-                yield _found(source, alias, name)
+        for alias in statement.names:
+            path = f"{dotted(statement.module)}.{dotted(alias.name)}"
+            there = _replacement(path)
+            if there and not is_guarded(source, statement):
+                yield _found(source, alias, path, there)
 
 
-def _absent(path: str | None) -> str | None:
+def _replacement(path: str | None) -> str | None:
+    """What PyTorch has in the place of a name that is nowhere in its module."""
     module, _, name = (path or "").rpartition(".")
-    return name if module == "torch" and name in ABSENT else None
+    return _OF_MODULES.get(module, {}).get(name)
 
 
-def _found(source: Source, node: Node, name: str) -> Finding:
-    return source.find(RULE, node, RULE.message.format(name=name, there=ABSENT[name]))
+def _found(source: Source, node: Node, path: str | None, there: str) -> Finding:
+    module, _, name = (path or "").rpartition(".")
+    return source.find(RULE, node, RULE.message.format(module=module, name=name, there=there))
 
 
 VALID = (
@@ -82,6 +91,15 @@ VALID = (
 INVALID = (
     Case(
         """
+        import torch.nn.functional as F
+        from torch.nn.functional import l2_normalize
+
+        y = F.log_sigmoid(F.hard_swish(l2_normalize(x)))
+        """,
+        count=3,
+    ),
+    Case(
+        """
         import torch
 
         y = torch.reduce_max(x, dim=1)
@@ -112,10 +130,10 @@ RULE = Rule(
     name="absent-function",
     severity=Severity.ERROR,
     fix=Applicability.NONE,
-    message="torch has no `{name}`: see `{there}`",
+    message="{module} has no `{name}`: see `{there}`",
     what=(
         "Calls and imports of names that torch has never had, and other libraries, or other modules of PyTorch, have: "
-        "`torch.reduce_max`, `torch.gelu`."
+        "`torch.reduce_max`, `torch.gelu`, `torch.nn.functional.swish`."
     ),
     why="It raises an AttributeError, maybe only after hours, where the code is rarely run.",
     fine="Something adds the name to torch.",

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from precast_lint.meaning.functions import followed_call
+from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
@@ -131,7 +132,8 @@ class Flow:
         """Whether a scaler can be followed to its last use: nobody else calls these methods of one, as far as is seen.
 
         It is made here and never leaks; or calls of this file hand it to this function, or a class without foreign
-        bases makes it, and no other function of the file calls these methods of any scaler.
+        bases, or the top level of the file, makes it, and no other function of the file calls these methods of any
+        scaler.
         """
         if self.is_owned(name):
             return True
@@ -146,6 +148,8 @@ class Flow:
         node = next((n for n in self.nodes if self._is(n, name)), None)
         if isinstance(node, cst.Name):
             binding = self.source.names.only_binding(node)
+            if binding is not None and self._is_of_top_level(node, binding):
+                return True
             is_handed = binding is not None and bool(values.handed.to(binding))
             return is_handed and self.is_local(name) and not self.leaks(name)
         home = values.enclosing_class(self.node) if name.startswith("self.") else None
@@ -158,6 +162,14 @@ class Flow:
         return all(base in ("object", "torch.nn.Module") for base in bases) and any(
             isinstance(value, cst.Call) for value, _ in made
         )
+
+    def _is_of_top_level(self, name: cst.Name, binding: Binding) -> bool:
+        """Whether the top level of the file makes it, and no place in the file hands it to others."""
+        home = self.source.scopes.scope_of[name].home(name.value)
+        if home is None or not isinstance(home.node, cst.Module) or binding.kind != "assign":
+            return False
+        places = self.source.scopes.references(home, name.value)
+        return isinstance(binding.value, cst.Call) and not any(map(self._leaks_at, places))
 
     def has_all(self, name: str, method: str) -> bool:
         """Whether this function makes all calls of a method of what it owns, or of an attribute of its class."""
