@@ -64,7 +64,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _State:
-    if event.kind == "scale" and event.scaler == scaler:
+    if event.kind == "scale" and event.scaler == scaler and not _is_for_grad(source, event.node):
         return replace(state, scaled=True)
     if event.kind == "backward":
         by_hand = _SCALED_NAME.search(key(source, event.node) or "")
@@ -78,6 +78,13 @@ def _on(source: Source, state: _State, event: Event, say: Say, scaler: str) -> _
             say.bad(event.node)
         return _State()
     return state
+
+
+def _is_for_grad(source: Source, scaled: Node) -> bool:
+    """Whether a scaled loss is one of which `torch.autograd.grad` takes gradients, which no optimizer gets."""
+    parent = source.parents[scaled]
+    call = source.parents.get(parent) if isinstance(parent, cst.Arg) else None
+    return isinstance(call, cst.Call) and source.origin(call.func) == "torch.autograd.grad"
 
 
 def _is_dropped(source: Source, node: Node, scaler: str) -> bool:
@@ -207,6 +214,42 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = criterion(model(x), y)
+            scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
+            inverse = 1.0 / scaler.get_scale()
+            with torch.autocast("cuda"):
+                loss = loss + sum((g * inverse).square().sum() for g in scaled)
+            loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = criterion(model(x), y)
+            scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
+            inverse = 1.0 / scaler.get_scale()
+            with torch.autocast("cuda"):
+                loss = loss + sum((g * inverse).square().sum() for g in scaled)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        unsafe=True,
+        note="What is scaled for a penalty does not scale what backward gets.",
+    ),
     Case(
         """
         import torch

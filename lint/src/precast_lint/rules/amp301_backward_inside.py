@@ -49,7 +49,26 @@ def _is_loss(source: Source, owner: Node, arguments: Arguments) -> bool:
     if isinstance(owner, cst.Call) and isinstance(owner.func, cst.Attribute):
         return owner.func.attr.value in ("sum", "mean", "scale")
     last = (key(source, owner) or "").rpartition(".")[2].lower()
-    return "loss" in last and isinstance(owner, (cst.Name, cst.Attribute, cst.Subscript))
+    is_named = "loss" in last and isinstance(owner, (cst.Name, cst.Attribute, cst.Subscript))
+    return is_named or _is_made_as_loss(source, owner)
+
+
+def _is_made_as_loss(source: Source, owner: Node) -> bool:
+    """Whether all that a name is given comes from a loss of PyTorch: `objective = nn.MSELoss()(prediction, target)`."""
+    bindings = source.names.bindings(owner) if isinstance(owner, cst.Name) else []
+    return bool(bindings) and all(
+        b.kind == "assign" and isinstance(b.value, cst.Call) and _is_of_torch(source, b.value.func)
+        for b in bindings
+    )
+
+
+def _is_of_torch(source: Source, func: Node) -> bool:
+    made = source.instance(func) or ""
+    origin = source.origin(func) or ""
+    is_function = origin.startswith("torch.nn.functional.") and origin.endswith(
+        ("loss", "cross_entropy", "kl_div", "cross_entropy_with_logits")
+    )
+    return is_function or (made.startswith("torch.nn.") and made.endswith("Loss"))
 
 
 VALID = (
@@ -111,6 +130,28 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        criterion = torch.nn.MSELoss()
+        for x, y in batches:
+            with torch.autocast("cuda"):
+                objective = criterion(model(x), y)
+                objective.backward()
+        """,
+        """
+        import torch
+
+        criterion = torch.nn.MSELoss()
+        for x, y in batches:
+            with torch.autocast("cuda"):
+                objective = criterion(model(x), y)
+            objective.backward()
+        """,
+        unsafe=True,
+        note="A loss by what makes it.",
+    ),
     Case(
         """
         import torch
