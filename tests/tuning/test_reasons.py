@@ -8,7 +8,7 @@ from precast.policy.policy import Policy, Rule
 from precast.tuning.choosing import Chosen
 from precast.tuning.costs import Cost, Costs
 from precast.tuning.fewest_rows import Row
-from precast.tuning.policy_text import text_of
+from precast.tuning.policy_text import short_policy, text_of
 from precast.tuning.reasons import header, reasons
 from precast.tuning.sites import Edge, Program, Site
 from precast.tuning.timing import Figure
@@ -45,6 +45,32 @@ def test_what_casts_would_cost():
 
 def test_what_cannot_be():
     assert _reason(BARRED) == "bfloat16: raises in bfloat16: no kernel"
+
+
+def test_figures_are_of_what_was_chosen_by():
+    sizes = {F32: Cost(Figure(0.0), kept=8192), LOW: Cost(Figure(0.0), kept=4096)}
+    costs = Costs(dict.fromkeys(SITES, sizes))
+
+    def said(site, low, prices):
+        chosen = Chosen(PROGRAM.choose(low), 0.0, prices)
+        errors = {TWO: "adds 3.1% to the loss"}
+        row = Row(site.module, "softmax", Rule.FP32, (site,))
+        return reasons(PROGRAM, costs, chosen, errors, "memory")(row)
+
+    assert said(ONE, [ONE], {}) == "bfloat16 keeps 4 KiB a step, float32 8 KiB"
+    assert said(ONE, [], {ONE: -2048}) == "bfloat16 would cost 2 KiB more a step"
+    assert (
+        said(TWO, [], {TWO: 4096}) == "bfloat16 adds 3.1% to the loss, and would save 4 KiB a step"
+    )
+
+
+def test_a_short_policy_has_a_reason_for_each_row():
+    chosen = Chosen(PROGRAM.choose([ONE]), 0.0, {TWO: 2e-3})
+    why = reasons(PROGRAM, COSTS, chosen, {TWO: "adds 3.1% to the loss"})
+    policy = short_policy(chosen.choice, PROGRAM, Policy.load("default"), reason=why)
+    row = policy.modules["b"].ops["aten::softmax"]
+    assert row.rule is Rule.FP32
+    assert row.reason == "bfloat16 adds 3.1% to the loss, and would save 2 ms a step"
 
 
 def test_what_was_not_measured_has_no_figures():

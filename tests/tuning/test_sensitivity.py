@@ -174,7 +174,30 @@ def test_rules_are_for_what_is_held_back_and_for_what_would_inherit_them() -> No
         ("a.b.c", "aten::linear"): "fp32",
     }
     reason = policy.modules["a"].ops["aten::linear"].reason
-    assert reason == "bfloat16 changes the gradient of w by 0.45 of its size, and the loss by 0"
+    assert reason == "bfloat16 changes the gradient of w by 45%, and the loss by 0%"
+
+
+def test_modules_that_are_held_back_alike_share_a_pattern() -> None:
+    sites = tuple(Site(f"layers.{i}.norm", "mul") for i in range(3))
+    odd = Site("head", "mul")
+    names = ("", "layers", *(f"layers.{i}" for i in range(3)), *(str(s.module) for s in sites))
+    program = Program((*sites, odd), modules=(*names, "head"))
+    found = Sensitivity(
+        {
+            site: SiteErrors(
+                0.0, 0.01 * (i + 1) ** 2, "", Errors(0.0, 0.01 * (i + 1) ** 2, f"w{i}")
+            )
+            for i, site in enumerate(program.sites)
+        }
+    )
+    policy = policy_holding(sites, found, program, DEFAULT, "tuned")
+    assert list(policy.modules) == ["layers.*.norm"]
+    row = policy.modules["layers.*.norm"].ops["aten::mul"]
+    assert row.reason == (
+        "bfloat16 changes the gradient of w2 by 30%, and the loss by 0%; the worst of 3 places"
+    )
+    one = policy_holding(sites[:2], found, program, DEFAULT, "tuned")
+    assert list(one.modules) == ["layers.0.norm", "layers.1.norm"]
 
 
 def test_what_no_module_runs_has_a_row_for_the_device() -> None:

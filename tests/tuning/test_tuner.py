@@ -135,6 +135,14 @@ def test_what_trains_worse_is_not_handed_out() -> None:
     assert "the loss of default is worse than that of float32 by +" in found.because
 
 
+def test_each_row_of_what_costs_least_says_why() -> None:
+    found = tune()
+    assert found.name == "tuned for memory"
+    rows = [line for line in found.text.splitlines() if "rule = " in line]
+    assert rows
+    assert all("bfloat16 keeps " in row or "bfloat16 would " in row for row in rows)
+
+
 def test_two_dtypes_are_both_tried() -> None:
     found = tune(candidates=(torch.bfloat16, torch.float16))
     trials = [trial.name for trial in found.evidence.proofs[-1].trials]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,7 +225,7 @@ def figures_of(saved: ProofEvidence, setups: Iterable[Setup]) -> dict[str, Figur
     found = {}
     for setup in setups:
         trial = known.get(setup.name)
-        if trial is None or trial.policy != _policy_text(setup):
+        if trial is None or not _is_of(trial, setup):
             return None
         curves = [[_nan(loss) for loss in curve] for curve in trial.curves]
         found[setup.name] = Figures(
@@ -251,6 +252,24 @@ def read(path: str | os.PathLike[str]) -> Evidence:
         raise TuningError(
             f"{os.fspath(path)} cannot be read as the evidence of a search: {error}"
         ) from error
+
+
+def _is_of(trial: Trial, setup: Setup) -> bool:
+    """Whether a trial was of the rules of a setup; the figures in their reasons are measured again, and differ."""
+    if setup.policy is None or not trial.policy:
+        return setup.policy is None and not trial.policy
+    return bool(_rules_of(trial.policy) == _rules_of(_policy_text(setup)))
+
+
+def _rules_of(text: str) -> Any:
+    """A policy file without its reasons."""
+
+    def bare(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: bare(inner) for key, inner in value.items() if key != "reason"}
+
+    return bare(tomllib.loads(text))
 
 
 def _policy_text(setup: Setup) -> str:

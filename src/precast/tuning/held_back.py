@@ -3,22 +3,25 @@
 Invariants:
 - an operation that is barred is always held back;
 - of the others, those with the largest errors are, until the sum of the errors of the rest is what is allowed;
-- a rule is written only for a module whose operation is held back, and for those in it that would inherit the rule.
+- a rule is written only for a module whose operation is held back, and for those in it that would inherit the rule;
+- modules with the same rules, whose names differ in one component, share a pattern.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
 from precast.policy.policy import Policy, Rule
+from precast.tuning.fewest_rows import Row
+from precast.tuning.policy_text import with_patterns
 from precast.tuning.sensitivity import Sensitivity, SiteErrors
 from precast.tuning.sites import Program, Site
 
-__all__ = ["held_back", "policy_holding", "reason_of"]
+__all__ = ["held_back", "policy_holding", "reason_of", "words_of"]
 
 _FP32: Final = (Rule.FP32, Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE)
 
@@ -57,40 +60,70 @@ def policy_holding(
         name: of the policy.
     """
     held = {site for site in sites if site.rule not in _FP32}
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Row]] = {}
     outside: dict[str, Any] = {}
     for site in (site for site in program.sites if site in held):
-        reason = reason_of(found.sites[site], program.low)
         if site.module is None:
+            reason = reason_of(found.sites[site], program.low)
             outside[site.op] = {"rule": "fp32", "reason": reason}
         else:
-            rows.setdefault(site.module, {})[site.op] = {"rule": "fp32", "reason": reason}
+            rows.setdefault(site.module, {})[site.op] = _row(site, Rule.FP32)
     for site in sorted(program.sites, key=lambda site: (site.module or "").count(".")):
         around = _nearest(site, rows)
-        if around is None or site in held or rows[around][site.op]["rule"] != "fp32":
+        if around is None or site in held or rows[around][site.op].rule is not Rule.FP32:
             continue
-        inherited = {"rule": str(site.rule or Rule.KEEP), "reason": "loses little here"}
-        rows.setdefault(str(site.module), {})[site.op] = inherited
+        rows.setdefault(str(site.module), {})[site.op] = _row(site, site.rule or Rule.KEEP)
+    modules: dict[str, dict[str, Any]] = {}
+    for row in with_patterns(
+        [row for ops in rows.values() for row in ops.values()], program.modules
+    ):
+        reason = "; ".join(_reasons(row, found, program.low))
+        modules.setdefault(str(row.place), {})[row.op] = {"rule": str(row.rule), "reason": reason}
     return base.replace(
         name=name,
         ops={program.device: outside},
-        modules={module: {"ops": ops} for module, ops in rows.items()},
+        modules={module: {"ops": ops} for module, ops in modules.items()},
     )
+
+
+def _row(site: Site, rule: Rule) -> Row:
+    return Row(str(site.module), site.op, rule, (site,))
+
+
+def _reasons(row: Row, found: Sensitivity, low: torch.dtype) -> Iterator[str]:
+    """Why a row is there: the reason of the worst of its sites, and how many they are."""
+    if row.rule is not Rule.FP32:
+        yield "loses little here"
+        return
+    worst = max(
+        (found.sites[site] for site in row.sites), key=lambda e: (bool(e.barred), e.gradient)
+    )
+    yield reason_of(worst, low)
+    if len(row.sites) > 1:
+        yield f"the worst of {len(row.sites)} places"
 
 
 def reason_of(errors: SiteErrors, low: torch.dtype) -> str:
     """Why a site with these errors is held back, in one line with figures."""
     dtype = str(low).removeprefix("torch.")
+    return f"{dtype}: {errors.barred}" if errors.barred else f"{dtype} {words_of(errors)}"
+
+
+def words_of(errors: SiteErrors) -> str:
+    """What 16 bits do to a site with these errors, with figures."""
     if errors.barred:
-        return f"{dtype}: {errors.barred}"
+        return f"is ruled out: {errors.barred}"
     alone = errors.measured
     if alone is not None and alone.flushed > 0.1:
-        return f"{dtype} makes {alone.flushed:.0%} of the gradient of {alone.parameter} zero"
+        return f"makes {alone.flushed:.0%} of the gradient of {alone.parameter} zero"
     gradient = f"the gradient of {alone.parameter}" if alone is not None else "gradients"
-    return (
-        f"{dtype} changes {gradient} by {math.sqrt(errors.gradient):.2g} of its size, and the loss by "
-        f"{math.sqrt(errors.loss):.2g}"
-    )
+    return f"changes {gradient} by {_percent(errors.gradient)}, and the loss by {_percent(errors.loss)}"
+
+
+def _percent(square: float) -> str:
+    """The root of a number as a share."""
+    share = math.sqrt(square)
+    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
 def _nearest(site: Site, rows: Mapping[str, Mapping[str, Any]]) -> str | None:

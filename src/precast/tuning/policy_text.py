@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import tomli_w
 
@@ -24,7 +24,7 @@ from precast.policy.toml_file import Contents
 from precast.tuning.fewest_rows import Row, fewest_rows, will_do
 from precast.tuning.sites import Choice, Program, Site
 
-__all__ = ["policy_of", "short_policy", "text_of", "written_rows"]
+__all__ = ["policy_of", "short_policy", "text_of", "with_patterns", "written_rows"]
 
 _NAME: Final = "tuned"
 _HEAD: Final = 3  # lines of a rendered policy before its tables: name, summary, mixed
@@ -48,13 +48,25 @@ def policy_of(choice: Choice, program: Program, base: Policy) -> Policy:
     return _policy(rows, program, base)
 
 
-def short_policy(choice: Choice, program: Program, base: Policy) -> Policy:
+def short_policy(
+    choice: Choice,
+    program: Program,
+    base: Policy,
+    *,
+    reason: Callable[[Row], str] = lambda _: "",
+) -> Policy:
     """The same with the fewest rows.
+
+    Args:
+        choice: as `policy_of`.
+        program: as `policy_of`.
+        base: as `policy_of`.
+        reason: says why a row is there, with figures.
 
     Raises:
         PolicyError: as `policy_of`.
     """
-    return _policy(written_rows(choice, program, base), program, base)
+    return _policy(written_rows(choice, program, base), program, base, reason)
 
 
 def written_rows(choice: Choice, program: Program, base: Policy) -> list[Row]:
@@ -64,7 +76,7 @@ def written_rows(choice: Choice, program: Program, base: Policy) -> list[Row]:
         PolicyError: as `policy_of`.
     """
     _check(choice, program, base)
-    return _with_patterns(fewest_rows(choice, program), program)
+    return with_patterns(fewest_rows(choice, program), program.modules)
 
 
 def text_of(
@@ -128,12 +140,18 @@ def _rule(site: Site, choice: Choice, program: Program) -> Rule:
     return next(rule for rule in tried if will_do(site, rule, choice, program))
 
 
-def _policy(rows: Sequence[Row], program: Program, base: Policy) -> Policy:
-    modules: dict[str, dict[str, Rule]] = {}
-    outside: dict[str, Rule] = {}
+def _policy(
+    rows: Sequence[Row],
+    program: Program,
+    base: Policy,
+    reason: Callable[[Row], str] = lambda _: "",
+) -> Policy:
+    modules: dict[str, dict[str, Any]] = {}
+    outside: dict[str, Any] = {}
     for row in rows:
         of_place = outside if row.place is None else modules.setdefault(row.place, {})
-        of_place[row.op] = row.rule
+        why = reason(row)
+        of_place[row.op] = {"rule": str(row.rule), "reason": why} if why else row.rule
     return base.replace(
         name=_NAME,
         ops={program.device: outside},
@@ -144,17 +162,22 @@ def _policy(rows: Sequence[Row], program: Program, base: Policy) -> Policy:
 # --- one row for several modules ---
 
 
-def _with_patterns(rows: list[Row], program: Program) -> list[Row]:
-    """The rows with those of modules that say the same, and whose names differ in one component, as one pattern."""
+def with_patterns(rows: Sequence[Row], modules: Sequence[str]) -> list[Row]:
+    """The rows with those of modules that say the same, and whose names differ in one component, as one pattern.
+
+    Args:
+        rows: the rows, each for a module or the device type.
+        modules: the names of all modules of the model.
+    """
     says: dict[str, list[Row]] = {}
     for row in rows:
         if row.place is not None:
             says.setdefault(row.place, []).append(row)
     merged: dict[str, str] = {}
     taken: set[str] = set()
-    for pattern, modules in _patterns(says, program):
-        if not modules & merged.keys() and pattern not in taken:
-            merged |= dict.fromkeys(modules, pattern)
+    for pattern, matched in _patterns(says, modules):
+        if not matched & merged.keys() and pattern not in taken:
+            merged |= dict.fromkeys(matched, pattern)
             taken.add(pattern)
     found: dict[tuple[str | None, str, Rule], Row] = {}
     for row in rows:
@@ -165,10 +188,12 @@ def _with_patterns(rows: list[Row], program: Program) -> list[Row]:
     return list(found.values())
 
 
-def _patterns(says: dict[str, list[Row]], program: Program) -> list[tuple[str, frozenset[str]]]:
+def _patterns(
+    says: dict[str, list[Row]], modules: Sequence[str]
+) -> list[tuple[str, frozenset[str]]]:
     """Patterns that match modules of one meaning and no others, those for the most modules first."""
     matched: dict[str, list[str]] = {}
-    for name in program.modules:
+    for name in modules:
         for pattern in _starred(name):
             matched.setdefault(pattern, []).append(name)
     meaning = {name: frozenset((row.op, row.rule) for row in rows) for name, rows in says.items()}

@@ -40,9 +40,10 @@ from precast.tuning import evidence as files
 from precast.tuning.choosing import Budget, choose
 from precast.tuning.costs import Costs, measure
 from precast.tuning.evidence import Evidence, Settings
-from precast.tuning.held_back import held_back, policy_holding
+from precast.tuning.held_back import held_back, policy_holding, words_of
 from precast.tuning.policy_text import short_policy
 from precast.tuning.proof import LOOKS, Comparison, Figures, Proof, prove
+from precast.tuning.reasons import reasons
 from precast.tuning.recording import record
 from precast.tuning.result import TuningResult
 from precast.tuning.sensitivity import Meter, Sensitivity, measure_sensitivity
@@ -458,7 +459,13 @@ class _Search:
             held=barred,
             seconds=max(1.0, 0.1 * self.budget),
         )
-        return short_policy(chosen.choice, program, self.base)
+        held = {
+            site: words_of(each)
+            for site, each in errors.sites.items()
+            if each.barred or chosen.prices.get(site, 0.0) > 0
+        }
+        why = reasons(program, costs, chosen, held, self.objective)
+        return short_policy(chosen.choice, program, self.base, reason=why)
 
     def _has_time(self, seconds: float, setups: int) -> bool:
         """Chooses how many steps a training takes; returns whether there is time for the least number of seeds."""
@@ -586,11 +593,12 @@ def _not_as_good(compared: Comparison, proof: Proof) -> str:
 
 
 def _says_as(policy: Policy | None, other: Policy) -> bool:
-    """Whether two policies have the same rules."""
+    """Whether two policies have the same rules; reasons may differ."""
     return (
         policy is not None
-        and policy.modules == other.modules
         and policy.fingerprint == other.fingerprint
+        and policy.modules.keys() == other.modules.keys()
+        and all(rule.says_as(other.modules[name]) for name, rule in policy.modules.items())
     )
 
 
