@@ -12,7 +12,6 @@ import torch
 
 from precast._internal.display import milliseconds, size
 from precast._internal.version import __version__
-from precast.diagnostics.hardware.doctor import processor
 from precast.tuning.choosing import Chosen, Objective
 from precast.tuning.costs import Costs
 from precast.tuning.fewest_rows import Row
@@ -58,6 +57,8 @@ def header(command: str, *, seed: int, date: str, device: str = "cpu") -> tuple[
         date: when, as YYYY-MM-DD.
         device: the type of the device that it ran on.
     """
+    from precast.diagnostics.hardware.doctor import processor  # which loads what prints
+
     threads = f", {size(torch.get_num_threads(), 'thread')}" if device == "cpu" else ""
     return (
         f"Found by precast {__version__} with PyTorch {torch.__version__} on {date}, seed {seed}.",

@@ -37,13 +37,11 @@ from precast.errors import TuningError
 from precast.policy.measured import Value, here
 from precast.policy.policy import Policy, as_policy
 from precast.tuning import evidence as files
-from precast.tuning.choosing import Budget, choose
+from precast.tuning.cheapest import cheapest
 from precast.tuning.costs import Costs, measure
 from precast.tuning.evidence import Evidence, Settings
-from precast.tuning.held_back import held_back, policy_holding, words_of
-from precast.tuning.policy_text import short_policy
+from precast.tuning.held_back import held_back, policy_holding
 from precast.tuning.proof import LOOKS, Comparison, Figures, Proof, prove
-from precast.tuning.reasons import reasons
 from precast.tuning.recording import record
 from precast.tuning.result import TuningResult
 from precast.tuning.sensitivity import Meter, Sensitivity, measure_sensitivity
@@ -438,34 +436,16 @@ class _Search:
         self, program: Program, errors: Sensitivity, costs: Costs, share: float
     ) -> Policy:
         """The policy that costs least within a share of the allowed error."""
-        limits = [
-            Budget(
-                "loss",
-                {frozenset({site}): each.loss for site, each in errors.sites.items()},
-                (self.tolerance * share) ** 2,
-            ),
-            Budget(
-                "gradient",
-                {frozenset({site}): each.gradient for site, each in errors.sites.items()},
-                (_GRADIENT * share) ** 2,
-            ),
-        ]
-        barred = [site for site, each in errors.sites.items() if each.barred]
-        chosen = choose(
+        return cheapest(
             program,
+            errors,
             costs,
+            self.base,
             objective=self.objective,
-            budgets=limits,
-            held=barred,
+            loss=self.tolerance * share,
+            gradient=_GRADIENT * share,
             seconds=max(1.0, 0.1 * self.budget),
         )
-        held = {
-            site: words_of(each)
-            for site, each in errors.sites.items()
-            if each.barred or chosen.prices.get(site, 0.0) > 0
-        }
-        why = reasons(program, costs, chosen, held, self.objective)
-        return short_policy(chosen.choice, program, self.base, reason=why)
 
     def _has_time(self, seconds: float, setups: int) -> bool:
         """Chooses how many steps a training takes; returns whether there is time for the least number of seeds."""
