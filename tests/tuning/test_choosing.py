@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -12,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precast.errors import MissingExtraError
-from precast.policy.policy import Rule
+from precast.policy.policy import Policy, Rule
 from precast.tuning.choosing import Budget, choose, total, usual_choice
 from precast.tuning.costs import Cost, Costs
+from precast.tuning.fewest_rows import Row, will_do
+from precast.tuning.policy_text import written_rows
 from precast.tuning.sites import Edge, Program, Site
 from precast.tuning.timing import Figure
 from tests.tuning.programs import F32, LOW, costs_of, programs
@@ -94,11 +97,70 @@ def test_what_nothing_is_worth_stays_as_usual():
     assert choose(PAIR, costs, usual=usual, worth=9.0).choice == usual
 
 
+def _with_rows(program, costs, choice):
+    """What a choice costs with the best rows of the device type, and a rule for each module that needs one."""
+    hook, ops = costs.hook, list(dict.fromkeys(site.op for site in program.sites))
+    least = math.inf
+    for rows in itertools.product((None, Rule.KEEP, Rule.FP32, Rule.LOWER), repeat=len(ops)):
+        row_of = dict(zip(ops, rows, strict=True))
+        wrong = {
+            site.module
+            for site in program.sites
+            if not will_do(site, row_of[site.op], choice, program)
+            or (site.pinned and site.module is not None and row_of[site.op] is not None)
+        }
+        if None not in wrong:
+            calls = sum(program.hooks(module) for module in wrong)
+            least = min(least, hook * (calls + sum(row is not None for row in rows)))
+    return total(program, dataclasses.replace(costs, hook=0.0), choice) + least
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_what_rules_for_modules_cost_is_counted(data):
+    program = data.draw(programs(most=6))
+    calls = {name: data.draw(st.integers(1, 3)) for name in program.modules}
+    program = dataclasses.replace(program, module_calls=calls)
+    hook = data.draw(st.sampled_from([1e-6, 5e-6, 20e-6]))
+    costs = dataclasses.replace(data.draw(costs_of(program)), hook=hook)
+    found = choose(program, costs)
+    least = min(_with_rows(program, costs, choice) for choice in _all_choices(program))
+    assert program.is_settled(found.choice)
+    assert _with_rows(program, costs, found.choice) == pytest.approx(least, abs=1e-12)
+
+
+ONE, TWIN = (Site(module, "linear", rule=Rule.LOWER) for module in ("a", "c"))
+TWINS = Program(
+    (ONE, TWIN),
+    tuple(Edge(None, site, 100, dtype=F32) for site in (ONE, TWIN)),
+    modules=("", "a", "c"),
+    module_calls={"a": 3, "c": 9},
+)
+
+
+@pytest.mark.parametrize(("hook", "dtype"), [(0.1, F32), (0.2, LOW)])
+def test_a_rule_for_a_module_has_to_save_more_than_its_hooks_cost(hook, dtype):
+    one, other = ({F32: _cost(1.5), LOW: _cost(2.0)}, {F32: _cost(9.0), LOW: _cost(1.0)})
+    found = choose(TWINS, Costs({ONE: one, TWIN: other}, hook=hook))
+    assert found.choice == {ONE: dtype, TWIN: LOW}
+    assert found.total == pytest.approx(1.5 + 1.0 + 3 * hook if dtype is F32 else 2.0 + 1.0)
+
+
+def test_a_row_of_the_device_type_needs_no_hooks():
+    slower = {F32: _cost(1.5), LOW: _cost(2.0)}
+    found = choose(TWINS, Costs({ONE: slower, TWIN: slower}, hook=0.5))
+    assert set(found.choice.values()) == {F32}
+    assert found.total == 1.5 + 1.5 + 0.5
+    assert written_rows(found.choice, TWINS, Policy("nothing", {})) == [
+        Row(None, "linear", Rule.KEEP, (ONE, TWIN))
+    ]
+
+
 def _cost(seconds):
     return Cost(Figure(seconds))
 
 
-ONE, TWO = Site("a", "linear", rule=Rule.LOWER), Site("b", "add")
+TWO = Site("b", "add")
 PAIR = Program((ONE, TWO), (Edge(None, ONE, 100, dtype=F32), Edge(ONE, TWO, 100)))
 
 

@@ -173,3 +173,8 @@ def test_a_spread_is_half_of_the_middle_half():
 def test_a_checkpoints_second_forward_counts_and_keeps_nothing_until_then():
     call = Call("aten::tanh", _site("aten::tanh", (100,)).calls[0].args, count=1, recomputed=1)
     assert _cost(Site("", "tanh", rule=Rule.KEEP, calls=(call,)), F32).kept == 0
+
+
+def test_a_rule_for_a_module_takes_time():
+    hook = measure(Program(())).hook
+    assert 0 < hook < 0.01

@@ -250,3 +250,20 @@ def test_a_model_that_cannot_be_copied_is_an_error():
     model.lock = __import__("threading").Lock()
     with pytest.raises(PrecastError, match="cannot be copied"):
         record(model, step, BASE)
+
+
+def test_calls_of_modules_are_counted_and_a_list_hands_its_rule_on():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(layer(x))
+            return x.sum()
+
+    program = record(Twice(), lambda model: model(torch.ones(2, 8)), BASE)
+    assert program.module_calls == {"": 1, **{f"layers.{i}": 2 for i in range(3)}}
+    hooks = [program.hooks(place) for place in (None, "", "layers", "layers.1")]
+    assert hooks == [0, 1, 6, 2]

@@ -5,6 +5,9 @@ costs a cast, which is a variable z >= x(consumer) - x(producer), or the other w
 consumers: y >= x for each. Without budgets this is a minimum cut, which is why relaxations of it are nearly integral;
 with them it is a knapsack on a graph, and HiGHS solves it by branch and bound.
 
+A rule for a module makes each call of it slower by its hooks, which is a variable too: a site whose dtype is not what
+the rows of the device type give it needs a rule for its module. For each operation one of these rows is chosen.
+
 Invariants:
 
 - a choice is settled, and proven to be the best one by these costs unless the solver ran out of time, which it says;
@@ -23,7 +26,8 @@ import torch
 from precast._internal.missing import missing_extra
 from precast.policy.policy import Rule
 from precast.tuning.costs import Costs
-from precast.tuning.fewest_rows import dtype_under
+from precast.tuning.fewest_rows import dtype_under, fewest_rows
+from precast.tuning.row_costs import RowCosts
 from precast.tuning.sites import Choice, Edge, Program, Site
 
 __all__ = ["Budget", "Chosen", "Objective", "choose", "total", "usual_choice"]
@@ -112,6 +116,8 @@ def choose(
     model = _Model(program, costs, objective)
     model.hold(held)
     model.tie()
+    if objective == "time":
+        model.pay_for_rows(costs.hook)
     if usual is not None:
         model.prefer(usual, worth)
     for budget in budgets:
@@ -153,7 +159,7 @@ def total(program: Program, costs: Costs, choice: Choice, objective: Objective =
     for weight, consumers in known.weights.items():
         if any(choice[site] is program.low for site in consumers):
             sum_ += known.weight(weight)
-    return sum_
+    return sum_ + known.rows(choice)
 
 
 class _Terms:
@@ -161,6 +167,7 @@ class _Terms:
 
     def __init__(self, program: Program, costs: Costs, objective: Objective) -> None:
         self._costs = costs
+        self._program = program
         self._low = program.low
         self._is_time = objective == "time"
         casting = [e for e in program.edges if not e.is_written and _is_cast(e)]
@@ -190,6 +197,18 @@ class _Terms:
         edge = self._largest[name]
         return self._casts(edge, down=True) if self._is_time else 2.0 * edge.elements
 
+    def rows(self, choice: Choice) -> float:
+        """What the rows cost that a choice needs: the hooks of rules for modules, and for others one call's.
+
+        A row that saves less than that is not worth a line.
+        """
+        if not self._is_time or not self._costs.hook:
+            return 0.0
+        rows = fewest_rows(choice, self._program)
+        places = {row.place for row in rows if row.place is not None}
+        calls = sum(max(1, self._program.hooks(place)) for place in places)
+        return self._costs.hook * (calls + sum(row.place is None for row in rows))
+
     def _casts(self, edge: Edge, *, down: bool) -> float:
         """A cast, and that of the gradient back."""
         there = self._costs.cast(edge.elements, down=down)
@@ -209,6 +228,8 @@ class _Model:
         self._program = program
         self._terms = _Terms(program, costs, objective)
         self._x = {site: i for i, site in enumerate(program.sites)}
+        self._whole = set(self._x.values())
+        """The variables that are 0 or 1, and nothing between."""
         self._cost = [
             self._terms.site(site, program.low) - self._terms.site(site, _F32)
             for site in program.sites
@@ -241,6 +262,14 @@ class _Model:
         """Makes what differs from a choice cost extra."""
         for site, x in self._x.items():
             self._cost[x] += worth if usual[site] is _F32 else -worth
+
+    def pay_for_rows(self, hook: float) -> None:
+        """Makes rules for modules cost the calls that they make slower, and a row of the device type one of them."""
+        if not hook:
+            return
+        rows = RowCosts(self._program, self._x, self._variable, self._whole)
+        for row, least, most in rows.constraints(hook):
+            self._row(row, least=least, most=most)
 
     def limit(self, budget: Budget) -> None:
         """Keeps the errors of a choice within a budget."""
@@ -291,7 +320,7 @@ class _Model:
         ] * bool(self._rows)
         found = optimize.milp(
             [cost / scale for cost in self._cost],
-            integrality=[int(i < len(self._x)) for i in range(count)],
+            integrality=[int(i in self._whole) for i in range(count)],
             bounds=optimize.Bounds(0.0, 1.0),
             constraints=constraints,
             options={"time_limit": seconds, "mip_rel_gap": 0.0},

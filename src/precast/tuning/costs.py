@@ -7,6 +7,7 @@ Invariants:
 - the dtypes of one call are measured in turns with each other;
 - a call is made at the dispatcher, outside of all regions, on random tensors of the recorded shapes, strides and
   ranges. What casts its arguments costs extra, and is an edge's;
+- what a rule for a module adds to each call of it, by its hooks, is measured with a module that does nothing;
 - times are the host's, which are those of the work only on devices that work synchronously, such as the CPU.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +23,12 @@ from time import perf_counter
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from precast import _torch
+from precast.attachment.attachment import attach
+from precast.autocast_mode.region import autocast
+from precast.policy.policy import Policy
 from precast.tuning.calls import arguments_of, is_castable, made, tensors_in_order
 from precast.tuning.sites import Call, Program, Site
 from precast.tuning.timing import Figure, in_turns
@@ -75,11 +80,13 @@ class Costs:
             refuse random numbers, are missing.
         casts: whether down, to 16 bits -> elements -> the time of one cast.
         low: the 16-bit dtype.
+        hook: the time that a rule for a module adds to each call of it.
     """
 
     sites: Mapping[Site, Mapping[torch.dtype, Cost]]
     casts: Mapping[bool, Mapping[int, Figure]] = field(default_factory=dict)
     low: torch.dtype = torch.bfloat16
+    hook: float = 0.0
 
     def seconds(self, site: Site, dtype: torch.dtype) -> float:
         """The time of a site's calls in a step; 0 where it is not known, so that neither dtype is preferred."""
@@ -139,7 +146,8 @@ def measure(
     sites = {
         site: _summed([(call, known[_key(call)]) for call in site.calls]) for site in program.sites
     }
-    return Costs({site: costs for site, costs in sites.items() if costs}, casts, program.low)
+    known_sites = {site: costs for site, costs in sites.items() if costs}
+    return Costs(known_sites, casts, program.low, _measured_hook(program, rounds))
 
 
 def distinct_calls(program: Program) -> dict[object, Call]:
@@ -323,3 +331,22 @@ def _measured_casts(size: int, program: Program, rounds: int) -> dict[bool, Figu
         narrow.to(_F32)
 
     return in_turns({True: down, False: up}, rounds)
+
+
+def _measured_hook(program: Program, rounds: int) -> float:
+    """The seconds that a rule for operations adds to a call of a module."""
+    nothing = Policy("nothing", {})
+    rules = {"0": {"ops": {"softmax": "fp32"}}}
+    numbers = torch.zeros(1, device=program.device)
+    works: dict[bool, Callable[[], None]] = {}
+    for ruled, policy in ((False, nothing), (True, nothing.replace(modules=rules))):
+        model = nn.Sequential(nn.Identity())
+        attach(model, policy, hold=False)
+        works[ruled] = functools.partial(_called, model, numbers)
+    with autocast(program.device, dtype=program.low, policy=nothing):
+        figures = in_turns(works, rounds)
+    return max(0.0, figures[True].seconds - figures[False].seconds)
+
+
+def _called(model: nn.Module, numbers: Tensor) -> None:
+    model(numbers)

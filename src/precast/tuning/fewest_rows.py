@@ -9,7 +9,8 @@ Invariants:
 - what a site runs in depends on its rule and the dtypes of its inputs, which are as chosen. So whether a rule will do
   is known for each site alone (`will_do`);
 - a pinned site, which rules for modules around may not reach, has a row of its own wherever its operation has rows;
-- no row can be left out; where rows are equally many, they are as close as possible to the sites.
+- no row can be left out. Each call that a rule for a module makes slower counts as much as a row, so rows of the
+  device type, which need no hooks, are taken where they do; else rows are as close as possible to the sites.
 """
 
 from __future__ import annotations
@@ -181,7 +182,10 @@ class _Tree:
             if not will_do(site, row, self._choice, self._program):
                 return float("inf")
         cost = sum(self._best[inner, row][0] for inner in self._inside[place])
-        return cost if own is None else cost + _ROW + self._height(place) * _PLACE
+        if own is None:
+            return cost
+        hooks = self._program.hooks(place)
+        return cost + _ROW * (1 + hooks) + self._height(place) * _PLACE
 
     def _height(self, place: str | None) -> float:
         """How far above the deepest module a place is; the rows of the device type come before those of the model."""

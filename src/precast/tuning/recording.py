@@ -9,6 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -20,6 +22,7 @@ from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.tracing.tracer import listening
 from precast.errors import PrecastError
+from precast.policy.module_names import name_of_each
 from precast.policy.policy import Policy
 from precast.tuning.policy_text import policy_of
 from precast.tuning.probing import first_floating
@@ -60,8 +63,9 @@ def record(
     """
     with autocast(device, dtype=low, policy=base):
         pass  # so that operations for which the base has rules have kernels, which are listened to
-    owners, recorder = _recorded(_copied(model), step, low, device, _ruled(base, device))
+    owners, recorder, calls = _recorded(_copied(model), step, low, device, _ruled(base, device))
     program = recorder.program(owners.names, base, low, device)
+    program = replace(program, module_calls=calls)
     for _ in range(_ROUNDS):
         found = _barred_in_the_program(_copied(model), step, program, base)
         if not found:
@@ -98,13 +102,24 @@ def _run(model: nn.Module, step: Step, listener: Listener) -> None:
 
 def _recorded(
     model: nn.Module, step: Step, low: torch.dtype, device: str, ruled: frozenset[str]
-) -> tuple[Owners, Recorder]:
+) -> tuple[Owners, Recorder, dict[str, int]]:
+    """Runs the step in float32; returns who ran what, and how often each module was called."""
     owners, recorder = Owners(model), Recorder(model)
     listener = Listener(owners, device, ruled, recorder.before, recorder.after)
     nothing = Policy("float32", {})
+    calls: Counter[str] = Counter()
+    for name, module in name_of_each(model):
+        counted = functools.partial(_count, calls, name)
+        nn.Module.register_forward_pre_hook(
+            module, counted
+        )  # a scripted module's own method refuses
     with autocast(device, dtype=low, policy=nothing):
         _run(model, step, listener)
-    return owners, recorder
+    return owners, recorder, dict(calls)
+
+
+def _count(calls: Counter[str], name: str, _module: nn.Module, _args: Any) -> None:
+    calls[name] += 1
 
 
 def _barred_in_the_program(

@@ -147,6 +147,7 @@ class Program:
         low: the 16-bit dtype that sites may run in.
         device: the device type whose rows are chosen.
         modules: the names of all modules of the model, each after those that it is in.
+        module_calls: how often a step calls each of them; those that are missing are not called.
     """
 
     sites: tuple[Site, ...]
@@ -154,6 +155,14 @@ class Program:
     low: torch.dtype = torch.bfloat16
     device: str = "cpu"
     modules: tuple[str, ...] = ("",)
+    module_calls: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def hooks(self, place: str | None) -> int:
+        """How many calls of a step get slower by a rule for a module; none by a row of the device type.
+
+        A rule for a list of modules, which is never called itself, is carried out by those in it.
+        """
+        return 0 if place is None else self._hooks.get(place, 0)
 
     def inputs(self, site: Site) -> tuple[Edge, ...]:
         """The edges that end at a site."""
@@ -211,6 +220,17 @@ class Program:
 
     def _written(self, site: Site) -> list[Edge]:
         return [edge for edge in self.inputs(site) if edge.is_written]
+
+    @functools.cached_property
+    def _hooks(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        inside: dict[str, int] = {}
+        for name in reversed(self.modules):
+            found[name] = self.module_calls.get(name, 0) or inside.get(name, 0)
+            outer = name.rpartition(".")[0]
+            if name:
+                inside[outer] = inside.get(outer, 0) + found[name]
+        return found
 
     @functools.cached_property
     def _inputs(self) -> dict[Site, tuple[Edge, ...]]:
