@@ -95,7 +95,13 @@ def test_a_policy_and_its_evidence_are_written_and_said() -> None:
     assert "# precast tune tuned_models:make --data batches" in text
     seen = files.read("tuned.json")
     assert (seen.settings.tolerance, seen.settings.budget, seen.settings.seed) == (0.05, 60.0, 3)
-    for word in ("float32", "default", "policy   tuned.toml", "evidence tuned.json"):
+    for word in (
+        "float32",
+        "default",
+        "policy   tuned.toml",
+        "evidence tuned.json",
+        "page     tuned.html",
+    ):
         assert word in done.stdout
     assert [line.split("s  ")[1] for line in done.stderr.splitlines()] == [
         "recording",
@@ -177,6 +183,8 @@ def test_after_ctrl_c_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> Non
         ((*ASKED, "--out", "tuned_models.py"), 2, "nothing that precast tune has written"),
         ((*ASKED, "--out", "a.json"), 2, "is to be a TOML file"),
         ((*ASKED, "--out", "no/where.toml"), 2, "there is no folder no"),
+        ((*ASKED, "--html", "tuned_models.py"), 2, "cannot write tuned_models.py"),
+        ((*ASKED, "--html", "no/where.html"), 2, "there is no folder no"),
         ((*ASKED, "--resume"), 2, "there is no such file"),
         (
             ("tuned_models:make", "--data", "batches", "--step", "none"),

@@ -95,6 +95,13 @@ class _Tune(click.Command):
     help="The policy's file; the evidence is written beside it.",
 )
 @click.option(
+    "--html",
+    "page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the page here.  [default: beside --out]",
+)
+@click.option(
     "--check",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -106,6 +113,7 @@ def tune(
     *,
     model: str | None,
     out: Path,
+    page: Path | None,
     check: Path | None,
     resume: bool,
     as_json: bool,
@@ -139,8 +147,10 @@ def tune(
     from precast.tuning import tuner
 
     evidence = out.with_suffix(".json")
+    shown = page or out.with_suffix(".html")
     if check is None:
         _check_replaceable(out, resume)
+        makes_page = _check_page(shown, is_needed=page is not None)
     elif resume:
         raise click.UsageError("--check searches nothing that --resume could go on with.")
     try:
@@ -177,8 +187,9 @@ def tune(
     if is_kept:
         click.echo(f"Nothing new was proven, so {out} stays as it is.", err=True)
     else:
-        found.save(out)
-    _print(found, {"policy": out, "evidence": evidence}, as_json)
+        found.save(out, page=shown if makes_page else False)
+    written = {"policy": out, "evidence": evidence, **({"page": shown} if makes_page else {})}
+    _print(found, written, as_json)
     if found.evidence.interrupted:
         click.echo("Interrupted. The same command with --resume goes on.", err=True)
         sys.exit(1)
@@ -262,6 +273,28 @@ def _check_replaceable(out: Path, resume: bool) -> None:
         raise click.UsageError(
             f"--resume goes on from {out.with_suffix('.json')}, and there is no such file"
         )
+
+
+def _check_page(path: Path, *, is_needed: bool) -> bool:
+    """Whether a page can be made; refuses a place where something else is."""
+    from precast._internal import atomic_write
+    from precast.diagnostics.report.page import needed
+    from precast.errors import MissingExtraError
+
+    if atomic_write.is_not_ours(path):
+        raise click.UsageError(
+            f"cannot write {path}: {atomic_write.NOT_OURS}; name another with --html"
+        )
+    if not path.parent.is_dir():
+        raise click.UsageError(f"there is no folder {path.parent} to write {path.name} into")
+    try:
+        needed()
+    except MissingExtraError as error:
+        if is_needed:
+            raise
+        click.echo(f"There will be no page: {error}", err=True)
+        return False
+    return True
 
 
 def _knows_more(evidence: Path) -> bool:

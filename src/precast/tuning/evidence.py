@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from precast.diagnostics.records import MismatchError, as_json, from_json
+from precast.diagnostics.report.tree import Node
 from precast.errors import TuningError
 from precast.tuning.intervals import Interval
 from precast.tuning.proof import Figures, Proof, Verdict
@@ -159,6 +160,8 @@ class Evidence:
     """The command that began it; empty where a program did."""
     searches: list[Search] = field(default_factory=list)
     proofs: list[ProofEvidence] = field(default_factory=list)
+    traced: list[Node] = field(default_factory=list)
+    """One step of the model under the answer, by module."""
 
 
 def search_of(program: Program, found: Sensitivity) -> Search:

@@ -2,7 +2,7 @@
 
 Invariants:
 - `text` is a policy file that can be used as it is; loading it gives the policy;
-- saving is atomic: the policy at the path, the evidence beside it;
+- saving is atomic: the policy at the path, the evidence and the page beside it;
 - printed, it fits into 80 columns.
 """
 
@@ -14,19 +14,23 @@ import statistics
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from precast._internal import atomic_write
 from precast._internal.display import Card, Displayed, milliseconds
 from precast.diagnostics.records import as_json
+from precast.errors import MissingExtraError
 from precast.policy import toml_file
 from precast.policy.policy import Entry, Policy
 from precast.policy.shortest_text import whole_file
 from precast.policy.toml_file import Contents
 from precast.tuning import evidence as files
 from precast.tuning.evidence import Between, Compared, Evidence, ProofEvidence, Trial
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["TuningResult", "figures", "is_a_result", "table"]
 
@@ -77,15 +81,54 @@ class TuningResult(Displayed):
         body = _short(mine, asked.base)
         return "\n".join([comment, "", *(line for line in named if line != 'summary = ""'), body])
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the policy to `path`, and the evidence beside it, to the same name with the ending `.json`.
+    def save(
+        self, path: str | os.PathLike[str], *, page: str | os.PathLike[str] | bool | None = None
+    ) -> None:
+        """Writes the policy to `path`, and beside it the evidence, with the ending `.json`, and the page, with `.html`.
+
+        Args:
+            path: the policy's file.
+            page: another place for the page, or whether there is to be one. None leaves it out where the packages that
+                make it, those of the extra `report`, are not installed.
 
         Raises:
             OutputError: a file could not be written; what was there before still is.
+            MissingExtraError: a page is asked for, and jinja2 or plotly is not installed.
         """
         target = Path(path)
+        drawn = self._page(is_needed=page is not None) if page is not False else None
+        if drawn is not None:
+            place = target.with_suffix(".html") if page in (None, True) else Path(str(page))
+            atomic_write.replace_own(place, drawn.encode("utf-8", "replace"))
         atomic_write.replace(target.with_suffix(".json"), files.text(self.evidence).encode())
         atomic_write.replace(target, self.text.encode())
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draws what was tried, by time or memory and loss, and the losses of all steps, as a figure of matplotlib.
+
+        Args:
+            path: where the figure is also written, as a PNG.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+            OutputError: the file could not be written, or there is one that precast did not write.
+        """
+        from precast.tuning import picture
+
+        figure = picture.figure_of(self.evidence)
+        if path is not None:
+            atomic_write.replace_own(Path(path), picture.png_of(figure))
+        return figure
+
+    def _page(self, *, is_needed: bool) -> str | None:
+        from precast.tuning.page import html
+
+        try:
+            return html(self.evidence, self.text)
+        except MissingExtraError:
+            if is_needed:
+                raise
+            return None
 
     def as_dict(self) -> dict[str, Any]:
         """The answer and what it was compared with, as plain values for JSON; `evidence` has everything."""

@@ -30,6 +30,8 @@ from torch.optim import Optimizer
 
 from precast.attachment.attachment import Attachment, attach
 from precast.autocast_mode.region import autocast, disable
+from precast.diagnostics.report.tree import Node, tree
+from precast.diagnostics.tracing.tracer import trace
 from precast.errors import BrokenModelError, PrecastWarning, TuningError
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.policy import Policy
@@ -48,6 +50,7 @@ __all__ = [
     "run_losses",
     "scalar_loss",
     "seed_all",
+    "traced",
 ]
 
 _MOVED: Final = 1e-3
@@ -334,6 +337,18 @@ def kept_bytes(workload: Workload, setup: Setup) -> int:
     finally:
         training.close()
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def traced(workload: Workload, setup: Setup) -> list[Node]:
+    """What the second step of a training runs in each module, in which dtypes, and with which casts."""
+    training = Training(workload, setup, 0)
+    try:
+        training.step()
+        with trace(training.model) as seen:
+            training.step()
+    finally:
+        training.close()
+    return tree(seen.data)
 
 
 def _now(device_type: str) -> float:

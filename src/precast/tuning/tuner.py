@@ -12,7 +12,7 @@ Invariants:
   than float32 and the base policy. Where nothing is, the answer is the better of these two, and says so;
 - a policy under which the gradient of a parameter is zero, and is not in float32, is not handed out either: the other
   parameters may hide it in a short training;
-- the time of the budget is kept but for the run that is on its way when it ends;
+- the time of the budget is kept but for the run that is on its way when it ends, and one step that is traced;
 - Ctrl-C ends the search, and what is proven by then is the answer.
 """
 
@@ -54,6 +54,7 @@ from precast.tuning.training import (
     random_states_kept,
     read_batches,
     run_losses,
+    traced,
 )
 
 __all__ = ["Progress", "tune"]
@@ -282,6 +283,8 @@ class _Search:
         self.evidence.dtype = _name(self.best.dtype)
         self.evidence.because = self.because
         self.evidence.seconds = time.monotonic() - self.begun
+        if not self.evidence.interrupted:
+            self.evidence.traced = traced(self.workload, self.best)
         self._tell("done", self.because)
         policy = self.best.policy
         if policy is None:

@@ -14,7 +14,8 @@ function bar(node) {
   return made;
 }
 
-function drawTree(host, nodes) {
+// more: [title, text(node), title(node)] of further columns
+function drawTree(host, nodes, more = []) {
   const children = nodes.map(() => []);
   nodes.forEach((node, place) => node.parent !== null && children[node.parent].push(place));
 
@@ -25,7 +26,8 @@ function drawTree(host, nodes) {
       node.type ? element("span", { class: "soft" }, ` ${node.type}`) : null);
     return [name, bar(node), element("span", { class: "number" }, duration(node.seconds)),
       element("span", { class: "number wide" }, number(node.casts)),
-      element("span", { class: "number wide" }, duration(node.cast_seconds))];
+      element("span", { class: "number wide" }, duration(node.cast_seconds)),
+      ...more.map(([, text, hint]) => element("span", { class: "number wide", title: hint(node) || null }, text(node)))];
   }
 
   function branch(place) {
@@ -50,7 +52,7 @@ function drawTree(host, nodes) {
   }
 
   const titles = [["Module", ""], ["Dtypes by time", ""], ["Time", "number"], ["Casts", "number wide"],
-    ["Time of casts", "number wide"]];
+    ["Time of casts", "number wide"], ...more.map(([title]) => [title, "number wide"])];
   const heads = element("div", { class: "node heads", "aria-hidden": "true" },
     ...titles.map(([title, classes]) => element("span", { class: classes || null }, title)));
   const roots = nodes.flatMap((node, place) => (node.parent === null ? [place] : [])).map(branch);

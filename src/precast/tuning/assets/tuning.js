@@ -1,0 +1,118 @@
+// The page of a search: the chart of what was tried, the tree of modules, the losses, and the table of errors.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const find = (selector) => document.querySelector(selector);
+const SETUPS = ["#3b82c4", "#e69f00", "#12a37f", "#cc79a7", "#8c6bb1", "#d55e00", "#8b949e"];
+const LEGEND = { orientation: "h", y: 1.14, traceorder: "normal" };
+const named = [...new Set([...data.curves.map((curve) => curve.name), ...data.points.map((point) => point.name)])];
+
+function paint(name) {
+  return SETUPS[Math.max(0, named.indexOf(name)) % SETUPS.length];
+}
+
+function percent(part) {
+  if (part == null) return "overflows";
+  if (part === 0) return "0";
+  return part < 1e-4 ? "under 0.01%" : `${(100 * part).toPrecision(2)}%`;
+}
+
+function section(id, filled) {
+  for (const child of find(`#${id}`).children) {
+    if (child.matches(".empty")) child.hidden = Boolean(filled);
+    else if (child.matches(".legend, .tree, .chart, .note")) child.hidden = !filled;
+  }
+}
+
+function title(point) {
+  return point.rounds > 1 ? `${point.name} (round ${point.round})` : point.name;
+}
+
+function front(points) { // those that no other one beats in both, from left to right
+  const middle = (point) => [point.cost[1], point.loss[1]];
+  const best = points.filter((one) => !points.some((other) => {
+    const [[x, y], [a, b]] = [middle(one), middle(other)];
+    return a <= x && b <= y && (a < x || b < y);
+  }));
+  return best.sort((a, b) => a.cost[1] - b.cost[1]);
+}
+
+function drawTried(host) {
+  section("tried", data.points.length);
+  if (!data.points.length) return;
+  const isMemory = data.objective === "memory";
+  const unit = isMemory ? 2 ** 20 : 1e-3;
+  const bars = (ends, scale) => ({ type: "data", symmetric: false, array: [(ends[2] - ends[1]) / scale],
+    arrayminus: [(ends[1] - ends[0]) / scale], thickness: 1.5, width: 4 });
+  const best = front(data.points);
+  const traces = [
+    { type: "scatter", mode: "lines", x: best.map((point) => point.cost[1] / unit), y: best.map((point) => 100 * point.loss[1]),
+      line: { color: css("soft"), width: 1, dash: "dot", shape: "hv" }, hoverinfo: "skip", showlegend: false },
+    ...data.points.map((point) => ({
+      type: "scatter", mode: "markers", name: plain(title(point)), x: [point.cost[1] / unit], y: [100 * point.loss[1]],
+      marker: { color: paint(point.name), size: point.is_answer ? 15 : 10, symbol: point.is_answer ? "star" : "circle" },
+      error_x: { ...bars(point.cost, unit), color: paint(point.name), visible: !isMemory },
+      error_y: { ...bars(point.loss, 0.01), color: paint(point.name) },
+      hovertemplate: `${plain(title(point))}<br>${isMemory ? size(point.cost[1]) : duration(point.cost[1])}<br>loss ${
+        (100 * point.loss[0]).toFixed(2)}% to ${(100 * point.loss[2]).toFixed(2)}%<extra></extra>`,
+    })),
+  ];
+  draw(host, traces, {
+    height: 380, margin: { l: 60, r: 15, t: 25, b: 50 }, showlegend: true, legend: LEGEND,
+    xaxis: axis({ title: { text: isMemory ? "kept for backward (MiB)" : "time of a step (ms)" }, rangemode: "tozero" }),
+    yaxis: axis({ title: { text: "loss against float32" }, ticksuffix: "%" }),
+    shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: 100 * data.tolerance, y1: 100 * data.tolerance,
+      line: { color: css("bad"), width: 1, dash: "dash" } }],
+    annotations: [{ xref: "paper", x: 0, xanchor: "left", y: 100 * data.tolerance, yanchor: "bottom", showarrow: false, text: "tolerance",
+      font: { color: css("bad") } }],
+  });
+}
+
+function drawLosses(host) {
+  section("losses", data.curves.length);
+  if (!data.curves.length) return;
+  const line = (curve, key, width, more) => ({ type: "scatter", mode: "lines", x: curve[key].map((_, step) => step + 1), y: curve[key],
+    line: { color: paint(curve.name), width }, ...more });
+  draw(host, data.curves.flatMap((curve) => [
+    line(curve, "low", 0.6, { hoverinfo: "skip", showlegend: false }),
+    line(curve, "high", 0.6, { hoverinfo: "skip", showlegend: false, fill: "tonexty", fillcolor: `${paint(curve.name)}18` }),
+    line(curve, "mean", 2, { name: plain(curve.name), hovertemplate: `step %{x}: %{y:.4g}<extra>${plain(curve.name)}</extra>` }),
+  ]), { height: 360, showlegend: true, legend: LEGEND, xaxis: axis({ title: { text: "step" } }),
+    yaxis: axis({ title: { text: "loss" } }) });
+}
+
+function errors() {
+  const shown = (row, key) => (row.barred && row[key] === null ? "overflows" : percent(row[key] === null ? null : Math.sqrt(row[key])));
+  const column = (name, key) => ({ title: name, number: true, value: (row) => row[key] ?? Infinity, show: (row) => shown(row, key) });
+  new Table(find("[data-table=sites]"), {
+    caption: "What 16 bits do to the loss and to gradients, each operation of each module; where a group was measured, its share",
+    rows: data.sites, sort: 3, empty: "Nothing was measured.",
+    columns: [
+      { title: "Module", name: true, value: (row) => row.module ?? "", show: (row) => row.module || (row.module === null ? "-" : "the model") },
+      { title: "Operation", value: (row) => row.op, show: (row) => row.op },
+      { title: "Dtype", wide: true, value: (row) => row.dtype, show: (row) => chip(row.dtype) },
+      column("Gradients", "gradient"), column("Loss", "loss"),
+      { title: "Barred", wide: true, value: (row) => row.barred, show: (row) => row.barred || "-" },
+    ],
+    search: (row) => [row.module ?? "", row.op, row.barred, row.dtype],
+    detail: (row) => [["Gradient that changes most", row.parameter || null], ["Of it becomes zero", row.flushed ? share(row.flushed) : null],
+      ["Why it may not run in 16 bits", row.barred || null], ["Measured", row.alone ? "alone" : "in a group"]],
+  });
+}
+
+function charts() {
+  drawTried(find("[data-chart=tried]"));
+  drawLosses(find("[data-chart=losses]"));
+}
+
+find("#theme").addEventListener("change", (event) => {
+  document.documentElement.dataset.theme = event.target.value;
+  charts();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
+narrowly.addEventListener("change", charts);
+section("modules", data.nodes.length);
+drawTree(find(".tree"), data.nodes, [["Error", (node) => (node.measured ? percent(node.gradient) : "-"), (node) => node.barred.join("; ")]]);
+drawLegend(find(".legend"), data.nodes);
+errors();
+charts();
+document.documentElement.dataset.ready = "true";

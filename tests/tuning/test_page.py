@@ -1,0 +1,124 @@
+"""The page and the picture of a search: what is on them, no markup from the program, and no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from precast.errors import MissingExtraError, OutputError
+from precast.tuning import page, tuner
+from precast.tuning.result import TuningResult
+from tests.tuning.test_tuner import Wide, tune
+
+BAD = "</script><b>&"
+
+
+@pytest.fixture(scope="module")
+def result() -> TuningResult:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tuner, "_STEPS", (8, 12))
+        return tune()
+
+
+def data_of(text: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1])
+
+
+def test_the_page_has_the_answer_what_was_tried_and_the_policy(result: TuningResult) -> None:
+    text = page.html(result.evidence, result.text)
+    before_script = text.partition('<script type="application/json"')[0]
+    for word in (result.name, "the memory of float32", "Wide", "default", "[measured]", "equal"):
+        assert word in before_script
+    data = data_of(text)
+    assert [point["name"] for point in data["points"]][:2] == ["float32", "default"]
+    assert [point["is_answer"] for point in data["points"]].count(True) == 1
+    kept = {point["name"]: point["cost"][1] for point in data["points"]}
+    assert kept["default"] < kept["float32"]
+    assert len(data["curves"][0]["mean"]) == result.evidence.proofs[-1].steps
+    curve = data["curves"][1]
+    assert all(
+        low <= mean <= high
+        for low, mean, high in zip(curve["low"], curve["mean"], curve["high"], strict=True)
+    )
+
+
+def test_the_tree_shows_the_model_as_it_ran_under_the_answer(result: TuningResult) -> None:
+    nodes = {node["name"]: node for node in data_of(page.html(result.evidence, ""))["nodes"]}
+    assert set(nodes) >= {"", "body", "head"}
+    assert "bfloat16" in nodes["body"]["dtypes"]
+    assert nodes["body"]["seconds"] > 0
+    assert nodes["body"]["casts"] > 0
+    assert 0 < nodes["body"]["gradient"] <= nodes[""]["gradient"] < 1
+
+
+def test_the_page_asks_for_nothing_and_text_is_no_markup(result: TuningResult) -> None:
+    result.evidence.model, before = BAD, result.evidence.model
+    try:
+        text = page.html(result.evidence, BAD)
+    finally:
+        result.evidence.model = before
+    assert BAD not in text
+    assert "&lt;/script&gt;&lt;b&gt;&amp;" in text
+    assert "default-src 'none'" in text
+    own = text.partition('<script type="application/json"')[0]
+    assert not re.search(r'(src|href)="(?!#)', own)
+
+
+def test_a_search_that_proved_nothing_has_a_page_too() -> None:
+    found = tune(budget=1e-3)
+    text = page.html(found.evidence, found.text)
+    assert "Nothing is proven" in text
+    assert data_of(text)["points"] == []
+
+
+def test_what_is_saved(result: TuningResult, tmp_path: Path) -> None:
+    result.save(tmp_path / "a.toml")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.toml", "a.json", "a.html"}
+    result.save(tmp_path / "b.toml", page=False)
+    assert not (tmp_path / "b.html").exists()
+    result.save(tmp_path / "c.toml", page=tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    (tmp_path / "mine.html").write_text("my own")
+    with pytest.raises(OutputError, match="precast did not write"):
+        result.save(tmp_path / "mine.toml")
+    assert (tmp_path / "mine.html").read_text() == "my own"
+
+
+def test_without_the_packages_of_the_page_it_is_left_out_unless_asked_for(
+    result: TuningResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise MissingExtraError("jinja2")
+
+    monkeypatch.setattr(page, "needed", missing)
+    result.save(tmp_path / "a.toml")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.toml", "a.json"}
+    with pytest.raises(MissingExtraError):
+        result.save(tmp_path / "b.toml", page=True)
+    assert not (tmp_path / "b.toml").exists()
+
+
+def test_the_picture_shows_what_was_tried(result: TuningResult, tmp_path: Path) -> None:
+    figure = result.plot(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    tried, losses = figure.axes
+    assert {text.get_text() for text in tried.texts} >= {"float32", "default"}
+    assert tried.get_xlabel() == "kept for backward (MiB)"
+    assert [line.get_label() for line in losses.lines][:2] == ["float32", "default"]
+    (tmp_path / "mine.png").write_text("my own")
+    with pytest.raises(OutputError):
+        result.plot(tmp_path / "mine.png")
+
+
+def test_the_traced_step_leaves_the_model_alone() -> None:
+    model: nn.Module = Wide()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = tune(model)
+    assert found.evidence.traced
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
