@@ -257,7 +257,7 @@ def test_a_policy_is_measured_again_for_what_it_was_found_for(
 
 def test_a_check_of_nothing_is_one_message() -> None:
     for arguments, message in (
-        (("--check", "none.toml"), "'none.toml' does not exist"),
+        (("--check", "none.toml"), "--check none.toml: there is no such file"),
         (("--check", "tuned_models.py"), "tuned_models.py"),
         (("--check", "tuned_models.py", "--resume"), "--check searches nothing"),
     ):

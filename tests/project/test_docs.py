@@ -33,7 +33,16 @@ from tools.site.directives import asked
 ROOT = Path(__file__).parents[2]
 DOCS = sorted(p for p in ROOT.glob("docs/**/*.md") if p.parent.name not in {"rules", "api"})
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *DOCS]
-IN_TWO_LANGUAGES = ("index", "start", "decides", "comparison", "ship", "guide/*", "recipes/*")
+IN_TWO_LANGUAGES = (
+    "index",
+    "start",
+    "decides",
+    "comparison",
+    "ship",
+    "tune",
+    "guide/*",
+    "recipes/*",
+)
 OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
 PROSE = [*PAGES, *sorted(ROOT.glob("docs/api/*.md")), *(ROOT / name for name in OTHERS)]
 MODULES = sorted((ROOT / "src" / "precast").rglob("*.py"))

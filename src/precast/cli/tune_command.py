@@ -103,7 +103,7 @@ class _Tune(click.Command):
 )
 @click.option(
     "--check",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Measure this policy again, in 1m, for what it was found for.",
 )
@@ -151,6 +151,8 @@ def tune(
     if check is None:
         _check_replaceable(out, resume)
         makes_page = _check_page(shown, is_needed=page is not None)
+    elif not check.is_file():
+        raise click.UsageError(f"--check {check}: there is no such file")
     elif resume:
         raise click.UsageError("--check searches nothing that --resume could go on with.")
     try:

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 from precast.diagnostics.records import MismatchError, as_json, from_json
 from precast.diagnostics.report.tree import Node
 from precast.errors import TuningError
+from precast.policy.measured import Value, here
 from precast.tuning.intervals import Interval
 from precast.tuning.proof import Figures, Proof, Verdict
 from precast.tuning.sensitivity import Errors, Sensitivity, SiteErrors
@@ -34,6 +35,7 @@ __all__ = [
     "Trial",
     "read",
     "text",
+    "where_measured",
 ]
 
 SCHEMA: Final = "precast.tuning/1"
@@ -235,6 +237,21 @@ def figures_of(saved: ProofEvidence, setups: Iterable[Setup]) -> dict[str, Figur
             setup.name, list(trial.finals), curves, list(trial.seconds), trial.failure
         )
     return found
+
+
+def where_measured(seen: Evidence) -> dict[str, Value]:
+    """What a policy says of where it was measured, and for what question; one that is found again says the same."""
+    asked = seen.settings
+    return {
+        **here(asked.device_type),
+        "precast": seen.precast,
+        "model": seen.model,
+        "dtype": seen.dtype,
+        "base": asked.base,
+        "objective": asked.objective,
+        "tolerance": asked.tolerance,
+        "seed": asked.seed,
+    }
 
 
 def text(evidence: Evidence) -> str:

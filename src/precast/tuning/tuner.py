@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 
 from precast._internal.version import __version__
 from precast.errors import TuningError
-from precast.policy.measured import Value, here
 from precast.policy.policy import Policy, as_policy
 from precast.tuning import evidence as files
 from precast.tuning.cheapest import cheapest
@@ -289,22 +288,8 @@ class _Search:
         policy = self.best.policy
         if policy is None:
             policy = Policy("float32", {}, "promote")
-        policy = policy.replace(measured=self._measured_here())
+        policy = policy.replace(measured=files.where_measured(self.evidence))
         return TuningResult(policy, self.best.dtype, self.because, self.evidence)
-
-    def _measured_here(self) -> dict[str, Value]:
-        """What the policy says of where it was measured, and for what question; one found again says the same."""
-        seen, asked = self.evidence, self.evidence.settings
-        return {
-            **here(asked.device_type),
-            "precast": seen.precast,
-            "model": seen.model,
-            "dtype": seen.dtype,
-            "base": asked.base,
-            "objective": asked.objective,
-            "tolerance": asked.tolerance,
-            "seed": asked.seed,
-        }
 
     def _run(self, candidates: Sequence[torch.dtype]) -> None:
         self._tell("record", "a step in float32")
