@@ -198,6 +198,14 @@ def test_one_row_of_the_device_stands_for_all_modules():
     assert row == Row("layers", "softmax", Rule.FP32, sites)
 
 
+def test_what_no_module_runs_needs_no_row_of_its_own():
+    outside, inside = Site(None, "relu", pinned=True), Site("a", "relu", rule=Rule.LOWER)
+    edges = (Edge(None, outside, 1, dtype=F32), Edge(None, inside, 1, dtype=F32))
+    program = Program((outside, inside), edges, modules=("", "a"))
+    rows = written_rows(program.choose(), program, NOTHING)
+    assert rows == [Row("a", "relu", Rule.KEEP, (inside,))]
+
+
 def test_modules_that_say_the_same_share_a_pattern():
     norms = tuple(Site(f"layers.{i}.norm", "mul") for i in range(3))
     others = tuple(Site(f"layers.{i}.mlp", "mul") for i in range(3))

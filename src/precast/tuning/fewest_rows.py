@@ -8,7 +8,8 @@ Invariants:
 
 - what a site runs in depends on its rule and the dtypes of its inputs, which are as chosen. So whether a rule will do
   is known for each site alone (`will_do`);
-- a pinned site, which rules for modules around may not reach, has a row of its own wherever its operation has rows;
+- a pinned site of a module, which rules for modules around may not reach, has a row of its own wherever its operation
+  has rows;
 - no row can be left out. Each call that a rule for a module makes slower counts as much as a row, so rows of the
   device type, which need no hooks, are taken where they do; else rows are as close as possible to the sites.
 """
@@ -177,7 +178,7 @@ class _Tree:
         row = own or inherited
         site = self._sites.get(place)
         if site is not None:
-            if site.pinned and own is None:
+            if site.pinned and place is not None and own is None:
                 return float("inf")
             if not will_do(site, row, self._choice, self._program):
                 return float("inf")
