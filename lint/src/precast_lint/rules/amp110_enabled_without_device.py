@@ -55,11 +55,14 @@ def _is_under_cpu_test(source: Source, node: Node) -> bool:
 
 
 def _says_cpu(test: Node) -> bool:
-    """`x.device.type == "cpu"`, `device_type == "cpu"`, `x.is_cpu`, and these with `and`."""
+    """`x.device.type == "cpu"`, `device_type == "cpu"`, `x.is_cpu`, `not x.is_cuda`, and these with `and`."""
     if isinstance(test, cst.BooleanOperation):
         return isinstance(test.operator, cst.And) and (
             _says_cpu(test.left) or _says_cpu(test.right)
         )
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        inner = test.expression
+        return isinstance(inner, cst.Attribute) and inner.attr.value == "is_cuda"
     if isinstance(test, cst.Attribute):
         return test.attr.value == "is_cpu"
     if not isinstance(test, cst.Comparison) or len(test.comparisons) != 1:
@@ -110,6 +113,26 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def linear(x, weight):
+            if not x.is_cuda and torch.is_autocast_enabled():
+                weight = weight.bfloat16()
+            return x @ weight
+        """,
+        """
+        import torch
+
+        def linear(x, weight):
+            if not x.is_cuda and torch.is_autocast_enabled("cpu"):
+                weight = weight.bfloat16()
+            return x @ weight
+        """,
+        unsafe=True,
+        count=1,
+    ),
     Case(
         """
         import torch

@@ -32,7 +32,7 @@ def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each zero_grad that takes gradients away, and each step where there is none."""
 
     def on(state: _State, event: Event, say: Say) -> _State:
-        return _State() if may_backward(source, event) else _on(state, event, say)
+        return _State() if may_backward(source, event) else _on(source, state, event, say)
 
     for flow in flows(source):
         if flow.scalers:
@@ -45,23 +45,40 @@ def check(source: Source) -> Iterator[Finding]:
             yield from _nowhere(source, flow, scaler)
 
 
-def _on(state: _State, event: Event, say: Say) -> _State:
+def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
     if event.kind in ("backward", "autograd_grad"):
         return _State(waiting=True)
-    if event.kind == "zero_grad" and event.optimizer is not None:
+    emptied = event.optimizer or event.receiver
+    if event.kind == "zero_grad" and emptied is not None:
         if not state.waiting:
             say.good(event.node)
             return state
-        return replace(state, emptied=state.emptied | {(event.optimizer, event.node)})
+        return replace(state, emptied=state.emptied | {(emptied, event.node)})
     if event.kind in ("scaler_step", "optimizer_step"):
-        for optimizer, node in state.emptied:
-            if optimizer == event.optimizer:
+        stepped = (event.optimizer, _model_of(source, event))
+        for owner, node in state.emptied:
+            if owner in stepped:
                 say.bad(node)
-        others = frozenset(pair for pair in state.emptied if pair[0] != event.optimizer)
+        others = frozenset(pair for pair in state.emptied if pair[0] not in stepped)
         return _State(bool(others), others)
     if event.kind == "assign":
         return replace(state, emptied=frozenset(p for p in state.emptied if p[0] != event.receiver))
     return state
+
+
+def _model_of(source: Source, event: Event) -> str | None:
+    """The key of the model, all of whose parameters the optimizer of a scaler's step has; it empties them as well."""
+    if event.kind != "scaler_step" or event.arguments is None:
+        return None
+    optimizer = event.arguments.get("optimizer", 0)
+    made = source.values.constructed(optimizer) if optimizer is not None else None
+    if not isinstance(made, cst.Call) or not made.args:
+        return None
+    given = made.args[0].value
+    func = given.func if isinstance(given, cst.Call) else None
+    if not isinstance(func, cst.Attribute) or func.attr.value != "parameters":
+        return None
+    return key(source, func.value)
 
 
 def _nowhere(source: Source, flow: Flow, scaler: str) -> Iterator[Finding]:
@@ -264,9 +281,44 @@ VALID = (
         """,
         note="The base, or what gets the optimizer, may do it.",
     ),
+    Case(
+        """
+        import torch
+
+        first = torch.optim.SGD(generator.parameters(), 0.1)
+        second = torch.optim.SGD(critic.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            generator.zero_grad()
+            scaler.scale(critic(generator(batch)).mean()).backward()
+            critic.zero_grad()
+            scaler.step(first)
+            scaler.scale(critic(batch).mean()).backward()
+            scaler.step(second)
+            scaler.update()
+        """,
+        note="Another model than the one whose optimizer steps.",
+    ),
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            with torch.autocast("cuda"):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+            model.zero_grad()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        count=1,
+        note="The model empties the gradients that the optimizer needs.",
+    ),
     Case(
         """
         import torch

@@ -54,15 +54,17 @@ def _is_loss(source: Source, owner: Node, arguments: Arguments) -> bool:
 
 
 def _is_made_as_loss(source: Source, owner: Node) -> bool:
-    """Whether all that a name is given comes from a loss of PyTorch: `objective = nn.MSELoss()(prediction, target)`."""
+    """Whether all that a name is given is a mean or a sum, or what a loss of PyTorch gives."""
     bindings = source.names.bindings(owner) if isinstance(owner, cst.Name) else []
     return bool(bindings) and all(
-        b.kind == "assign" and isinstance(b.value, cst.Call) and _is_of_torch(source, b.value.func)
+        b.kind == "assign" and isinstance(b.value, cst.Call) and _gives_loss(source, b.value.func)
         for b in bindings
     )
 
 
-def _is_of_torch(source: Source, func: Node) -> bool:
+def _gives_loss(source: Source, func: Node) -> bool:
+    if isinstance(func, cst.Attribute) and func.attr.value in ("sum", "mean"):
+        return True
     made = source.instance(func) or ""
     origin = source.origin(func) or ""
     is_function = origin.startswith("torch.nn.functional.") and origin.endswith(
@@ -130,6 +132,23 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        with torch.autocast("cuda"):
+            l = model(x).mean()
+            l.backward()
+        """,
+        """
+        import torch
+
+        with torch.autocast("cuda"):
+            l = model(x).mean()
+        l.backward()
+        """,
+        unsafe=True,
+    ),
     Case(
         """
         import torch

@@ -43,7 +43,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _behind(source: Source, region: Region) -> Iterator[Finding]:
     function = source.function(region.node)
-    outputs = dict(_outputs(region))
+    outputs = dict(_outputs(source, region))
     if not outputs:
         return
     for call in source.all(cst.Call):
@@ -59,27 +59,41 @@ def _behind(source: Source, region: Region) -> Iterator[Finding]:
             yield source.find(RULE, call)
 
 
-def _outputs(region: Region) -> Iterator[tuple[str, Node]]:
+def _outputs(source: Source, region: Region) -> Iterator[tuple[str, Node]]:
     """The names that a region's own statements give a model's output."""
     body = region.body
     lines = body.body if isinstance(body, cst.IndentedBlock) else ()
     simple = [line for line in lines if isinstance(line, cst.SimpleStatementLine)]
     for statement in (statement for line in simple for statement in line.body):
-        if isinstance(statement, cst.Assign) and _is_forward(statement.value):
+        if isinstance(statement, cst.Assign) and _is_forward(source, statement.value):
             for target in statement.targets:
                 if isinstance(target.target, cst.Name):
                     yield target.target.value, target.target
 
 
-def _is_forward(node: Node) -> bool:
-    """`model(x)`, `self.model(x)`, `model.forward(x)`: by what the name says."""
+def _is_forward(source: Source, node: Node) -> bool:
+    """`model(x)`, `self.model(x)`, `model.forward(x)`: by what the name says, or by whose parameters are asked for."""
     if not isinstance(node, cst.Call):
         return False
     func = node.func
     if isinstance(func, cst.Attribute) and func.attr.value == "forward":
         func = func.value
+    if _has_parameters(source, func):
+        return True
     last = func.attr.value if isinstance(func, cst.Attribute) else getattr(func, "value", "")
     return isinstance(last, str) and _MODELS.search(last) is not None and "loss" not in last.lower()
+
+
+def _has_parameters(source: Source, func: Node) -> bool:
+    """Whether the file asks what is called, or the value that `self` gets it from, for its parameters."""
+    known = source.cache.setdefault("what has parameters", None)
+    if known is None:
+        owners = (owner for _, owner, _ in source.methods("parameters"))
+        known = source.cache["what has parameters"] = {key(source, owner) for owner in owners}
+    assert isinstance(known, set)
+    values = [func, *(value for value, _ in source.values.sources(func) if value is not None)]
+    plain = (v for v in values if isinstance(v, (cst.Name, cst.Attribute)))
+    return any(key(source, value) in known for value in plain)
 
 
 def _is_loss(source: Source, call: cst.Call) -> bool:
@@ -210,6 +224,29 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        class Fit:
+            def __init__(self, m):
+                self.m = m
+                self.criterion = torch.nn.CrossEntropyLoss()
+                self.optimizer = torch.optim.SGD(m.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, x, y):
+                self.optimizer.zero_grad()
+                with torch.autocast("cuda"):
+                    out = self.m(x)
+                loss = self.criterion(out, y)
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        count=1,
+        note="A model by its parameters.",
+    ),
     Case(
         """
         import torch

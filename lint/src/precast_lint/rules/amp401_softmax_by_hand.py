@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
+from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.tensors import Operation, constant, operation, value_of, written
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
@@ -24,7 +25,7 @@ _DEPTH = 4  # an expression, what its names are given, and so on
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `exp(x) / exp(x).sum(...)`."""
     for division, left, right in _divisions(source):
-        power = operation(source, value_of(source, left), "exp")
+        power = operation(source, _value(source, left), "exp")
         total = _sum(source, right)
         if power is None or total is None or _is_bounded(source, power.operand):
             continue
@@ -35,6 +36,15 @@ def check(source: Source) -> Iterator[Finding]:
             plain = isinstance(division, cst.BinaryOperation)
             fix = _fix(source, division, power, total) if plain else None
             yield source.find(RULE, division, fix=fix)
+
+
+def _value(source: Source, node: Node) -> Node:
+    """What a name is given; of several the one that is seen here, as in `w = w / w.sum(-1)`."""
+    found = values_seen(source, node) if isinstance(node, cst.Name) else []
+    if len(found) == 1 and found[0].kind == "assign" and found[0].value is not None:
+        is_one = len(source.names.bindings(node)) == 1
+        return value_of(source, node) if is_one else found[0].value
+    return value_of(source, node)
 
 
 def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
@@ -183,6 +193,16 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def weights(q, k):
+            w = torch.matmul(q, k).exp()
+            w = w / w.sum(dim=-1, keepdim=True)
+            return w
+        """,
+    ),
     Case(
         """
         import torch

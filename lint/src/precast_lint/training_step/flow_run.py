@@ -109,6 +109,9 @@ class Run:
         self.on = on
         self.say = say
         self.known = Known(source, lambda node: key(source, node), scalers, optimizers)
+        self.deciding = (
+            scalers  # what tests may ask for, by the names of the function that runs now
+        )
         self.work = 0  # statements, each counted once for each path that comes by
         self.loops: list[_Loop] = []
         self.returned: set[Path] = set()
@@ -142,7 +145,7 @@ class Run:
             if self.work > _WORK:
                 raise TooManyPaths
             handler = getattr(self, f"_{type(statement).__name__}", self._other)
-            paths = _bounded(handler(statement, paths))
+            paths = self._bounded(handler(statement, paths))
         return paths
 
     def _other(self, statement: Node, paths: _Paths) -> _Paths:
@@ -253,7 +256,7 @@ class Run:
         loops, returned, self.loops = self.loops, self.returned, [_Loop() for _ in self.loops]
         self.returned = set()
         with self.say.only_good():
-            self._suite(handler.body, _bounded(during))
+            self._suite(handler.body, self._bounded(during))
         self.loops, self.returned = loops, returned
         return self._suite(handler.body, before)
 
@@ -304,7 +307,7 @@ class Run:
             broken |= loop.breaks
             if ends is not None:
                 finished |= inside
-            paths = _bounded(inside - seen)
+            paths = self._bounded(inside - seen)
             if not paths:
                 break
         after = frozenset(finished)
@@ -364,24 +367,30 @@ class Run:
         after: set[Path] = set()
         for path in paths:
             handed = self._handed(given, dict(path.scaled))
-            inner = Path(path.state, _of_self(path.known), _of_self(path.scaled) | handed)
+            known = _of_self(path.known) | _said_of(path.known, frame.called)
+            inner = Path(path.state, known, _of_self(path.scaled) | handed)
             after |= {
-                Path(p.state, _kept(path.known, p.known), _kept(path.scaled, p.scaled))
+                Path(
+                    p.state,
+                    _kept(path.known, p.known) | _said_of(p.known, frame.names),
+                    _kept(path.scaled, p.scaled),
+                )
                 for p in self._ends(frame, inner)
             }
-        return _bounded(after)
+        return self._bounded(after)
 
     def _ends(self, frame: Frame, start: Path) -> _Paths:
         """The ends of the paths through a function; each beginning is run once, as many paths share it."""
         begun = (frame.function, frozenset(frame.names.items()), *self.called, start)
         if begun not in self.ends:
-            loops, returned, outer = self.loops, self.returned, self.known
+            loops, returned, outer, deciding = self.loops, self.returned, self.known, self.deciding
+            self.deciding |= {name for name, given in frame.names.items() if given in deciding}
             self.loops, self.returned = [], set()
             self.known = replace(outer, named=frame.named)
             self.called.append(frame.function)
             ends = self._suite(frame.function.body, frozenset({start})) | frozenset(self.returned)
             self.called.pop()
-            self.loops, self.returned, self.known = loops, returned, outer
+            self.loops, self.returned, self.known, self.deciding = loops, returned, outer, deciding
             self.ends[begun] = _told_apart(ends)
         return self.ends[begun]
 
@@ -401,6 +410,16 @@ class Run:
         yes = (Path(p.state, p.known | {said}, p.scaled) for p in paths if unsaid not in p.known)
         no = (Path(p.state, p.known | {unsaid}, p.scaled) for p in paths if said not in p.known)
         return frozenset(yes), frozenset(no)
+
+    def _bounded(self, paths: Iterable[Path]) -> _Paths:
+        """The paths, of which too many forget what tests said; whether there is a scaler comes last."""
+        paths = frozenset(paths)
+        for kept in (self.deciding, frozenset[str]()):
+            if len(paths) > _LIMIT:
+                paths = frozenset(Path(p.state, _about(p.known, kept), p.scaled) for p in paths)
+        if len(paths) > _LIMIT:
+            raise TooManyPaths
+        return paths
 
 
 def _is_event(node: Node) -> bool:
@@ -433,6 +452,13 @@ def _of_self(pairs: frozenset[_Pair]) -> frozenset[_Pair]:
     return frozenset(pair for pair in pairs if pair[0].startswith("self."))
 
 
+def _said_of(
+    known: frozenset[tuple[str, bool]], names: dict[str, str]
+) -> frozenset[tuple[str, bool]]:
+    """What tests said of some variables, by the names that these have elsewhere."""
+    return frozenset((names[text], holds) for text, holds in known if names.get(text))
+
+
 def _kept(before: frozenset[_Pair], after: frozenset[_Pair]) -> frozenset[_Pair]:
     """What a function knows when a method returns: of its own names what it knew, of self's what the method knows."""
     return (before - _of_self(before)) | _of_self(after)
@@ -454,18 +480,16 @@ def _is_loss(value: Node | None) -> bool:
     return isinstance(value, (cst.Name, cst.Attribute))
 
 
+@lru_cache(maxsize=4096)
+def _about(
+    known: frozenset[tuple[str, bool]], texts: frozenset[str]
+) -> frozenset[tuple[str, bool]]:
+    return frozenset(pair for pair in known if pair[0] in texts)
+
+
 def _told_apart(paths: _Paths) -> _Paths:
     """One path for several that have come to the same: what tests said on only some of them decides nothing."""
     if len(paths) < 2 or len({(path.state, path.scaled) for path in paths}) > 1:
         return paths
     known = frozenset.intersection(*(path.known for path in paths))
     return frozenset({next(iter(paths))._replace(known=known)})
-
-
-def _bounded(paths: Iterable[Path]) -> _Paths:
-    paths = frozenset(paths)
-    if len(paths) > _LIMIT:
-        paths = frozenset(Path(path.state, frozenset(), path.scaled) for path in paths)
-    if len(paths) > _LIMIT:
-        raise TooManyPaths
-    return paths

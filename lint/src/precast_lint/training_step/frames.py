@@ -38,6 +38,11 @@ class Frame:
     names: dict[str, str]
     own: frozenset[str]
 
+    @property
+    def called(self) -> dict[str, str]:
+        """The keys of what parameters get, each with the name of the parameter; of two that get the same, one."""
+        return {given: name for name, given in self.names.items()}
+
     def named(self, node: Node | None) -> str | None:
         """The key of an expression as the caller says it."""
         text = key(self.source, node)
