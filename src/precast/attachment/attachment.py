@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from precast.policy.policy import Policy, as_policy
 from precast.weights import held
 from precast.weights.held import Copy, HeldParameter
 from precast.weights.low_precision_gradients import LowPrecisionGradients
+from precast.weights.one_pass import OnePassStep
 
 __all__ = ["Attachment", "Memory", "attach", "attached_models", "names_of"]
 
@@ -60,6 +61,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     hold: bool = True,
     grad_dtype: torch.dtype | None = None,
+    step: Literal["one-pass"] | None = None,
 ) -> Attachment:
     """Keeps the 16-bit copies of a model's weights between regions, and sets the precision of its modules by name.
 
@@ -75,6 +77,9 @@ def attach(
             that dtype, 2 bytes for each number instead of 4, until its step. The step reads them in float32, and writes
             each weight and its copy together. Gradients that are added up before the step are rounded at each
             addition. With None gradients are float32.
+        step: "one-pass" has `torch.compile` compile what `optimizer` does to a large weight, to a program that reads
+            the gradient, writes weight, states and copies, and goes through memory once. What it cannot take is stepped
+            as before, and a warning says so once. With None the optimizer steps as before.
 
     Returns:
         The attachment, which lasts as long as the model, or until its `detach`.
@@ -83,7 +88,8 @@ def attach(
         PolicyError: the policy cannot be read or carried out, because two patterns disagree on a module or a rule is
             for a part of a scripted module.
         AttachError: `model` is no module; `optimizer` is no optimizer, or has no parameter of the model; `grad_dtype`
-            is another dtype, or comes without an optimizer, or with one that takes several gradients in a step.
+            is another dtype, or comes without an optimizer, or with one that takes several gradients in a step; `step`
+            is not "one-pass", or comes without an optimizer.
 
     Examples:
         >>> import precast
@@ -97,12 +103,13 @@ def attach(
     """
     _check(model, optimizer)
     _check_gradients(grad_dtype, optimizer, hold=hold)
+    _check_step(step, optimizer, hold=hold)
     planned = None
     if policy is not None:
         planned = plan(model, as_policy(policy))
         for complaint in planned.complaints():
             warnings.warn(complaint, PrecastWarning, stacklevel=2)
-    return Attachment(model, planned, optimizer, hold=hold, grad_dtype=grad_dtype)
+    return Attachment(model, planned, optimizer, hold=hold, grad_dtype=grad_dtype, step=step)
 
 
 def names_of(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
@@ -134,6 +141,7 @@ class Attachment(Displayed):
         *,
         hold: bool = False,
         grad_dtype: torch.dtype | None = None,
+        step: Literal["one-pass"] | None = None,
         give_way: Callable[[], None] | None = None,
     ) -> None:
         """Takes what `attach` has checked; `give_way` is for rules of an installed policy.
@@ -153,6 +161,9 @@ class Attachment(Displayed):
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = (
             (lambda: None) if optimizer is None else weakref.ref(optimizer)
         )
+        self._one_pass: OnePassStep | None = None
+        if optimizer is not None and step is not None:
+            self._one_pass = OnePassStep(optimizer)  # its hook comes first
         self._gradients: LowPrecisionGradients | None = None
         if optimizer is not None and grad_dtype is not None:
             self._gradients = LowPrecisionGradients(optimizer, grad_dtype)
@@ -262,12 +273,16 @@ class Attachment(Displayed):
                 held.release(held_parameter)
             if self._gradients is not None:
                 self._gradients.ask_for(self._held_parameters.values())
+            if self._one_pass is not None:
+                self._one_pass.ask_for(self._held_parameters.values())
 
     def _detach(self) -> None:
         """Ends the attachment; the model may be gone already."""
         if self._rules is not None:
             self._rules.remove()
             self._rules = None
+        if self._one_pass is not None:
+            self._one_pass.end()
         if self._gradients is not None:
             self._gradients.end()
         with held.lock:
@@ -320,9 +335,9 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
             attachment._find_parameters()
     renewed: set[int] = set()
     for attachment in list(held.attached):
-        gradients = attachment._gradients
-        if gradients is not None and attachment._optimizer() is optimizer:
-            renewed |= gradients.after_step()
+        if attachment._optimizer() is optimizer:
+            for its in (attachment._one_pass, attachment._gradients):
+                renewed |= set() if its is None else its.after_step()
     held.stepped(optimizer, (p for p in parameters if id(p) not in renewed))
 
 
@@ -382,4 +397,18 @@ def _check_gradients(dtype: object, optimizer: object, *, hold: bool) -> None:
         raise AttachError(
             f"attach(grad_dtype={dtype}) needs the optimizer whose step reads these gradients, and weights that are "
             "held: attach(model, optimizer=optimizer, grad_dtype=...)."
+        )
+
+
+def _check_step(step: object, optimizer: object, *, hold: bool) -> None:
+    if step is None:
+        return
+    if step != "one-pass":
+        raise AttachError(
+            f'attach(step={step!r}): give "one-pass", which compiles the optimizer\'s step, or None, which leaves it.'
+        )
+    if optimizer is None or not hold:
+        raise AttachError(
+            'attach(step="one-pass") needs the optimizer whose step it is, and weights that are held: '
+            'attach(model, optimizer=optimizer, step="one-pass").'
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -70,6 +71,7 @@ __all__ = [
     "stepped",
     "steps_of",
     "suspend",
+    "written_together",
 ]
 
 MIN_ELEMENTS_FOR_NODE: Final = 16384
@@ -189,6 +191,29 @@ def renew(copies: Iterable[Copy]) -> None:
                 by_dtype.setdefault(key, []).append((copy, parameter))
         for pairs in by_dtype.values():
             _write(pairs, in_use=False)
+
+
+@contextmanager
+def written_together(parameter: Tensor) -> Iterator[list[Copy]]:
+    """A block that writes a parameter and, with the same numbers, the copies that it gets; these are then current."""
+    with lock:
+        held_parameter = held_parameters.get(id(parameter))
+        copies = [] if held_parameter is None else list(held_parameter.copies.values())
+        copies = [copy for copy in copies if copy.fits(parameter)]
+        stream = stream_of(parameter.device)
+        for copy in copies:
+            copy.join(stream)
+            copy.make_room(parameter)
+        torch.autograd.graph.increment_version(parameter)
+        # As it is before the write: what another thread writes meanwhile is found at the next use.
+        version, pointer = version_of(parameter), parameter.data_ptr()
+        yield copies
+        for copy in copies:
+            copy.written(parameter, version, pointer, stream)
+            if held_parameter is not None:
+                held_parameter.stale = False
+                held_parameter.leave_to_regions(False)
+                note_circumstances(held_parameter, copy, parameter, in_use=False)
 
 
 def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:

@@ -28,7 +28,7 @@ from precast.weights import held
 from precast.weights.held import Copy, HeldParameter
 from precast.weights.held_copy import unless_python_ends
 
-__all__ = ["LowPrecisionGradients", "factors_of", "of"]
+__all__ = ["LowPrecisionGradients", "factors_of", "of", "set_gradient"]
 
 _PART: Final = 1 << 20
 """Numbers in a part: 4 MiB of gradients in float32. A larger weight is a part of its own."""
@@ -84,7 +84,7 @@ class LowPrecisionGradients:
             held_parameter.grad_dtype = None
             if parameter is not None and parameter.grad_dtype is self._dtype:
                 gradient = parameter.grad
-                _set(parameter, None if gradient is None else gradient.to(torch.float32))
+                set_gradient(parameter, None if gradient is None else gradient.to(torch.float32))
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """Whether that is the optimizer whose step reads these gradients."""
@@ -101,7 +101,7 @@ class LowPrecisionGradients:
         """Has them have it in float32 from now on, for who reads gradients before the step."""
         for parameter in list(self.in_float16()):
             assert parameter.grad is not None
-            _set(parameter, parameter.grad.to(torch.float32))
+            set_gradient(parameter, parameter.grad.to(torch.float32))
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,7 +130,7 @@ class LowPrecisionGradients:
         """Gives back gradients in 16 bits; returns ``id`` of each parameter whose copies are renewed already."""
         waiting, self._waiting, self.factor = self._waiting, [], None
         for parameter, gradient in waiting:
-            _set(parameter, gradient)
+            set_gradient(parameter, gradient)
         return {id(parameter) for parameter, _ in waiting} if self._goes_by_parts else set()
 
     def _with_its_gradients(
@@ -177,7 +177,7 @@ class LowPrecisionGradients:
                 gradient.mul_(self.factor.to(gradient.device))
         self._waiting += zip(parameters, low, strict=True)
         for parameter, gradient in zip(parameters, full, strict=True):
-            _set(parameter, gradient)
+            set_gradient(parameter, gradient)
 
     def _in_float32(self, gradients: list[Tensor]) -> Iterator[Tensor]:
         """Uninitialised tensors for these gradients; in memory that each part uses again."""
@@ -244,7 +244,8 @@ def _copies(parameter: Tensor) -> Iterable[Copy]:
     return () if held_parameter is None else held_parameter.copies.values()
 
 
-def _set(parameter: Tensor, gradient: Tensor | None) -> None:
+def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Gives a parameter a gradient of whatever dtype, or none."""
     parameter.grad = None
     parameter.grad_dtype = torch.float32 if gradient is None else gradient.dtype
     parameter.grad = gradient
