@@ -46,7 +46,7 @@ class OnePassStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self._name = type(optimizer).__name__
         self._held_parameters: dict[int, HeldParameter] = {}
-        self._begun: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self._begun: set[int] = set()
         """What has been stepped once by the optimizer itself, which then has all the states that it wants."""
         self._refused: set[int] = set()
         self._taken: list[tuple[Tensor, Tensor]] = []
@@ -58,7 +58,8 @@ class OnePassStep:
     def ask_for(self, held_parameters: Iterable[HeldParameter]) -> None:
         """Has these weights be stepped so, as far as the optimizer trains them."""
         self._held_parameters = {id(h.parameter()): h for h in held_parameters}
-        self._refused.intersection_update(self._held_parameters)
+        for known in (self._begun, self._refused):
+            known.intersection_update(self._held_parameters)
 
     def end(self) -> None:
         """Has the optimizer take its steps itself."""
@@ -113,8 +114,8 @@ class OnePassStep:
             or parameter.numel() < held.MIN_ELEMENTS_FOR_NODE
         ):
             return False
-        if not optimizer.state.get(parameter) and parameter not in self._begun:
-            self._begun.add(parameter)
+        if not optimizer.state.get(parameter) and id(parameter) not in self._begun:
+            self._begun.add(id(parameter))
             return False
         reason = _why_not(parameter, gradient)
         if reason is not None:
@@ -158,7 +159,7 @@ class OnePassStep:
         self, parameter: Tensor, gradient: Tensor, recorder: StepRecorder, factor: Any
     ) -> None:
         scalars = recorder.scalars if factor is None else [float(factor), *recorder.scalars]
-        tensors = [recorder.tensors[0], gradient, *recorder.tensors[2:]]
+        tensors = [parameter, gradient, *recorder.tensors[2:]]
         with held.written_together(parameter) as copies:
             key = ProgramKey(
                 recorder.recorded(),
@@ -172,6 +173,7 @@ class OnePassStep:
                 torch.tensor(scalars or [0.0], dtype=torch.float32),
                 *(_numbers(copy.tensor) for copy in copies),
             )
+            torch.autograd.graph.increment_version(recorder.tensors[2:])
 
     def _unseen_like(self, parameter: Tensor) -> Tensor:
         """A gradient in float32 that is never written nor read: its memory is asked for, and not used."""
@@ -228,9 +230,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """All numbers of a tensor in a row, as they lie in memory."""
-    with torch.no_grad():
-        return tensor.detach().as_strided((tensor.numel(),), (1,))
+    """All numbers of a tensor in a row, as they lie in memory; no view, of which a program would see the base."""
+    row = torch.empty(0, dtype=tensor.dtype)
+    return row.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
 
 
 def _counts(optimizer: Optimizer) -> dict[str, Any]:

@@ -90,7 +90,8 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
         self._dtypes: list[torch.dtype] = []
         self._numbers: dict[int, int] = {}
         self._current: list[int] = []
-        self._made: dict[int, tuple[Tensor, int]] = {}
+        self._made: dict[int, tuple[Tensor, list[int]]] = {}
+        """``id`` of each tensor that stands for a result -> itself, and the number of its value, which aliases share."""
         self._before: list[tuple[Tensor, Tensor]] = []
         for tensor in (parameter, gradient):
             self._value(tensor)
@@ -118,7 +119,7 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
         if torch.is_grad_enabled():
             raise NotElementwise("its step records a graph")
         if name in _SAME:
-            return args[0]
+            return self._alias(func(*args, **kwargs), args[0])
         if torch.Tag.pointwise not in func.tags and name not in _UNTAGGED:
             raise NotElementwise(f"its step calls {name}, which does not treat each number by itself")
         if not func._schema.is_mutable:
@@ -178,7 +179,7 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
     def _value(self, tensor: Tensor) -> int:
         made = self._made.get(id(tensor))
         if made is not None:
-            return made[1]
+            return made[1][0]
         place = tensor.data_ptr()
         number = self._numbers.get(place)
         if number is None:
@@ -199,15 +200,21 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
             number = len(self._calls) - 1
         made = self._made.get(id(target))
         if made is not None:
-            self._made[id(target)] = target, number
+            made[1][0] = number
         else:
             self._value(target)
             self._current[self._numbers[target.data_ptr()]] = number
 
     def _new(self, number: int, dtype: torch.dtype) -> Tensor:
         result = torch.empty_strided(self._shape, self._stride, dtype=dtype, device="meta")
-        self._made[id(result)] = result, number
+        self._made[id(result)] = result, [number]
         return result
+
+    def _alias(self, alias: Tensor, of: Tensor) -> Tensor:
+        made = self._made.get(id(of))
+        if made is not None:
+            self._made[id(alias)] = alias, made[1]
+        return alias
 
     def _kind(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
         key = name, *map(_type_of, args), *((k, _type_of(v)) for k, v in kwargs.items())
