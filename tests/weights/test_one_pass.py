@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,7 +57,9 @@ class Normalized(Optimizer):
                 if p.grad is not None:
                     state = self.state[p]
                     state.setdefault("step", torch.zeros(())).add_(1)
-                    p.mul_(0.99).sub_(p.grad / p.grad.norm(), alpha=group["lr"] / state["step"].item())
+                    p.mul_(0.99).sub_(
+                        p.grad / p.grad.norm(), alpha=group["lr"] / state["step"].item()
+                    )
 
 
 class Counting(Optimizer):
@@ -88,26 +91,26 @@ ELEMENTWISE: dict[str, Make] = {
     "RAdam": lambda p: optim.RAdam(p, lr=0.01),
     "Adagrad": lambda p: optim.Adagrad(p, lr=0.01),
     "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-    "Adadelta": lambda p: optim.Adadelta(p),
-    "Adamax": lambda p: optim.Adamax(p),
-    "ASGD": lambda p: optim.ASGD(p),
+    "Adadelta": optim.Adadelta,
+    "Adamax": optim.Adamax,
+    "ASGD": optim.ASGD,
     "another's": Lion,
 }
 NOT_ELEMENTWISE: dict[str, Make] = {
-    "Adafactor": lambda p: optim.Adafactor(p),
-    "Rprop": lambda p: optim.Rprop(p),
+    "Adafactor": optim.Adafactor,
+    "Rprop": optim.Rprop,
     "one that normalizes": Normalized,
     "one that counts": Counting,
 }
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[ProgramKey, Any]]:
+def programs(monkeypatch: pytest.MonkeyPatch) -> dict[ProgramKey, Any]:
     """What was made to carry out steps; the operations are called one by one, as compiling takes long."""
     made: dict[ProgramKey, Any] = {}
     monkeypatch.setattr(step_program, "_programs", made)
     monkeypatch.setattr(step_program.torch, "compile", lambda module, **_: module)
-    yield made
+    return made
 
 
 def net() -> nn.Sequential:
@@ -186,7 +189,9 @@ def test_a_step_in_one_pass_is_the_optimizers(make: Make, programs: Any) -> None
 
 
 @pytest.mark.parametrize("make", NOT_ELEMENTWISE.values(), ids=NOT_ELEMENTWISE)
-def test_what_is_not_elementwise_is_stepped_as_before_and_said_once(make: Make, programs: Any) -> None:
+def test_what_is_not_elementwise_is_stepped_as_before_and_said_once(
+    make: Make, programs: Any
+) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model, optimizer, plain, other = both(make)
@@ -390,6 +395,4 @@ def test_compiled_steps_err_no_more_than_the_optimizers() -> None:
 
 
 def _is_loaded() -> bool:
-    import sys
-
     return "torch._dynamo.utils" in sys.modules

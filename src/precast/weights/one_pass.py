@@ -29,7 +29,7 @@ from precast.weights import held
 from precast.weights.held import HeldParameter
 from precast.weights.low_precision_gradients import factors_of, set_gradient
 from precast.weights.step_program import ProgramKey, program
-from precast.weights.step_recorder import NotElementwise, StepRecorder
+from precast.weights.step_recorder import NotElementwiseError, StepRecorder
 
 __all__ = ["OnePassStep"]
 
@@ -136,12 +136,12 @@ class OnePassStep:
             with recorder:
                 step()
             if _counts(optimizer) != counts:
-                raise NotElementwise("its step counts in attributes of the optimizer")
+                raise NotElementwiseError("its step counts in attributes of the optimizer")
             if any(_is_new(v, state.get(k)) for k, v in optimizer.state.get(parameter, {}).items()):
-                raise NotElementwise("its step makes new states")
+                raise NotElementwiseError("its step makes new states")
             set_gradient(parameter, gradient)
             self._run(parameter, gradient, recorder, factor)
-        except Exception as error:  # noqa: BLE001 -- whatever a compiler raises; the step as before raises its own
+        except Exception as error:  # whatever a compiler raises; the step as before raises its own
             recorder.undo()
             vars(optimizer).update(counts)
             if had_state:
@@ -248,7 +248,7 @@ def _is_new(value: Any, before: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, NotElementwise):
+    if isinstance(error, NotElementwiseError):
         return str(error)
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
@@ -265,8 +265,9 @@ def _outside_autocast() -> Iterator[None]:
 @contextmanager
 def _without_scaler(optimizer: Optimizer) -> Iterator[None]:
     """Hides what a scaler has told a fused step, which the pass does itself."""
-    told = {n: vars(optimizer).pop(n) for n in ("grad_scale", "found_inf") if n in vars(optimizer)}
+    its, names = vars(optimizer), ("grad_scale", "found_inf")
+    told: dict[str, Any] = {name: its.pop(name) for name in names if name in its}
     try:
         yield
     finally:
-        vars(optimizer).update(told)
+        its.update(told)

@@ -71,7 +71,7 @@ def _module(key: ProgramKey) -> fx.GraphModule:
     values: dict[int, fx.Node] = {-1 - i: tensor for i, tensor in enumerate(tensors)}
     gradient = tensors[_GRADIENT]
     if key.gradient is not recorded.dtypes[_GRADIENT]:
-        to = {"dtype": recorded.dtypes[_GRADIENT]}
+        to: dict[str, Any] = {"dtype": recorded.dtypes[_GRADIENT]}
         gradient = graph.call_function(_aten._to_copy, (gradient,), to)
     if key.is_scaled:
         gradient = graph.call_function(_aten.mul, (gradient, _scalar(graph, scalars, 0)))
@@ -122,7 +122,9 @@ def _said(name: str) -> Iterator[None]:
     begun = time.perf_counter()
 
     def say() -> None:
-        print(f"precast: torch.compile compiles the step of {name} ...", file=sys.stderr, flush=True)
+        print(
+            f"precast: torch.compile compiles the step of {name} ...", file=sys.stderr, flush=True
+        )
 
     timer = threading.Timer(1.0, say)
     timer.daemon = True
@@ -133,4 +135,6 @@ def _said(name: str) -> Iterator[None]:
         timer.cancel()
     seconds = time.perf_counter() - begun
     if seconds > 1:
-        print(f"precast: the step of {name} is compiled, {seconds:.1f} s", file=sys.stderr, flush=True)
+        print(
+            f"precast: the step of {name} is compiled, {seconds:.1f} s", file=sys.stderr, flush=True
+        )

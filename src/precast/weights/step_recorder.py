@@ -5,7 +5,7 @@ Invariants:
 - operations on tensors of the parameter's size are written down and not carried out; operations on single numbers (step
   counts, learning rates) are carried out, and `undo` takes them back;
 - only operations that treat each number by itself are written down, as PyTorch's own tag says; any other raises
-  `NotElementwise`, and nothing has been changed after `undo`;
+  `NotElementwiseError`, and nothing has been changed after `undo`;
 - numbers that Python computes (learning rate, corrections of bias) are arguments of what is recorded, not a part of it,
   so a schedule changes no program.
 """
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from precast._torch import DispatchMode, without_modes
 
-__all__ = ["Call", "NotElementwise", "Recorded", "StepRecorder"]
+__all__ = ["Call", "NotElementwiseError", "Recorded", "StepRecorder"]
 
 
-class NotElementwise(Exception):
+class NotElementwiseError(Exception):
     """A step does something to a parameter that is not done to each number by itself; says what."""
 
 
@@ -72,7 +72,7 @@ _FACTORED: Final = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv
 """Arguments that have to be numbers, and that a program applies with a multiplication of its own."""
 
 
-class StepRecorder(DispatchMode):  # type: ignore[misc]
+class StepRecorder(DispatchMode):
     """The mode in which a step is called for one parameter.
 
     Args:
@@ -81,7 +81,7 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[Tensor] = []
         """What the step reads and writes: the parameter, its gradient, then the states as they were met."""
         self.scalars: list[float] = []
@@ -91,7 +91,7 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
         self._numbers: dict[int, int] = {}
         self._current: list[int] = []
         self._made: dict[int, tuple[Tensor, list[int]]] = {}
-        """``id`` of each tensor that stands for a result -> itself, and the number of its value, which aliases share."""
+        """``id`` of each tensor that stands for a result -> itself, and its value's number, which aliases share."""
         self._before: list[tuple[Tensor, Tensor]] = []
         for tensor in (parameter, gradient):
             self._value(tensor)
@@ -117,11 +117,13 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
             return self._run(func, args, kwargs)
         name: str = func._schema.name.removeprefix("aten::")
         if torch.is_grad_enabled():
-            raise NotElementwise("its step records a graph")
+            raise NotElementwiseError("its step records a graph")
         if name in _SAME:
             return self._alias(func(*args, **kwargs), args[0])
         if torch.Tag.pointwise not in func.tags and name not in _UNTAGGED:
-            raise NotElementwise(f"its step calls {name}, which does not treat each number by itself")
+            raise NotElementwiseError(
+                f"its step calls {name}, which does not treat each number by itself"
+            )
         if not func._schema.is_mutable:
             return self._new(*self._add(name, args, kwargs))
         if "out" in kwargs:
@@ -132,7 +134,7 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
         if name == "copy":
             source = args[1]
             if source.numel() == 1:
-                raise NotElementwise("its step copies one number into many")
+                raise NotElementwiseError("its step copies one number into many")
             self._set(target, *self._known_value(source))
         else:
             self._set(target, *self._add(name, args, kwargs))
@@ -163,7 +165,7 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
             return Argument("value", self._known_value(given)[0])
         if isinstance(given, Tensor):
             if not given.is_floating_point():
-                raise NotElementwise("its step computes with whole numbers in tensors")
+                raise NotElementwiseError("its step computes with whole numbers in tensors")
             given = given.item()
         elif not isinstance(given, float) or not kind.takes_tensors:
             return Argument("constant", given)
@@ -184,17 +186,23 @@ class StepRecorder(DispatchMode):  # type: ignore[misc]
         number = self._numbers.get(place)
         if number is None:
             if tensor.shape != self._shape or tensor.stride() != self._stride or not tensor.is_cpu:
-                raise NotElementwise("its states have another shape or layout than the parameter")
+                raise NotElementwiseError(
+                    "its states have another shape or layout than the parameter"
+                )
             number = self._numbers[place] = len(self.tensors)
             self.tensors.append(tensor)
             self._current.append(-1 - number)
         elif self.tensors[number].dtype is not tensor.dtype:
-            raise NotElementwise("its states share memory")
+            raise NotElementwiseError("its states share memory")
         return self._current[number]
 
     def _set(self, target: Tensor, number: int, dtype: torch.dtype) -> None:
         if target.dtype is not dtype:
-            call = Call("_to_copy", (Argument("value", number),), (("dtype", Argument("constant", target.dtype)),))
+            call = Call(
+                "_to_copy",
+                (Argument("value", number),),
+                (("dtype", Argument("constant", target.dtype)),),
+            )
             self._calls.append(call)
             self._dtypes.append(target.dtype)
             number = len(self._calls) - 1
@@ -227,7 +235,7 @@ def _type_of(given: Any) -> Any:
     if isinstance(given, Tensor):
         return given.dtype, given.numel() > 1
     if isinstance(given, (list, tuple, dict)):
-        raise NotElementwise("its step takes several tensors at once")
+        raise NotElementwiseError("its step takes several tensors at once")
     return type(given) if isinstance(given, float) else given
 
 
@@ -253,7 +261,7 @@ def _tried(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
     with without_modes():
         plain = result(numbers=False)
         if not isinstance(plain, Tensor) or plain.shape != (2,):
-            raise NotElementwise(f"its step calls {name}, whose result has another shape")
+            raise NotElementwiseError(f"its step calls {name}, whose result has another shape")
         try:
             takes = result(numbers=True).dtype is plain.dtype
         except (RuntimeError, TypeError):
