@@ -32,6 +32,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "updated_program",
+    "writes_an_argument",
     "without_numbers",
 ]
 
@@ -40,6 +41,11 @@ COPY_IN_DTYPE: Final = torch.ops.aten._to_copy.default
 
 DTYPE_CHECK: Final = torch.ops.aten._assert_tensor_metadata.default
 """What an exported program checks a tensor's dtype with (2.13)."""
+
+
+def writes_an_argument(operation: OpOverload) -> bool:
+    """Whether an operation writes one of its arguments; only its schema says so (2.13)."""
+    return bool(operation._schema.is_mutable)
 
 
 def calls_others(target: Any) -> bool:

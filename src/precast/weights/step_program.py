@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from precast._torch import COPY_IN_DTYPE
 from precast.weights.step_recorder import Argument, Call, Recorded
 
 __all__ = ["ProgramKey", "program"]
@@ -72,7 +73,7 @@ def _module(key: ProgramKey) -> fx.GraphModule:
     gradient = tensors[_GRADIENT]
     if key.gradient is not recorded.dtypes[_GRADIENT]:
         to: dict[str, Any] = {"dtype": recorded.dtypes[_GRADIENT]}
-        gradient = graph.call_function(_aten._to_copy, (gradient,), to)
+        gradient = graph.call_function(COPY_IN_DTYPE, (gradient,), to)
     if key.is_scaled:
         gradient = graph.call_function(_aten.mul, (gradient, _scalar(graph, scalars, 0)))
     values[-1 - _GRADIENT] = gradient

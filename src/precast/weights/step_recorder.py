@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from precast._torch import DispatchMode, without_modes
+from precast._torch import DispatchMode, without_modes, writes_an_argument
 
 __all__ = ["Call", "NotElementwiseError", "Recorded", "StepRecorder"]
 
@@ -115,7 +115,7 @@ class StepRecorder(DispatchMode):
         kwargs = kwargs or {}
         if not any(t.numel() > 1 for t in _tensors((*args, *kwargs.values()))):
             return self._run(func, args, kwargs)
-        name: str = func._schema.name.removeprefix("aten::")
+        name: str = func.name().removeprefix("aten::").partition(".")[0]
         if torch.is_grad_enabled():
             raise NotElementwiseError("its step records a graph")
         if name in _SAME:
@@ -124,7 +124,7 @@ class StepRecorder(DispatchMode):
             raise NotElementwiseError(
                 f"its step calls {name}, which does not treat each number by itself"
             )
-        if not func._schema.is_mutable:
+        if not writes_an_argument(func):
             return self._new(*self._add(name, args, kwargs))
         if "out" in kwargs:
             target = kwargs["out"]
@@ -141,7 +141,7 @@ class StepRecorder(DispatchMode):
         return target
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func._schema.is_mutable:
+        if writes_an_argument(func):
             self._before += [
                 (t, t.clone()) for t in _tensors((*args, *kwargs.values())) if not t.is_meta
             ]
