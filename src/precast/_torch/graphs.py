@@ -32,8 +32,8 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "updated_program",
-    "writes_an_argument",
     "without_numbers",
+    "writes_an_argument",
 ]
 
 COPY_IN_DTYPE: Final = torch.ops.aten._to_copy.default
