@@ -128,7 +128,7 @@ ci: $(NATIVE)  ## everything CI runs (the layer test and the docs examples are p
 		lint types docs test-package $(CLIENTS_STAMP)
 	$(MAKE) test test-reference test-project test-clients
 
-bench: $(NATIVE) $(CLIENTS_STAMP)  ## all that has a target, beside torch.autocast, in a quarter of an hour; writes docs/performance.md
+bench: $(NATIVE) $(CLIENTS_STAMP)  ## all that has a target, beside torch.autocast, in some twenty minutes; writes docs/performance.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks.check --write

@@ -24,8 +24,10 @@ from benchmarks import (
     models,
     observing,
     overhead,
+    packages,
     page,
     shipping,
+    starting,
     targets,
 )
 from benchmarks.tables import about, print_rows
@@ -87,7 +89,8 @@ def main(context: click.Context, rounds: int | None, output: Output) -> None:
     """Measure precast beside torch.autocast, in one process, in turns.
 
     Without COMMAND: overhead (with the reference engine too, in a process of its own), demos, models, observing,
-    shipping, and the clients that have a target, in their environment. What has a target gets a verdict.
+    shipping (converted models, packages, the start of a process), and the clients that have a target, in their
+    environment. What has a target gets a verdict.
     """
     if context.invoked_subcommand is None:
         _measure(_all(rounds), output)
@@ -105,8 +108,18 @@ def _all(rounds: int | None) -> Suites:
         "demos": Suite(lambda: iter(demos.run(rounds=rounds or demos.ROUNDS))),
         **_models(rounds or models.ROUNDS),
         "observing": Suite(lambda: observing.run(rounds=rounds or _ROUNDS_OF_OBSERVING)),
-        "shipping": Suite(lambda: shipping.run(rounds=rounds or shipping.ROUNDS)),
+        **_shipped(rounds),
         "clients": Suite(lambda: elsewhere.clients(rounds or overhead.ROUNDS)),
+    }
+
+
+def _shipped(rounds: int | None, only: tuple[str, ...] = ()) -> Suites:
+    return {
+        "shipping": Suite(lambda: shipping.run(rounds=rounds or shipping.ROUNDS, only=only)),
+        "packages": Suite(lambda: packages.run(rounds=rounds or packages.ROUNDS, only=only)),
+        "start": Suite(
+            lambda: starting.run(rounds=min(rounds or starting.ROUNDS, starting.ROUNDS))
+        ),
     }
 
 
@@ -139,12 +152,13 @@ def _observing(rounds: int, output: Output) -> None:
 
 
 @main.command("shipping")
-@_rounds(shipping.ROUNDS)
+@_rounds(None)
 @click.option("--only", multiple=True, help="Cases with this in their name; all if none is given.")
 @_output
-def _shipping(rounds: int, only: tuple[str, ...], output: Output) -> None:
-    """A converted model beside 16 bits by hand: time, weights, the peak while it is converted."""
-    _measure({"shipping": Suite(lambda: shipping.run(rounds=rounds, only=only))}, output)
+def _shipping(rounds: int | None, only: tuple[str, ...], output: Output) -> None:
+    """Converted and exported models and packages beside 16 bits by hand; the start of a process."""
+    suites = _shipped(rounds, only)
+    _measure({name: suite for name, suite in suites.items() if name != "start" or not only}, output)
 
 
 @main.command("clients")

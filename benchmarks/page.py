@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks import chart
 from benchmarks.models import title
 from benchmarks.sections import put
+from benchmarks.shipping_page import shipped
 from benchmarks.targets import NOT_MET, summary, written
 from benchmarks.variants import ACCUMULATION, BASELINE, TRAINING, kinds
 from precast._internal.atomic_write import replace
@@ -102,6 +103,7 @@ def render(data: dict[str, Any]) -> str:
             *_growth(grown),
             "",
             *_watching(by_name["observing"]),
+            *shipped(by_name["shipping"], by_name["packages"], by_name["start"]),
         ]
     )
 

@@ -23,7 +23,7 @@ from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
 from benchmarks.variants import BY_HAND
 
-__all__ = ["CASES", "KINDS", "ROUNDS", "run"]
+__all__ = ["CASES", "KINDS", "ROUNDS", "called", "fresh", "repeats", "run", "seconds_of"]
 
 ROUNDS = 21
 KINDS: Mapping[str, str] = {"converted": "default", "converted + lean": "lean"}
@@ -52,16 +52,15 @@ def run(*, rounds: int = ROUNDS, only: tuple[str, ...] = ()) -> Iterator[dict[st
 
 
 def _measure(case: str, network: Network, rounds: int) -> Iterator[dict[str, Any]]:
-    model, inputs = _fresh(network)
+    model, inputs = fresh(network)
     lowered = inputs.to(_DTYPE) if inputs.is_floating_point() else inputs
     by_hand = model.to(_DTYPE).requires_grad_(False)
-    works, reports, peaks = {BY_HAND: _called(by_hand, lowered)}, {}, {}
+    works, reports, peaks = {BY_HAND: called(by_hand, lowered)}, {}, {}
     for kind, policy in KINDS.items():
         converted, peaks[kind] = _converted(network, policy)
-        works[kind] = _called(converted, inputs)
+        works[kind] = called(converted, inputs)
         reports[kind] = converted.precast_report
-    seconds = _seconds(works[BY_HAND])
-    calls = max(1, round(_TURN / seconds))
+    calls = repeats(seconds_of(works[BY_HAND]))
     result = compare(
         {kind: Variant(work) for kind, work in works.items()}, rounds=rounds, calls=calls
     )
@@ -85,12 +84,15 @@ def _measure(case: str, network: Network, rounds: int) -> Iterator[dict[str, Any
     gc.collect()
 
 
-def _fresh(network: Network) -> tuple[nn.Module, Tensor]:
+def fresh(network: Network) -> tuple[nn.Module, Tensor]:
+    """The model in evaluation mode, and what it is called with."""
     model, [(inputs, _)] = network.seeded(torch.device("cpu"), 1)
     return model.eval(), inputs
 
 
-def _called(model: nn.Module, inputs: Tensor) -> Callable[[], object]:
+def called(model: Callable[..., object], inputs: Tensor) -> Callable[[], object]:
+    """A call of a model without gradients, as work to be measured."""
+
     def work() -> object:
         with torch.no_grad():
             return model(inputs)
@@ -110,7 +112,7 @@ def _converted(network: Network, policy: str) -> tuple[Any, float]:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(use_kineto=True, profile_memory=True, acc_events=True) as profiler:
-        model, inputs = _fresh(network)
+        model, inputs = fresh(network)
         before = _bytes(model)
         with record_function(_CONVERTS):
             converted = precast.convert(model, policy, _DTYPE, example=inputs, in_place=True)
@@ -125,8 +127,14 @@ def _converted(network: Network, policy: str) -> tuple[Any, float]:
     return converted, highest / before
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
+    """What one call takes, after one that is not measured."""
     work()
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def repeats(seconds: float) -> int:
+    """How many calls of so many seconds are one turn."""
+    return max(1, round(_TURN / seconds))

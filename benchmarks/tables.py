@@ -57,6 +57,8 @@ def print_rows(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "models growth": _models_growth,
         "observing": _observing,
         "shipping": _shipping,
+        "packages": _packages,
+        "start": _start,
         "targets": _targets,
     }
     for benchmark, fill in tables.items():
@@ -190,6 +192,33 @@ def _shipping(rows: list[dict[str, Any]]) -> Table:
         time = f"{row['by_hand']:.3f} ({row['by_hand_iqr']:.3f})"
         figures = f"{row['median_ms']:.2f}", time, f"{row['weights']:.3f}", f"{row['peak']:.2f}"
         table.add_row(row["case"], row["kind"], ", ".join(row["islands"]), *figures)
+    return table
+
+
+def _packages(rows: list[dict[str, Any]]) -> Table:
+    title = "Programs and packages beside those of 16 bits by hand"
+    table = _table(title, ("network", "kind", "policy's program"), ("ms", "time", "file"))
+    for row in rows:
+        figures = ["skipped", "", ""]
+        if "by_hand" in row:
+            time = f"{row['by_hand']:.3f} ({row['by_hand_iqr']:.3f})"
+            figures = [
+                f"{row['median_ms']:.2f}",
+                time,
+                f"{row['file']:.3f}" if "file" in row else "",
+            ]
+        table.add_row(row["case"], row["kind"], row["same_as"], *figures)
+    return table
+
+
+def _start(rows: list[dict[str, Any]]) -> Table:
+    title = "From the start of a process to its first result"
+    table = _table(title, ("network", "kind"), ("s", "ratio", "peak MiB"))
+    for row in rows:
+        figures = ["skipped", "", ""]
+        if "ratio" in row:
+            figures = [f"{row['median_s']:.2f}", _ratio(row), f"{row['peak_mib']:.0f}"]
+        table.add_row(row["case"], row["kind"], *figures)
     return table
 
 

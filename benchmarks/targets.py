@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import shipping
+from benchmarks import packages, shipping
 from benchmarks.models import CASES, SHAPES, WIDTHS
 from benchmarks.overhead import MANY_REGIONS, POLICIES
 from benchmarks.variants import BASELINE, BY_HAND, GENERATION, INFERENCE, TRAINING
@@ -162,6 +162,9 @@ def _shipping() -> Iterator[Target]:
             "1x1"
         ):  # in the others, what the example computes takes more than the weights
             yield Target("converting in place", row, "peak", 1.1)
+    for case in packages.CASES:
+        row = {"benchmark": "packages", "kind": packages.PACKAGE, "case": case}
+        yield Target("a package of AOTInductor", row, "by_hand", 1.02, needs_units=True)
 
 
 _NO_GROWTH = 10 * MANY_REGIONS

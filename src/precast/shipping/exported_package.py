@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -34,7 +35,9 @@ def write_package(program: torch.export.ExportedProgram, path: Path) -> None:
 
     def save(name: str) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                # PyTorch's compiler uses what PyTorch has deprecated (2.13).
+                warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
                 _torch.compile_package(program, name)
         except (PrecastError, OSError):
             raise
