@@ -124,7 +124,7 @@ def _shipped(rounds: int | None, only: tuple[str, ...] = ()) -> Suites:
 
 
 _ROUNDS_OF_REFERENCE, _ROUNDS_OF_OBSERVING = 7, 9
-"""Fewer than by themselves: all of it is to end within a quarter of an hour."""
+"""Fewer than by themselves: all of it is to end within twenty minutes."""
 
 
 @main.command("overhead")
