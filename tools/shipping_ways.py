@@ -164,16 +164,27 @@ def run_onnx(path: Path, given: list[Tensor]) -> tuple[list[Tensor], str]:
     import onnxruntime
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.ops.op_conv import Conv as _Conv
+    from onnx.reference.ops.op_instance_normalization import (
+        InstanceNormalization as _InstanceNormalization,
+    )
+
+    def in_float32(self: Any, base: Any, arrays: Any, attributes: Any) -> Any:
+        """Adds in float32, as kernels do; the evaluator's own adds in the dtype of its arguments."""
+        wide = (None if a is None else a.astype("float32") for a in arrays)
+        [found] = base._run(self, *wide, **attributes)
+        return (found.astype(arrays[0].dtype),)
 
     class Conv(_Conv):
-        """Adds in float32, as kernels do; the evaluator's own adds in the dtype of its arguments."""
-
         op_domain = ""
 
         def _run(self, *arrays: Any, **attributes: Any) -> Any:
-            wide = (None if a is None else a.astype("float32") for a in arrays)
-            [found] = super()._run(*wide, **attributes)  # type: ignore[no-untyped-call]
-            return (found.astype(arrays[0].dtype),)
+            return in_float32(self, _Conv, arrays, attributes)
+
+    class InstanceNormalization(_InstanceNormalization):
+        op_domain = ""
+
+        def _run(self, *arrays: Any, **attributes: Any) -> Any:
+            return in_float32(self, _InstanceNormalization, arrays, attributes)
 
     model = onnx.load(path)
     inputs = [value.name for value in model.graph.input]
@@ -184,7 +195,7 @@ def run_onnx(path: Path, given: list[Tensor]) -> tuple[list[Tensor], str]:
     except Exception as error:
         if "NOT_IMPLEMENTED" not in str(error):
             raise NotShippedError(f"onnxruntime refuses it: {error}") from error
-        results = ReferenceEvaluator(model, new_ops=[Conv]).run(None, feed)
+        results = ReferenceEvaluator(model, new_ops=[Conv, InstanceNormalization]).run(None, feed)
         return [_tensor(array) for array in results], "on the reference evaluator"
     return [_tensor(array) for array in session.run(None, feed)], "on onnxruntime"
 
