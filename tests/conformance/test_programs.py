@@ -29,9 +29,11 @@ from tests.conformance.programs.steps import (
     Compute,
     Differentiate,
     GradMode,
+    InPlace,
     Leave,
     Program,
     Region,
+    Sampled,
     Write,
 )
 from tests.conformance.systems import SYSTEMS, System, on_all_systems, systems
@@ -85,6 +87,16 @@ FOUND: dict[str, Program] = {
         Write("requires_grad", 0),
         Compute("matmul", (9, 0, 0)),
         Differentiate((-1, -2, -3), None, True, False, True),
+    ),
+    "a view made without gradients, of a base that is written": (
+        Region(torchs=False, device="cpu", dtype=torch.bfloat16, enabled=True, cache=None),
+        GradMode("no_grad"),
+        Compute("transposed", (5, 2, 2)),
+        Compute("transposed", (5, 2, 2)),
+        InPlace("index_copy_", 14, 36),
+        Sampled("aten::log2", 2, 10, (None,)),
+        InPlace("mul_ by a number", 16, 29),
+        Compute("addmm", (-5, 11, 10)),
     ),
 }
 """Programs that precast once ran otherwise."""

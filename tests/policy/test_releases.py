@@ -249,6 +249,8 @@ def test_a_compiled_function_follows_it() -> None:
 def test_a_trace_says_so() -> None:
     if INSTALLED < (2, 12):
         pytest.skip("PyTorch has no kernel for rms_norm before 2.12")
+    with precast.autocast("cpu", policy=like_cuda("torch@2.12")):
+        pass  # its rule brings the CPU a kernel, as CUDA has one: a trace tells of operations that have one
     with (
         precast.trace() as trace,
         precast.autocast("cpu", policy=like_cuda("torch@2.11")),

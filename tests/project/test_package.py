@@ -38,6 +38,9 @@ MAY_SHIP = (
     "precast/diagnostics/report/assets/*.jinja",
     "precast/diagnostics/report/assets/*.css",
     "precast/diagnostics/report/assets/*.js",
+    "precast/tuning/assets/*.jinja",
+    "precast/tuning/assets/*.css",
+    "precast/tuning/assets/*.js",
 )
 ABOUT_ITSELF = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
 

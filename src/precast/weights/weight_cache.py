@@ -224,8 +224,8 @@ class WeightCache:
 def _is_kept_by_pytorch(tensor: Tensor) -> bool:
     return (
         tensor.requires_grad
+        and not is_view(tensor)  # before the next: of a view whose base was written, that may raise
         and tensor.is_leaf
-        and not is_view(tensor)
         and not is_inference_mode_enabled()
         and not is_in_graph_tree(tensor)
     )

@@ -82,7 +82,9 @@ class Counter:
         lower = op.lower_dtype()
         return sum(
             tensor.dtype is not lower
-            and not (tensor.dtype is _F32 and tensor.is_leaf and self._has_copy(op, tensor, lower))
+            and not (
+                tensor.dtype is _F32 and _is_leaf(tensor) and self._has_copy(op, tensor, lower)
+            )
             for tensor in _eligible(op, args)
         )
 
@@ -100,6 +102,11 @@ class Counter:
         is_held = key in self._copies
         self._copies.add(key)
         return is_held
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Asked of no view: of one whose base was written, PyTorch raises."""
+    return not _torch.is_view(tensor) and tensor.is_leaf
 
 
 def _raised(op: Operation, args: tuple[Any, ...]) -> int:
