@@ -109,6 +109,21 @@ def test_programs_that_once_differed(name: str, system: System) -> None:
     assert report.equal[system.name] == 1, report
 
 
+@on_all_systems
+def test_a_write_that_is_refused_after_it_was_made_is_seen(system: System) -> None:
+    program: Program = (
+        GradMode("inference_mode"),
+        Write("other data", 0),
+        Leave(raises=False),
+        REGION,
+        LINEAR,
+        Write("through a view", 0),
+        LINEAR,
+    )
+    report = compare([Case(program, 0)], [system])
+    assert report.explained[system.name, ("written",)] == 1, report
+
+
 @engines
 @quickly
 @given(case=drawn(PLAIN))

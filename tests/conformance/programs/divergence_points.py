@@ -26,7 +26,7 @@ from tests.conformance.programs.world import World
 
 __all__ = ["NO_REPAIRS", "DivergencePoints", "Repairs", "repair_ours", "repair_pytorch"]
 
-Fingerprint = tuple[int, int]
+Fingerprint = tuple[int, int, str]
 _clear_pytorchs = (
     torch._C.clear_autocast_cache
 )  # `torch.clear_autocast_cache` clears precast's, too
@@ -128,8 +128,7 @@ class DivergencePoints:
 
 
 def _fingerprint(leaf: Tensor) -> Fingerprint:
-    """Version and address."""
-    try:
-        return leaf._version, leaf.data_ptr()
-    except RuntimeError:  # made in inference mode
-        return 0, leaf.data_ptr()
+    """Version, address, and the numbers where no version counts writes: one that is refused has written already."""
+    if leaf.is_inference():
+        return 0, leaf.data_ptr(), str(leaf.detach().tolist())
+    return leaf._version, leaf.data_ptr(), ""
