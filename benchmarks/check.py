@@ -69,6 +69,42 @@ def train_{n}(model, batches, optimizer):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+
+
+class Trainer{n}:
+    def __init__(self, model, optimizer, scheduler=None, clip=None, accumulate=1):
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.scaler = torch.cuda.amp.GradScaler()
+        self.clip, self.accumulate = clip, accumulate
+
+    def fit(self, batches, epochs):
+        for epoch in range(epochs):
+            for number, batch in enumerate(batches):
+                self.backward(self.loss(batch))
+                if (number + 1) % self.accumulate == 0:
+                    self.step()
+            self.report(epoch)
+
+    def loss(self, batch):
+        with torch.cuda.amp.autocast():
+            return self.model(batch).mean() / self.accumulate
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def step(self):
+        if self.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def report(self, epoch):
+        if epoch % 10 == 0:
+            print(epoch, self.scaler.get_scale())
 """
 
 
@@ -83,7 +119,7 @@ class Tree:
 
 
 def make(folder: Path, *, lines: int, using: int, blocks: int = 20) -> Tree:
-    """Writes modules until there are so many lines; `using` of them have one function with AMP."""
+    """Writes modules until there are so many lines; `using` of them have a function and a class with AMP."""
     written = number = 0
     while written < lines:
         parts = ["import torch\nfrom torch import nn\n"]
@@ -165,7 +201,18 @@ def measure(
         "using": tree.using,
         "seconds": {name: round(value, 3) for name, value in found.items()},
         "growth": _growth(folder, lines // 10, max(2, using // 4), rounds),
+        "following": _following(tree, rounds),
     }
+
+
+def _following(tree: Tree, rounds: int) -> dict[str, float]:
+    """Seconds with and without following of `self.` and of calls."""
+    program = (sys.executable, "-m", "benchmarks.following", "--turn")
+    work = {
+        turn: partial(seconds, *program, turn, str(tree.folder), PYTHONPATH=str(ROOT))
+        for turn in ("with", "without")
+    }
+    return {turn: round(found, 3) for turn, found in best(rounds, work).items()}
 
 
 def starts(folder: Path, rounds: int) -> dict[str, float]:
@@ -210,6 +257,12 @@ def table(found: dict[str, Any]) -> str:
         "What it costs grows with the number of files that use AMP, and with nothing else but reading: beyond a tree "
         f"of {found['growth'][0]['lines']:,} lines in which none does, {growth} of them. {found['torchfix']}"
     )
+    if "following" in found:
+        followed, unfollowed = found["following"]["with"], found["following"]["without"]
+        more += (
+            f" Following `self.` and calls costs {followed / unfollowed:.2f} times here: {followed:.2f} s against "
+            f"{unfollowed:.2f} s."
+        )
     lines = ["", "| program | seconds | in times of precast-lint |", "|---|---|---|", *rows, ""]
     wrapped = [textwrap.fill(part, 118, break_on_hyphens=False) for part in (about_it, more)]
     return "\n".join([wrapped[0], *lines, wrapped[1]]) + "\n"

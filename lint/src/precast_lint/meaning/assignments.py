@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from precast_lint.parsing.names import is_none
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
-__all__ = ["values_seen"]
+__all__ = ["the_value", "value_stored", "values_seen"]
 
 _Inside = list[tuple[Binding, set[Node]]]  # bindings, each with the nodes around it
+_DEEP = 4  # calls that hand an object on
 
 
 def values_seen(source: Source, name: cst.Name) -> list[Binding]:
@@ -33,6 +35,74 @@ def _last(source: Source, name: cst.Name, bindings: list[Binding]) -> Binding | 
     home = source.scopes.scope_of[name].home(name.value)
     if home is None or home.node is not (source.function(name) or source.module):
         return None
+    return _last_in_straight_code(source, name, bindings)
+
+
+def the_value(source: Source, node: Node | None) -> Node | None:
+    """The expression itself, or the one thing that its name, or that attribute of self, is given anywhere."""
+    for _ in range(_DEEP):
+        if isinstance(node, cst.Name):
+            binding = source.names.only_binding(node)
+            found = binding.value if binding is not None and binding.kind == "assign" else None
+        elif isinstance(node, (cst.Attribute, cst.Subscript)):
+            values = source.values.sources(node)
+            found = values[0][0] if len(values) == 1 and values[0][1] is None else None
+        else:
+            return node
+        if found is None or is_none(found):
+            return node
+        node = found
+    return node
+
+
+def value_stored(source: Source, attribute: cst.Attribute) -> Node | None:
+    """The value that an attribute of an object, `args.device`, got last in straight code; None where that is not known.
+
+    A parameter is what the calls of this file hand to it: where there are several, they have to agree in their text.
+    """
+    if not isinstance(attribute.value, cst.Name) or attribute.value.value in ("self", "cls"):
+        return None
+    return _stored_on(source, attribute.value, attribute.attr.value, attribute, _DEEP)
+
+
+def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int) -> Node | None:
+    stores = [
+        store
+        for store in _stores(source).get((owner.value, name), [])
+        if source.function(store.node) is source.function(at)
+    ]
+    if stores:
+        found = _last_in_straight_code(source, at, stores)
+        return found.value if found is not None else None
+    binding = source.names.only_binding(owner)
+    given = source.values.handed.to(binding) if binding is not None and depth else []
+    values = [
+        _stored_on(source, value, name, value, depth - 1) if isinstance(value, cst.Name) else None
+        for value in given
+    ]
+    texts = {source.code(value) if value is not None else None for value in values}
+    return values[0] if len(texts) == 1 else None
+
+
+def _stores(source: Source) -> dict[tuple[str, str], list[Binding]]:
+    """The values that attributes of names get in a file, by the name and the attribute; computed once."""
+    known = source.cache.get("stores on names")
+    if known is None:
+        table: dict[tuple[str, str], list[Binding]] = {}
+        for assign in source.all(cst.Assign):
+            for one in assign.targets:
+                target = one.target
+                if isinstance(target, cst.Attribute) and isinstance(target.value, cst.Name):
+                    pair = target.value.value, target.attr.value
+                    found = Binding(target.attr.value, "assign", target, assign.value)
+                    table.setdefault(pair, []).append(found)
+        known = source.cache["stores on names"] = table
+    assert isinstance(known, dict)
+    return known
+
+
+def _last_in_straight_code(source: Source, name: Node, bindings: list[Binding]) -> Binding | None:
+    """The last of some bindings before a node, if it is certain which one that is."""
     inside = [(binding, {binding.node, *source.around(binding.node)}) for binding in bindings]
     inner = source.statement(name)
     while True:
@@ -76,6 +146,8 @@ def _is_unsure(outer: Node, inside: _Inside) -> bool:
     """Whether code around a read may have bound the name in an order that is not seen: a loop, a `try`, a test."""
     if isinstance(outer, cst.FunctionDef):
         return False
+    if isinstance(outer, cst.With):  # what its body binds behind the read comes too late
+        return any(outer in around and outer.body not in around for _, around in inside)
     loops = (cst.For, cst.While, cst.Try, cst.TryStar, cst.ExceptHandler, cst.Finally, cst.Match)
-    others = isinstance(outer, (*loops, cst.With, cst.MatchCase, cst.ClassDef))
+    others = isinstance(outer, (*loops, cst.MatchCase, cst.ClassDef))
     return others and any(outer in around for _, around in inside)

@@ -80,21 +80,54 @@ def methods_of(source: Source, node: cst.ClassDef) -> dict[str, Method]:
 def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
     """The method of the same class that `self.name(...)` runs, if the class defines it once and nothing wraps it."""
     func = call.func if isinstance(call, cst.Call) else None
-    if not isinstance(func, cst.Attribute) or not isinstance(func.value, cst.Name):
+    if not isinstance(func, cst.Attribute):
         return None
-    home = source.values.enclosing_class(call) if func.value.value == "self" else None
-    if not isinstance(home, cst.ClassDef) or func.attr.value in source.values.attributes(home):
+    home = _class_of_receiver(source, func)
+    if home is None or func.attr.value in source.values.attributes(home):
         return None
     known = source.cache.setdefault("methods of classes", {})
     assert isinstance(known, dict)
     if home not in known:
         known[home] = methods_of(source, home)
-    method = known[home].get(func.attr.value)
+    method: Method | None = known[home].get(func.attr.value)
     if method is None or method.decorators or method.node.asynchronous is not None:
         return None
+    if _is_static(source, method.node):
+        return method.node
     first = method.node.params.params[:1]
-    is_plain = bool(first) and first[0].name.value == "self"
-    return method.node if is_plain else None
+    is_plain = bool(first) and first[0].name.value in ("self", "cls")
+    by_class = isinstance(func.value, cst.Name) and func.value.value != "self"
+    is_bound = is_plain and (not by_class or bool(method.node.decorators))
+    return method.node if is_bound else None
+
+
+def _is_static(source: Source, function: cst.FunctionDef) -> bool:
+    """Whether a method is told of no object and no class."""
+    return any(source.names.builtin(d.decorator) == "staticmethod" for d in function.decorators)
+
+
+def _is_plain(source: Source, function: cst.FunctionDef) -> bool:
+    """Whether nothing but `staticmethod` or `classmethod` decorates a function."""
+    return all(source.names.builtin(d.decorator) in _PLAIN for d in function.decorators)
+
+
+def _class_of_receiver(source: Source, func: cst.Attribute) -> cst.ClassDef | None:
+    """The class whose method `self.name` or `super().name` is: its own, or that of a base in this file."""
+    owner, name = func.value, func.attr.value
+    is_self = isinstance(owner, cst.Name) and owner.value in ("self", "cls")
+    binding = source.names.only_binding(owner)
+    if binding is not None and isinstance(binding.node, cst.ClassDef):
+        return binding.node
+    is_super = isinstance(owner, cst.Call) and not owner.args
+    is_super = is_super and source.names.builtin(owner.func) == "super"  # type: ignore[attr-defined]
+    home = source.values.enclosing_class(func) if is_self or is_super else None
+    if not isinstance(home, cst.ClassDef):
+        return None
+    if is_self and any(
+        isinstance(s, cst.FunctionDef) and s.name.value == name for s in home.body.body
+    ):
+        return home
+    return source.values.family.provider(home, name)
 
 
 def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str, Node]] | None:
@@ -109,20 +142,30 @@ def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str
 
 def _followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str, Node]] | None:
     function = called_function(source, call)
-    if function is None or not isinstance(call, cst.Call) or function.decorators:
+    if function is None or not isinstance(call, cst.Call) or not _is_plain(source, function):
         return None
-    if any(arg.star for arg in call.args) or any(isinstance(n, cst.Yield) for n in walk(function)):
+    if any(arg.star for arg in call.args) or _yields(source, function):
         return None
     params = [
         param.name.value for param in (*function.params.posonly_params, *function.params.params)
     ]
-    if isinstance(call.func, cst.Attribute):
+    if isinstance(call.func, cst.Attribute) and not _is_static(source, function):
         params = params[1:]  # self
     plain: list[Node] = [arg.value for arg in call.args if arg.keyword is None]
     named: dict[str, Node] = {
         arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None
     }
     return function, dict(zip(params, plain, strict=False)) | named
+
+
+def _yields(source: Source, function: cst.FunctionDef) -> bool:
+    """Whether there is a `yield` in a function, or in one inside it."""
+    known = source.cache.setdefault("functions that yield", {})
+    assert isinstance(known, dict)
+    if function not in known:
+        known[function] = any(isinstance(node, cst.Yield) for node in walk(function))
+    found: bool = known[function]
+    return found
 
 
 def called_function(source: Source, call: Node) -> cst.FunctionDef | None:

@@ -148,6 +148,8 @@ def _asks_for_attribute(source: Source, call: cst.Call) -> bool:
 def _asks_by_name(source: Source, node: cst.Name) -> bool:
     """`if NEW:` after `NEW = hasattr(torch, "amp")`, or one that a fallback of an import sets."""
     for binding in source.names.bindings(node):
+        if isinstance(binding.node, cst.FunctionDef) and _reads_version(binding.node):
+            return True
         if binding.kind != "assign" or binding.value is None or binding.value is node:
             continue
         inner = list(walk(binding.value))
@@ -159,6 +161,13 @@ def _asks_by_name(source: Source, node: cst.Name) -> bool:
         if any(_is_guard(source, outer) and _is_of_torch(source, outer) for outer in tries):
             return True
     return False
+
+
+def _reads_version(function: cst.FunctionDef) -> bool:
+    """Whether a function looks at a version: `def torch_release(): return torch.__version__.split(".")`."""
+    return any(
+        isinstance(n, cst.Attribute) and n.attr.value == "__version__" for n in walk(function.body)
+    )
 
 
 def _is_of_torch(source: Source, node: cst.Try) -> bool:

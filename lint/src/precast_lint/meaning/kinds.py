@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from precast_lint.meaning.assignments import value_stored
+from precast_lint.meaning.regions import TRAINERS
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings
@@ -29,6 +31,8 @@ DTYPES = frozenset(
     for name in ("float16", "half", "bfloat16", "float32", "float", "float64", "double")
 )
 _FLAG_BUILTINS = {"bool", "isinstance", "issubclass", "hasattr", "callable", "any", "all"}
+_NUMBER_BUILTINS = {"int", "float", "len", "abs", "round"}
+_COUNTS = ("os.cpu_count", "multiprocessing.cpu_count", "torch.cuda.device_count")
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|mtia|npu)(:\d+)?")
 _TENSOR = {"torch.Tensor", "torch.nn.Parameter", "torch.nn.parameter.Parameter"}
 _MAKERS = {"torch.zeros", "torch.ones", "torch.tensor", "torch.randn", "torch.rand", "torch.empty"}
@@ -108,10 +112,28 @@ def _number(source: Source, node: Node, depth: int) -> bool:
     if isinstance(node, cst.UnaryOperation):
         return not isinstance(node.operator, cst.Not) and _number(source, node.expression, depth)
     if isinstance(node, cst.BinaryOperation):
-        return _number(source, node.left, depth) and _number(source, node.right, depth)
+        sides = [_number(source, side, depth) for side in (node.left, node.right)]
+        return all(sides) or (any(sides) and _only_numbers(node))
     if isinstance(node, cst.Call):
-        return source.names.builtin(node.func) in ("int", "float")
+        return _gives_number(source, node, depth)
     return _everywhere(source, node, _number, ("int", "float"), depth)
+
+
+def _only_numbers(node: cst.BinaryOperation) -> bool:
+    """Whether an operation with a number on one side takes numbers alone: `x * 1.0`, `2 ** x`, `x - 1`, no `x * 2`."""
+    if isinstance(node.operator, (cst.Power, cst.Divide, cst.Subtract, cst.LeftShift)):
+        return True
+    is_product = isinstance(node.operator, cst.Multiply)
+    return is_product and any(isinstance(side, cst.Float) for side in (node.left, node.right))
+
+
+def _gives_number(source: Source, call: cst.Call, depth: int) -> bool:
+    """`int(x)`, `math.sqrt(x)`, `max(1.0, 2.0)`, `os.cpu_count()`."""
+    name = source.names.builtin(call.func)
+    if name in ("min", "max") and len(call.args) > 1:
+        return all(not arg.star and _number(source, arg.value, depth) for arg in call.args)
+    path = source.origin(call.func) or ""
+    return name in _NUMBER_BUILTINS or path in _COUNTS or path.startswith("math.")
 
 
 def _text(source: Source, node: Node, depth: int) -> bool:
@@ -135,9 +157,21 @@ def _dtype(source: Source, node: Node, depth: int) -> bool:
 def _device(source: Source, node: Node, depth: int) -> bool:
     if source.instance(node) == "torch.device":
         return True
-    if isinstance(node, cst.Attribute) and node.attr.value == "device":
-        return _is_tensor(source, node.value)
+    stored = value_stored(source, node) if isinstance(node, cst.Attribute) else None
+    if stored is not None and depth:
+        return _device(source, stored, depth - 1)
+    if (
+        isinstance(node, cst.Attribute)
+        and node.attr.value == "device"
+        and _has_device(source, node.value)
+    ):
+        return True
     return _everywhere(source, node, _device, (), depth)
+
+
+def _has_device(source: Source, node: Node) -> bool:
+    """Whether the attribute `device` of something is a `torch.device`: of a tensor, an Accelerator or a Fabric."""
+    return _is_tensor(source, node) or source.instance(node) in TRAINERS
 
 
 def _is_tensor(source: Source, node: Node) -> bool:
@@ -164,7 +198,7 @@ def _everywhere(
     """Whether all values of a name, or of both sides of `a if b else c`, pass a test."""
     if isinstance(node, cst.IfExp):
         return test(source, node.body, depth) and test(source, node.orelse, depth)
-    if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute)):
+    if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)):
         return False
     found = source.values.sources(node)
     return bool(found) and all(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.regions import Region, region_in_force, regions
 from precast_lint.meaning.tensors import is_lowered
 from precast_lint.parsing.source import Source
@@ -35,7 +36,7 @@ def lowered_reads(source: Source) -> Iterator[tuple[cst.Name, Region]]:
     for name in source.all(cst.Name):
         if name not in source.scopes.scope_of:
             continue
-        bindings = source.names.bindings(name)
+        bindings = values_seen(source, name)
         if not bindings or any(b.kind != "assign" or b.node is name for b in bindings):
             continue
         region = _region_beside(source, name, bindings[0].node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.meaning.assignments import values_seen
+from precast_lint.meaning.assignments import the_value, values_seen
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings
@@ -19,6 +19,7 @@ __all__ = [
     "DEFAULT_DTYPE",
     "NEW_AUTOCASTS",
     "PYTORCHS_AUTOCASTS",
+    "TRAINERS",
     "Region",
     "is_trainer",
     "region_in_force",
@@ -39,14 +40,17 @@ PYTORCHS_AUTOCASTS = frozenset(name for name in AUTOCASTS if name.startswith("to
 DEFAULT_DTYPE = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
 """The dtype of a region that is not told one, by device type."""
 
+_DEEP = 4
 _SAME_DTYPE = {"torch.half": "torch.float16"}
-_TRAINERS = (
+TRAINERS = (
     "accelerate.Accelerator",
     "accelerate.accelerator.Accelerator",
     "lightning.Fabric",
     "lightning.fabric.Fabric",
     "lightning_fabric.Fabric",
 )
+"""The classes of Accelerate and Lightning Fabric whose objects make regions, and know the device."""
+
 _TRAINER_NAMES = ("accelerator", "fabric", "self.accelerator", "self.fabric")
 
 
@@ -133,18 +137,42 @@ def region_in_force(source: Source, node: Node, trainers: bool = False) -> Regio
 def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
     """The region that a call makes; None if it makes none."""
     origin = source.origin(call.func)
+    arguments = _arguments(source, call)
+    if origin is None and (made := source.values.filled_in(call.func)) is not None:
+        origin = source.origin(made.args[0].value)
+        arguments = Arguments.of_partial(made, call)
     if origin not in AUTOCASTS:
         return None
-    arguments = Arguments.of(call)
     if arguments.starred:
         return Region(node, call, None, None, None)
     old = origin.startswith(("torch.cuda.", "torch.cpu."))
     if old:
         device: str | None = origin.split(".")[1]
     else:
-        device = _device(arguments.get("device_type", 0))
-    enabled = _flag(arguments.get("enabled", 0 if old else 2))
+        device = _device(source, arguments.get("device_type", 0))
+    enabled = _flag(source, arguments.get("enabled", 0 if old else 2))
     return Region(node, call, device, _dtype(source, arguments.get("dtype", 1), device), enabled)
+
+
+def _arguments(source: Source, call: cst.Call) -> Arguments:
+    """The arguments of a call, with those of a table that is written in the file: `torch.autocast(**options)`."""
+    arguments = Arguments.of(call)
+    starred = [arg for arg in call.args if arg.star]
+    table = (
+        the_value(source, starred[0].value)
+        if len(starred) == 1 and starred[0].star == "**"
+        else None
+    )
+    if isinstance(table, cst.Call) and source.names.builtin(table.func) == "dict":
+        more = Arguments.of(table)
+        known, is_whole = more.keywords, not more.starred and not more.positional
+    elif isinstance(table, cst.Dict):
+        entries = [e for e in table.elements if isinstance(e, cst.DictElement)]
+        known = {name: e.value for e in entries if (name := strings(e.key)) is not None}
+        is_whole = len(known) == len(table.elements)
+    else:
+        return arguments
+    return replace(arguments, keywords=arguments.keywords | known, starred=not is_whole)
 
 
 def _is_trainers(source: Source, func: Node) -> bool:
@@ -157,7 +185,7 @@ def _is_trainers(source: Source, func: Node) -> bool:
 def is_trainer(source: Source, node: Node) -> bool:
     """Whether something is an `Accelerator` or a `Fabric`: by what makes it, or else by its name."""
     made = source.instance(node)
-    return made in _TRAINERS if made is not None else dotted(node) in _TRAINER_NAMES
+    return made in TRAINERS if made is not None else dotted(node) in _TRAINER_NAMES
 
 
 def _regions(source: Source) -> Iterator[Region]:
@@ -166,6 +194,8 @@ def _regions(source: Source) -> Iterator[Region]:
             found = _entered(source, statement, item.item)
             if found is not None:
                 yield found
+            elif item.asname is not None and isinstance(item.asname.name, cst.Name):
+                yield from _on_stack(source, statement, item.asname.name)
     for function in source.all(cst.FunctionDef):
         for decorator in function.decorators:
             inner = decorator.decorator
@@ -173,20 +203,49 @@ def _regions(source: Source) -> Iterator[Region]:
                 yield found
 
 
-def _entered(source: Source, statement: Node, item: Node) -> Region | None:
+def _on_stack(source: Source, statement: cst.With, stack: cst.Name) -> Iterator[Region]:
+    """What `stack.enter_context(...)` enters before anything else runs in `with ExitStack() as stack:`."""
+    body = statement.body.body if isinstance(statement.body, cst.IndentedBlock) else ()
+    for line in body:
+        is_sure = isinstance(line, cst.SimpleStatementLine)
+        calls = list(_contexts(line, stack.value))
+        if not calls:
+            return
+        for call in calls:
+            found = _entered(source, statement, call.args[0].value)
+            if found is not None:
+                yield (
+                    found
+                    if is_sure
+                    else replace(found, enabled=None if found.enabled else found.enabled)
+                )
+
+
+def _contexts(line: Node, stack: str) -> Iterator[cst.Call]:
+    """The calls of a stack's `enter_context` in a statement that does nothing else, or in a test with such ones."""
+    if (
+        isinstance(line, cst.If)
+        and line.orelse is None
+        and isinstance(line.body, cst.IndentedBlock)
+    ):
+        for inner in line.body.body:
+            yield from _contexts(inner, stack)
+    elif isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
+        call = line.body[0].value if isinstance(line.body[0], cst.Expr) else None
+        if isinstance(call, cst.Call) and dotted(call.func) == f"{stack}.enter_context":
+            yield from [call] if len(call.args) == 1 else []
+
+
+def _entered(source: Source, statement: Node, item: Node, depth: int = _DEEP) -> Region | None:
     """The region that a `with` item enters: a call, a name for one, or one side of `autocast() if amp else other`."""
-    if isinstance(item, cst.Name):
-        found = values_seen(source, item)  # one of several where the code is straight
-        made = found[0].value if len(found) == 1 and found[0].kind == "assign" else None
-        if isinstance(made, cst.IfExp) or (made and len(source.names.bindings(item)) > 1):
-            item = made
-    if isinstance(item, cst.IfExp):
-        sides = [_entered(source, statement, side) for side in (item.body, item.orelse)]
-        one = sides[0] or sides[1]
-        if one is None or all(sides):
+    made = _made_by(source, item)
+    if len(made) > 1 and depth:
+        sides = [_entered(source, statement, side, depth - 1) for side in made]
+        known = [side for side in sides if side is not None]
+        if len(known) != 1:
             return None
-        return replace(one, enabled=None if one.enabled else one.enabled)
-    call = source.values.constructed(item)
+        return replace(known[0], enabled=None if known[0].enabled else known[0].enabled)
+    call = made[0] if made else None
     if not isinstance(call, cst.Call):
         return None
     if _is_trainers(source, call.func):
@@ -194,14 +253,37 @@ def _entered(source: Source, statement: Node, item: Node) -> Region | None:
     return region_of_call(source, statement, call)
 
 
-def _device(node: Node | None) -> str | None:
+def _made_by(source: Source, item: Node) -> list[Node]:
+    """The expressions that make what a `with` item enters: one, or both sides of a test; names are followed."""
+    if isinstance(item, cst.Name):
+        found = values_seen(source, item)  # one of several where the code is straight
+        made = found[0].value if len(found) == 1 and found[0].kind == "assign" else None
+        if isinstance(made, cst.IfExp) or (made and len(source.names.bindings(item)) > 1):
+            item = made
+    elif isinstance(item, cst.Attribute):
+        item = the_value(source, item) or item
+    if isinstance(item, cst.IfExp):
+        return [item.body, item.orelse]
+    returned = source.values.returned(item) if isinstance(item, cst.Call) else []
+    if len(returned) > 1:
+        return returned
+    if len(returned) == 1 and isinstance(returned[0], cst.IfExp):
+        return [returned[0].body, returned[0].orelse]
+    call = source.values.constructed(item)
+    return [call] if call is not None else []
+
+
+def _device(source: Source, node: Node | None) -> str | None:
+    """The device type of a text, or of a name that gets one text and nothing else."""
+    node = the_value(source, node)
     text = strings(node) if node is not None else None
     return text.partition(":")[0] if text else None
 
 
-def _flag(node: Node | None) -> bool | None:
+def _flag(source: Source, node: Node | None) -> bool | None:
     if node is None:
         return True
+    node = the_value(source, node)
     if isinstance(node, cst.Name) and node.value in ("True", "False"):
         return node.value == "True"
     return None
@@ -210,5 +292,5 @@ def _flag(node: Node | None) -> bool | None:
 def _dtype(source: Source, node: Node | None, device: str | None) -> str | None:
     if node is None:
         return DEFAULT_DTYPE.get(device or "")
-    found = source.origin(node)
+    found = source.origin(node) or source.origin(the_value(source, node))
     return _SAME_DTYPE.get(found, found) if found else None

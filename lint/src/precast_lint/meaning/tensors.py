@@ -6,14 +6,15 @@ float16 or a product of matrices is that in every place where its name is bound.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
-from precast_lint.meaning.assignments import values_seen
+from precast_lint.meaning.assignments import the_value, values_seen
 from precast_lint.meaning.regions import regions_around
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.syntax import Node, cst, strings, walk
 
 __all__ = [
     "LAYERS",
@@ -56,7 +57,7 @@ _SAME_DTYPE = (
 )
 
 
-_SUMS = ("sum", "mean", "norm")
+_SUMS = ("mean", "norm", "pow", "prod", "rsqrt", "sqrt", "square", "std", "sum", "var")
 
 
 @dataclass(frozen=True)
@@ -147,27 +148,53 @@ def written(source: Source, node: Node) -> str:
     return f"({text})" if getattr(node, "lpar", ()) else text
 
 
-def constant(source: Source, node: Node | None) -> float | None:
-    """The value of a number that is written down, or of a name that is bound to one."""
+def constant(source: Source, node: Node | None, depth: int = 8) -> float | None:
+    """The value of a number that is written down, or of a name, or an attribute, that is bound to one."""
+    if depth == 0:
+        return None
     if isinstance(node, (cst.Integer, cst.Float)):
         return float(node.evaluated_value)
     if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, (cst.Minus, cst.Plus)):
-        inner = constant(source, node.expression)
+        inner = constant(source, node.expression, depth - 1)
         sign = -1 if isinstance(node.operator, cst.Minus) else 1
         return None if inner is None else sign * inner
     if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Power):
-        base, exponent = constant(source, node.left), constant(source, node.right)
+        base, exponent = (
+            constant(source, node.left, depth - 1),
+            constant(source, node.right, depth - 1),
+        )
         if base is None or exponent is None or not (base > 0 and abs(exponent) < 300):
             return None
         return float(base**exponent)
+    if isinstance(node, cst.Call) and source.names.builtin(node.func) == "float":
+        only = node.args[0].value if len(node.args) == 1 else None
+        text = strings(only) if only is not None else None
+        return _parsed(text) if text is not None else constant(source, only, depth - 1)
     if isinstance(node, cst.Name):
         binding = source.names.only_binding(node)
         if binding is not None and binding.kind == "assign" and binding.value is not node:
-            return None if isinstance(binding.value, cst.Name) else constant(source, binding.value)
+            return (
+                None
+                if isinstance(binding.value, cst.Name)
+                else constant(source, binding.value, depth - 1)
+            )
+    if isinstance(node, (cst.Attribute, cst.Subscript)):
+        given = the_value(source, node)
+        is_other = given is not node and not isinstance(given, (cst.Name, cst.Attribute))
+        return constant(source, given, depth - 1) if is_other else None
     return None
 
 
-def is_half(source: Source, node: Node, depth: int = 4) -> bool:
+def _parsed(text: str) -> float | None:
+    """The number in `float("-1e20")`; infinity and NaN are no numbers here."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def is_half(source: Source, node: Node, depth: int = 6) -> bool:
     """Whether a tensor is float16 for certain."""
     if depth == 0:
         return False

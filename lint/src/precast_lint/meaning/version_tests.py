@@ -1,4 +1,4 @@
-"""What a test asks about PyTorch's version, and for which releases it holds.
+"""What one comparison asks about PyTorch's version, for which releases it holds, and for which it should.
 
 Invariants: a test that is not understood is None, and so is whether it holds; a release is a text with three numbers.
 """
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from precast_lint.meaning.versions import PARSERS, minor_kind, text_cut, value_given, version_kind
+from precast_lint.meaning.versions import PARSERS, text_cut, value_given, version_kind
 from precast_lint.model import version
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.syntax import Node, cst, strings
 
-__all__ = ["SINCE", "VersionTest", "holds", "version_test"]
+__all__ = ["SINCE", "VersionTest", "since_of_name", "version_test"]
 
 SINCE = {
     "torch.autocast": "1.10",
@@ -122,12 +122,17 @@ def version_test(source: Source, node: Node) -> VersionTest | None:
 
 def _asks_for_name(source: Source, call: cst.Call) -> VersionTest | None:
     """`hasattr(torch, "autocast")`, which holds from the version that introduced the name, and `getattr(..., None)`."""
+    since = since_of_name(source, call)
+    return VersionTest(operator.ge, None, since) if since is not None else None
+
+
+def since_of_name(source: Source, call: cst.Call) -> str | None:
+    """The version that introduced the name that `hasattr` or `getattr(..., None)` asks for."""
     arguments = {"hasattr": 2, "getattr": 3}.get(source.names.builtin(call.func) or "")
     if len(call.args) != arguments or not all(is_none(arg.value) for arg in call.args[2:]):
         return None
     path = f"{source.names.path(call.args[0].value)}.{strings(call.args[1].value)}"
-    since = _OLDER.get(path) or SINCE.get(path)
-    return VersionTest(operator.ge, None, since) if since is not None else None
+    return _OLDER.get(path) or SINCE.get(path)
 
 
 def _numbers(node: Node) -> str | None:
@@ -156,44 +161,3 @@ def _bound(source: Source, node: Node) -> Node | None:
     if isinstance(node, cst.Call) and PARSERS.fullmatch(source.origin(node.func) or ""):
         node = value_given(source, node.args[0].value) if len(node.args) == 1 else node
     return node if isinstance(node, cst.SimpleString) and strings(node) else None
-
-
-def holds(source: Source, node: Node, release: str) -> bool | None:
-    """Whether a test lets a release through; None where that is not known."""
-    if isinstance(node, cst.BooleanOperation):
-        parts = [holds(source, side, release) for side in (node.left, node.right)]
-        if isinstance(node.operator, cst.Or):
-            return None if None in parts else any(parts)
-        unknown = [side for side in (node.left, node.right) if not _compares(side)]
-        known = [
-            part
-            for side, part in zip((node.left, node.right), parts, strict=True)
-            if not (part is None and side in unknown)
-        ]
-        return None if not known or None in known else all(known)
-    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
-        inner = holds(source, node.expression, release)
-        return None if inner is None else not inner
-    if not isinstance(node, cst.Comparison):
-        return None
-    test = version_test(source, node)
-    return test.holds(release) if test is not None else _minor_holds(source, node, release)
-
-
-def _compares(node: Node) -> bool:
-    """Whether a test compares anything: what does not has nothing to do with versions."""
-    return any(isinstance(n, (cst.Comparison, cst.Subscript)) for n in walk(node))
-
-
-def _minor_holds(source: Source, node: cst.Comparison, release: str) -> bool | None:
-    """`minor >= 6`, as a number or as a text."""
-    kind = minor_kind(source, node.left)
-    compare = _operator(node.comparisons[0].operator)
-    wanted = value_given(source, node.comparisons[0].comparator)
-    if kind is None or compare is None or len(node.comparisons) != 1:
-        return None
-    minor = release.split(".")[1]
-    if kind == "number" and isinstance(wanted, cst.Integer):
-        return compare(int(minor), int(wanted.value))
-    text = strings(wanted) if kind == "text" else None
-    return compare(minor, text) if text is not None else None

@@ -10,7 +10,7 @@ import re
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 
-__all__ = ["PARSERS", "minor_kind", "text_cut", "value_given", "version_kind"]
+__all__ = ["PARSERS", "minor_kind", "text_cut", "unpacked", "value_given", "version_kind"]
 
 PARSERS = re.compile(r"(packaging\.version\.(parse|Version)|.*\.(parse_version|LooseVersion))")
 
@@ -59,7 +59,7 @@ def _is_tuple_of_version(source: Source, node: Node) -> bool:
     return has_int and any(source.origin(n) == "torch.__version__" for n in inner)
 
 
-def _unpacked(source: Source, node: Node) -> tuple[Node, int] | None:
+def unpacked(source: Source, node: Node) -> tuple[Node, int] | None:
     """What a name is unpacked from, and its place there: `major, minor = ...`."""
     binding = source.names.only_binding(node)
     line = source.statement(binding.node) if binding is not None else None
@@ -77,7 +77,7 @@ def _are_parts_of_version(source: Source, node: Node) -> bool:
     """`(major, minor)` after `major, minor = map(int, torch.__version__.split(".")[:2])`."""
     if not isinstance(node, cst.Tuple):
         return False
-    found = [_unpacked(source, element.value) for element in node.elements]
+    found = [unpacked(source, element.value) for element in node.elements]
     return bool(found) and all(
         part is not None and part[1] == place and _is_tuple_of_version(source, part[0])
         for place, part in enumerate(found)
@@ -101,7 +101,7 @@ def minor_kind(source: Source, node: Node) -> str | None:
 
 def _number_at(source: Source, node: Node, place: int) -> bool:
     """Whether an expression is one of the version's numbers: by a name, or read from its text."""
-    part = _unpacked(source, node) if isinstance(node, cst.Name) else None
+    part = unpacked(source, node) if isinstance(node, cst.Name) else None
     if part is not None:
         return part[1] == place and _is_tuple_of_version(source, part[0])
     node = value_given(source, node)

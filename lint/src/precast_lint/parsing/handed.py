@@ -6,7 +6,7 @@ decorators wraps it; what other files hand it is not seen, and taken to be the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 
 from precast_lint.parsing.arguments import Arguments
@@ -23,6 +23,7 @@ class Handed:
     def __init__(self, names: Names, parents: dict[Node, Node]) -> None:
         self.names = names
         self.parents = parents
+        self._defined: dict[Node, dict[str, list[cst.FunctionDef]]] = {}
 
     def to(self, binding: Binding) -> list[Node | None]:
         """The values that a parameter gets, one for each call; nothing where calls are not known."""
@@ -32,6 +33,11 @@ class Handed:
         if function is None:
             return []
         return [self._argument(function, call, binding) for call in self._calls.get(function, ())]
+
+    def is_handed(self, binding: Binding) -> bool:
+        """Whether all that a parameter gets is seen in the calls of this file, whatever its annotation says."""
+        function = self._function(binding.node) if binding.kind == "param" else None
+        return function is not None and bool(self.calls(function))
 
     def calls(self, function: cst.FunctionDef) -> list[cst.Call]:
         """The calls of a function that is only called; empty where it may be called from elsewhere, too."""
@@ -59,11 +65,14 @@ class Handed:
     def _argument(self, function: cst.FunctionDef, call: cst.Call, binding: Binding) -> Node | None:
         """What one call hands to a parameter: an argument, or else the default value."""
         order = [*function.params.posonly_params, *function.params.params]
-        if self._is_method(function):
+        if self._is_method(function) and not self._is_static(function):
             order = order[1:]
         place = next((i for i, param in enumerate(order) if param is binding.node), None)
         found = Arguments.of(call).get(binding.name, place)
         return found if found is not None else binding.value
+
+    def _is_static(self, function: cst.FunctionDef) -> bool:
+        return any(self.names.builtin(d.decorator) == "staticmethod" for d in function.decorators)
 
     def _is_method(self, function: cst.FunctionDef) -> bool:
         return isinstance(self.parents.get(self.parents[function]), cst.ClassDef)
@@ -74,6 +83,8 @@ class Handed:
         found: dict[cst.FunctionDef, list[cst.Call]] = {}
         unknown: set[cst.FunctionDef] = set()
         for node in self.parents:
+            if type(node) is not cst.Name and type(node) is not cst.Attribute:
+                continue
             for function in self._named(node):
                 call = self.parents[node]
                 is_call = isinstance(call, cst.Call) and call.func is node
@@ -97,11 +108,27 @@ class Handed:
             ):
                 return () if self._is_method(target) else (target,)
             if isinstance(target, cst.ClassDef):
-                return _methods(target, "__init__")
+                return self._methods(target, "__init__")
         if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name):
-            home = self._class_around(node) if node.value.value == "self" else None
-            return _methods(home, node.attr.value) if home is not None else ()
+            is_own = node.value.value in ("self", "cls")
+            home = self._class_around(node) if is_own else self._class_named(node.value)
+            return self._methods(home, node.attr.value) if home is not None else ()
         return ()
+
+    def _class_named(self, node: cst.Name) -> cst.ClassDef | None:
+        """The class of this file that a name stands for."""
+        binding = self.names.only_binding(node)
+        found = binding.node if binding is not None and binding.kind == "class" else None
+        return found if isinstance(found, cst.ClassDef) else None
+
+    def _methods(self, home: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
+        """The methods of one name that a class defines."""
+        if home not in self._defined:
+            found = self._defined[home] = {}
+            for line in home.body.body:
+                if isinstance(line, cst.FunctionDef):
+                    found.setdefault(line.name.value, []).append(line)
+        return self._defined[home].get(name, [])
 
     def _class_around(self, node: Node) -> cst.ClassDef | None:
         inner: Node | None = node
@@ -112,10 +139,8 @@ class Handed:
     def _is_plain(self, function: cst.FunctionDef) -> bool:
         decorators = [d.decorator for d in function.decorators]
         names = [d.func if isinstance(d, cst.Call) else d for d in decorators]
-        return all((self.names.path(name) or "").startswith("torch.") for name in names)
-
-
-def _methods(home: cst.ClassDef, name: str) -> Iterator[cst.FunctionDef]:
-    for line in home.body.body:
-        if isinstance(line, cst.FunctionDef) and line.name.value == name:
-            yield line
+        return all(
+            (self.names.path(name) or "").startswith("torch.")
+            or self.names.builtin(name) in ("staticmethod", "classmethod")
+            for name in names
+        )

@@ -197,9 +197,19 @@ class Source:
 
     def methods(self, *names: str) -> Iterator[tuple[cst.Call, Node, Arguments]]:
         """The calls `receiver.name(...)`: the call, its receiver, its arguments."""
-        for call in self.all(cst.Call):
-            if isinstance(call.func, cst.Attribute) and call.func.attr.value in names:
-                yield call, call.func.value, Arguments.of(call)
+        found = [pair for name in set(names) for pair in self._methods.get(name, ())]
+        for _, call in sorted(found, key=lambda pair: pair[0]):
+            assert isinstance(call.func, cst.Attribute)
+            yield call, call.func.value, Arguments.of(call)
+
+    @cached_property
+    def _methods(self) -> dict[str, list[tuple[int, cst.Call]]]:
+        """The calls of methods by the method's name, each with its place among all calls."""
+        found: dict[str, list[tuple[int, cst.Call]]] = {}
+        for place, call in enumerate(self.all(cst.Call)):
+            if isinstance(call.func, cst.Attribute):
+                found.setdefault(call.func.attr.value, []).append((place, call))
+        return found
 
     # --- versions, findings, fixes ---
 

@@ -63,15 +63,26 @@ def _child_fields(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if not f.name.startswith(_TRIVIA))
 
 
+class _Kinds(dict[type, bool]):
+    """Whether classes are those of nodes: nodes are abstract classes, of which Python takes long to say so."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, cst.CSTNode)
+        return self[kind]
+
+
+_is_node = _Kinds()
+
+
 def children(node: Node) -> Iterator[Node]:
     """The nodes directly inside one, whitespace and punctuation left out."""
     for name in _child_fields(type(node)):
         value = getattr(node, name)
-        if isinstance(value, cst.CSTNode):
+        if _is_node[type(value)]:
             yield value
         elif isinstance(value, (tuple, list)):
             for item in value:
-                if isinstance(item, cst.CSTNode):
+                if _is_node[type(item)]:
                     yield item
 
 

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import Literal
 
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.contents import Contents
+from precast_lint.parsing.family import Family
 from precast_lint.parsing.handed import Handed
 from precast_lint.parsing.names import Names, canonical, is_none
 from precast_lint.parsing.scopes import Binding, elements
@@ -28,6 +32,8 @@ SCALERS = frozenset(
         "precast.GradScaler",
     }
 )
+_DEEP = 4
+_NAMESPACES = ("types.SimpleNamespace", "argparse.Namespace")
 _NOTHING = ""  # the value None: compatible with every class
 
 
@@ -39,11 +45,20 @@ class Values:
         self.parents = parents
         self.handed = Handed(names, parents)
         self._open: set[Node] = set()
+        self._classes: dict[Node, str | None] = {}
         self._attributes: dict[Node, dict[str, list[tuple[Node | None, Node | None]]]] = {}
         self._returns: dict[Node, list[Node]] = {}
+        self._objects: dict[object, cst.ClassDef | Literal[True] | None] = {}
 
     def instance(self, node: Node | None) -> str | None:
         """The documented dotted name of the class that an expression is an instance of."""
+        if node is None or self._open:
+            return self._named_class(node)
+        if node not in self._classes:
+            self._classes[node] = self._named_class(node)
+        return self._classes[node]
+
+    def _named_class(self, node: Node | None) -> str | None:
         found = self._instance(node)
         return canonical(found) if found else None
 
@@ -93,7 +108,7 @@ class Values:
             return known or _agreed(map(self._instance, self.returned(node))) or None
         if isinstance(node, cst.IfExp):
             return _agreed(map(self._instance, (node.body, node.orelse)))
-        if isinstance(node, (cst.Name, cst.Attribute)):
+        if isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)):
             sources = self.sources(node)
             known = _agreed(self._source(*source) for source in sources)
             return known or (self._by_use(node) if self._is_foreign(node, sources) else known)
@@ -101,7 +116,7 @@ class Values:
 
     def _by_use(self, node: Node) -> str | None:
         """A scaler, if it is used as one."""
-        return "torch.amp.GradScaler" if self._variable(node) in self._used_as_scalers else None
+        return "torch.amp.GradScaler" if self.variable(node) in self._used_as_scalers else None
 
     def _is_foreign(self, node: Node, sources: list[tuple[Node | None, Node | None]]) -> bool:
         """Whether a value comes from elsewhere: as a parameter, or from a parameter."""
@@ -116,7 +131,7 @@ class Values:
             isinstance(value, cst.Name) and self._is_foreign(value, []) for value in values
         )
 
-    def _variable(self, node: Node) -> tuple[object, str] | None:
+    def variable(self, node: Node) -> tuple[object, str] | None:
         """What is the same for all places that mean one variable, or one attribute of self."""
         if isinstance(node, cst.Name):
             scope = self.names.scopes.scope_of.get(node)
@@ -133,27 +148,49 @@ class Values:
 
         And those of which the name says so, on which both `step` and `update` are called.
         """
-        attributes = [node for node in self.parents if isinstance(node, cst.Attribute)]
+        attributes = [n for n in self.parents if type(n) is cst.Attribute]
         owners = (_scaler_in(node) for node in attributes)
-        found = {self._variable(owner) for owner in owners if owner is not None}
+        found = {self.variable(owner) for owner in owners if owner is not None}
         stepped, updated = (
-            {
-                self._variable(n.value)
-                for n in attributes
-                if n.attr.value == name and _named(n.value)
-            }
+            {self.variable(n.value) for n in attributes if n.attr.value == name and _named(n.value)}
             for name in ("step", "update")
         )
         return (found | stepped & updated) - {None}
 
+    def filled_in(self, func: Node) -> cst.Call | None:
+        """The call of `functools.partial` that made a function: `region = partial(torch.autocast, "cuda")`."""
+        if "functools" not in self._imported:
+            return None
+        sources = self.sources(func) if isinstance(func, (cst.Name, cst.Attribute)) else []
+        made = sources[0][0] if len(sources) == 1 else func
+        is_it = isinstance(made, cst.Call) and self.names.path(made.func) == "functools.partial"
+        plain = is_it and bool(made.args) and not any(arg.star for arg in made.args)  # type: ignore[union-attr]
+        return made if plain and isinstance(made, cst.Call) else None
+
     def returned(self, call: cst.Call) -> list[Node]:
         """The values that a call of a function of this file returns; empty where they are not all written there."""
-        function = self.handed.function_called(call)
+        function = self.handed.function_called(call) or self._method_of_base(call)
         if function is None:
             return []
         if function not in self._returns:
-            self._returns[function] = _returned_by(function)
+            self._returns[function] = [] if function.decorators else returned_by(function)
         return self._returns[function]
+
+    def _method_of_base(self, call: cst.Call) -> cst.FunctionDef | None:
+        """The method of a base in this file that `self.make()` runs."""
+        func = call.func
+        if not isinstance(func, cst.Attribute) or not _is_self(func.value):
+            return None
+        home = self.enclosing_class(call)
+        base = (
+            self.family.provider(home, func.attr.value) if isinstance(home, cst.ClassDef) else None
+        )
+        found = [
+            line
+            for line in (base.body.body if base is not None else ())
+            if isinstance(line, cst.FunctionDef) and line.name.value == func.attr.value
+        ]
+        return found[0] if len(found) == 1 else None
 
     def _source(self, value: Node | None, annotation: Node | None) -> str | None:
         if annotation is not None:
@@ -169,8 +206,175 @@ class Values:
             return [source for binding in self.names.bindings(node) for source in self._of(binding)]
         if isinstance(node, cst.Attribute) and _is_self(node.value):
             home = self.enclosing_class(node)
-            return self.attributes(home).get(node.attr.value, []) if home else []
+            return self._of_family(home, node.attr.value) if home else []
+        if isinstance(node, cst.Attribute):
+            return self._of_object(node)
+        if isinstance(node, cst.Subscript):
+            return [(value, None) for value in self.contents.item(node) or ()]
         return []
+
+    def _of_family(self, home: Node, name: str) -> list[tuple[Node | None, Node | None]]:
+        """What an attribute of self gets in a class, and in those of the file that it comes of or that come of it."""
+        assert isinstance(home, cst.ClassDef)
+        found = self.attributes(home).get(name, [])
+        for other in self.family.related(home):
+            found = found + self.attributes(other).get(name, [])
+        return found or self._of_property(home, name)
+
+    def _of_property(self, home: cst.ClassDef, name: str) -> list[tuple[Node | None, Node | None]]:
+        """What a property of a class, or of its bases in this file, returns."""
+        for place in (home, *self.family.bases(home)):
+            for line in place.body.body:
+                if isinstance(line, cst.FunctionDef) and line.name.value == name:
+                    kinds = [
+                        self.names.builtin(d.decorator) or self.names.path(d.decorator)
+                        for d in line.decorators
+                    ]
+                    is_read = kinds in (["property"], ["functools.cached_property"])
+                    return [(value, None) for value in returned_by(line)] if is_read else []
+        return []
+
+    def _of_object(self, node: cst.Attribute) -> list[tuple[Node | None, Node | None]]:
+        """What `cfg.amp` gets: of an object of a class of this file, or of what a parser of arguments returns."""
+        name = node.attr.value
+        if self.names.path(node.value) is not None or name in self._stored_outside:
+            return []  # of a module; or nobody knows when it gets which value
+        kind = self._object(node.value)
+        if kind is True:
+            return [self._argument(name)] if name in self._options else []
+        if kind is not None:
+            return self._of_family(kind, name)
+        return (
+            self._of_member(node.value) if name == "value" else self._of_namespace(node.value, name)
+        )
+
+    def _object(self, node: Node) -> cst.ClassDef | Literal[True] | None:
+        """The class of this file that an object, or a name for the class, stands for; True for parsed arguments."""
+        place = self.variable(node) or node
+        if place not in self._objects:
+            self._objects[place] = None  # what refers to itself is not known
+            self._objects[place] = self._class_named(node) or self._class_of(node, _DEEP)
+            if self._options and self._objects[place] is None and self._is_namespace(node, _DEEP):
+                self._objects[place] = True
+        return self._objects[place]
+
+    def _of_member(self, node: Node) -> list[tuple[Node | None, Node | None]]:
+        """The value of a member of an enumeration: of `Precision.HALF`."""
+        home = self._class_named(node.value) if isinstance(node, cst.Attribute) else None
+        bases = (
+            [self.names.path(base.value) or "" for base in home.bases] if home is not None else []
+        )
+        return self.sources(node) if any(base.startswith("enum.") for base in bases) else []
+
+    def _of_namespace(self, node: Node, name: str) -> list[tuple[Node | None, Node | None]]:
+        """What `SimpleNamespace(fp16=True)` has under a name."""
+        made = self.constructed(node) if self._has_namespaces else None
+        if not isinstance(made, cst.Call) or self.names.path(made.func) not in _NAMESPACES:
+            return []
+        found = Arguments.of(made).keywords.get(name)
+        return [(found, None)] if found is not None else []
+
+    @cached_property
+    def _has_namespaces(self) -> bool:
+        """Whether a module is imported that has namespaces."""
+        return bool(self._imported & {"types", "argparse"})
+
+    @cached_property
+    def _imported(self) -> set[str]:
+        """The packages that the top level of the file imports."""
+        bound = (
+            b.path or "" for found in self.names.scopes.module.bindings.values() for b in found
+        )
+        return {path.partition(".")[0] for path in bound}
+
+    @cached_property
+    def _stored_outside(self) -> set[str]:
+        """The names of attributes that objects get from outside: `args.device = ...`."""
+        targets = [n.target for n in self.parents if type(n) is cst.AssignTarget]
+        return {t.attr.value for t in targets if type(t) is cst.Attribute and not _is_self(t.value)}
+
+    def _class_of(self, node: Node | None, depth: int) -> cst.ClassDef | None:
+        """The class of this file that an object is made of, or annotated with; all its values have to agree."""
+        if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute, cst.Call)):
+            return None
+        if isinstance(node, cst.Call):
+            returned = self.returned(node)
+            if returned:
+                found = {self._class_of(value, depth - 1) for value in returned}
+                return found.pop() if len(found) == 1 else None
+            return self._class_named(node.func)
+        sources = [(v, n) for v, n in self.sources(node) if n is not None or not is_none(v)]
+        found = {
+            self._class_named(note) if note is not None else self._class_of(value, depth - 1)
+            for value, note in sources
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def _class_named(self, node: Node | None) -> cst.ClassDef | None:
+        binding = self.names.only_binding(node)
+        made = binding.node if binding is not None and binding.kind == "class" else None
+        return made if isinstance(made, cst.ClassDef) else None
+
+    def _is_namespace(self, node: Node | None, depth: int) -> bool:
+        """Whether an expression is what `parser.parse_args()` returns."""
+        if depth == 0:
+            return False
+        if isinstance(node, cst.Call):
+            if isinstance(node.func, cst.Attribute) and node.func.attr.value == "parse_args":
+                made = self._instance(node.func.value) or ""
+                return made.endswith("ArgumentParser")
+            returned = self.returned(node)
+            return bool(returned) and all(self._is_namespace(v, depth - 1) for v in returned)
+        if not isinstance(node, (cst.Name, cst.Attribute)):
+            return False
+        sources = self.sources(node)
+        return bool(sources) and all(
+            self.names.path(note) == "argparse.Namespace"
+            if note is not None
+            else self._is_namespace(value, depth - 1)
+            for value, note in sources
+        )
+
+    @cached_property
+    def _options(self) -> dict[str, cst.Call]:
+        """The calls of `add_argument` by the attribute that they make; of two that make the same, none."""
+        found: dict[str, cst.Call] = {}
+        twice = set()
+        for node in self.parents:
+            if type(node) is cst.Call and isinstance(node.func, cst.Attribute):
+                name = option(node) if node.func.attr.value == "add_argument" else None
+                if name is not None:
+                    twice |= {name} & found.keys()
+                    found[name] = node
+        return {name: call for name, call in found.items() if name not in twice}
+
+    def _argument(self, name: str) -> tuple[Node | None, Node | None]:
+        """The default value and the type of an argument of the command line."""
+        keywords = Arguments.of(self._options[name]).keywords
+        given = keywords.get("action")
+        action = strings(given) if given is not None else "store"
+        default = keywords.get("default")
+        is_flag = (self.names.path(given) or "").endswith("BooleanOptionalAction")
+        if is_flag or action in ("store_true", "store_false"):
+            return None, cst.Name("bool")
+        if action != "store" or "nargs" in keywords:
+            return None, None
+        kind = keywords.get("type", cst.Name("str"))
+        if is_none(default) or (
+            default is not None and "type" not in keywords and strings(default) is None
+        ):
+            return None, None
+        return default, kind
+
+    @cached_property
+    def contents(self) -> Contents:
+        """What lists and tables of this file hold."""
+        return Contents(self)
+
+    @cached_property
+    def family(self) -> Family:
+        """Which classes of this file come of which."""
+        return Family(self.names)
 
     def _of(self, binding: Binding) -> Iterator[tuple[Node | None, Node | None]]:
         """The value and annotation of a binding; for a parameter those that the calls of this file hand to it."""
@@ -180,7 +384,8 @@ class Values:
         elif binding.kind in ("assign", "annotated", "param"):
             yield binding.value, binding.annotation
         else:
-            yield None, None
+            items = self.contents.of_target(binding.node) if binding.kind == "other" else None
+            yield from ((value, None) for value in items or (None,))
 
     def attributes(self, home: Node) -> dict[str, list[tuple[Node | None, Node | None]]]:
         """The attributes that a class gives itself, each with the values and annotations they get."""
@@ -221,9 +426,9 @@ class Values:
         return None
 
 
-def _returned_by(function: cst.FunctionDef) -> list[Node]:
+def returned_by(function: cst.FunctionDef) -> list[Node]:
     """The values of a function's `return` statements, if it always ends with one that has a value."""
-    if function.asynchronous is not None or function.decorators or not _returns(function.body):
+    if function.asynchronous is not None or not _returns(function.body):
         return []
     found: list[Node] = []
     stack: list[Node] = [function.body]
@@ -300,6 +505,16 @@ def _agreed(found: Iterable[str | None]) -> str | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
+def option(call: cst.Call) -> str | None:
+    """The attribute that `add_argument("--init-scale", ...)` makes: its `dest`, or its first long name."""
+    arguments = Arguments.of(call)
+    if "dest" in arguments.keywords:
+        return strings(arguments.keywords["dest"])
+    texts = [strings(node) or "" for node in arguments.positional]
+    long = next((text for text in texts if text.startswith("--")), texts[0] if texts else "")
+    return long.lstrip("-").replace("-", "_") or None
+
+
 def _is_self(node: Node) -> bool:
     return isinstance(node, cst.Name) and node.value in ("self", "cls")
 
@@ -315,7 +530,9 @@ def _stores(home: Node) -> Iterator[tuple[str, tuple[Node | None, Node | None]]]
                         yield target.target.value, (own.value, None)
             elif isinstance(own, cst.AnnAssign) and isinstance(own.target, cst.Name):
                 yield own.target.value, (own.value, own.annotation.annotation)
-    for node in walk(home):
+    stores = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.For, cst.AsName)
+    # Python takes long to say that a node is no instance of a class of nodes.
+    for node in [n for n in walk(home) if type(n) in stores]:
         if isinstance(node, cst.Assign):
             for target in node.targets:
                 yield from _stored(target.target, node.value, None)

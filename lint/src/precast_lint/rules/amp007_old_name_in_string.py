@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.names import canonical
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, strings
+from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 from precast_lint.renaming import old_names
 
 __all__ = ["RULE"]
@@ -36,7 +36,18 @@ def check(source: Source) -> Iterator[Finding]:
             continue
         if _is_loaded(source, string) and not is_guarded(source, string):
             message = RULE.message.format(old=name, new=old_names.new_name(name))
-            yield source.find(RULE, string, message)
+            fix = _new_type(source, string, name)
+            yield source.find(RULE, string, message, fix)
+
+
+def _new_type(source: Source, string: cst.SimpleString, name: str) -> Fix | None:
+    """The new name in `cast("torch.cuda.amp.GradScaler", x)`, which is an annotation; elsewhere it may be looked up."""
+    arg = source.parents[string]
+    call = source.parents[arg]
+    if not isinstance(call, cst.Call) or source.origin(call.func) != "typing.cast":
+        return None
+    text = source.code(string).replace(name, old_names.new_name(name))
+    return source.fix("Use the new name", source.replace(string, text))
 
 
 def _is_loaded(source: Source, string: Node) -> bool:
@@ -45,10 +56,23 @@ def _is_loaded(source: Source, string: Node) -> bool:
     if isinstance(parent, cst.Arg):
         call = source.parents[parent]
         name = dotted(call.func) if isinstance(call, cst.Call) else None
-        return (name or "").rpartition(".")[2] in _LOADERS
+        if isinstance(call, cst.Call) and source.origin(call.func) == "typing.cast":
+            return call.args[0] is parent
+        return (name or "").rpartition(".")[2] in _LOADERS or _imports(source, call)
     if isinstance(parent, cst.DictElement):
         return parent.value is string
     return isinstance(parent, (cst.Assign, cst.AnnAssign))
+
+
+def _imports(source: Source, call: Node) -> bool:
+    """Whether a call runs a function of this file that imports what a text names."""
+    function = source.values.handed.function_called(call) if isinstance(call, cst.Call) else None
+    return function is not None and any(
+        isinstance(node, cst.Call)
+        and (source.origin(node.func) or source.names.builtin(node.func))
+        in ("importlib.import_module", "pydoc.locate", "pkgutil.resolve_name", "__import__")
+        for node in walk(function)
+    )
 
 
 VALID = (
@@ -64,9 +88,27 @@ VALID = (
         warnings.filterwarnings("ignore", message="torch.cuda.amp.GradScaler")
         """,
     ),
+    Case("""
+        from typing import cast
+
+        def name_of(trainer):
+            return cast(str, "torch.cuda.amp.GradScaler")
+    """),
 )
 
 INVALID = (
+    Case(
+        """
+        import importlib
+
+        def load(path):
+            module, _, name = path.rpartition(".")
+            return getattr(importlib.import_module(module), name)
+
+        scaler = load("torch.cuda.amp.GradScaler")
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch
@@ -116,6 +158,20 @@ INVALID = (
 
         def train(scaler: "GradScaler") -> None:
             pass
+        """,
+    ),
+    Case(
+        """
+        from typing import cast
+
+        def scaler_of(trainer):
+            return cast("torch.cuda.amp.GradScaler", trainer.scaler)
+        """,
+        """
+        from typing import cast
+
+        def scaler_of(trainer):
+            return cast("torch.amp.GradScaler", trainer.scaler)
         """,
     ),
 )

@@ -42,6 +42,10 @@ def check(source: Source) -> Iterator[Finding]:
         is_six = dotted(statement.module) == "torch._six" and not statement.relative
         if is_six and not is_guarded(source, statement):
             yield source.find(RULE, statement, _SIX_MESSAGE, _without_six(source, statement))
+        if dotted(statement.module) == "torch" and not isinstance(statement.names, cst.ImportStar):
+            for alias in statement.names:
+                if dotted(alias.name) == "_six" and not is_guarded(source, statement):
+                    yield source.find(RULE, alias, _SIX_MESSAGE)
     yield from _unknown(source)
     for node in source.all(cst.Attribute):
         if source.names.path(node) == "torch._six" and not is_guarded(source, node):
@@ -134,6 +138,12 @@ VALID = (
             torch.amp.later()
         """,
     ),
+    Case("""
+        try:
+            from torch import _six
+        except ImportError:
+            _six = None
+    """),
 )
 
 INVALID = (
@@ -218,6 +228,14 @@ INVALID = (
         unsafe=True,
         count=2,
         note="Imported, and not used.",
+    ),
+    Case(
+        """
+        from torch import _six as six, nn
+
+        biggest = six.inf
+    """,
+        count=1,
     ),
 )
 

@@ -28,6 +28,26 @@ def check(source: Source) -> Iterator[Finding]:
         if first is not None and _slot(source, first) is None:
             continue
         yield source.find(RULE, call, fix=_fix(source, call, arguments, first))
+    for call in source.all(cst.Call):
+        made = source.values.filled_in(call.func)
+        if made is not None and source.origin(made.args[0].value) in NEW_AUTOCASTS:
+            arguments = Arguments.of_partial(made, call)
+            if (
+                arguments.starred
+                or arguments.get("device_type", 0) is not None
+                or is_tried(source, call)
+            ):
+                continue
+            yield source.find(RULE, call, fix=_fix_partial(source, made))
+
+
+def _fix_partial(source: Source, made: cst.Call) -> Fix | None:
+    """The device type in `functools.partial(torch.autocast, dtype=...)`."""
+    device = the_device(source)
+    if device is None:
+        return None
+    edit = source.after(made.args[0].value, f", {source.quoted(device, made)}")
+    return source.fix("Give the only device type that the file names", edit, unsafe=True)
 
 
 def _one_of_several(source: Source) -> Iterator[tuple[cst.Call, Arguments]]:
@@ -76,6 +96,16 @@ def _fix(source: Source, call: cst.Call, arguments: Arguments, first: Node | Non
 
 
 VALID = (
+    Case("""
+        from functools import partial
+        import torch
+
+        region = partial(torch.autocast, dtype=torch.float16)
+
+        def run(net, x, device):
+            with region(device), region(device_type="cuda"):
+                return net(x)
+    """),
     Case("""
         import torch
 
@@ -133,6 +163,30 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        from functools import partial
+        import torch
+
+        region = partial(torch.autocast, dtype=torch.float16)
+
+        def run(net, x):
+            with region():
+                return net(x.cuda())
+        """,
+        """
+        from functools import partial
+        import torch
+
+        region = partial(torch.autocast, "cuda", dtype=torch.float16)
+
+        def run(net, x):
+            with region():
+                return net(x.cuda())
+        """,
+        unsafe=True,
+        count=1,
+    ),
     Case(
         """
         import torch

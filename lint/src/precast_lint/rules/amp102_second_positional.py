@@ -60,6 +60,35 @@ def _as_dtype(source: Source, call: cst.Call, value: Node) -> Fix | None:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        class P:
+            def parse_args(self):
+                return self
+
+        def add_argument(*a, **k):
+            pass
+
+        args = P().parse_args()
+        with torch.autocast("cuda", args.amp):
+            pass
+        """,
+    ),
+    Case(
+        """
+        import argparse
+        import torch
+
+        ap = argparse.ArgumentParser()
+        ap.add_argument("--amp", action="store_true")
+        args = ap.parse_args()
+        args.amp = torch.float16 if args.amp else None
+        with torch.autocast("cuda", args.amp):
+            pass
+        """,
+    ),
     Case("""
         import torch
 

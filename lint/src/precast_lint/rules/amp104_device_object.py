@@ -47,11 +47,27 @@ def check(source: Source) -> Iterator[Finding]:
 def _is_indexed(source: Source, node: Node) -> bool:
     """`"cuda:0"`, `f"cuda:{rank}"`, `str(device)`, or a name that may be such a text."""
     if isinstance(node, cst.FormattedString):
-        first = node.parts[0] if node.parts else None
-        return isinstance(first, cst.FormattedStringText) and ":" in first.value
+        return _beginning(node) is not None
     if _described(source, node) is not None:
         return True
+    given = [value for value, note in source.values.sources(node) if note is None]
+    if _beginning(node) is not None or (given and all(_beginning(v) is not None for v in given)):
+        return True
     return any(":" in text for text in texts(source, node))
+
+
+def _beginning(node: Node | None) -> str | None:
+    """What `f"cuda:{rank}"`, `"cuda:%d" % rank`, `"cuda:{}".format(rank)` and `"cuda:" + str(rank)` begin with."""
+    if isinstance(node, cst.FormattedString):
+        first = node.parts[0] if node.parts else None
+        text = first.value if isinstance(first, cst.FormattedStringText) else None
+    elif isinstance(node, cst.BinaryOperation):
+        text = strings(node.left) if isinstance(node.operator, (cst.Add, cst.Modulo)) else None
+    elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        text = strings(node.func.value) if node.func.attr.value == "format" else None
+    else:
+        text = None
+    return text if text is not None and ":" in text else None
 
 
 def _is_one_of_several(source: Source, node: Node) -> bool:
@@ -100,10 +116,9 @@ def _without_index(source: Source, call: cst.Call, value: Node) -> Fix | None:
     text = strings(value)
     if text is not None:
         return _literal(source, value, text)
-    if isinstance(value, cst.FormattedString) and isinstance(
-        first := value.parts[0], cst.FormattedStringText
-    ):
-        kind = first.value.partition(":")[0]
+    beginning = _beginning(value)
+    if beginning is not None:
+        kind = beginning.partition(":")[0]
         quoted = f"{source.quote}{kind}{source.quote}"
         return source.fix("Use its type", source.replace(value, quoted), unsafe=True)
     device = _described(source, value)
@@ -119,6 +134,29 @@ def _without_index(source: Source, call: cst.Call, value: Node) -> Fix | None:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        for device in ("cuda", "cpu"):
+            with torch.autocast(device):
+                pass
+        """,
+    ),
+    Case(
+        """
+        import argparse
+        import torch
+
+        ap = argparse.ArgumentParser()
+        ap.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+        ap.add_argument("--amp", action="store_true")
+        args = ap.parse_args()
+        with torch.autocast(args.device, enabled=args.amp):
+            pass
+        scaler = torch.amp.GradScaler(args.device, enabled=args.amp)
+        """,
+    ),
     Case("""
         import torch
 
@@ -138,6 +176,15 @@ VALID = (
         """,
         note="What these are is not known: a text is as likely.",
     ),
+    Case("""
+        import torch
+
+        def run(args, net, x):
+            if args.cuda:
+                args.device = torch.device("cuda")
+            with torch.autocast(args.device):
+                return net(x)
+    """),
     Case("""
         import torch
 
@@ -191,6 +238,106 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from accelerate import Accelerator
+
+        class Model(torch.nn.Module):
+            @property
+            def device(self):
+                return next(self.parameters()).device
+
+            def predict(self, x, rank):
+                accelerator = Accelerator()
+                with torch.autocast(self.device), torch.autocast(accelerator.device):
+                    x = self(x)
+                with torch.autocast("cuda:%d" % rank), torch.autocast("cuda:" + str(rank)):
+                    return self(x)
+        """,
+        """
+        import torch
+        from accelerate import Accelerator
+
+        class Model(torch.nn.Module):
+            @property
+            def device(self):
+                return next(self.parameters()).device
+
+            def predict(self, x, rank):
+                accelerator = Accelerator()
+                with torch.autocast(self.device.type), torch.autocast(accelerator.device.type):
+                    x = self(x)
+                with torch.autocast("cuda"), torch.autocast("cuda"):
+                    return self(x)
+        """,
+        unsafe=True,
+        count=4,
+    ),
+    Case(
+        """
+        import torch
+        from dataclasses import dataclass
+
+        @dataclass
+        class Context:
+            device: torch.device
+            seed: int = 0
+
+        def run(context: Context, net, x, rank):
+            device = f"cuda:{rank}"
+            with torch.autocast(device):
+                x = net(x)
+            with torch.autocast(context.device):
+                return net(x)
+        """,
+        """
+        import torch
+        from dataclasses import dataclass
+
+        @dataclass
+        class Context:
+            device: torch.device
+            seed: int = 0
+
+        def run(context: Context, net, x, rank):
+            device = f"cuda:{rank}"
+            with torch.autocast(torch.device(device).type):
+                x = net(x)
+            with torch.autocast(context.device.type):
+                return net(x)
+        """,
+        unsafe=True,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        def main(args, net, batches):
+            args.device = torch.device(args.device)
+            with torch.autocast(device_type=args.device):
+                evaluate(net, batches, args)
+
+        def evaluate(net, batches, options):
+            with torch.autocast(options.device):
+                return [net(x) for x in batches]
+        """,
+        """
+        import torch
+
+        def main(args, net, batches):
+            args.device = torch.device(args.device)
+            with torch.autocast(device_type=args.device.type):
+                evaluate(net, batches, args)
+
+        def evaluate(net, batches, options):
+            with torch.autocast(options.device.type):
+                return [net(x) for x in batches]
+        """,
+        unsafe=True,
+        count=2,
+    ),
     Case(
         """
         import torch

@@ -48,6 +48,14 @@ def _as_enabled(source: Source, arguments: Arguments, value: Node) -> Fix | None
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        state = {"amp": True, "device": "cuda"}
+        scaler = torch.amp.GradScaler(state["device"], enabled=state["amp"])
+        """,
+    ),
     Case("""
         import torch
 
@@ -115,6 +123,24 @@ INVALID = (
 
         def make(use_amp: bool, scale=1024.0):
             return GradScaler(enabled=use_amp), GradScaler("cuda", scale, 2.0, enabled=use_amp)
+        """,
+        unsafe=True,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        def make(args):
+            first = torch.amp.GradScaler(args.scale * 1.0)
+            return first, torch.amp.GradScaler(2**args.bits)
+        """,
+        """
+        import torch
+
+        def make(args):
+            first = torch.amp.GradScaler("cuda", args.scale * 1.0)
+            return first, torch.amp.GradScaler("cuda", 2**args.bits)
         """,
         unsafe=True,
         count=2,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from precast_lint.meaning.guards import is_version_test
-from precast_lint.meaning.version_tests import SINCE, VersionTest, holds, version_test
+from precast_lint.meaning.version_tests import SINCE, VersionTest, version_test
+from precast_lint.meaning.version_values import holds, names_releases
 from precast_lint.meaning.versions import minor_kind, value_given, version_kind
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity, version
 from precast_lint.parsing.source import Source
@@ -34,32 +35,36 @@ def check(source: Source) -> Iterator[Finding]:
     for statement in statements:
         test = version_test(source, statement.test)
         if test is None:
-            message = _gap(source, statement, releases)
-            if message is not None and any(_mentions(source, statement)):
-                yield source.find(RULE, statement.test, message)
+            yield from _of_parts(source, statement, releases)
             continue
         wrong = [r for r in releases if test.holds(r) != test.right(r)]
-        if wrong:
-            if any(_mentions(source, statement)):
-                message = _AS_TEXT.format(found=_listed(wrong))
-                yield source.find(RULE, statement.test, message)
-        else:
-            yield from _too_early(source, statement, test, releases)
+        if not wrong:
+            yield from _too_early(source, statement, test.holds, releases, test)
+        elif any(_mentions(source, statement)):
+            message = _AS_TEXT.format(found=_listed(wrong))
+            yield source.find(RULE, statement.test, message)
 
 
-def _gap(source: Source, statement: cst.If | cst.IfExp, releases: list[str]) -> str | None:
-    """What is wrong with a test of several parts that holds for some release, and not for a newer one."""
+def _of_parts(
+    source: Source, statement: cst.If | cst.IfExp, releases: list[str]
+) -> Iterator[Finding]:
+    """What is wrong with a test that is computed for each release: it has several parts, or compares parts of texts."""
     if any(_is_about_version(source, outer) for outer in source.around(statement)):
-        return None
+        return
     test = value_given(source, statement.test)
-    found = [(release, holds(source, test, release)) for release in releases]
-    if None in (holds for _, holds in found):
-        return None
-    older = holds(source, test, "0.0.0")  # whether it asks for older versions
-    first = next((release for release, holds in found if holds is not older), None)
-    after = [] if first is None else found[releases.index(first) :]
-    wrong = [release for release, holds in after if holds is older]
-    return _GAP.format(found=_listed(wrong), first=_listed([first])) if wrong and first else None
+    found = {release: holds(source, test, release) for release in (*releases, "0.0.0")}
+    if None in found.values():
+        return
+    older = found.pop("0.0.0")  # whether it asks for older versions
+    first = next((release for release in releases if found[release] is not older), None)
+    if first is None:
+        return
+    wrong = [r for r in releases[releases.index(first) :] if found[r] is older]
+    if not wrong or names_releases(source, test):
+        yield from _too_early(source, statement, lambda release: found[release], releases)
+    elif any(_mentions(source, statement)):
+        message = _GAP.format(found=_listed(wrong), first=_listed([first]))
+        yield source.find(RULE, statement.test, message)
 
 
 def _is_about_version(source: Source, outer: Node) -> bool:
@@ -74,17 +79,22 @@ def _is_about_version(source: Source, outer: Node) -> bool:
 
 
 def _too_early(
-    source: Source, statement: cst.If | cst.IfExp, test: VersionTest, releases: list[str]
+    source: Source,
+    statement: cst.If | cst.IfExp,
+    lets_through: Callable[[str], bool | None],
+    releases: list[str],
+    test: VersionTest | None = None,
 ) -> Iterator[Finding]:
+    """A finding for the newest name that a branch uses in releases which do not have it."""
     branches = ((statement.body, True), (statement.orelse, False))
     used = [(n, taken) for part, taken in branches if part for n in _names(source, statement, part)]
     late = {(name, taken) for name, taken in used if name in SINCE}
     for name, taken in sorted(late, key=lambda pair: version(SINCE[pair[0]]), reverse=True):
         since = version(SINCE[name])
-        wrong = [r for r in releases if test.holds(r) is taken and version(r) < since]
+        wrong = [r for r in releases if lets_through(r) is taken and version(r) < since]
         if not wrong:
             continue
-        fix = _fix(source, test, taken, SINCE[name])
+        fix = _fix(source, test, taken, SINCE[name]) if test is not None else None
         message = _TOO_EARLY.format(name=name, since=SINCE[name], found=_listed(wrong))
         yield source.find(RULE, statement.test, message, fix)
         return
@@ -238,6 +248,29 @@ VALID = (
         if torch.cuda.is_available() and not (major < 2 and minor < 10):
             autocast = torch.autocast
     """),
+    Case("""
+        import torch
+
+        parts = tuple(torch.__version__.split("+")[0].split("."))
+        if tuple(int(part) for part in parts[:2] if part.isdigit()) >= (2, 4):
+            from torch.amp import custom_bwd, custom_fwd
+        IS_FIRST = torch.__version__.startswith("1.")
+        if IS_FIRST and int(parts[1]) >= 6:
+            from torch.cuda.amp import autocast
+        if int(parts[0]) == 2 and int(parts[1]) >= 3:
+            scaler = torch.amp.GradScaler("cuda")
+
+        def release():
+            numbers = torch.__version__.split(".")
+            return int(numbers[0]), int(numbers[1])
+
+        if release() < (2, 3):
+            from torch.cuda.amp import GradScaler
+        else:
+            from torch.amp import GradScaler
+        if parts[:2] >= oldest:
+            from torch.amp import autocast
+    """),
     Case(
         """
         import torch
@@ -247,6 +280,21 @@ VALID = (
         """,
         min_torch="2.0",
         note="All that the project allows have one digit more.",
+    ),
+    Case(
+        """
+        import torch
+
+        def release():
+            numbers = torch.__version__.split(".")
+            return int(numbers[0]), int(numbers[1])
+
+        if release() >= (2, 3):
+            scaler = torch.amp.GradScaler("cuda")
+        else:
+            scaler = torch.cuda.amp.GradScaler()
+        """,
+        also=("AMP003",),
     ),
 )
 
@@ -448,6 +496,35 @@ INVALID = (
             from torch.cuda.amp import autocast
         if parts[1] >= "6":
             from torch.cuda.amp import GradScaler
+        """,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        TORCH = tuple(torch.__version__.split(".")[:2])
+        if TORCH >= ("2", "4"):
+            from torch.amp import custom_bwd, custom_fwd
+        if torch.__version__.split("+")[0].split(".") < ["2", "3", "0"]:
+            from torch.cuda.amp import GradScaler
+        parts = torch.__version__.split(".")
+        scaler = torch.amp.GradScaler("cuda") if (parts[0], parts[1]) >= ("2", "3") else None
+        """,
+        count=3,
+        note='As a text, "10" comes before "4", in a tuple as well.',
+    ),
+    Case(
+        """
+        import torch
+
+        def release():
+            return tuple(map(int, torch.__version__.split(".")[:2]))
+
+        if torch.cuda.is_available() and release() >= (2, 0):
+            scaler = torch.amp.GradScaler("cuda")
+        if torch.__version__.startswith("2."):
+            from torch.amp import custom_fwd
         """,
         count=2,
     ),

@@ -8,7 +8,7 @@ from precast_lint.meaning.guards import is_guarded
 from precast_lint.meaning.regions import regions_around
 from precast_lint.model import Applicability, Case, Edit, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings
+from precast_lint.parsing.syntax import Node, cst, dotted, strings
 
 __all__ = ["RULE"]
 
@@ -69,9 +69,16 @@ def _says_cpu(test: Node) -> bool:
         return False
     target = test.comparisons[0]
     return isinstance(target.operator, cst.Equal) and "cpu" in (
-        strings(test.left),
-        strings(target.comparator),
+        _device_text(test.left),
+        _device_text(target.comparator),
     )
+
+
+def _device_text(node: Node) -> str | None:
+    """The text in `torch.device("cpu")`, or the text itself."""
+    if isinstance(node, cst.Call) and len(node.args) == 1:
+        return strings(node.args[0].value) if (dotted(node.func) or "").endswith("device") else None
+    return strings(node)
 
 
 VALID = (
@@ -109,6 +116,14 @@ VALID = (
                 enabled = torch.is_autocast_cpu_enabled()
             else:
                 enabled = torch.is_autocast_enabled()
+    """),
+    Case("""
+        import torch
+
+        def cast(x):
+            if x.device == torch.device("cuda") and torch.is_autocast_enabled():
+                return x.half()
+            return x
     """),
 )
 
@@ -177,6 +192,25 @@ INVALID = (
         """,
         min_torch="2.2",
         note="PyTorch 2.2 takes no device here: there is no fix. It has `torch.is_autocast_cpu_enabled`.",
+    ),
+    Case(
+        """
+        import torch
+
+        def cast(x):
+            if x.device == torch.device("cpu") and torch.is_autocast_enabled():
+                return x.bfloat16()
+            return x
+        """,
+        """
+        import torch
+
+        def cast(x):
+            if x.device == torch.device("cpu") and torch.is_autocast_enabled("cpu"):
+                return x.bfloat16()
+            return x
+        """,
+        unsafe=True,
     ),
 )
 

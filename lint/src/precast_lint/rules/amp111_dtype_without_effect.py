@@ -66,6 +66,15 @@ VALID = (
                 with torch.autocast("cpu", torch.float64):
                     pass
     """),
+    Case("""
+        import torch
+
+        device_type = "cpu"
+        if torch.cuda.is_available():
+            device_type = "cuda"
+        with torch.autocast(device_type, dtype=torch.float32):
+            pass
+    """),
 )
 
 INVALID = (
@@ -85,6 +94,13 @@ INVALID = (
             return x
 
         with torch.cpu.amp.autocast(dtype=torch.float64, enabled=amp):
+            pass
+    """),
+    Case("""
+        import torch
+
+        device_type = "cpu"
+        with torch.autocast(device_type, dtype=torch.float32):
             pass
     """),
 )

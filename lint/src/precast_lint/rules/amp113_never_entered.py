@@ -27,7 +27,18 @@ _TENSORS = (
     "sum",
 )  # no function has them
 _MODEL = re.compile(r"(self\.)?_?(model|net|network)")  # what these give is no function
-_CONTEXTS = ("torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.set_grad_enabled")
+_CONTEXTS = {
+    "contextlib.suppress",
+    "torch.autograd.set_detect_anomaly",
+    "torch.cuda.device",
+    "torch.cuda.stream",
+    "torch.enable_grad",
+    "torch.inference_mode",
+    "torch.nn.attention.sdpa_kernel",
+    "torch.no_grad",
+    "torch.random.fork_rng",
+    "torch.set_grad_enabled",
+}
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -195,6 +206,12 @@ VALID = (
         """,
         note="It decorates functions.",
     ),
+    Case("""
+        import torch
+
+        with torch.cuda.device_count() and torch.autocast("cuda"):
+            pass
+    """),
 )
 
 INVALID = (
@@ -252,6 +269,21 @@ INVALID = (
         """,
         count=3,
         note="What is given has been computed by then.",
+    ),
+    Case(
+        """
+        import torch
+
+        with torch.cuda.device(0) and torch.autocast("cuda"):
+            pass
+        """,
+        """
+        import torch
+
+        with torch.cuda.device(0), torch.autocast("cuda"):
+            pass
+        """,
+        unsafe=True,
     ),
 )
 

@@ -286,9 +286,105 @@ VALID = (
         """,
         note="Not all calls are in a region.",
     ),
+    Case(
+        """
+        import torch
+        from mine import LossScalingOptimizer
+
+        def train(engine, model, loader, options):
+            optimizer = LossScalingOptimizer(model.parameters())
+            for x in loader:
+                engine.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = model(x)
+                loss.backward()
+                engine.step()
+                optimizer.step()
+                optimizer.zero_grad()
+                options.step()
+
+        class Searcher:
+            def step(self): ...
+            def zero_grad(self): ...
+
+        def search(model, data):
+            optimizer = Searcher()
+            for x in data:
+                with torch.autocast("cuda"):
+                    score = model(x)
+                score.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        note="What is called something else, or made by a class that nobody knows, may do more than step.",
+    ),
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        AMP = dict(device_type="cuda", dtype=torch.float16)
+
+        def train(model, opt, loader):
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast(**AMP):
+                    loss = model(x).mean()
+                loss.backward()
+                opt.step()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Multi:
+            def __init__(self, nets):
+                self.nets = nets
+                self.opts = []
+                for n in nets:
+                    self.opts.append(torch.optim.Adam(n.parameters()))
+
+            def step(self, x):
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = sum(n(x).mean() for n in self.nets)
+                for o in self.opts:
+                    o.zero_grad()
+                loss.backward()
+                for o in self.opts:
+                    o.step()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train_gan(gen, disc, loader, device="cuda"):
+            opts = {
+                "g": torch.optim.Adam(gen.parameters(), 2e-4, betas=(0.5, 0.999)),
+                "d": torch.optim.Adam(disc.parameters(), 2e-4, betas=(0.5, 0.999)),
+            }
+            bce = torch.nn.BCEWithLogitsLoss()
+            for real in loader:
+                z = torch.randn(real.size(0), 128, device=device)
+                with torch.autocast("cuda"):
+                    fake = gen(z)
+                    d_loss = bce(disc(real), ones) + bce(disc(fake.detach()), zeros)
+                opts["d"].zero_grad()
+                d_loss.backward()
+                opts["d"].step()
+                with torch.autocast("cuda"):
+                    g_loss = bce(disc(fake), torch.ones_like(disc(fake)))
+                opts["g"].zero_grad()
+                g_loss.backward()
+                opts["g"].step()
+        """,
+        count=2,
+    ),
     Case(
         """
         import torch
@@ -443,6 +539,33 @@ INVALID = (
                 self.optimizer.step()
         """,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def train(model, loader, optimizer, device):
+            for data, target in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = F.nll_loss(model(data.to(device)), target.to(device))
+                loss.backward()
+                optimizer.step()
+
+        class Learner:
+            def __init__(self, model, opt):
+                self.model, self.opt = model, opt
+
+            def one_batch(self, x, y):
+                with torch.autocast("cuda"):
+                    self.loss = F.mse_loss(self.model(x), y)
+                self.loss.backward()
+                self.opt.step()
+                self.opt.zero_grad()
+    """,
+        count=2,
+        note="An optimizer by its name, its steps and its `zero_grad`.",
     ),
 )
 

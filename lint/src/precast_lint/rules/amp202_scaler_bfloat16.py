@@ -53,6 +53,22 @@ def _is_for_cpu(source: Source, call: cst.Call, arguments: Arguments) -> bool:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        def train(cfg, model, opt, loader):
+            dtype = torch.bfloat16 if cfg.bf16 else torch.float16
+            scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+            for x, y in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda", dtype=dtype):
+                    loss = model(x, y)
+                scaler.scale(loss).backward()
+                scaler.step(opt)
+                scaler.update()
+        """,
+    ),
     Case("""
         import torch
 
@@ -111,6 +127,27 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import enum
+        import torch
+
+        class Precision(enum.Enum):
+            FP16 = torch.float16
+            BF16 = torch.bfloat16
+
+        def train(net, opt, loader):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                with torch.autocast("cuda", dtype=Precision.BF16.value):
+                    loss = net(x).mean()
+                scaler.scale(loss).backward()
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from precast_lint.editing.lines import block_of, insert_before, line_of
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, walk
-from precast_lint.rules.clip_cases import INVALID, VALID
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.rules import clip_cases, clip_method_cases
 from precast_lint.training_step.flow import Flow, Say
-from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
     hides,
     is_plain,
@@ -44,13 +44,42 @@ def check(source: Source) -> Iterator[Finding]:
     def follow(flow: Flow, scaler: str) -> tuple[str, Callable[[str, Event, Say], str]] | None:
         if scales_by_hand(flow, scaler) or not only_here(flow, scaler, "unscale_"):
             return None
-        return _UNKNOWN, _follower(source, scaler)
+        return _before(source, flow, scaler), _follower(source, scaler)
 
     fixed: set[tuple[Flow, str]] = set()
     for flow, scaler, node, message in judged(source, follow):
         fix = None if (flow, scaler) in fixed else _fix(source, flow, scaler, node)
         fixed.add((flow, scaler))
         yield source.find(RULE, node, message, fix)
+
+
+def _before(source: Source, flow: Flow, scaler: str) -> str:
+    """What gradients are when a function begins.
+
+    They are scaled where a method steps a scaler that its class makes, without foreign bases, where another one runs
+    the backward, and where nothing in the file unscales: whoever calls the methods, the step comes behind the backward.
+    """
+    home = source.values.enclosing_class(flow.node)
+    events = [e for e in flow.events() if e.scaler == scaler or e.kind == "backward"]
+    kinds = {e.kind for e in events}
+    if not isinstance(home, cst.ClassDef) or home.bases or not scaler.startswith("self."):
+        return _UNKNOWN
+    if "scaler_step" not in kinds or kinds & {"backward", "unscale"} or "unscale" in source.words:
+        return _UNKNOWN
+    made = [
+        n for n in walk(home) if isinstance(n, cst.AssignTarget) and key(source, n.target) == scaler
+    ]
+    backwards = [
+        call
+        for call, owner, _ in source.methods("backward")
+        if source.values.enclosing_class(call) is home and f"{scaler}.scale(" in source.code(owner)
+    ]
+    others = [
+        call
+        for call, _, _ in source.methods("backward")
+        if source.values.enclosing_class(call) is home and call not in backwards
+    ]
+    return _SCALED if len(made) == 1 and backwards and not others else _UNKNOWN
 
 
 def _follower(source: Source, scaler: str) -> Callable[[str, Event, Say], str]:
@@ -98,8 +127,16 @@ def _adds(source: Source, event: Event) -> bool:
 
 
 def _is_foreign(value: Node) -> bool:
-    """Whether a value comes from no gradient: no name in it speaks of one."""
-    names = [n.value.lower() for n in walk(value) if isinstance(n, cst.Name)]
+    """Whether a value comes from no gradient: no name in it speaks of one, but for its shape (`randn_like(p.grad)`)."""
+    shaped = {
+        inner
+        for n in walk(value)
+        if isinstance(n, cst.Call) and (dotted(n.func) or "").endswith("_like")
+        for inner in walk(n)
+    }
+    if shaped and not {n for n in walk(value) if isinstance(n, cst.Name)} - shaped:
+        return True
+    names = [n.value.lower() for n in walk(value) if isinstance(n, cst.Name) and n not in shaped]
     return bool(names) and not any("grad" in name or "scale" in name for name in names)
 
 
@@ -126,7 +163,8 @@ def _measures(source: Source, grad: Node) -> bool:
 
 def _fix(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:
     """`unscale_` before the clip, if the one step of the scaler follows in the same block."""
-    steps = {e.optimizer: e.node for e in flow.events() if e.kind == "scaler_step"}
+    stepped = (e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler)
+    steps = {e.optimizer: e.node for e in stepped}
     line = line_of(source, node)
     if len(steps) != 1 or line is None or not is_plain(scaler):
         return None
@@ -236,6 +274,6 @@ RULE = Rule(
     fine="The gradients are unscaled in code that the rule can't see.",
     words=("clip_grad scale(", ".grad scale("),
     check=check,
-    valid=(*_WITHOUT_SCALER, *VALID),
-    invalid=INVALID,
+    valid=(*_WITHOUT_SCALER, *clip_cases.VALID, *clip_method_cases.VALID),
+    invalid=(*clip_cases.INVALID, *clip_method_cases.INVALID),
 )

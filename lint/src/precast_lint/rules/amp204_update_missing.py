@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from precast_lint.editing.lines import block_of, exchange, insert_after, line_of
-from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.rules.update_cases import HANDED, INVALID, VALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
+    assigned_in,
+    comes_each_time,
+    followed,
     hides,
     is_plain,
     judged,
@@ -25,6 +30,9 @@ from precast_lint.training_step.protocol import (
 __all__ = ["RULE"]
 
 _MISSING = "no `{}.update()` follows this step: the next one raises, and the scale never changes"
+_BEHIND = (
+    "`{}.update()` behind the loop comes too late: the second step raises; call it after each step"
+)
 _FIRST = (
     "`update` belongs after `step`: before it, PyTorch raises, or the gradients are divided twice"
 )
@@ -79,7 +87,8 @@ def check(source: Source) -> Iterator[Finding]:
                 return state
             return _on(flow, state, event, say, scaler)
 
-        return _State(ever=not owned or not flow.has_all(scaler, "step")), on
+        others = any(event.kind == "optimizer_step" for event in flow.events())
+        return _State(ever=not owned or others or not flow.has_all(scaler, "step")), on
 
     for flow, scaler, node, message in judged(source, follow):
         is_early = message == _FIRST
@@ -87,6 +96,45 @@ def check(source: Source) -> Iterator[Finding]:
             continue
         fix = (_swap if is_early else _insert)(source, flow, scaler, node)
         yield source.find(RULE, node, message, fix)
+    yield from _behind_loop(source)
+
+
+def _behind_loop(source: Source) -> Iterator[Finding]:
+    """The steps that a loop makes with one optimizer again and again, while `update` waits behind the loop."""
+    for flow, scaler in followed(source):
+        events = flow.events()
+        updates = [e.node for e in events if e.kind == "update" and e.scaler == scaler]
+        if not updates or not only_here(flow, scaler, "update"):
+            continue
+        if any(hides(source, event, scaler) for event in events):
+            continue
+        scaled = [e.node for e in events if e.kind == "backward" and e.scaler == scaler]
+        for event in events:
+            loop = loop_around(source, event.node) if event.kind == "scaler_step" else None
+            if event.scaler != scaler or loop is None or not _is_own_optimizer(source, event, loop):
+                continue
+            is_outside = all(_is_own(source, flow, n, loop, inside=False) for n in updates)
+            if is_outside and any(_is_own(source, flow, n, loop, inside=True) for n in scaled):
+                yield source.find(RULE, event.node, _BEHIND.format(scaler))
+
+
+def _is_own(source: Source, flow: Flow, node: Node, loop: Node, *, inside: bool) -> bool:
+    """Whether a node stands in the function itself, and inside a loop, or outside of it."""
+    is_here = (source.function(node) or source.module) is flow.node
+    return is_here and (loop in loops_around(source, node)) is inside
+
+
+def _is_own_optimizer(source: Source, event: Event, loop: Node) -> bool:
+    """Whether each round of a loop steps one and the same optimizer, and no round ends the loop."""
+    ends = (cst.Break, cst.Return, cst.Raise, cst.Continue)
+    if any(isinstance(inner, ends) for inner in walk(loop)):
+        return False
+    names = set(re.findall(r"[A-Za-z_][\w.]*", event.optimizer or ""))
+    return (
+        bool(names)
+        and not names & assigned_in(source, loop)
+        and comes_each_time(source, event.node, loop)
+    )
 
 
 def _on(flow: Flow, state: _State, event: Event, say: Say, scaler: str) -> _State:
@@ -155,407 +203,6 @@ def _swap(source: Source, flow: Flow, scaler: str, update: Node) -> Fix | None:
     return source.fix("Step before the update", exchange(source, line, block[place]), unsafe=True)
 
 
-VALID = (
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            scaler.scale(model(batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    """),
-    Case(
-        """
-        import torch
-
-        def train(batches, generator, critic, first, second):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(critic(batch)).backward()
-                scaler.step(second)
-                scaler.scale(generator(batch)).backward()
-                scaler.step(first)
-                scaler.update()
-        """,
-        note="One update for several optimizers.",
-    ),
-    Case("""
-        import torch
-
-        class Trainer:
-            def __init__(self):
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def step(self, loss):
-                self.scaler.scale(loss).backward()
-                self.scaler.step(self.optimizer)
-
-            def after_step(self):
-                self.scaler.update()
-    """),
-    Case("""
-        import torch
-
-        def train(batches, model, optimizer, every):
-            scaler = torch.amp.GradScaler("cuda")
-            for i, batch in enumerate(batches):
-                scaler.scale(model(batch) / every).backward()
-                if (i + 1) % every == 0:
-                    scaler.step(optimizer)
-                    scaler.update()
-                    optimizer.zero_grad()
-    """),
-    Case(
-        """
-        import torch
-
-        def train(batches, model, optimizer):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                step(scaler, optimizer)
-        """,
-        note="The scaler is handed to a function that is not seen.",
-    ),
-    Case("""
-        import torch
-
-        def test_one_step():
-            scaler = torch.amp.GradScaler("cuda")
-            scaler.scale(model(batch)).backward()
-            scaler.step(optimizer)
-    """),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer):
-            scaler = torch.amp.GradScaler("cuda")
-            for i, batch in enumerate(batches):
-                if i > 0:
-                    scaler.update()
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-        """,
-        note="The step of the round before.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.Adam(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def step(self, batch):
-                self.scaler.scale(self.model(batch)).backward()
-                self.scaler.step(self.optimizer)
-
-            def train(self, batches):
-                self.step(next(batches))
-                for batch in batches:
-                    self.scaler.update()
-                    self.step(batch)
-                self.scaler.update()
-        """,
-        note="Each step has its update, if only in the next round.",
-    ),
-)
-
-_HANDED = (
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer, scaler):
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-
-        scaler = torch.amp.GradScaler("cuda")
-        for part in parts:
-            train(model, part, optimizer, scaler)
-            scaler.update()
-        """,
-        note="Who hands the scaler over updates it.",
-    ),
-    Case("""
-        import torch
-
-        class Trainer(Base):
-            def __init__(self):
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, model, batches, optimizer):
-                for batch in batches:
-                    self.scaler.scale(model(batch)).backward()
-                    self.scaler.step(optimizer)
-    """),
-    Case(
-        """
-        import torch
-        from loop import fit
-
-        scaler = torch.amp.GradScaler("cuda")
-
-        def step(loss, optimizer):
-            for _ in range(2):
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-
-        fit(step, scaler)
-        """,
-        note="Others get the scaler, and may update it.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-
-        def train(model, optimizer, batches):
-            for i, batch in enumerate(batches):
-                with torch.autocast("cuda"):
-                    loss = model(batch)
-                scaler.scale(loss).backward()
-                if i % 4 == 3:
-                    scaler.step(optimizer)
-                    optimizer.zero_grad()
-        """,
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-
-        def train(model, optimizer, batches):
-            for i, batch in enumerate(batches):
-                with torch.autocast("cuda"):
-                    loss = model(batch)
-                scaler.scale(loss).backward()
-                if i % 4 == 3:
-                    scaler.step(optimizer)
-                    scaler.update()
-                    optimizer.zero_grad()
-        """,
-        unsafe=True,
-        note="No place of the file updates a scaler that its top level makes.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.Adam(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, batches):
-                for batch in batches:
-                    self.step(batch)
-
-            def step(self, batch):
-                self.scaler.update()
-                self.scaler.scale(self.model(batch)).backward()
-                self.scaler.step(self.optimizer)
-        """,
-        count=1,
-        note="The first update comes before any step.",
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer, scaler):
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-
-        train(model, batches, optimizer, torch.amp.GradScaler("cuda"))
-        """,
-        """
-        import torch
-
-        def train(model, batches, optimizer, scaler):
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-
-        train(model, batches, optimizer, torch.amp.GradScaler("cuda"))
-        """,
-        unsafe=True,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-        """,
-        """
-        import torch
-
-        def train(model, batches, optimizer):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        """,
-        unsafe=True,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self):
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self):
-                for batch in self.batches:
-                    self.scaler.scale(self.model(batch)).backward()
-                    self.scaler.unscale_(self.optimizer)
-                    self.scaler.update()  # the scale
-                    self.scaler.step(self.optimizer)  # the weights
-        """,
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self):
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self):
-                for batch in self.batches:
-                    self.scaler.scale(self.model(batch)).backward()
-                    self.scaler.unscale_(self.optimizer)
-                    self.scaler.step(self.optimizer)  # the scale
-                    self.scaler.update()  # the weights
-        """,
-        unsafe=True,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.update()
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-        """,
-        count=1,
-        note="In the first round there is nothing to update from.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, batches):
-                for batch in batches:
-                    self.scaler.scale(self.model(batch)).backward()
-                    self.after_backward()
-                    self.scaler.step(self.optimizer)
-
-            def after_backward(self):
-                self.scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.Adam(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def backward(self, loss):
-                self.scaler.scale(loss).backward()
-
-            def step(self):
-                self.scaler.step(self.optimizer)
-                self.optimizer.zero_grad()
-
-            def train(self, batches):
-                for batch in batches:
-                    self.backward(self.model(batch))
-                    self.step()
-        """,
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.Adam(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def backward(self, loss):
-                self.scaler.scale(loss).backward()
-
-            def step(self):
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-                self.optimizer.zero_grad()
-
-            def train(self, batches):
-                for batch in batches:
-                    self.backward(self.model(batch))
-                    self.step()
-        """,
-        unsafe=True,
-        note="Spread over methods.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.Adam(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, batches):
-                for batch in batches:
-                    self.scaler.update()
-                    self.optimizer.zero_grad()
-                    self.scaler.scale(self.model(batch)).backward()
-                    self.scaler.step(self.optimizer)
-        """,
-        note="The first round has nothing to update from.",
-    ),
-)
-
 RULE = Rule(
     code="AMP204",
     name="scaler-update-missing",
@@ -573,6 +220,6 @@ RULE = Rule(
         ".scale( .step(",
     ),
     check=check,
-    valid=(*VALID, *_HANDED),
+    valid=(*VALID, *HANDED),
     invalid=INVALID,
 )

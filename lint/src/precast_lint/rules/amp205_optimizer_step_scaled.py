@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from precast_lint.editing.lines import block_of, line_of, remove
 from precast_lint.meaning.tensors import constant
-from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
+from precast_lint.rules.optimizer_step_cases import INVALID, VALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
-from precast_lint.training_step.protocol import hides, judged, only_here, scales_by_hand
+from precast_lint.training_step.protocol import hides, is_plain, judged, only_here, scales_by_hand
 
 __all__ = ["RULE"]
 
 _ADAMS = ("torch.optim.Adam", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.Adamax")
 _NO_EPS = 1e-12
+_UNSKIPPED = "nothing skips this step where the unscaled gradients are inf or NaN: use `scaler.step(optimizer)`"
+_LOOKS = re.compile(
+    r"isnan|isinf|finite|(^|_)(nan|inf|valid|check|skip|overflow)(_|s?$)|get_scale|_states$",
+    re.IGNORECASE,
+)
 _TWICE = "`scaler.step` has made this optimizer's step already"
 _AGAIN = "`scaler.step` makes this optimizer's step again: leave it to the scaler, which skips it after an overflow"
 
@@ -50,22 +57,38 @@ def check(source: Source) -> Iterator[Finding]:
         flow: Flow, scaler: str
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
         by_hand = scales_by_hand(flow, scaler)
+        never = not any(e.kind in ("scaler_step", "unscale") for e in flow.events())
+        never = never and only_here(flow, scaler, "step")
 
         def on(state: _State, event: Event, say: Say) -> _State:
             if _only_asks(event, scaler) and not by_hand:
                 return state
             if hides(source, event, scaler) or event.kind in ("backward", "zero_grad", "return"):
                 for _, step in state.by_hand:  # the scaler has not stepped it too
-                    say.good(step)
+                    _unless_unskipped(source, flow, scaler, step, say)
                 state = replace(state, by_hand=frozenset())
+            if never and event.kind == "optimizer_step" and not state.scaled:
+                return (
+                    _State()
+                )  # right where the loss is not scaled: that excuses no step where it is
+            if event.kind == "assign":
+                return _bound_again(
+                    state,
+                    event.receiver or "",
+                    lambda step: _unless_unskipped(source, flow, scaler, step, say),
+                )
             return _State() if hides(source, event, scaler) else _on(state, event, say, scaler)
 
         return (_State(), on) if only_here(flow, scaler, "unscale_") else None
 
-    for flow, _, node, message in judged(source, follow):
+    for flow, scaler, node, message in judged(source, follow):
         if message != _TWICE and _cancels(source, node):
             continue
-        fix = _fix(source, flow, node) if message == _TWICE else None
+        fix = (
+            _fix(source, flow, node)
+            if message == _TWICE
+            else _by_scaler(source, flow, scaler, node)
+        )
         yield source.find(RULE, node, message, fix)
 
 
@@ -94,8 +117,6 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
             say.bad(step, _AGAIN)
         stepped = state.stepped | {event.optimizer or ""}
         return replace(state, stepped=stepped, by_hand=state.by_hand - again)
-    if event.kind == "assign":
-        return _bound_again(state, event.receiver or "", say)
     if event.kind == "optimizer_step":
         if state.unscaled and not state.plain and event.optimizer not in state.stepped:
             return _State(by_hand=state.by_hand | {(event.optimizer or "", event.node)})
@@ -106,11 +127,48 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
     return state
 
 
-def _bound_again(state: _State, name: str, say: Say) -> _State:
+def _unless_unskipped(source: Source, flow: Flow, scaler: str, step: Node, say: Say) -> None:
+    """Judges a step with gradients that were unscaled before: right if something may look at them."""
+    if _is_unskipped(source, flow, scaler, step):
+        say.bad(step, _UNSKIPPED)
+    else:
+        say.good(step)
+
+
+def _is_unskipped(source: Source, flow: Flow, scaler: str, step: Node) -> bool:
+    """Whether a step follows `unscale_` in the same block, and nothing in the function asks if gradients are finite."""
+    call = step if isinstance(step, cst.Call) else None
+    line = source.statement(step)
+    block = block_of(source, line)
+    unscaled = [e.node for e in flow.events() if e.kind == "unscale" and e.scaler == scaler]
+    before = block[: block.index(line)] if line in block else []
+    places = [before.index(at) for n in unscaled if (at := source.statement(n)) in before]
+    if call is None or call.args or not places:
+        return False
+    between = before[max(places) :]
+    leaves = (cst.Raise, cst.Return, cst.Continue, cst.Break, cst.Assert, cst.Try)
+    if any(isinstance(inner, leaves) for part in between for inner in walk(part)):
+        return False
+    names = [n.value for n in flow.nodes if isinstance(n, cst.Name)]
+    names += [n.attr.value for n in flow.nodes if isinstance(n, cst.Attribute)]
+    return not any(map(_LOOKS.search, names)) and all(
+        _is_of_torch(source, inner) for part in between for inner in walk(part)
+    )
+
+
+def _is_of_torch(source: Source, node: Node) -> bool:
+    """Not a call of code that is not seen, which may look at gradients."""
+    if not isinstance(node, cst.Call) or isinstance(node.func, cst.Attribute):
+        return True
+    origin = source.origin(node.func) or ""
+    return origin.startswith("torch.") or source.names.builtin(node.func) is not None
+
+
+def _bound_again(state: _State, name: str, judge: Callable[[Node], None]) -> _State:
     """After a name is bound again, what was done with it before was done with another optimizer."""
     for optimizer, step in state.by_hand:
         if optimizer == name:
-            say.good(step)
+            judge(step)
     by_hand = frozenset(pair for pair in state.by_hand if pair[0] != name)
     return replace(state, stepped=state.stepped - {name}, by_hand=by_hand)
 
@@ -142,6 +200,30 @@ def _cancels(source: Source, step: Node) -> bool:
     return epsilon is not None and epsilon <= _NO_EPS and no_decay and not updates
 
 
+def _by_scaler(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:
+    """`scaler.step(optimizer)` for the only step, if the scaler is updated after it in the same block."""
+    events = flow.events()
+    own = next((e.optimizer for e in events if e.node is node), None)
+    steps = [
+        e
+        for e in events
+        if e.kind in ("optimizer_step", "scaler_step")
+        or (e.kind == "unscale" and e.optimizer != own)
+    ]
+    updates = [e for e in events if e.kind == "update" and e.scaler == scaler]
+    line = line_of(source, node)
+    if len(steps) != 1 or len(updates) != 1 or line is None or not is_plain(scaler):
+        return None
+    block = block_of(source, line)
+    after = block[block.index(line) :] if line in block else []
+    assert isinstance(node, cst.Call)
+    if line_of(source, updates[0].node) not in after or node.args:
+        return None
+    assert isinstance(node.func, cst.Attribute)
+    edit = source.replace(node, f"{scaler}.step({source.code(node.func.value)})")
+    return source.fix("Let the scaler step", edit, unsafe=True)
+
+
 def _fix(source: Source, flow: Flow, node: Node) -> Fix | None:
     """Without the second step, where both stand in one block."""
     line = line_of(source, node)
@@ -156,217 +238,6 @@ def _fix(source: Source, flow: Flow, node: Node) -> Fix | None:
     edit = remove(source, line)
     return source.fix("Remove the second step", edit, unsafe=True) if edit else None
 
-
-VALID = (
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    """),
-    Case("""
-        import torch
-
-        def train(model, batches, amp, config):
-            optimizer = torch.optim.AdamW(model.parameters())
-            scaler = torch.amp.GradScaler("cuda") if amp else None
-            for batch in batches:
-                loss = model(batch)
-                if scaler:
-                    scaler.scale(loss).backward()
-                else:
-                    loss.backward()
-                if amp:
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    optimizer.step()
-    """),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, config, scheduler):
-            optimizer = torch.optim.AdamW(model.parameters())
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                scheduler.step()
-        """,
-        note="A scheduler is no optimizer.",
-    ),
-    Case("""
-        import torch
-
-        def train(generator, critic, batches):
-            first = torch.optim.Adam(generator.parameters())
-            second = torch.optim.Adam(critic.parameters())
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                critic(batch).backward()
-                second.step()
-                scaler.scale(generator(batch)).backward()
-                scaler.step(first)
-                scaler.update()
-    """),
-    Case(
-        """
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        if all(p.grad.isfinite().all() for p in model.parameters()):
-            optimizer.step()
-        scaler.update()
-        """,
-        note="Unscaled and looked at by hand.",
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer, is_finite):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scaler.unscale_(optimizer)
-                if is_finite(optimizer):
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        """,
-        note="Either the one or the other makes the step.",
-    ),
-    Case(
-        """
-        import torch
-
-        optimizer = torch.optim.Adam(field.parameters(), lr=1e-2, eps=1e-15)
-        scaler = torch.amp.GradScaler("cuda", init_scale=1024)
-        for rays in batches:
-            optimizer.zero_grad()
-            scaler.scale(field(rays)).backward()
-            optimizer.step()
-        """,
-        note="Adam divides by the size of gradients, so that a fixed factor on all of them cancels.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        def train(model, batches):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(batch)).backward()
-                scaler.unscale_(optimizer)
-                optimizer.step()
-                scaler.step(optimizer)
-                scaler.update()
-        """,
-        count=1,
-        note="Unscaled, and stepped twice.",
-    ),
-    Case(
-        """
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            optimizer.zero_grad()
-            scaler.scale(model(batch)).backward()
-            optimizer.step()
-            scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, amp):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.step()
-                optimizer.zero_grad()
-        """,
-        """
-        import torch
-
-        def train(model, batches, amp):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        """,
-        unsafe=True,
-        count=1,
-    ),
-    Case(
-        """
-        class Trainer:
-            def __init__(self, model, optimizer, scaler=None):
-                self.model, self.optimizer, self.scaler = model, optimizer, scaler
-
-            def step(self, batch):
-                self.scaler.scale(self.model(batch)).backward()
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-                self.optimizer.step()
-        """,
-        """
-        class Trainer:
-            def __init__(self, model, optimizer, scaler=None):
-                self.model, self.optimizer, self.scaler = model, optimizer, scaler
-
-            def step(self, batch):
-                self.scaler.scale(self.model(batch)).backward()
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-        """,
-        unsafe=True,
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, batches):
-                for batch in batches:
-                    self.backward(self.model(batch))
-                    self.optimizer.step()
-
-            def backward(self, loss):
-                self.scaler.scale(loss).backward()
-        """,
-        count=1,
-    ),
-)
 
 RULE = Rule(
     code="AMP205",

@@ -211,9 +211,40 @@ VALID = (
         loss.backward()
         scaler.step(optimizer)
     """),
+    Case("""
+        def finish(model, opt, scaler):
+            scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+
+        def check(loss):
+            loss.backward()
+    """),
 )
 
 INVALID = (
+    Case(
+        """
+        def update(critic, opt, scaler, batch, region):
+            with region:
+                loss = critic(batch)
+            opt.zero_grad()
+            loss.backward()
+            scaler.step(opt)
+            scaler.update()
+        """,
+        """
+        def update(critic, opt, scaler, batch, region):
+            with region:
+                loss = critic(batch)
+            opt.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+        """,
+        unsafe=True,
+    ),
     Case(
         """
         import torch
@@ -342,6 +373,29 @@ INVALID = (
                 self.scaler.update()
         """
     ),
+    Case(
+        """
+        def train_batch(model, batch, opt, scaler, region):
+            with region:
+                loss = model(batch)
+            (loss / 4).backward()
+            scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        """,
+        """
+        def train_batch(model, batch, opt, scaler, region):
+            with region:
+                loss = model(batch)
+            scaler.scale(loss / 4).backward()
+            scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        """,
+        unsafe=True,
+    ),
 )
 
 RULE = Rule(
@@ -356,7 +410,12 @@ RULE = Rule(
         "`scale` is never called, `step` raises."
     ),
     fine="The loss is scaled in code that the rule can't see.",
-    words=("GradScaler backward( .step(", ".scale("),
+    words=(
+        "GradScaler backward( .step(",
+        "unscale_( backward( .step(",
+        "caler.update( backward( .step(",
+        ".scale(",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -22,10 +22,11 @@ _ZEROED = re.compile(r"zero_grad|set_to_none", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _State:
-    """Whether gradients wait for a step, and which optimizers were emptied meanwhile, where."""
+    """Whether gradients wait for a step, which optimizers were emptied meanwhile, where, and what came before."""
 
     waiting: bool = False
     emptied: frozenset[tuple[str, Node]] = frozenset()
+    before: frozenset[Node] = frozenset()
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -47,12 +48,15 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
     if event.kind in ("backward", "autograd_grad"):
+        for node in state.before:
+            say.good(node)
         return _State(waiting=True)
     emptied = event.optimizer or event.receiver
     if event.kind == "zero_grad" and emptied is not None:
-        if not state.waiting:
-            say.good(event.node)
-            return state
+        if (
+            not state.waiting
+        ):  # right, if a backward comes behind it: the loop of them may have no round
+            return replace(state, before=state.before | {event.node})
         return replace(state, emptied=state.emptied | {(emptied, event.node)})
     if event.kind in ("scaler_step", "optimizer_step"):
         stepped = (event.optimizer, _model_of(source, event))
@@ -60,7 +64,7 @@ def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
             if owner in stepped:
                 say.bad(node)
         others = frozenset(pair for pair in state.emptied if pair[0] not in stepped)
-        return _State(bool(others), others)
+        return _State(bool(others), others, state.before)
     if event.kind == "assign":
         return replace(state, emptied=frozenset(p for p in state.emptied if p[0] != event.receiver))
     return state
@@ -78,7 +82,23 @@ def _model_of(source: Source, event: Event) -> str | None:
     func = given.func if isinstance(given, cst.Call) else None
     if not isinstance(func, cst.Attribute) or func.attr.value != "parameters":
         return None
-    return key(source, func.value)
+    return _attribute_of(source, func.value) or key(source, func.value)
+
+
+def _attribute_of(source: Source, node: Node) -> str | None:
+    """`self.model`, if a parameter of the constructor is stored there and nowhere else."""
+    binding = source.names.only_binding(node)
+    if binding is None or binding.kind != "param":
+        return None
+    stored = [
+        target.target
+        for assign in source.all(cst.Assign)
+        if source.names.only_binding(assign.value) is binding
+        for target in assign.targets
+    ]
+    one = stored[0] if len(stored) == 1 else None
+    is_own = isinstance(one, cst.Attribute) and key(source, one.value) == "self"
+    return key(source, one) if is_own else None
 
 
 def _nowhere(source: Source, flow: Flow, scaler: str) -> Iterator[Finding]:
@@ -99,7 +119,11 @@ def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
     """Whether an optimizer is made here, or by the class, and handed to nothing but scalers and schedulers."""
     if optimizer.startswith("self."):
         return _is_own(source, flow, optimizer)
-    names = [n for n in flow.nodes if isinstance(n, cst.Name) and key(source, n) == optimizer]
+    names = [
+        n
+        for n in flow.nodes
+        if isinstance(n, cst.Name) and n in source.scopes.scope_of and key(source, n) == optimizer
+    ]
     made = any(isinstance(source.parents[n], cst.AssignTarget) for n in names)
     handed = [value for name in names[:1] for value in _handed(source, name)]
     if not (made or handed) or not all(_is_kept(source, name) for name in names):
@@ -299,9 +323,44 @@ VALID = (
         """,
         note="Another model than the one whose optimizer steps.",
     ),
+    Case("""
+        import torch
+
+        class Trainer:
+            def __init__(self, model, teacher):
+                self.model = model
+                self.teacher = teacher
+                self.optimizer = torch.optim.AdamW(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    self.optimizer.zero_grad()
+                    with torch.autocast("cuda"):
+                        loss = self.model(batch) - self.teacher(batch)
+                    self.scaler.scale(loss).backward()
+                    self.teacher.zero_grad()
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+    """),
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def step(model, optimizer, scaler, batches):
+            for batch in batches:
+                scaler.scale(model(batch) / len(batches)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.zero_grad()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch
@@ -412,6 +471,36 @@ INVALID = (
                     self.scaler.update()
         """,
     ),
+    Case("""
+        import torch
+
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in batches:
+            with torch.autocast("cuda"):
+                loss = criterion(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optim)
+            scaler.update()
+    """),
+    Case("""
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.AdamW(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, batches):
+                for batch in batches:
+                    with torch.autocast("cuda"):
+                        loss = self.model(batch)
+                    self.scaler.scale(loss).backward()
+                    self.model.zero_grad(set_to_none=True)
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+    """),
 )
 
 RULE = Rule(

@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from precast_lint.editing.lines import block_of
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow import Flow, Say
-from precast_lint.training_step.flow_events import Event, key
-from precast_lint.training_step.protocol import assigned_in, followed, hides, loop_around, only_here
+from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.protocol import (
+    comes_each_time,
+    followed,
+    hides,
+    loop_around,
+    only_here,
+)
 
 __all__ = ["RULE"]
 
@@ -29,6 +36,7 @@ class _Follower:
         self.first: set[Node] = set()
         self.second: set[Node] = set()
         self.again: set[Node] = set()
+        self.pairs: set[tuple[Node, Node]] = set()
 
     def on(self, state: _State, event: Event, _: Say) -> _State:
         if hides(self.source, event, self.scaler):
@@ -45,6 +53,7 @@ class _Follower:
             self.first.add(event.node)
             return state | {(event.optimizer or "", event.node)}
         (self.again if before is event.node else self.second).add(event.node)
+        self.pairs.add((before, event.node))
         return state
 
 
@@ -56,11 +65,32 @@ def check(source: Source) -> Iterator[Finding]:
         follower = _Follower(source, scaler)
         start: _State = frozenset()
         list(flow.run(start, follower.on))
-        for node in follower.second - follower.first:
+        behind = {
+            second for first, second in follower.pairs if _comes_always(source, first, second)
+        }
+        for node in follower.second - follower.first | behind:
             yield source.find(RULE, node)
         for node in follower.again:
             if _is_each_time(source, flow, scaler, node):
                 yield source.find(RULE, node, _AGAIN)
+
+
+def _comes_always(source: Source, first: Node, second: Node) -> bool:
+    """Whether the second comes whenever the first did, under a test: the test stands before it in the same block."""
+    block = block_of(source, source.statement(second))
+    before = (
+        block[: block.index(source.statement(second))] if source.statement(second) in block else []
+    )
+    inner = first
+    for outer in source.around(first):
+        if outer in before:
+            return isinstance(outer, cst.If) and inner is not outer.test
+        if isinstance(
+            outer, (cst.FunctionDef, cst.For, cst.While, cst.Try, cst.TryStar, cst.Match)
+        ):
+            return False
+        inner = outer
+    return False
 
 
 def _is_each_time(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
@@ -71,29 +101,27 @@ def _is_each_time(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
         return False
     if any(loop_around(source, update) is not loop for update in updates):
         return False
-    assigned = assigned_in(source, loop)
-    inner: Node = node
-    for outer in source.around(node):
-        if outer is loop:
-            return True
-        if isinstance(outer, (cst.If, cst.IfExp)) and inner is not outer.test:
-            if any(isinstance(n, cst.Modulo) for n in walk(outer.test)):
-                return False
-            if any(key(source, n) in assigned for n in walk(outer.test) if _is_name(n)):
-                return False
-            if any(isinstance(n, cst.Call) for n in walk(outer.test)):
-                return False
-        if isinstance(outer, (cst.Try, cst.TryStar, cst.Match, cst.BooleanOperation)):
-            return False
-        inner = outer
-    return False
-
-
-def _is_name(node: Node) -> bool:
-    return isinstance(node, (cst.Name, cst.Attribute))
+    return comes_each_time(source, node, loop)
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        def step(model, opt, scaler, loss, clip, log):
+            scaler.scale(loss).backward()
+            if clip or log:
+                scaler.unscale_(opt)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if log:
+                print(sum(p.grad.norm() for p in model.parameters()))
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        """,
+    ),
     Case("""
         import torch
 
@@ -148,6 +176,17 @@ VALID = (
         scaler.update()
     """),
     Case("""
+        def step(net, opt, loss, scaler, log):
+            scaler.scale(loss).backward()
+            if log:
+                scaler.unscale_(opt)
+                print(sum(p.grad.norm() for p in net.parameters()))
+            if not log:
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+    """),
+    Case("""
         import torch
 
         scaler = torch.amp.GradScaler("cuda")
@@ -161,6 +200,28 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(model, opt, loader, k=4):
+            scaler = torch.amp.GradScaler("cuda")
+            n = 0
+            for x in loader:
+                n += 1
+                with torch.autocast("cuda"):
+                    loss = model(x) / k
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                if n % k != 0:
+                    continue
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch
@@ -210,6 +271,20 @@ INVALID = (
         """,
         count=1,
         note="Where nothing is stepped, `update` has to be called all the same.",
+    ),
+    Case(
+        """
+        def step(net, opt, loss, scaler, log):
+            scaler.scale(loss).backward()
+            if log:
+                scaler.unscale_(opt)
+                print(sum(p.grad.norm() for p in net.parameters()))
+            scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+        """,
+        count=1,
+        note="It raises whenever the first one ran.",
     ),
 )
 

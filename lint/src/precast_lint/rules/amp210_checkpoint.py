@@ -41,6 +41,8 @@ def check(source: Source) -> Iterator[Finding]:
             node = _scaler(source, flow)
             if node is not None and not _is_off(source, node) and not _is_fixed(source):
                 fix = _fix(source, place, node) if isinstance(place, cst.Dict) else None
+                if isinstance(place, cst.Call):
+                    fix = _keyword(source, place, node)
                 yield source.find(RULE, place, fix=fix)
             elif node is None and _is_saved_for_scaler(source, flow):
                 yield source.find(RULE, place)
@@ -211,6 +213,20 @@ def _fix(source: Source, saved: cst.Dict, scaler: Node) -> Fix | None:
     return source.fix(
         "Save the scaler's state as well", Edit(end, end, between + entry), unsafe=True
     )
+
+
+def _keyword(source: Source, saved: cst.Call, scaler: Node) -> Fix | None:
+    """One more keyword of `dict(...)`, if the scaler is there in any case."""
+    name = key(source, scaler)
+    if not is_plain(name) or source.values.constructed(scaler) is None or not saved.args:
+        return None
+    last = saved.args[-1].value
+    row = source.text.line_start(source.span(saved.args[-1]).start)
+    indent = source.text.data[row : source.span(saved.args[-1]).start]
+    several = row != source.text.line_start(source.span(saved).start) and not indent.strip()
+    between = f",{source.text.newline}{indent.decode()}" if several else ", "
+    edit = source.after(last, f"{between}scaler={name}.state_dict()")
+    return source.fix("Save the scaler's state as well", edit, unsafe=True)
 
 
 RULE = Rule(

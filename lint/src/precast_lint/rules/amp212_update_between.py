@@ -146,6 +146,31 @@ INVALID = (
         """
         import torch
 
+        def make(model):
+            return {
+                "backbone": torch.optim.SGD(model.backbone.parameters(), 0.01),
+                "head": torch.optim.AdamW(model.head.parameters(), 1e-3),
+            }
+
+        def train(model, loader):
+            optimizers = make(model)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in loader:
+                with torch.autocast("cuda"):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+                for name, o in optimizers.items():
+                    scaler.step(o)
+                    scaler.update()
+                for o in optimizers.values():
+                    o.zero_grad()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
         scaler = torch.amp.GradScaler("cuda")
         for batch in batches:
             scaler.scale(generator(batch) + critic(batch)).backward()

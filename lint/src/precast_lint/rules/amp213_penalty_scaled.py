@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.meaning.tensors import constant
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -45,11 +46,30 @@ def _leaves(source: Source, flow: Flow, call: Node) -> bool:
     }
     returned = [n for n in flow.nodes if isinstance(n, (cst.Return, cst.Yield))]
     return any(
-        inner is call
-        or (isinstance(inner, (cst.Name, cst.Attribute)) and key(source, inner) in names)
+        (
+            inner is call
+            or (isinstance(inner, (cst.Name, cst.Attribute)) and key(source, inner) in names)
+        )
+        and not _is_beside_number(source, inner, node)
         for node in returned
         for inner in walk(node)
     )
+
+
+def _is_beside_number(source: Source, node: Node, whole: Node) -> bool:
+    """Whether a number is added or subtracted on the way, `gradient.norm() - 1`: nobody can unscale that later."""
+    inner = node
+    for outer in source.around(node):
+        if outer is whole:
+            return False
+        if isinstance(outer, cst.BinaryOperation) and isinstance(
+            outer.operator, (cst.Add, cst.Subtract)
+        ):
+            other = outer.right if inner is outer.left else outer.left
+            if constant(source, other):
+                return True
+        inner = outer
+    return False
 
 
 VALID = (
@@ -85,6 +105,25 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        class Training:
+            def __init__(self, critic):
+                self.critic = critic
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def penalty(self, x):
+                with torch.autocast("cuda"):
+                    score = self.critic(x)
+                scaled = self.scaler.scale(score.sum())
+                gradient = torch.autograd.grad(scaled, x, create_graph=True)[0]
+                return ((gradient.norm(2, dim=1) - 1) ** 2).mean()
+        """,
+        count=1,
+        note="Its caller cannot unscale the gradients any more.",
+    ),
     Case(
         """
         import torch

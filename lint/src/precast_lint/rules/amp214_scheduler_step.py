@@ -117,6 +117,20 @@ VALID = (
                 scaler.step(optimizer)
                 scheduler.step()
     """),
+    Case("""
+        import torch
+        from mine import get_schedule
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            schedule = get_schedule(optimizer, 100, 1000)
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(**batch).loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+    """),
 )
 
 INVALID = (
@@ -180,6 +194,20 @@ INVALID = (
         """,
         note="The loop is around the call.",
     ),
+    Case("""
+        import torch
+        from transformers import get_linear_schedule_with_warmup
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            scheduler = get_linear_schedule_with_warmup(optimizer, 100, 1000)
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(**batch).loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+    """),
 )
 
 RULE = Rule(
@@ -194,7 +222,7 @@ RULE = Rule(
         "PyTorch warns that `lr_scheduler.step()` was called before `optimizer.step()`. A scale that went down tells."
     ),
     fine="A few steps more or less do not matter to the schedule.",
-    words=("lr_scheduler .step( scale(",),
+    words=("schedule .step( scale(",),
     check=check,
     valid=VALID,
     invalid=INVALID,

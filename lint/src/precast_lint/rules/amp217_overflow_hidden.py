@@ -64,9 +64,20 @@ def _cleaned(source: Source, event: Event) -> Node | None:
             return None
         tensor = node.args[0].value if origin is not None and node.args else _owner(node)
         return node if _is_grad(tensor) and _is_written(source, node, name) else None
+    if event.kind == "assign" and _is_grad(node) and _chooses(source, event.value):
+        return event.value
     if event.kind == "assign" and isinstance(node, cst.Subscript):
         return node if _is_grad(node.value) and _asks(node) else None
     return None
+
+
+def _chooses(source: Source, value: Node | None) -> bool:
+    """`torch.where(torch.isfinite(p.grad), p.grad, 0.0)`."""
+    if not isinstance(value, cst.Call) or source.origin(value.func) != "torch.where":
+        return False
+    return bool(value.args) and any(
+        isinstance(n, cst.Name) and n.value in _ASKS for n in walk(value.args[0].value)
+    )
 
 
 def _owner(call: cst.Call) -> Node | None:
@@ -159,6 +170,19 @@ VALID = (
             scaler.update()
         """,
     ),
+    Case("""
+        import torch
+
+        def step(model, optimizer, loss, scaler, mask):
+            scaler.scale(loss).backward()
+            for p in model.parameters():
+                p.grad = torch.where(mask, p.grad, torch.zeros_like(p.grad))
+            scaler.unscale_(optimizer)
+            for p in model.parameters():
+                p.grad = torch.where(torch.isfinite(p.grad), p.grad, torch.zeros_like(p.grad))
+            scaler.step(optimizer)
+            scaler.update()
+    """),
 )
 
 INVALID = (
@@ -212,6 +236,16 @@ INVALID = (
         """,
         count=2,
     ),
+    Case("""
+        import torch
+
+        def step(model, optimizer, loss, scaler):
+            scaler.scale(loss).backward()
+            for p in model.parameters():
+                p.grad.data = torch.where(torch.isfinite(p.grad), p.grad, torch.zeros_like(p.grad))
+            scaler.step(optimizer)
+            scaler.update()
+    """),
 )
 
 RULE = Rule(

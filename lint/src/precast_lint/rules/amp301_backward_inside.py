@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.meaning.callers import is_called_in_region
 from precast_lint.meaning.regions import is_trainer, region_in_force
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
@@ -21,6 +22,8 @@ def check(source: Source) -> Iterator[Finding]:
         if not _is_backward(source, call):
             continue
         region = region_in_force(source, call, trainers=True)
+        if region is None and is_called_in_region(source, call):
+            yield source.find(RULE, call)
         if region is not None:
             edits = end_before(source, region.node, call)
             message = "End the region before it"
@@ -74,6 +77,46 @@ def _gives_loss(source: Source, func: Node) -> bool:
 
 
 VALID = (
+    Case(
+        """
+        import contextlib
+        import torch
+
+        def region(amp):
+            if amp:
+                return torch.autocast("cuda", dtype=torch.bfloat16)
+            return contextlib.nullcontext()
+
+        def step(net, opt, x, amp):
+            with region(amp):
+                loss = net(x).mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        """,
+    ),
+    Case("""
+        import contextlib
+        import torch
+
+        class Training:
+            def backward(self, loss):
+                loss.backward()
+
+            def step(self, x):
+                with torch.autocast("cuda"):
+                    loss = self.net(x).mean()
+                    self.backward(loss)
+
+            def fine(self, x):
+                self.backward(self.net(x).mean())
+
+        def late(x, stack):
+            with contextlib.ExitStack() as stack:
+                loss = model(x).mean()
+                loss.backward()
+                stack.enter_context(torch.autocast("cuda"))
+    """),
     Case("""
         import torch
 
@@ -132,6 +175,73 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import contextlib
+        import torch
+
+        class T:
+            def __init__(self, net, amp):
+                self.net, self.amp = net, amp
+                self.opt = torch.optim.Adam(net.parameters())
+
+            @property
+            def ctx(self):
+                return torch.autocast("cuda", dtype=torch.bfloat16) if self.amp else contextlib.nullcontext()
+
+            def step(self, x):
+                with self.ctx:
+                    loss = self.net(x).mean()
+                    loss.backward()
+                self.opt.step()
+                self.opt.zero_grad()
+        """,
+        """
+        import contextlib
+        import torch
+
+        class T:
+            def __init__(self, net, amp):
+                self.net, self.amp = net, amp
+                self.opt = torch.optim.Adam(net.parameters())
+
+            @property
+            def ctx(self):
+                return torch.autocast("cuda", dtype=torch.bfloat16) if self.amp else contextlib.nullcontext()
+
+            def step(self, x):
+                with self.ctx:
+                    loss = self.net(x).mean()
+                loss.backward()
+                self.opt.step()
+                self.opt.zero_grad()
+        """,
+        unsafe=True,
+        count=1,
+    ),
+    Case(
+        """
+        import contextlib
+        import torch
+
+        class Training:
+            def region(self):
+                if self.amp:
+                    return torch.autocast("cuda", dtype=torch.bfloat16)
+                return contextlib.nullcontext()
+
+            def backward(self, loss):
+                loss.backward()
+
+            def step(self, x):
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(self.region())
+                    loss = self.net(x).mean()
+                    self.backward(loss)
+        """,
+        count=1,
+        note="The method only runs in the region.",
+    ),
     Case(
         """
         import torch

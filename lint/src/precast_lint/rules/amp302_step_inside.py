@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from precast_lint.meaning.callers import is_called_in_region
 from precast_lint.meaning.regions import region_in_force
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
@@ -25,6 +26,8 @@ def check(source: Source) -> Iterator[Finding]:
         if not by_scaler and not _is_optimizer(source, owner):
             continue
         region = region_in_force(source, call, trainers=True)
+        if region is None and is_called_in_region(source, call):
+            yield source.find(RULE, call)
         if region is not None:
             edits = end_before(source, region.node, call)
             fix = source.fix("End the region before it", edits, unsafe=True) if edits else None

@@ -67,8 +67,14 @@ def _outputs(source: Source, region: Region) -> Iterator[tuple[str, Node]]:
     for statement in (statement for line in simple for statement in line.body):
         if isinstance(statement, cst.Assign) and _is_forward(source, statement.value):
             for target in statement.targets:
-                if isinstance(target.target, cst.Name):
-                    yield target.target.value, target.target
+                yield from ((name.value, name) for name in _names(target.target))
+
+
+def _names(target: Node) -> list[cst.Name]:
+    """The names that an assignment gives values: one, or those of `mean, deviation = model(x)`."""
+    if isinstance(target, (cst.Tuple, cst.List)):
+        return [element.value for element in target.elements if isinstance(element.value, cst.Name)]
+    return [target] if isinstance(target, cst.Name) else []
 
 
 def _is_forward(source: Source, node: Node) -> bool:
@@ -101,7 +107,7 @@ def _is_loss(source: Source, call: cst.Call) -> bool:
         return True
     if isinstance(call.func, cst.Call):
         return _CLASSES.match(source.origin(call.func.func) or "") is not None
-    if isinstance(call.func, (cst.Name, cst.Attribute)):
+    if isinstance(call.func, (cst.Name, cst.Attribute, cst.Subscript)):
         return _CLASSES.match(source.instance(call.func) or "") is not None
     return False
 
@@ -150,6 +156,8 @@ def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]
 def _is_propagated(source: Source, function: Node | None, call: cst.Call) -> bool:
     """Whether `backward` is called on the loss: directly, scaled, or through its name."""
     statement = source.parents.get(call)
+    while isinstance(statement, cst.BinaryOperation):  # a sum of losses
+        statement = source.parents.get(statement)
     names = {"\0"}
     if isinstance(statement, cst.Assign):
         names = {key(source, t.target) or "" for t in statement.targets}
@@ -224,6 +232,25 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+
+        LOSSES = {"first": nn.L1Loss(), "second": nn.MSELoss()}
+
+        def train(net, optimizer, batches):
+            for x, y in batches:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    mean, variance = net(x)
+                loss = F.gaussian_nll_loss(mean, y, variance) + LOSSES["first"](mean, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        """,
+        count=2,
+    ),
     Case(
         """
         import torch

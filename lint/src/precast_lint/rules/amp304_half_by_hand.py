@@ -13,7 +13,7 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
-from precast_lint.training_step.flow_events import key
+from precast_lint.training_step.flow_events import is_optimizer, key
 from precast_lint.training_step.trained import (
     Models,
     cast_dtype,
@@ -29,13 +29,14 @@ _Known = tuple[str, Node | None]  # the text of a model, and where it means that
 _USES = re.compile(
     r"eval|export|generate|infer|onnx|predict|sampl|save|test|trace|valid", re.IGNORECASE
 )
+_MODEL = re.compile(r"model|net|teacher|student|encoder|generator", re.IGNORECASE)
 _SCALED = "the scaler refuses float16 gradients; leave the model in float32, the region casts"
 _INPUTS = "the region casts inputs where that helps; by hand they lose digits where it does not"
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each cast of a model that is trained in a region, and of inputs in its calls."""
-    models = trained(source)
+    models = {**_stepped_here(source), **trained(source)}
     if not models or not any(region.enabled is not False for region in regions(source)):
         return
     called = _called_in_regions(source, models)
@@ -54,6 +55,29 @@ def check(source: Source) -> Iterator[Finding]:
         message = _SCALED if is_error else None
         yield source.find(RULE, call, message, _without(source, call, owner), severity)
     yield from _inputs(source, models, cast)
+
+
+def _stepped_here(source: Source) -> Models:
+    """The one model that a function gets that also runs the backward and steps the optimizer that it gets."""
+    found: Models = {}
+    for function in source.all(cst.FunctionDef):
+        names = [p.name for p in function.params.params if _MODEL.search(p.name.value)]
+        calls = {
+            name: [c for c, _, _ in source.methods(name) if source.function(c) is function]
+            for name in ("backward", "step")
+        }
+        steps = [call for call in calls["step"] if _steps(source, call)]
+        if len(names) == 1 and names[0].value in ("model", "net") and calls["backward"] and steps:
+            found[names[0].value, function] = steps[0]
+    return found
+
+
+def _steps(source: Source, call: cst.Call) -> bool:
+    """`optimizer.step()` and `scaler.step(optimizer)`."""
+    owner = call.func.value if isinstance(call.func, cst.Attribute) else None
+    if owner is None:
+        return False
+    return is_optimizer(source, owner) or source.instance(owner) in SCALERS
 
 
 def _called_in_regions(source: Source, models: Models) -> set[_Known]:
@@ -235,6 +259,26 @@ VALID = (
                     loss = (model(images) - target).square().mean()
         """,
         note="The teacher needs the images in its dtype.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, teacher_net, optimizer, batches, scaler):
+            for images in batches:
+                with torch.autocast("cuda"):
+                    loss = (model(images) - teacher_net(images.half())).square().mean()
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        def test(model, batches, optimizer):
+            for images in batches:
+                with torch.autocast("cuda"):
+                    model(images.half())
+        """,
+        note="Which of two models is trained is not seen.",
     ),
 )
 
@@ -470,6 +514,35 @@ INVALID = (
         """,
         unsafe=True,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, optimizer, batches, scaler):
+            for images, labels in batches:
+                images = images.cuda(non_blocking=True).half()
+                with torch.autocast("cuda"):
+                    loss = torch.nn.functional.cross_entropy(model(images), labels.cuda())
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, optimizer, batches, scaler):
+            for images, labels in batches:
+                images = images.cuda(non_blocking=True)
+                with torch.autocast("cuda"):
+                    loss = torch.nn.functional.cross_entropy(model(images), labels.cuda())
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
     ),
 )
 

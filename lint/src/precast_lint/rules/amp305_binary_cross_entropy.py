@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.meaning.callers import regions_of_callers
 from precast_lint.meaning.guards import is_tried
 from precast_lint.meaning.regions import Region, region_in_force
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
@@ -24,7 +25,10 @@ def check(source: Source) -> Iterator[Finding]:
         is_function = source.origin(call.func) == _FUNCTION
         if not is_function and not _is_loss_object(source, call.func):
             continue
-        region = region_in_force(source, call)
+        region = region_in_force(source, call) or next(
+            (r for r in regions_of_callers(source, call) if r is not None and r.device == "cuda"),
+            None,
+        )
         if region is None or region.device != "cuda" or is_tried(source, call):
             continue
         is_pytorchs = (source.origin(region.call.func) or "").startswith("torch.")
@@ -48,23 +52,38 @@ def _is_loss_object(source: Source, func: Node) -> bool:
     """`BCELoss()(x, y)`, and a name that holds one."""
     if isinstance(func, cst.Call):
         return source.origin(func.func) in _CLASSES
-    return isinstance(func, (cst.Name, cst.Attribute)) and source.instance(func) in _CLASSES
+    return (
+        isinstance(func, (cst.Name, cst.Attribute, cst.Subscript))
+        and source.instance(func) in _CLASSES
+    )
 
 
 def _fix(source: Source, call: cst.Call) -> Fix | None:
-    """Leaves a sigmoid out that is written in the call."""
-    probabilities = Arguments.of(call).get("input", 0)
-    if not isinstance(probabilities, cst.Call) or not isinstance(call.func, cst.Attribute):
+    """Leaves a sigmoid out that is written in the call, or that a name holds which nothing else reads."""
+    given = Arguments.of(call).get("input", 0)
+    probabilities = _only_use(source, given) if isinstance(given, cst.Name) else given
+    name = call.func.attr if isinstance(call.func, cst.Attribute) else None
+    if not isinstance(probabilities, cst.Call) or name is None:
         return None
     logits = _logits(source, probabilities)
     if logits is None:
         return None
     return source.fix(
         "Compute it from the logits",
-        source.replace(call.func.attr, "binary_cross_entropy_with_logits"),
+        source.replace(name, "binary_cross_entropy_with_logits"),
         source.replace(probabilities, source.code(logits)),
         unsafe=True,
     )
+
+
+def _only_use(source: Source, name: cst.Name) -> Node | None:
+    """What a name is given, if it is given nothing else and this is the only place that reads it."""
+    binding = source.names.only_binding(name)
+    home = source.scopes.scope_of[name].home(name.value)
+    if binding is None or binding.kind != "assign" or home is None:
+        return None
+    reads = [n for n in source.scopes.references(home, name.value) if n is not binding.node]
+    return binding.value if reads == [name] else None
 
 
 def _logits(source: Source, call: cst.Call) -> Node | None:
@@ -138,6 +157,45 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        LOSSES = {"mean": nn.BCELoss(), "sum": nn.BCELoss(reduction="sum")}
+
+        class Training:
+            def loss(self, p, y):
+                return nn.functional.binary_cross_entropy(p, y)
+
+            def step(self, x, y):
+                with torch.autocast("cuda"):
+                    return self.loss(self.net(x), y), LOSSES["sum"](self.net(x), y)
+        """,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def loss(model, x, y):
+            with torch.autocast("cuda"):
+                p = torch.sigmoid(model(x))
+                return F.binary_cross_entropy(p, y)
+        """,
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def loss(model, x, y):
+            with torch.autocast("cuda"):
+                p = model(x)
+                return F.binary_cross_entropy_with_logits(p, y)
+        """,
+        unsafe=True,
+        count=1,
+    ),
     Case(
         """
         import torch

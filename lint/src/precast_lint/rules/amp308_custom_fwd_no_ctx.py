@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.functions import CUSTOM_FWD, functions, methods_of
@@ -11,7 +12,9 @@ from precast_lint.parsing.syntax import cst
 
 __all__ = ["RULE"]
 
-_MODULES = ("torch.nn.Module", "torch.nn.modules.module.Module", "torch.nn.modules.Module")
+_MODULES = re.compile(
+    r"torch\.nn\.(modules\.(module\.|container\.)?)?(Module|ModuleDict|ModuleList|Sequential)"
+)
 _ON_A_MODULE = (
     "`custom_fwd` is for autograd Functions: here it writes its notes into the module, "
     "and backward does not read them"
@@ -26,7 +29,8 @@ def check(source: Source) -> Iterator[Finding]:
         if found is not None and found[1] != "precast.custom_fwd":
             yield source.find(RULE, found[0].decorator)
     for node in source.all(cst.ClassDef):
-        if not any(source.origin(base.value) in _MODULES for base in node.bases):
+        bases = (source.origin(base.value) or "" for base in node.bases)
+        if not any(map(_MODULES.fullmatch, bases)):
             continue
         forward = methods_of(source, node).get("forward")
         found = forward.decorator(CUSTOM_FWD) if forward else None
@@ -88,6 +92,15 @@ VALID = (
             def forward(self, x):
                 return x
     """),
+    Case("""
+        import torch
+        from torch import nn
+
+        class Head(nn.Sequential):
+            @torch.autocast("cuda", enabled=False)
+            def forward(self, x):
+                return super().forward(x.float())
+    """),
 )
 
 INVALID = (
@@ -121,6 +134,15 @@ INVALID = (
         """,
         note="A warning: what it does to the inputs happens to be right. A region that is off and a cast say so.",
     ),
+    Case("""
+        import torch
+        from torch import nn
+
+        class Head(nn.Sequential):
+            @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+            def forward(self, x):
+                return super().forward(x)
+    """),
 )
 
 RULE = Rule(

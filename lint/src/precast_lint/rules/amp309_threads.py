@@ -38,6 +38,7 @@ _PRODUCTS = re.compile(
     r"torch\.(addmm|baddbmm|bmm|einsum|matmul|mm|mv|nn\.functional\.(bilinear|conv[123]d|linear|scaled_dot_product_attention))"
 )
 _REPLICAS = "each replica has a thread of its own, with the default dtype and not this region's"
+_MOVES = ("cuda", "to", "train", "eval")
 _MODELS = re.compile(r"(\w*_)?(model|net|network|module)(_\w+)?", re.IGNORECASE)
 
 
@@ -160,10 +161,17 @@ def _is_product(source: Source, node: Node) -> bool:
 
 def _is_parallel(source: Source, func: Node) -> bool:
     """Whether a name holds a DataParallel, if only in one of its branches."""
-    return any(
-        isinstance(value, cst.Call) and source.origin(value.func) in _PARALLEL
-        for value, _ in source.values.sources(func)
-    )
+    made = (_moved(value) for value, _ in source.values.sources(func))
+    return any(isinstance(m, cst.Call) and source.origin(m.func) in _PARALLEL for m in made)
+
+
+def _moved(node: Node | None) -> Node | None:
+    """The module in `module.cuda()` and `module.to(device).train()`."""
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        if node.func.attr.value not in _MOVES:
+            break
+        node = node.func.value
+    return node
 
 
 VALID = (
@@ -190,6 +198,9 @@ VALID = (
             model(x)
         with torch.autocast("cuda", dtype=dtype):
             model(x)
+        other = torch.nn.DataParallel(model).cuda().module
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            other(x)
     """),
     Case("""
         import threading
@@ -278,6 +289,17 @@ INVALID = (
             model = torch.nn.DataParallel(model)
         with torch.autocast("cuda", dtype=torch.bfloat16):
             model(x)
+    """),
+    Case("""
+        import torch
+
+        class Trainer:
+            def __init__(self, net, device):
+                self.net = torch.nn.DataParallel(net).to(device).train()
+
+            def step(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    return self.net(x).mean()
     """),
     Case(
         """

@@ -48,7 +48,7 @@ def _computes(source: Source, name: Node) -> bool:
         origin = (source.origin(call.func) if isinstance(call, cst.Call) else None) or ""
         last = origin.rpartition(".")[2]
         wanted = origin.startswith("torch.") and bool(_OPERATIONS.fullmatch(last))
-        wanted = wanted or origin.startswith("torch.fft.")
+        wanted = wanted or origin.startswith(("torch.fft.", "torch.linalg."))
     return wanted and isinstance(call, cst.Call) and "dtype" not in Arguments.of(call).keywords
 
 
@@ -89,6 +89,17 @@ VALID = (
         with torch.autocast("cuda", enabled=False):
             h = a @ b
             loss = torch.exp(h).sum()
+    """),
+    Case("""
+        import torch
+
+        def attention(q, k, v):
+            with torch.autocast("cuda"):
+                weights = torch.matmul(q, k.transpose(-1, -2))
+                with torch.autocast("cuda", enabled=False):
+                    weights = weights.float()
+                    weights = torch.softmax(weights, dim=-1)
+                return weights @ v
     """),
 )
 
@@ -145,6 +156,29 @@ INVALID = (
         """,
         unsafe=True,
         count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        def attention(q, k, v):
+            with torch.autocast("cuda"):
+                weights = torch.matmul(q, k.transpose(-1, -2))
+                with torch.autocast("cuda", enabled=False):
+                    weights = torch.softmax(weights, dim=-1)
+                return weights @ v
+        """,
+        """
+        import torch
+
+        def attention(q, k, v):
+            with torch.autocast("cuda"):
+                weights = torch.matmul(q, k.transpose(-1, -2))
+                with torch.autocast("cuda", enabled=False):
+                    weights = torch.softmax(weights.float(), dim=-1)
+                return weights @ v
+        """,
+        unsafe=True,
     ),
 )
 

@@ -26,19 +26,24 @@ def _fix(source: Source, decorator: Node) -> Fix | None:
     name = decorator.func if isinstance(decorator, cst.Call) else decorator
     given = decorator.args if isinstance(decorator, cst.Call) else ()
     told = [arg.keyword.value if arg.keyword else None for arg in given]
-    edit = _renamed(source, name)
-    if edit is None or any(keyword != "device_type" for keyword in told):
+    edits = _renamed(source, name)
+    if edits is None or any(keyword != "device_type" for keyword in told):
         return None
-    return source.fix("Use custom_bwd", edit, unsafe=True)
+    return source.fix("Use custom_bwd", edits, unsafe=True)
 
 
-def _renamed(source: Source, name: Node) -> Edit | None:
+def _renamed(source: Source, name: Node) -> list[Edit] | None:
     wanted = (source.names.path(name) or "").replace("custom_fwd", "custom_bwd")
     if isinstance(name, cst.Attribute) and name.attr.value == "custom_fwd":
-        return source.replace(name.attr, "custom_bwd")
+        return [source.replace(name.attr, "custom_bwd")]
     bound = source.scope(name).lookup("custom_bwd")
-    is_it = bool(bound) and all(b.kind == "from" and b.path == wanted for b in bound)
-    return source.replace(name, "custom_bwd") if is_it else None
+    if bound:
+        is_it = all(b.kind == "from" and b.path == wanted for b in bound)
+        return [source.replace(name, "custom_bwd")] if is_it else None
+    binding = source.names.only_binding(name)
+    if binding is None or binding.kind != "from" or binding.name != "custom_fwd":
+        return None
+    return [source.before(binding.node, "custom_bwd, "), source.replace(name, "custom_bwd")]
 
 
 VALID = (

@@ -60,6 +60,7 @@ def _casts(source: Source, models: Models) -> Iterator[tuple[cst.Call, Node, str
         model = cast_model(source, call, owner, models) if dtype else None
         if model is not None and dtype:
             yield call, model, dtype
+    yield from _made(source, models)
     for call, _, arguments in source.methods("from_pretrained"):
         given = arguments.get("torch_dtype") or arguments.get("dtype")
         dtype = _LOW.get(source.origin(given) or "")
@@ -75,6 +76,20 @@ def _casts(source: Source, models: Models) -> Iterator[tuple[cst.Call, Node, str
         target = parent.targets[0].target
         name = key(source, target) or ""
         if (name, home(source, target, name)) in models:
+            yield call, target, dtype
+
+
+def _made(source: Source, models: Models) -> Iterator[tuple[cst.Call, Node, str]]:
+    """The layers of PyTorch that are made in 16 bits: `nn.Linear(8, 8, dtype=torch.bfloat16)`."""
+    for call in source.all(cst.Call):
+        dtype = _LOW.get(source.origin(Arguments.of(call).keywords.get("dtype")) or "")
+        parent = source.parents[call]
+        if dtype is None or not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
+            continue
+        target = parent.targets[0].target
+        name = key(source, target) or ""
+        is_layer = (source.origin(call.func) or "").startswith("torch.nn.")
+        if is_layer and (name, home(source, target, name)) in models:
             yield call, target, dtype
 
 
@@ -287,6 +302,19 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        net = torch.nn.Linear(8, 8, dtype=torch.bfloat16, device="cuda")
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for x in batches:
+            net(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch

@@ -25,7 +25,7 @@ _DEPTH = 4  # an expression, what its names are given, and so on
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `exp(x) / exp(x).sum(...)`."""
     for division, left, right in _divisions(source):
-        power = operation(source, _value(source, left), "exp")
+        power = _power(source, _value(source, left))
         total = _sum(source, right)
         if power is None or total is None or _is_bounded(source, power.operand):
             continue
@@ -33,9 +33,24 @@ def check(source: Source) -> Iterator[Finding]:
             source.code(value_of(source, total.operand)) == source.code(power.call)
         )
         if same:
-            plain = isinstance(division, cst.BinaryOperation)
+            plain = isinstance(division, cst.BinaryOperation) and division.left is power.call
             fix = _fix(source, division, power, total) if plain else None
             yield source.find(RULE, division, fix=fix)
+
+
+def _power(source: Source, node: Node, depth: int = _DEPTH) -> Operation | None:
+    """The exponential that a numerator is, with or without a mask as a factor."""
+    if depth == 0:
+        return None
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Multiply):
+        sides = [
+            _power(source, _value(source, side), depth - 1) for side in (node.left, node.right)
+        ]
+        return sides[0] or sides[1]
+    masked = operation(source, node, "masked_fill", "mul", "where")
+    if masked is not None and not isinstance(node, cst.BinaryOperation):
+        return _power(source, _value(source, masked.operand), depth - 1)
+    return operation(source, node, "exp")
 
 
 def _value(source: Source, node: Node) -> Node:
@@ -52,6 +67,9 @@ def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
     for division in source.all(cst.BinaryOperation):
         if isinstance(division.operator, cst.Divide):
             yield division, division.left, division.right
+    for update in source.all(cst.AugAssign):
+        if isinstance(update.operator, cst.DivideAssign):
+            yield update, update.target, update.value
     for call in source.all(cst.Call):
         found = operation(source, call, "div", "div_", "divide", "true_divide")
         other = found.get("other", 0) if found is not None else None
@@ -193,6 +211,27 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def weights(scores):
+            w = torch.exp(scores)
+            w /= w.sum(1, keepdim=True)
+            return w
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        def masked_softmax(logits, mask):
+            import torch
+
+            weights = logits.exp() * mask
+            return weights / weights.sum(-1, keepdim=True)
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch

@@ -16,6 +16,12 @@ __all__ = ["RULE"]
 _NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 _SEARCHES = re.compile(r"beam|search|generate|translate|viterbi", re.IGNORECASE)
 _SEARCHERS = re.compile(r"beam|search|tracker|predictor", re.IGNORECASE)
+_MODULES = {
+    "torch.nn.Softmax": "softmax",
+    "torch.nn.modules.activation.Softmax": "softmax",
+    "torch.nn.Sigmoid": "sigmoid",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+}
 _BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", "sum": "logsumexp"}
 
 
@@ -25,7 +31,13 @@ def check(source: Source) -> Iterator[Finding]:
         log = operation(source, call, "log")
         if log is None or log.positional or log.keywords:
             continue
-        inner = operation(source, value_of(source, log.operand), *_BETTER)
+        given = value_of(source, log.operand)
+        module = _MODULES.get(_called_module(source, given) or "")
+        if module is not None:
+            if not _is_meant(source, call, _BETTER[module]) and not _only_ranks(source, call):
+                yield source.find(RULE, call, RULE.message.format(old=module, new=_BETTER[module]))
+            continue
+        inner = operation(source, given, *_BETTER)
         if inner is None or (inner.name == "sum" and not _is_of_exponentials(source, inner)):
             continue
         if _is_meant(source, call, _BETTER[inner.name]) or _only_ranks(source, call):
@@ -34,6 +46,11 @@ def check(source: Source) -> Iterator[Finding]:
         fix = _fix(source, log, inner) if is_direct else None
         message = RULE.message.format(old=inner.name, new=_BETTER[inner.name])
         yield source.find(RULE, call, message, fix)
+
+
+def _called_module(source: Source, node: Node) -> str | None:
+    """The class of the module that a call runs."""
+    return source.instance(node.func) if isinstance(node, cst.Call) else None
 
 
 def _is_meant(source: Source, call: Node, better: str) -> bool:
@@ -219,6 +236,22 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Head(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.softmax = nn.Softmax(dim=-1)
+
+            def forward(self, x):
+                p = self.softmax(x)
+                return torch.log(p)
+        """,
+        count=1,
+    ),
     Case(
         """
         import torch

@@ -74,6 +74,16 @@ VALID = (
                 x = x.half()
             return x + 1e-9
     """),
+    Case("""
+        import torch
+
+        def rms(h):
+            half = h.to(torch.float16)
+            variance = half.float().pow(2).mean(-1, keepdim=True)
+            with torch.autocast("cuda"):
+                other = half.pow(2) + 1e-8
+            return half * torch.rsqrt(variance + 1e-8), other
+    """),
 )
 
 INVALID = (
@@ -108,6 +118,14 @@ INVALID = (
             return h / (h.sum(-1, keepdim=True) + 1e-9)
         """,
     ),
+    Case("""
+        import torch
+
+        def rms(h):
+            half = h.to(torch.float16)
+            variance = half.pow(2).mean(-1, keepdim=True)
+            return half * torch.rsqrt(variance + 1e-8)
+    """),
 )
 
 RULE = Rule(

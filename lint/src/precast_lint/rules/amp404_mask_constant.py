@@ -8,6 +8,7 @@ from precast_lint.editing.imports import name_for
 from precast_lint.meaning.regions import regions_around
 from precast_lint.meaning.tensors import constant, is_half, is_lowered, operation, value_of
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -86,9 +87,24 @@ def _chosen(source: Source) -> Iterator[Finding]:
                 yield source.find(RULE, value)  # type: ignore[arg-type]
         elif len(given) == 3:
             for value, tensor in ((given[2], given[1]), (given[1], given[2])):
-                sign = _too_large(source, value)
+                number = _number_in(source, value)
+                sign = _too_large(source, number)
                 if sign and _is_float16(source, tensor):
-                    yield _silent(source, value, _fix(source, tensor, value, sign))
+                    named = isinstance(value, cst.Name) and number is not value
+                    fix = None if named else _fix(source, tensor, number, sign)
+                    yield _silent(source, number, fix)
+
+
+def _number_in(source: Source, value: Node) -> Node:
+    """The number in `torch.tensor(-1e9)`: with no dimension, it takes the other tensor's dtype."""
+    made = value_of(source, value)
+    is_tensor = isinstance(made, cst.Call) and source.origin(made.func) == "torch.tensor"
+    if not is_tensor or not isinstance(made, cst.Call):
+        return value
+    arguments = Arguments.of(made)
+    if arguments.starred or len(arguments.positional) != 1:
+        return value
+    return arguments.positional[0]
 
 
 def _stored(source: Source) -> Iterator[Finding]:
@@ -125,7 +141,12 @@ def _too_large(source: Source, value: Node) -> int:
         return 0 if abs(number) <= _LARGEST else 1 if number > 0 else -1
     if isinstance(value, cst.Name):
         binding = source.names.only_binding(value)
+        if binding is not None and binding.kind == "param":
+            is_default = binding.value is not None and not source.values.handed.to(binding)
+            return _too_large(source, binding.value) if is_default else 0  # type: ignore[arg-type]
         inner = binding.value if binding is not None and binding.kind == "assign" else None
+        if isinstance(inner, cst.UnaryOperation) and isinstance(inner.operator, cst.Minus):
+            return -_limit(source, inner.expression)
         return _limit(source, inner)
     return _limit(source, value)
 
@@ -145,6 +166,8 @@ def _limit(source: Source, node: Node | None) -> int:
 def _fix(source: Source, tensor: Node, value: Node, sign: int) -> Fix | None:
     """The limit of the tensor's own dtype, if the tensor has a name."""
     name = name_for(source, "torch", value)
+    if any(binding.kind == "param" for binding in source.names.bindings(value)):
+        return None  # the caller may give another number
     if not isinstance(tensor, (cst.Name, cst.Attribute)) or name is None:
         return None
     limit = "min" if sign < 0 else "max"
@@ -155,6 +178,23 @@ def _fix(source: Source, tensor: Node, value: Node, sign: int) -> Fix | None:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        def mask(q, k, m, value=-1e4):
+            s = q @ k.t()
+            return s.masked_fill(m, value)
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        def mask(s, m, value=-1e9):
+            return s.float().masked_fill(m, value)
+        """,
+    ),
     Case("""
         import torch
 
@@ -218,9 +258,68 @@ VALID = (
         """,
         note="bfloat16 has these numbers, and float32 has them.",
     ),
+    Case("""
+        import torch
+
+        def causal(q, k, mask):
+            weights = torch.matmul(q, k)
+            low = torch.tensor(-1e4)
+            weights = torch.where(mask, weights, low)
+            return torch.where(mask, weights, torch.full(weights.shape, -1e9))
+    """),
+    Case("""
+        import torch
+
+        LOW = -torch.finfo(torch.float16).max
+
+        def attend(q, k, mask):
+            energy = torch.einsum("nqhd,nkhd->nhqk", [q, k])
+            other = torch.matmul(q, k).masked_fill(mask, LOW)
+            return energy.masked_fill(mask == 0, float("-1e4")).masked_fill(mask, float("-inf")), other
+    """),
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Attention(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.low = float(-1e9)
+                self.q, self.k = nn.Linear(d, d), nn.Linear(d, d)
+
+            def forward(self, x, mask):
+                scores = torch.matmul(self.q(x), self.k(x).transpose(-1, -2))
+                return scores.masked_fill(mask, self.low).softmax(-1)
+
+        def masked(q, k, mask, value=-1e30):
+            scores = torch.matmul(q, k)
+            return scores.masked_fill(~mask, value)
+        """,
+        """
+        import torch
+        from torch import nn
+
+        class Attention(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.low = float(-1e9)
+                self.q, self.k = nn.Linear(d, d), nn.Linear(d, d)
+
+            def forward(self, x, mask):
+                scores = torch.matmul(self.q(x), self.k(x).transpose(-1, -2))
+                return scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1)
+
+        def masked(q, k, mask, value=-1e30):
+            scores = torch.matmul(q, k)
+            return scores.masked_fill(~mask, value)
+        """,
+        unsafe=True,
+        count=2,
+    ),
     Case(
         """
         import torch
@@ -386,6 +485,48 @@ INVALID = (
         unsafe=True,
         note="A warning, as nothing in the file hands a mask over.",
     ),
+    Case(
+        """
+        import torch
+
+        def causal(q, k, mask):
+            weights = torch.matmul(q, k)
+            return torch.where(mask, weights, torch.tensor(-1e9))
+        """,
+        """
+        import torch
+
+        def causal(q, k, mask):
+            weights = torch.matmul(q, k)
+            return torch.where(mask, weights, torch.tensor(torch.finfo(weights.dtype).min))
+        """,
+        unsafe=True,
+        note="A tensor without dimensions takes the dtype of the other one.",
+    ),
+    Case(
+        """
+        import torch
+
+        LOW = -torch.finfo(torch.float32).max
+
+        def attend(q, k, mask):
+            energy = torch.einsum("nqhd,nkhd->nhqk", [q, k])
+            other = torch.matmul(q, k).masked_fill(mask, LOW)
+            return energy.masked_fill(mask == 0, float("-1e20")), other
+        """,
+        """
+        import torch
+
+        LOW = -torch.finfo(torch.float32).max
+
+        def attend(q, k, mask):
+            energy = torch.einsum("nqhd,nkhd->nhqk", [q, k])
+            other = torch.matmul(q, k).masked_fill(mask, LOW)
+            return energy.masked_fill(mask == 0, torch.finfo(energy.dtype).min), other
+        """,
+        unsafe=True,
+        count=2,
+    ),
 )
 
 RULE = Rule(
@@ -410,6 +551,7 @@ RULE = Rule(
         ".half() mask",
         *(f"torch -{digit}e" for digit in range(1, 10)),
         "torch full_like",
+        *("finfo(torch.float", "finfo(np.float", "torch -9999", "torch -100000", "torch 10**"),
     ),
     check=check,
     valid=VALID,

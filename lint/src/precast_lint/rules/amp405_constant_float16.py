@@ -24,7 +24,9 @@ def check(source: Source) -> Iterator[Finding]:
     for call, arguments in source.calls(*_CREATORS):
         origin = source.origin(call.func) or ""
         value = arguments.get(_VALUES.get(origin, "data"), _CREATORS[origin])
-        if source.origin(arguments.get("dtype")) in _HALF and value is not None:
+        if value is not None and (
+            source.origin(arguments.get("dtype")) in _HALF or _is_cast(source, call)
+        ):
             for number in _numbers(value):
                 if _is_lost(source, number):
                     yield source.find(RULE, number)
@@ -33,6 +35,17 @@ def check(source: Source) -> Iterator[Finding]:
             for number, other in ((node.right, node.left), (node.left, node.right)):
                 if _is_infinite(source, number) and is_half(source, other):
                     yield source.find(RULE, number)
+
+
+def _is_cast(source: Source, call: cst.Call) -> bool:
+    """`torch.tensor(...).half()` and `torch.tensor(...).to(torch.float16)`."""
+    method = source.parents.get(call)
+    cast = source.parents.get(method) if isinstance(method, cst.Attribute) else None
+    if not isinstance(method, cst.Attribute) or not isinstance(cast, cst.Call):
+        return False
+    given = [source.origin(arg.value) for arg in cast.args]
+    is_to = method.attr.value in ("to", "type") and any(dtype in _HALF for dtype in given)
+    return cast.func is method and (method.attr.value == "half" or is_to)
 
 
 def _numbers(value: Node) -> Iterator[Node]:
@@ -64,6 +77,8 @@ VALID = (
         c = torch.full((2,), float("-inf"), dtype=torch.half)
         d = torch.tensor([0.0, 1e-7], dtype=torch.float16)
         e = torch.tensor(1e6)
+        f = torch.tensor(1e6).to(torch.float32).half
+        g = torch.tensor(0.5).half()
     """),
     Case("""
         import torch
@@ -94,8 +109,10 @@ INVALID = (
         a = torch.full((2, 2), 70000.0, dtype=torch.half)
         b = torch.tensor([1.0, 1e-9], dtype=torch.half)
         c = x.half() - 1e5
+        d = torch.tensor(1e-10).half()
+        e = torch.tensor(-1e9).to("cuda", torch.float16)
         """,
-        count=3,
+        count=5,
     ),
 )
 

@@ -8,25 +8,48 @@ from collections.abc import Iterator
 from precast_lint.meaning.tensors import constant
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
 __all__ = ["RULE"]
 
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _DATASETS = ("torch.utils.data.IterableDataset", "torch.utils.data.dataset.IterableDataset")
 # Who shares the work, or makes random data, of which there can't be copies.
-_SHARED = re.compile(r"worker|rank|shard|split|rand|seed|sampler|partition|islice|files\b")
+_SHARED = re.compile(r"worker|rank|shard|split|rand|seed|sampler|partition|islice")
+_CUTS_TEXT = ("split", "rsplit", "splitlines", "splitext")
+_COUNTS = ("os.cpu_count", "multiprocessing.cpu_count", "torch.get_num_threads")
+_DEEP = 4
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each loader with workers of such a data set of this file."""
     for call, arguments in source.calls(*_LOADERS):
-        workers = constant(source, arguments.get("num_workers", 5))
-        if arguments.starred or not workers or "worker_init_fn" in arguments.keywords:
+        if arguments.starred or "worker_init_fn" in arguments.keywords:
+            continue
+        if not _are_some(source, arguments.get("num_workers", 5), _DEEP):
             continue
         home = _class_of(source, arguments.get("dataset", 0))
         if home is not None and _reads_all(source, home):
             yield source.find(RULE, call)
+
+
+def _are_some(source: Source, workers: Node | None, depth: int) -> bool:
+    """Whether a number of workers is more than none: a number, that of the processors, or a part of it."""
+    if workers is None or depth == 0:
+        return False
+    number = constant(source, workers)
+    if number is not None:
+        return number > 0
+    if isinstance(workers, cst.Call):
+        if source.names.builtin(workers.func) in ("min", "max", "int", "len"):
+            return all(_are_some(source, arg.value, depth - 1) for arg in workers.args)
+        return (source.origin(workers.func) or dotted(workers.func)) in _COUNTS
+    if isinstance(workers, cst.BinaryOperation):
+        return all(_are_some(source, n, depth - 1) for n in (workers.left, workers.right))
+    if isinstance(workers, cst.BooleanOperation):
+        return _are_some(source, workers.left, depth - 1)
+    found = [value for value, _ in source.values.sources(workers)]
+    return bool(found) and all(_are_some(source, value, depth - 1) for value in found)
 
 
 def _class_of(source: Source, dataset: Node | None) -> cst.ClassDef | None:
@@ -41,7 +64,16 @@ def _reads_all(source: Source, home: cst.ClassDef) -> bool:
     is_iterable = len(home.bases) == 1 and source.origin(home.bases[0].value) in _DATASETS
     own = [s for s in home.body.body if isinstance(s, cst.FunctionDef)]
     has_iter = any(function.name.value == "__iter__" for function in own)
-    return is_iterable and has_iter and not _SHARED.search(source.code(home))
+    return is_iterable and has_iter and not any(map(_SHARED.search, _words(source, home)))
+
+
+def _words(source: Source, home: cst.ClassDef) -> Iterator[str]:
+    """The names in a class; a method that only cuts a text says nothing of who reads what."""
+    for node in walk(home):
+        if isinstance(node, cst.Name):
+            outer = source.parents[node]
+            if not (isinstance(outer, cst.Attribute) and node.value in _CUTS_TEXT):
+                yield node.value
 
 
 VALID = (
@@ -113,6 +145,26 @@ INVALID = (
         loader = DataLoader(dataset, batch_size=8, num_workers=4)
         """,
         count=1,
+    ),
+    Case(
+        """
+        import os
+        from torch.utils.data import DataLoader, IterableDataset
+
+        class Rows(IterableDataset):
+            def __init__(self, files):
+                self.files = files
+
+            def __iter__(self):
+                for file in self.files:
+                    for line in open(file):
+                        yield line.split(",")
+
+        def make(files, workers=8):
+            first = DataLoader(Rows(files), num_workers=os.cpu_count() // 2)
+            return first, DataLoader(dataset=Rows(files), num_workers=min(workers, os.cpu_count()))
+        """,
+        count=2,
     ),
 )
 

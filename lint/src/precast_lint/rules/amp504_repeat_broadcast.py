@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.tensors import constant, operation
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow_events import key
@@ -38,12 +39,28 @@ def _repeats(source: Source, node: Node) -> bool:
     if found is None or found.keywords:
         return False
     inner = operation(source, found.operand, "unsqueeze")
-    place = constant(source, inner.get("dim", 0)) if inner is not None else None
+    place = _new_place(found.operand)
+    if inner is not None:
+        place = constant(source, inner.get("dim", 0))
     if place is None or not -len(found.positional) <= place < len(found.positional):
         return False
     others = list(found.positional)
     del others[int(place)]
     return all(constant(source, times) == 1 for times in others)
+
+
+def _new_place(node: Node) -> float | None:
+    """Where `y[None]` and `y[:, None]` have a new dimension."""
+    if not isinstance(node, cst.Subscript):
+        return None
+    parts = [element.slice for element in node.slice]
+    new = [i for i, p in enumerate(parts) if isinstance(p, cst.Index) and is_none(p.value)]
+    whole = all(
+        isinstance(p, cst.Slice) and (p.lower, p.upper, p.step) == (None, None, None)
+        for i, p in enumerate(parts)
+        if i not in new
+    )
+    return float(new[0]) if len(new) == 1 and whole else None
 
 
 VALID = (
@@ -56,6 +73,12 @@ VALID = (
         d = x.unsqueeze(0).repeat(n, 1) - y.unsqueeze(1).repeat(1, m)
         e = z * y.expand_as(x)
         f = x * y.repeat(2, n)
+    """),
+    Case("""
+        import torch
+
+        y = a - b[0].repeat(a.size(0), 1)
+        z = a * b[:, None].repeat(2, n, 1) + c[:5, None].repeat(1, n)
     """),
 )
 
@@ -75,6 +98,15 @@ INVALID = (
         y = x - x.mean(1, keepdim=True).expand_as(x)
         """,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        y = a - b[None].repeat(a.size(0), 1, 1)
+        z = a * b[:, None].repeat(1, n, 1)
+        """,
+        count=2,
     ),
 )
 

@@ -20,6 +20,7 @@ _WORDS = (
     *(f"torch.{name}(" for name in ABSENT),
     *(f"torch {name}" for name in _TELLING),
     *(f"functional .{name}(" for name in ABSENT_FUNCTIONAL),
+    *(f"functional import {name}" for name in ABSENT_FUNCTIONAL),
 )
 _OF_MODULES = {"torch": ABSENT, "torch.nn.functional": ABSENT_FUNCTIONAL}
 
@@ -86,6 +87,10 @@ VALID = (
 
         y = torch.reduce_max(x)
     """),
+    Case("""
+        from mine.nn.functional import swish
+        from torch.nn.functional import silu
+    """),
 )
 
 INVALID = (
@@ -123,6 +128,9 @@ INVALID = (
         """,
         count=2,
     ),
+    Case("""
+        from torch.nn.functional import swish
+    """),
 )
 
 RULE = Rule(

@@ -302,7 +302,8 @@ INVALID = (
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             scaler = torch.amp.GradScaler("cuda")
             train(model, optimizer, scaler, batches)
-            torch.save(dict(model=model.state_dict(), optim=optimizer.state_dict()), "last.pt")
+            state = dict(model=model.state_dict(), optim=optimizer.state_dict())
+            torch.save(state, "last.pt")
 
         def train(model, optimizer, scaler, batches):
             for batch in batches:
@@ -311,6 +312,24 @@ INVALID = (
                 scaler.update()
                 optimizer.zero_grad()
         """,
+        """
+        import torch
+
+        def main(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            train(model, optimizer, scaler, batches)
+            state = dict(model=model.state_dict(), optim=optimizer.state_dict(), scaler=scaler.state_dict())
+            torch.save(state, "last.pt")
+
+        def train(model, optimizer, scaler, batches):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        """,
+        unsafe=True,
         note="The scaler is made here, and used in a function of the file.",
     ),
     Case(

@@ -213,6 +213,19 @@ VALID = (
         """,
         note="A function unscales them.",
     ),
+    Case("""
+        import torch
+
+        def private_step(model, optimizer, loss, scaler, sigma):
+            scaler.scale(loss).backward()
+            for p, q in zip(model.parameters(), others):
+                p.grad.add_(q.grad * torch.ones_like(p.grad))
+            scaler.unscale_(optimizer)
+            for p in model.parameters():
+                p.grad.add_(torch.randn_like(p.grad) * sigma)
+            scaler.step(optimizer)
+            scaler.update()
+    """),
 )
 
 INVALID = (
@@ -567,4 +580,14 @@ INVALID = (
         count=1,
         note="Through functions that are given the scaler by other names.",
     ),
+    Case("""
+        import torch
+
+        def private_step(model, optimizer, loss, scaler, sigma):
+            scaler.scale(loss).backward()
+            for p in model.parameters():
+                p.grad.add_(torch.randn_like(p.grad) * sigma)
+            scaler.step(optimizer)
+            scaler.update()
+    """),
 )

@@ -25,8 +25,17 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import Event, key
+from precast_lint.training_step.flow_places import Place, root
 from precast_lint.training_step.flow_run import Run, Say, TooManyPaths
-from precast_lint.training_step.frames import called_frames, own_nodes
+from precast_lint.training_step.frames import (
+    Frame,
+    MethodCall,
+    called_frames,
+    calls_in,
+    methods_in,
+    methods_of_scalers,
+    nodes_of,
+)
 
 __all__ = ["Flow", "Say", "flows"]
 
@@ -71,10 +80,15 @@ class Flow:
         self.node = node
         assert isinstance(node, (cst.FunctionDef, cst.Module))
         self.body = node.body
-        self.nodes = list(own_nodes(node))
-        self.called = list(called_frames(source, self.nodes))
+        self.nodes = nodes_of(source, node)
         self.scalers = self._scalers()
         self.optimizers = frozenset(self._stepped())
+        self._leaky: dict[str, bool] = {}
+
+    @cached_property
+    def called(self) -> list[tuple[Frame, list[Node]]]:
+        """The functions that are called here, or by those, with their variables and their nodes."""
+        return list(called_frames(self.source, self.node))
 
     def run(
         self, start: _State, on: Callable[[_State, Event, Say], _State]
@@ -88,11 +102,14 @@ class Flow:
         """The same for a rule that judges a node by all functions that come by it."""
         heard = Say()
         try:
-            run = Run(self.source, on, heard, self.optimizers, frozenset(self.scalers))
-            run.function(self.node, start)
+            Run(self._place, on, heard).function(self.node, start)
         except TooManyPaths:
             return
         say.hear(heard)
+
+    @cached_property
+    def _place(self) -> Place:
+        return root(self.source, self.node, frozenset(self.scalers), self.optimizers)
 
     def events(self) -> list[Event]:
         """All events of the function once, in the order of the text, branches one after the other."""
@@ -114,6 +131,11 @@ class Flow:
 
         As an argument, a result, an element or another attribute; or used by a function inside.
         """
+        if name not in self._leaky:
+            self._leaky[name] = self._leaks(name)
+        return self._leaky[name]
+
+    def _leaks(self, name: str) -> bool:
         return any(
             self._leaks_at(node) for node in self.nodes if self._is(node, name)
         ) or self._is_captured(name)
@@ -121,10 +143,11 @@ class Flow:
     def is_owned(self, name: str) -> bool:
         """Whether it is made in this function and never leaks: nobody else can have a hand in it."""
         made = any(
-            self._is(node.target, name)
+            self._is(target, name)
             for node in self.nodes
             if isinstance(node, cst.AssignTarget)
             or (isinstance(node, cst.AnnAssign) and node.value is not None)
+            for target in _targets(node)
         )
         return made and "." not in name and not self.leaks(name)
 
@@ -137,9 +160,8 @@ class Flow:
         """
         if self.is_owned(name):
             return True
-        own = {node for node, _ in self._seen()}
         return self._is_of_file(name) and not any(
-            call not in own and self.source.instance(owner) in SCALERS
+            call not in self._methods_seen and self.source.instance(owner) in SCALERS
             for call, owner, _ in self.source.methods(*methods)
         )
 
@@ -150,7 +172,7 @@ class Flow:
             binding = self.source.names.only_binding(node)
             if binding is not None and self._is_of_top_level(node, binding):
                 return True
-            is_handed = binding is not None and bool(values.handed.to(binding))
+            is_handed = binding is not None and values.handed.is_handed(binding)
             return is_handed and self.is_local(name) and not self.leaks(name)
         home = values.enclosing_class(self.node) if name.startswith("self.") else None
         if not isinstance(home, cst.ClassDef) or self.leaks(name):
@@ -176,9 +198,8 @@ class Flow:
         if not name.startswith("self."):
             return self.is_owned(name)
         home = self.source.values.enclosing_class(self.node)
-        seen = {node for node, _ in self._seen()}
         return all(
-            call in seen
+            call in self._methods_seen
             for call, owner, _ in self.source.methods(method)
             if key(self.source, owner) == name and self.source.values.enclosing_class(call) is home
         )
@@ -186,11 +207,11 @@ class Flow:
     def called_elsewhere(self, name: str, *methods: str) -> bool:
         """Whether another function of the file calls a method on something whose last name is the same."""
         last = name.rpartition(".")[2]
-        own = set(self.nodes).union(*(nodes for _, nodes in self.called))
         return any(
             (key(self.source, owner) or "").rpartition(".")[2] == last
             for call, owner, _ in self.source.methods(*methods)
-            if call not in own and not (name.startswith("self.") and self._is_of_same_class(call))
+            if call not in self._methods_seen
+            and not (name.startswith("self.") and self._is_of_same_class(call))
         )
 
     def _is_of_same_class(self, call: Node) -> bool:
@@ -210,45 +231,54 @@ class Flow:
 
     def _stepped(self) -> Iterator[str]:
         """The keys of the optimizers that scalers step or unscale here, or in functions that are called here."""
-        for node, named in self._seen():
-            if (
-                isinstance(node, cst.Call)
-                and isinstance(node.func, cst.Attribute)
-                and node.func.attr.value in ("step", "unscale_")
-                and node.args
-                and (
-                    self.source.instance(node.func.value) in SCALERS
-                    or named(node.func.value) in self.scalers
-                )
-            ):
-                yield named(node.args[0].value) or ""
+        own = methods_of_scalers(self.source)
+        for named, calls in self._methods() if own or self.scalers else ():
+            for call, method, owner in calls:
+                is_step = method in ("step", "unscale_") and call.args
+                if is_step and (call in own or named(owner) in self.scalers):
+                    yield named(call.args[0].value) or ""
 
     def _scalers(self) -> list[str]:
         """The keys of the scalers whose methods are called here, or in functions that are called here."""
-        handed = set()
-        for node in self.nodes:
-            found = followed_call(self.source, node) if isinstance(node, cst.Call) else None
-            for value in found[1].values() if found is not None else ():
-                if self.source.instance(value) in SCALERS:
-                    handed.add(key(self.source, value))
+        handed = {
+            key(self.source, value)
+            for _, given in calls_in(self.source, self.node)
+            for value in given.values()
+            if self.source.instance(value) in SCALERS
+        }
+        own = methods_of_scalers(self.source)
+        if not own and not handed:
+            return []
         called: list[str] = []
-        for node, named in self._seen():
-            func = node.func if isinstance(node, cst.Call) else None
-            if not isinstance(func, cst.Attribute):
-                continue
-            name = named(func.value) or ""
-            is_own = self.source.instance(func.value) in SCALERS and ":" not in name
-            if is_own or name in handed:
-                called.append(name)
+        for named, calls in self._methods():
+            for call, _, owner in calls:
+                if call in own or handed:
+                    name = named(owner) or ""
+                    if (call in own and ":" not in name) or name in handed:
+                        called.append(name)
         return list(dict.fromkeys(called))
 
-    def _seen(self) -> Iterator[tuple[Node, Callable[[Node | None], str | None]]]:
-        """The nodes of this function and of those that it calls, each with how its expressions are called here."""
-        for node in self.nodes:
-            yield node, lambda inner: key(self.source, inner)
-        for frame, nodes in self.called:
+    def _methods(self) -> Iterator[tuple[Callable[[Node | None], str | None], list[MethodCall]]]:
+        """The calls of methods here and in functions that are called, with how expressions there are called here."""
+        yield lambda inner: key(self.source, inner), methods_in(self.source, self.node)
+        for frame, _ in self.called:
+            yield frame.named, methods_in(self.source, frame.function)
+
+    @cached_property
+    def _methods_seen(self) -> frozenset[Node]:
+        """The same calls alone."""
+        return frozenset(call for _, calls in self._methods() for call, _, _ in calls)
+
+    @cached_property
+    def leading(self) -> dict[Node, cst.Call]:
+        """The functions of the file that are called here, or by those, each with the first call of it."""
+        found: dict[Node, cst.Call] = {}
+        for nodes in (self.nodes, *(nodes for _, nodes in self.called)):
             for node in nodes:
-                yield node, frame.named
+                target = followed_call(self.source, node) if type(node) is cst.Call else None
+                if target is not None and isinstance(node, cst.Call):
+                    found.setdefault(target[0], node)
+        return found
 
     def _is(self, node: Node, name: str) -> bool:
         if not isinstance(node, (cst.Name, cst.Attribute)) or key(self.source, node) != name:
@@ -273,6 +303,9 @@ class Flow:
             return not self._is_kept_by(call, node)
         if isinstance(parent, cst.Assign):
             return parent.value is node
+        if isinstance(parent, cst.Element):  # of `a, b = ...`
+            outer = self.source.parents[self.source.parents[parent]]
+            return not isinstance(outer, cst.AssignTarget)
         if isinstance(parent, cst.IfExp):
             return parent.test is not node
         return type(parent).__name__ not in _LOOKED_AT
@@ -290,7 +323,7 @@ class Flow:
                 known[function, name] = False  # what calls itself is not known
                 flow = next(flow for flow in flows(self.source) if flow.node is function)
                 params = self.source.scopes.owned[function].bindings.get(name, ())
-                known[function, name] = len(params) == 1 and not flow.leaks(name)
+                known[function, name] = len(params) == 1 and not flow._leaks(name)
         return all(known[function, n] for n, value in given.items() if value is node)
 
     def _is_captured(self, name: str) -> bool:
@@ -331,3 +364,10 @@ def flows(source: Source) -> list[Flow]:
         known = source.cache["flows"] = [Flow(source, node) for node in nodes]
     assert isinstance(known, list)
     return known
+
+
+def _targets(node: cst.AssignTarget | cst.AnnAssign) -> list[Node]:
+    """What an assignment gives a value: one target, or those of `a, b = ...`."""
+    if isinstance(node.target, (cst.Tuple, cst.List)):
+        return [element.value for element in node.target.elements]
+    return [node.target]

@@ -15,6 +15,7 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
+from precast_lint.training_step.optimizers import acts_as_optimizer, is_scheduler
 
 __all__ = ["Event", "Known", "call_event", "is_optimizer", "key", "scaler_of"]
 
@@ -72,21 +73,32 @@ def key(source: Source, node: Node | None) -> str | None:
         return None
     known = source.cache.setdefault("keys", {})
     assert isinstance(known, dict)
-    if node not in known:
-        module = source.module
-        assert isinstance(module, cst.Module)
-        known[node] = module.code_for_node(node).strip()
-    text = known[node]
+    text = known.get(node)
+    if text is None:
+        text = known[node] = _text(source, node)
     assert isinstance(text, str)
     return text
+
+
+def _text(source: Source, node: Node) -> str:
+    """The code of an expression; LibCST takes long to write even a name."""
+    if isinstance(node, cst.Name) and not node.lpar:
+        return node.value
+    if isinstance(node, cst.Attribute) and not node.lpar and not node.attr.lpar:
+        dot = node.dot
+        if dot.whitespace_before.empty and dot.whitespace_after.empty:
+            return f"{key(source, node.value)}.{node.attr.value}"
+    module = source.module
+    assert isinstance(module, cst.Module)
+    return module.code_for_node(node).strip()
 
 
 def is_optimizer(source: Source, node: Node) -> bool:
     """Whether an expression is known to be an optimizer."""
     found = source.instance(node) or ""
-    return found.startswith(("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")) and (
-        "lr_scheduler" not in found and "swa_utils" not in found
-    )
+    if found.startswith(("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")):
+        return "lr_scheduler" not in found and "swa_utils" not in found
+    return acts_as_optimizer(source, node)
 
 
 @dataclass(frozen=True)
@@ -132,6 +144,9 @@ def call_event(known: Known, call: cst.Call, scaled: dict[str, str]) -> Event:
     source = known.source
     arguments = Arguments.of(call)
     origin = source.origin(call.func) or ""
+    if not origin and (made := source.values.filled_in(call.func)) is not None:
+        origin = source.origin(made.args[0].value) or ""
+        arguments = Arguments.of_partial(made, call)
     if origin in _CLIPS:
         return Event("clip", call, arguments=arguments)
     if origin in ("torch.autograd.backward", "torch.autograd.grad"):
@@ -162,7 +177,7 @@ def _method(known: Known, call: cst.Call, arguments: Arguments, scaled: dict[str
         optimizer = receiver if is_optimizer(source, owner) or receiver in optimizers else None
     elif name == "step" and (is_optimizer(source, owner) or receiver in optimizers):
         kind, optimizer = "optimizer_step", receiver
-    elif name == "step" and "lr_scheduler" in (instance or ""):
+    elif name == "step" and is_scheduler(instance):
         kind = "scheduler_step"
     return Event(kind, call, receiver, scaler, optimizer, arguments, instance=instance)
 

@@ -13,13 +13,27 @@ from dataclasses import dataclass
 from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, children, cst
+from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import key
 
-__all__ = ["Frame", "called_frames", "frame_of", "own_nodes"]
+__all__ = [
+    "Frame",
+    "MethodCall",
+    "called_frames",
+    "calls_in",
+    "frame_of",
+    "methods_in",
+    "methods_of_scalers",
+    "nodes_of",
+    "own_nodes",
+]
 
 _ROOT = re.compile(r"\w*")
 _DEEP = 3  # calls in functions that are called
 _Named = Callable[[Node | None], str | None]
+
+MethodCall = tuple[cst.Call, str, Node]
+"""A call of a method, with the method's name, and what it is called on."""
 
 
 @dataclass(frozen=True)
@@ -69,31 +83,79 @@ def frame_of(
     return Frame(source, function, names, frozenset(bindings) - names.keys() - {"self", "cls"})
 
 
-def called_frames(source: Source, nodes: list[Node]) -> Iterator[tuple[Frame, list[Node]]]:
-    """The functions that some nodes call, and those that these call, each with its variables and its nodes."""
-    waiting: list[tuple[list[Node], _Named, int]] = [(nodes, lambda node: key(source, node), 0)]
+def called_frames(source: Source, function: Node) -> Iterator[tuple[Frame, list[Node]]]:
+    """The functions that one calls, and those that these call, each with its variables and its nodes."""
+    waiting: list[tuple[Node, _Named, int]] = [(function, lambda node: key(source, node), 0)]
     seen: set[Node] = set()
     while waiting:
-        calls, named, depth = waiting.pop()
-        for call in calls:
-            found = followed_call(source, call) if isinstance(call, cst.Call) else None
-            if found is None or found[0] in seen or depth == _DEEP:
+        caller, named, depth = waiting.pop()
+        for found in calls_in(source, caller) if depth < _DEEP else ():
+            if found[0] in seen:
                 continue
             seen.add(found[0])
             frame = frame_of(source, *found, named)
-            inner = list(own_nodes(found[0]))
-            yield frame, inner
-            waiting.append((inner, frame.named, depth + 1))
+            yield frame, nodes_of(source, found[0])
+            waiting.append((found[0], frame.named, depth + 1))
+
+
+def calls_in(source: Source, function: Node) -> list[tuple[cst.FunctionDef, dict[str, Node]]]:
+    """The functions of this file that one calls itself, with what their parameters get; computed once."""
+    known = source.cache.setdefault("calls in functions", {})
+    assert isinstance(known, dict)
+    if function not in known:
+        calls = [n for n in nodes_of(source, function) if type(n) is cst.Call]
+        found = [followed_call(source, call) for call in calls]
+        known[function] = [pair for pair in found if pair is not None]
+    called: list[tuple[cst.FunctionDef, dict[str, Node]]] = known[function]
+    return called
+
+
+def nodes_of(source: Source, function: Node) -> list[Node]:
+    """The nodes of a function's body; computed once."""
+    known = source.cache.setdefault("nodes of functions", {})
+    assert isinstance(known, dict)
+    if function not in known:
+        known[function] = list(own_nodes(function))
+    nodes: list[Node] = known[function]
+    return nodes
+
+
+def methods_in(source: Source, function: Node) -> list[MethodCall]:
+    """The calls of methods in a function's body; computed once."""
+    known = source.cache.setdefault("methods in functions", {})
+    assert isinstance(known, dict)
+    if function not in known:
+        known[function] = [
+            (node, node.func.attr.value, node.func.value)
+            for node in nodes_of(source, function)
+            if type(node) is cst.Call and isinstance(node.func, cst.Attribute)
+        ]
+    calls: list[MethodCall] = known[function]
+    return calls
+
+
+def methods_of_scalers(source: Source) -> set[Node]:
+    """The calls of methods of what is known to be a scaler, in the whole file; computed once."""
+    known = source.cache.get("methods of scalers")
+    if known is None:
+        known = source.cache["methods of scalers"] = {
+            call
+            for call in source.all(cst.Call)
+            if isinstance(call.func, cst.Attribute) and source.instance(call.func.value) in SCALERS
+        }
+    assert isinstance(known, set)
+    return known
 
 
 def own_nodes(function: Node) -> Iterator[Node]:
     """The nodes of a function's body; of functions and classes in it, only they themselves."""
     assert isinstance(function, (cst.FunctionDef, cst.Module))
+    apart = (cst.FunctionDef, cst.Lambda, cst.ClassDef)
     stack: list[Node] = [function.body] if isinstance(function, cst.FunctionDef) else []
     if isinstance(function, cst.Module):
         stack = list(reversed(function.body))
     while stack:
         node = stack.pop()
         yield node
-        if not isinstance(node, (cst.FunctionDef, cst.Lambda, cst.ClassDef)):
+        if type(node) not in apart:
             stack.extend(reversed(list(children(node))))

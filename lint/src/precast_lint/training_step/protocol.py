@@ -19,6 +19,8 @@ from precast_lint.training_step.flow_events import Event, key
 
 __all__ = [
     "asks_scale",
+    "assigned_in",
+    "comes_each_time",
     "followed",
     "hides",
     "is_plain",
@@ -68,12 +70,18 @@ _WRITES = {
 _PLAIN = re.compile(r"[\w.]+(\[[\w'\"]+\])?$")
 
 
-def followed(source: Source) -> Iterator[tuple[Flow, str]]:
-    """Each function with each scaler in it that can be followed there."""
-    for flow in flows(source):
-        for scaler in flow.scalers:
-            if not flow.leaks(scaler) and not _is_off(source, flow, scaler):
-                yield flow, scaler
+def followed(source: Source) -> list[tuple[Flow, str]]:
+    """Each function with each scaler in it that can be followed there; computed once."""
+    known = source.cache.get("followed scalers")
+    if known is None:
+        known = source.cache["followed scalers"] = [
+            (flow, scaler)
+            for flow in flows(source)
+            for scaler in flow.scalers
+            if not flow.leaks(scaler) and not _is_off(source, flow, scaler)
+        ]
+    assert isinstance(known, list)
+    return known
 
 
 def only_here(flow: Flow, scaler: str, *methods: str) -> bool:
@@ -97,6 +105,8 @@ def judged(
         following = follow(flow, scaler)
         if following is not None:
             flow.judge(*following, says.setdefault(scaler, Say()))
+    if not any(True for say in says.values() for _ in say.reported()):
+        return
     home = {node: flow for flow in flows(source) for node in flow.nodes}
     reported: set[Node] = set()
     for scaler, say in says.items():
@@ -118,8 +128,18 @@ def _name_there(flow: Flow) -> str:
 
 def hides(source: Source, event: Event, scaler: str) -> bool:
     """Whether a call may use a scaler out of sight: it hands on the object that holds it."""
-    call = event.node
-    if event.kind != "call" or not isinstance(call, cst.Call) or not scaler.startswith("self."):
+    if event.kind != "call" or not scaler.startswith("self."):
+        return False
+    known = source.cache.setdefault("calls that hide", {})
+    assert isinstance(known, dict)
+    if event not in known:  # all rules ask it, in each of their states
+        known[event] = _hides(source, event.node)
+    found: bool = known[event]
+    return found
+
+
+def _hides(source: Source, call: Node) -> bool:
+    if not isinstance(call, cst.Call):
         return False
     if any(isinstance(arg.value, cst.Name) and arg.value.value == "self" for arg in call.args):
         return True
@@ -128,7 +148,8 @@ def hides(source: Source, event: Event, scaler: str) -> bool:
         return False
     owner = func.value
     if isinstance(owner, cst.Call):
-        return source.names.builtin(owner.func) == "super"
+        is_super = source.names.builtin(owner.func) == "super"
+        return is_super and followed_call(source, call) is None
     if not isinstance(owner, cst.Name) or owner.value not in ("self", "cls"):
         return False
     home = source.values.enclosing_class(call)
@@ -154,6 +175,8 @@ def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool | None = None) -> b
             scaled loss, because its result has to be divided.
     """
     reads = list(_reads_of_scale(flow, scaler))
+    if not reads:
+        return False
     names = {name for read in reads if (name := _assigned_name(flow.source, read)) is not None}
     everywhere = [*flow.nodes, *(node for _, nodes in flow.called for node in nodes)]
     reads += [n for n in everywhere if isinstance(n, cst.Name) and n.value in names]
@@ -167,6 +190,8 @@ def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool | None = None) -> b
 def _reads_of_scale(flow: Flow, scaler: str) -> Iterator[Node]:
     """The reads of a scaler's scale, here and in the functions of the file that are called here."""
     source = flow.source
+    if not _scales(source):
+        return
     here: list[tuple[Callable[[Node], str | None], list[Node]]]
     here = [(lambda node: key(source, node), flow.nodes)]
     here += [(frame.named, nodes) for frame, nodes in flow.called]
@@ -174,11 +199,23 @@ def _reads_of_scale(flow: Flow, scaler: str) -> Iterator[Node]:
         for node in nodes:
             if (
                 isinstance(node, cst.Attribute)
-                and node.attr.value in ("get_scale", "_scale", "_get_scale_async", "scale_value")
+                and node in _scales(source)
                 and named(node.value) == scaler
             ):
                 call = source.parents[node]
                 yield call if isinstance(call, cst.Call) and call.func is node else node
+
+
+def _scales(source: Source) -> set[Node]:
+    """The attributes of a file that may be a scaler's scale; computed once."""
+    known = source.cache.get("scales")
+    if known is None:
+        names = ("get_scale", "_scale", "_get_scale_async", "scale_value")
+        known = source.cache["scales"] = {
+            node for node in source.all(cst.Attribute) if node.attr.value in names
+        }
+    assert isinstance(known, set)
+    return known
 
 
 def _is_written_down(source: Source, node: Node) -> bool:
@@ -274,14 +311,9 @@ def leading_to(flow: Flow, node: Node) -> Iterator[Node]:
         if function is flow.node or function is None or function in seen:
             return
         seen.add(function)
-        calls = [n for nodes in (flow.nodes, *(n for _, n in flow.called)) for n in nodes]
-        found = (
-            (call, followed_call(source, call)) for call in calls if isinstance(call, cst.Call)
-        )
-        leading = [call for call, target in found if target is not None and target[0] is function]
-        if not leading:
+        if function not in flow.leading:
             return
-        node = leading[0]
+        node = flow.leading[function]
 
 
 def assigned_in(source: Source, loop: Node) -> set[str | None]:
@@ -295,6 +327,29 @@ def assigned_in(source: Source, loop: Node) -> set[str | None]:
                 if isinstance(n, (cst.Name, cst.Attribute))
             }
     return found
+
+
+def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
+    """Whether each round of a loop comes by a node: no test that may differ between rounds stands around it."""
+    assigned = assigned_in(source, loop)
+    inner: Node = node
+    for outer in source.around(node):
+        if outer is loop:
+            return True
+        if isinstance(outer, (cst.If, cst.IfExp)) and inner is not outer.test:
+            tested = list(walk(outer.test))
+            if any(isinstance(n, (cst.Modulo, cst.Call)) for n in tested):
+                return False
+            if any(
+                key(source, n) in assigned
+                for n in tested
+                if isinstance(n, (cst.Name, cst.Attribute))
+            ):
+                return False
+        if isinstance(outer, (cst.Try, cst.TryStar, cst.Match, cst.BooleanOperation)):
+            return False
+        inner = outer
+    return False
 
 
 def mentions(source: Source, node: Node, *names: str) -> bool:

@@ -1,0 +1,290 @@
+"""What an expression with PyTorch's version in it is worth for one release, and whether a test holds for it.
+
+Invariants: texts, numbers, tuples and lists are Python's own, so what goes wrong when versions are compared as texts
+goes wrong here as well; `torch.__version__` and what a parser of versions returns compare as versions do; whatever else
+stands in an expression makes its value unknown.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from precast_lint.meaning.version_tests import since_of_name
+from precast_lint.meaning.versions import PARSERS, unpacked, value_given
+from precast_lint.model import version
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, strings, walk
+
+__all__ = ["holds", "names_releases"]
+
+_DEEPEST = 20  # how many expressions may stand in one another
+_COMPARE: dict[type, Callable[[Any, Any], bool]] = {
+    cst.GreaterThanEqual: operator.ge,
+    cst.GreaterThan: operator.gt,
+    cst.LessThan: operator.lt,
+    cst.LessThanEqual: operator.le,
+    cst.Equal: operator.eq,
+    cst.NotEqual: operator.ne,
+    cst.In: lambda one, other: one in other,
+    cst.NotIn: lambda one, other: one not in other,
+}
+_CONSTANTS = {"True": True, "False": False, "None": None}
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "tuple": tuple,
+    "list": list,
+    "int": int,
+    "float": float,
+    "str": lambda value: str.__str__(value) if isinstance(value, _Version) else str(value),
+    "len": len,
+}
+_OF_TEXTS = {
+    "split",
+    "rsplit",
+    "partition",
+    "rpartition",
+    "startswith",
+    "replace",
+    "strip",
+    "isdigit",
+    "isnumeric",
+}
+
+
+class _Unknown(Exception):  # noqa: N818 - no error: it says that a value is not known
+    """The value of an expression is not known."""
+
+
+class _Version(str):
+    """A text that compares as versions do, with other texts and with tuples of numbers."""
+
+    __slots__ = ()
+
+    def _compared(self, compare: Callable[[Any, Any], bool], other: object) -> bool:
+        """Both as tuples of numbers, of one length."""
+        try:
+            wanted = version(other) if isinstance(other, str) else tuple(other)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise _Unknown from None
+        if not all(isinstance(part, int) for part in wanted):
+            raise _Unknown
+        own = version(self)
+        width = max(len(own), len(wanted))
+        return compare(own + (0,) * (width - len(own)), wanted + (0,) * (width - len(wanted)))
+
+    def __ge__(self, other: object) -> bool:
+        return self._compared(operator.ge, other)
+
+    def __gt__(self, other: object) -> bool:
+        return self._compared(operator.gt, other)
+
+    def __le__(self, other: object) -> bool:
+        return self._compared(operator.le, other)
+
+    def __lt__(self, other: object) -> bool:
+        return self._compared(operator.lt, other)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared(operator.eq, other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared(operator.ne, other)
+
+    __hash__ = str.__hash__
+
+
+def holds(source: Source, node: Node, release: str) -> bool | None:
+    """Whether a test lets a release through; None where that is not known.
+
+    What else an `and` asks for (`torch.cuda.is_available()`) is left out, if it compares nothing.
+    """
+    if isinstance(node, cst.BooleanOperation):
+        sides = (node.left, node.right)
+        parts = [holds(source, side, release) for side in sides]
+        if isinstance(node.operator, cst.Or):
+            return None if None in parts else any(parts)
+        known = [
+            part
+            for side, part in zip(sides, parts, strict=True)
+            if part is not None or _compares(side)
+        ]
+        return None if not known or None in known else all(known)
+    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
+        inner = holds(source, node.expression, release)
+        return None if inner is None else not inner
+    try:
+        value = _Reader(source, release).value(node)
+    except (_Unknown, TypeError, ValueError, IndexError, AttributeError, RecursionError):
+        return None
+    return value if isinstance(value, bool) else None
+
+
+def names_releases(source: Source, node: Node) -> bool:
+    """Whether a test names the releases that it is for, so that newer ones may well be otherwise."""
+    exact = (cst.Equal, cst.NotEqual, cst.In, cst.NotIn)
+    inner = list(walk(node))
+    given = [value_given(source, n) for n in inner if isinstance(n, (cst.Name, cst.Attribute))]
+    return any(
+        isinstance(n, exact) or (isinstance(n, cst.Name) and n.value == "startswith")
+        for part in (inner, *(walk(value) for value in given))
+        for n in part
+    )
+
+
+def _compares(side: Node) -> bool:
+    """Whether a test compares anything: what does not has nothing to do with versions."""
+    return any(isinstance(n, (cst.Comparison, cst.Subscript)) for n in walk(side))
+
+
+class _Reader:
+    """Computes expressions for one release."""
+
+    def __init__(self, source: Source, release: str) -> None:
+        self.source = source
+        self.release = release
+        self.depth = 0
+
+    def value(self, node: Node, local: Mapping[str, Any] | None = None) -> Any:
+        """What an expression is worth; `local` are the variables of the comprehensions around it.
+
+        Raises:
+            _Unknown: that is not known.
+        """
+        self.depth += 1
+        try:
+            if self.depth > _DEEPEST:
+                raise _Unknown
+            return self._value(node, local or {})
+        finally:
+            self.depth -= 1
+
+    def _value(self, node: Node, local: Mapping[str, Any]) -> Any:
+        if isinstance(node, cst.Name) and node.value in local:
+            return local[node.value]
+        origin = self.source.origin(node)
+        if origin == "torch.__version__":
+            return self._own()
+        if origin == "torch.version.__version__":
+            return self.release
+        if isinstance(node, cst.Name) and node.value in _CONSTANTS:
+            return _CONSTANTS[node.value]
+        if (given := value_given(self.source, node)) is not node:
+            return self.value(given, local)
+        if (part := unpacked(self.source, node)) is not None:
+            return tuple(self.value(part[0], local))[part[1]]
+        return self._computed(node, local)
+
+    def _own(self) -> str:
+        """`torch.__version__`: up to 1.9 a plain text. Such releases are asked about where they are named."""
+        is_plain = self.source.min_torch is not None and version(self.release) < (1, 10)
+        return self.release if is_plain else _Version(self.release)
+
+    def _computed(self, node: Node, local: Mapping[str, Any]) -> Any:
+        if isinstance(node, cst.Integer):
+            return int(node.value)
+        if isinstance(node, cst.Float):
+            return float(node.value)
+        if (text := strings(node)) is not None:
+            return text
+        if isinstance(node, (cst.Tuple, cst.List)):
+            parts = [self.value(element.value, local) for element in node.elements]
+            return tuple(parts) if isinstance(node, cst.Tuple) else parts
+        if isinstance(node, cst.Subscript):
+            return self.value(node.value, local)[self._index(node)]
+        if isinstance(node, cst.Comparison):
+            return self._comparison(node, local)
+        if isinstance(node, (cst.ListComp, cst.GeneratorExp)):
+            return self._comprehension(node, local)
+        if isinstance(node, cst.Attribute):
+            return self._attribute(node, local)
+        if isinstance(node, cst.Call):
+            return self._call(node, local)
+        raise _Unknown
+
+    def _index(self, node: cst.Subscript) -> int | slice:
+        if len(node.slice) != 1:
+            raise _Unknown
+        part = node.slice[0].slice
+        if isinstance(part, cst.Index):
+            return self._number(part.value)
+        if not isinstance(part, cst.Slice):
+            raise _Unknown
+        lower, upper, step = (
+            None if end is None else self._number(end)
+            for end in (part.lower, part.upper, part.step)
+        )
+        return slice(lower, upper, step)
+
+    def _number(self, node: Node) -> int:
+        if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
+            return -self._number(node.expression)
+        if not isinstance(node, cst.Integer):
+            raise _Unknown
+        return int(node.value)
+
+    def _comparison(self, node: cst.Comparison, local: Mapping[str, Any]) -> bool:
+        one, found = self.value(node.left, local), True
+        for target in node.comparisons:
+            compare = _COMPARE.get(type(target.operator))
+            if compare is None:
+                raise _Unknown
+            other = self.value(target.comparator, local)
+            found, one = found and compare(one, other), other
+        return found
+
+    def _comprehension(
+        self, node: cst.ListComp | cst.GeneratorExp, local: Mapping[str, Any]
+    ) -> list[Any]:
+        part = node.for_in
+        if not isinstance(part.target, cst.Name) or part.inner_for_in is not None:
+            raise _Unknown
+        found = []
+        for item in self.value(part.iter, local):
+            inner = {**local, part.target.value: item}
+            if all(self.value(test.test, inner) for test in part.ifs):
+                found.append(self.value(node.elt, inner))
+        return found
+
+    def _attribute(self, node: cst.Attribute, local: Mapping[str, Any]) -> Any:
+        """`Version(...).release` and its parts."""
+        owner = self.value(node.value, local)
+        numbers = version(owner) if isinstance(owner, _Version) else ()
+        places = {"major": 0, "minor": 1, "micro": 2}
+        if node.attr.value in ("release", "version") and numbers:
+            return numbers
+        if node.attr.value in ("base_version", "public") and numbers:
+            return str.__str__(owner)
+        if node.attr.value not in places or not numbers:
+            raise _Unknown
+        return (*numbers, 0, 0)[places[node.attr.value]]
+
+    def _call(self, node: cst.Call, local: Mapping[str, Any]) -> Any:
+        if (since := since_of_name(self.source, node)) is not None:
+            return version(self.release) >= version(since)
+        if any(arg.star or arg.keyword for arg in node.args):
+            raise _Unknown
+        name = self.source.names.builtin(node.func)
+        if name == "map" and len(node.args) == 2:
+            convert = _BUILTINS.get(self.source.names.builtin(node.args[0].value) or "")
+            if convert is None:
+                raise _Unknown
+            return [convert(item) for item in self.value(node.args[1].value, local)]
+        if name is not None and name not in _BUILTINS:
+            raise _Unknown
+        returned = self.source.values.returned(node)
+        if len(returned) == 1 and not node.args:
+            return self.value(returned[0], local)
+        arguments = [self.value(arg.value, local) for arg in node.args]
+        if name is not None:
+            return _BUILTINS[name](*arguments)
+        if PARSERS.fullmatch(self.source.origin(node.func) or ""):
+            text = arguments[0] if len(arguments) == 1 else None
+            if not isinstance(text, str):
+                raise _Unknown
+            return _Version(text)
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value in _OF_TEXTS:
+            owner = self.value(node.func.value, local)
+            if isinstance(owner, str):
+                return getattr(str.__str__(owner), node.func.attr.value)(*arguments)
+        raise _Unknown

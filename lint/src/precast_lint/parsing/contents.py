@@ -1,0 +1,231 @@
+"""What lists and tables of a file hold, and so what a loop over one, or an item of one, is.
+
+Invariants: a container is known only if all that goes into it is written in the file: displays, comprehensions, items
+that are assigned, and `append`; one that is handed on may get more elsewhere, which is taken to be alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Protocol
+
+from precast_lint.parsing.names import Names
+from precast_lint.parsing.scopes import elements
+from precast_lint.parsing.syntax import Node, cst, strings
+
+__all__ = ["Contents"]
+
+_DEPTH = 4
+_Place = tuple[object, str]
+
+
+class Values(Protocol):
+    """What is asked of `precast_lint.parsing.values.Values`, which asks for contents itself."""
+
+    names: Names
+    parents: dict[Node, Node]
+
+    def returned(self, call: cst.Call) -> list[Node]:
+        """The values that a call of a function of this file returns."""
+
+    def sources(self, node: Node | None) -> list[tuple[Node | None, Node | None]]:
+        """The values and annotations that a name or an attribute of self gets."""
+
+    def variable(self, node: Node) -> tuple[object, str] | None:
+        """What is the same for all places that mean one variable."""
+
+
+class Contents:
+    """The elements of one file's containers."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.parents = values.parents
+        self._open: set[Node] = set()
+        self._loops: dict[Node, list[Node] | None] = {}
+
+    def item(self, node: cst.Subscript) -> list[Node] | None:
+        """What `optimizers["d"]` may be; None where it is not known."""
+        index = node.slice[0].slice if len(node.slice) == 1 else None
+        if not isinstance(index, cst.Index):
+            return None
+        named = strings(index.value)
+        if named is not None:
+            found = self._named(node.value, named, _DEPTH)
+            if found:
+                return found
+        return self.elements(node.value)
+
+    def of_target(self, target: Node) -> list[Node] | None:
+        """What a name is given by a loop, or by a function that returns several values: `opt, scaler = make()`."""
+        element = self.parents.get(target)
+        line = self.parents.get(element) if isinstance(element, cst.Element) else None
+        outer = self.parents.get(line) if line is not None else None
+        assign = self.parents.get(outer) if isinstance(outer, cst.AssignTarget) else None
+        if not isinstance(assign, cst.Assign) or not isinstance(line, (cst.Tuple, cst.List)):
+            return self.of_loop(target)
+        returned = self.values.returned(assign.value) if isinstance(assign.value, cst.Call) else []
+        given = [elements(value, len(line.elements)) for value in returned]
+        place = next(i for i, one in enumerate(line.elements) if one is element)
+        found = [values[place] for values in given]
+        known = [value for value in found if value is not None]
+        return known if known and len(known) == len(found) else None
+
+    def of_loop(self, target: Node) -> list[Node] | None:
+        """What a loop gives to a name: `for opt in (first, second)`, `for name, opt in optimizers.items()`."""
+        if target in self._open:
+            return None  # `for x in x`
+        if target in self._loops:
+            return self._loops[target]
+        self._open.add(target)
+        found = self._of_loop(target)
+        self._open.discard(target)
+        if not self._open:
+            self._loops[target] = found
+        return found
+
+    def _of_loop(self, target: Node) -> list[Node] | None:
+        place, outer = 0, self.parents.get(target)
+        inner: Node = target
+        if isinstance(outer, cst.Element):
+            line = self.parents[outer]
+            if not isinstance(line, (cst.Tuple, cst.List)):
+                return None
+            place, inner, outer = list(line.elements).index(outer), line, self.parents.get(line)
+        if not isinstance(outer, (cst.For, cst.CompFor)) or outer.target is not inner:
+            return None
+        over = self._iterated(outer.iter, place if inner is not target else None)
+        return self.elements(over) if over is not None else None
+
+    def _iterated(self, node: Node, place: int | None) -> Node | None:
+        """The container whose elements a name gets, which stands at a place among several or alone."""
+        if not isinstance(node, cst.Call):
+            return node if place is None else None
+        func = node.func
+        if isinstance(func, cst.Attribute) and not node.args:
+            wanted = {"values": None, "items": 1}.get(func.attr.value, -1)
+            return func.value if wanted == place else None
+        if place is None and self.values.returned(node):
+            return node
+        name = self.values.names.builtin(func)
+        plain = [arg.value for arg in node.args if arg.keyword is None and not arg.star]
+        if name in ("list", "tuple", "reversed", "sorted") and place is None and len(plain) == 1:
+            return self._iterated(plain[0], None)
+        if name == "enumerate" and place == 1 and plain:
+            return self._iterated(plain[0], None)
+        if name == "zip" and place is not None and place < len(plain) == len(node.args):
+            return self._iterated(plain[place], None)
+        return None
+
+    def elements(self, node: Node | None, depth: int = _DEPTH) -> list[Node] | None:
+        """All that a container holds; None where something is not known, or nothing is."""
+        found = list(self._elements(node, depth)) if node is not None else []
+        known = [inner for inner in found if inner is not None]
+        return known if known and len(known) == len(found) else None
+
+    def _elements(self, node: Node, depth: int) -> Iterator[Node | None]:
+        if isinstance(node, (cst.List, cst.Tuple, cst.Set)):
+            for element in node.elements:
+                yield element.value if isinstance(element, cst.Element) else None
+        elif isinstance(node, cst.Dict):
+            for entry in node.elements:
+                yield entry.value if isinstance(entry, cst.DictElement) else None
+        elif isinstance(node, cst.ListComp):
+            yield node.elt
+        elif isinstance(node, cst.DictComp):
+            yield node.value
+        elif isinstance(node, cst.Call) and self.values.names.builtin(node.func) == "dict":
+            for arg in node.args:
+                yield arg.value if arg.keyword is not None else None
+        elif depth and isinstance(node, (cst.Name, cst.Attribute, cst.Call)):
+            yield from self._held(node, depth)
+        else:
+            yield None
+
+    def _held(self, node: Node, depth: int) -> Iterator[Node | None]:
+        """The elements of what a name, or an attribute of self, is given, and what is put into it later."""
+        given = (
+            [(value, None) for value in self.values.returned(node)]
+            if isinstance(node, cst.Call)
+            else self.values.sources(node)
+        )
+        if not given:
+            yield None
+        for value, _ in given:
+            if value is None or value is node:
+                yield None
+            elif not _is_empty(value):
+                yield from self._elements(value, depth - 1)
+        place = self.values.variable(node)
+        if place is not None:
+            yield from self._put.get(place, ())
+
+    def _named(self, node: Node, name: str, depth: int) -> list[Node]:
+        """What a table holds under a text."""
+        if isinstance(node, cst.Dict):
+            entries = [e for e in node.elements if isinstance(e, cst.DictElement)]
+            return [e.value for e in entries if strings(e.key) == name]
+        if isinstance(node, cst.Call) and self.values.names.builtin(node.func) == "dict":
+            return [a.value for a in node.args if a.keyword is not None and a.keyword.value == name]
+        if isinstance(node, cst.Call) and depth:
+            returned = self.values.returned(node)
+            return [n for value in returned for n in self._named(value, name, depth - 1)]
+        if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute)):
+            return []
+        given = [value for value, _ in self.values.sources(node)]
+        found = [
+            n for value in given if value is not None for n in self._named(value, name, depth - 1)
+        ]
+        place = self.values.variable(node)
+        return found + self._put_under.get((place, name), []) if place is not None else found
+
+    @cached_property
+    def _put(self) -> dict[_Place, list[Node | None]]:
+        """What is put into variables: `x[...] = value`, `x.append(value)`."""
+        found: dict[_Place, list[Node | None]] = {}
+        for owner, _, value in self._stores:
+            place = self.values.variable(owner)
+            if place is not None:
+                found.setdefault(place, []).append(value)
+        return found
+
+    @cached_property
+    def _put_under(self) -> dict[tuple[_Place, str], list[Node]]:
+        found: dict[tuple[_Place, str], list[Node]] = {}
+        for owner, name, value in self._stores:
+            place = self.values.variable(owner)
+            if place is not None and name is not None:
+                found.setdefault((place, name), []).append(value)
+        return found
+
+    @cached_property
+    def _stores(self) -> list[tuple[Node, str | None, Node]]:
+        """The containers that get a value, the text under which they do, and the value."""
+        found: list[tuple[Node, str | None, Node]] = []
+        for node in self.parents:
+            if type(node) is cst.Assign:
+                for one in node.targets:
+                    if isinstance(one.target, cst.Subscript):
+                        index = one.target.slice[0].slice
+                        name = strings(index.value) if isinstance(index, cst.Index) else None
+                        found.append((one.target.value, name, node.value))
+            elif type(node) is cst.Call and isinstance(node.func, cst.Attribute) and _appends(node):
+                found.append((node.func.value, None, node.args[0].value))
+        return found
+
+
+def _appends(call: cst.Call) -> bool:
+    is_method = isinstance(call.func, cst.Attribute) and call.func.attr.value == "append"
+    return is_method and len(call.args) == 1
+
+
+def _is_empty(node: Node) -> bool:
+    if isinstance(node, (cst.List, cst.Tuple, cst.Dict)):
+        return not node.elements
+    return (
+        isinstance(node, cst.Call)
+        and isinstance(node.func, cst.Name)
+        and not node.args
+        and node.func.value in ("dict", "list")
+    )

@@ -1,0 +1,87 @@
+"""Which classes of a file come of which: what a mixin, a base class and the class that is used share.
+
+Invariants: a class is only looked for by a name that is bound once; what a base of another file brings is not seen.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from precast_lint.parsing.names import Names
+from precast_lint.parsing.syntax import Node, cst
+
+__all__ = ["Family"]
+
+_HARMLESS = (
+    "torch.nn.Module",
+    "torch.nn.modules.module.Module",
+    "abc.ABC",
+    "typing.Generic",
+    "typing.Protocol",
+)
+
+
+class Family:
+    """The classes of one file by their bases."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+
+    def bases(self, home: cst.ClassDef) -> list[cst.ClassDef]:
+        """The classes of this file from which one comes, in the order in which Python looks for their attributes."""
+        found: list[cst.ClassDef] = []
+        waiting = list(reversed(self._direct.get(home, ())))
+        while waiting:
+            base = waiting.pop()
+            if base not in found and base is not home:
+                found.append(base)
+                waiting += reversed(self._direct.get(base, ()))
+        return found
+
+    def related(self, home: cst.ClassDef) -> list[cst.ClassDef]:
+        """The bases of a class, and all that come of it, with their other bases."""
+        if not self._direct:
+            return []
+        found = self.bases(home)
+        for other in self._direct:
+            above = self.bases(other) if other is not home else []
+            if home in above:
+                found += [one for one in (other, *above) if one not in found and one is not home]
+        return found
+
+    def provider(self, home: cst.ClassDef, name: str) -> cst.ClassDef | None:
+        """The base of this file that gives a class a method; None if another base may give it."""
+        waiting, seen = [arg.value for arg in reversed(home.bases)], {home}
+        while waiting:
+            node = waiting.pop()
+            base = self._class(node)
+            if base is None and not self._is_harmless(node):
+                return None
+            if base is None or base in seen:
+                continue
+            seen.add(base)
+            if any(isinstance(s, cst.FunctionDef) and s.name.value == name for s in base.body.body):
+                return base
+            waiting += [arg.value for arg in reversed(base.bases)]
+        return None
+
+    def _is_harmless(self, node: Node) -> bool:
+        """Whether a base of another file gives no method that a training step has."""
+        return self.names.origin(node) in _HARMLESS or self.names.builtin(node) == "object"
+
+    @cached_property
+    def _direct(self) -> dict[cst.ClassDef, list[cst.ClassDef]]:
+        """The classes that have bases in this file, each with these."""
+        table: dict[cst.ClassDef, list[cst.ClassDef]] = {}
+        for scope in self.names.scopes.owned.values():
+            if isinstance(scope.node, cst.ClassDef):
+                found = [self._class(arg.value) for arg in scope.node.bases]
+                known = [base for base in found if base is not None and base is not scope.node]
+                if known:
+                    table[scope.node] = known
+        return table
+
+    def _class(self, node: Node) -> cst.ClassDef | None:
+        binding = self.names.only_binding(node)
+        made = binding.node if binding is not None and binding.kind == "class" else None
+        return made if isinstance(made, cst.ClassDef) else None

@@ -1,0 +1,469 @@
+"""What the statements of a function come to for those who follow it: a few kinds of parts, read from the tree once.
+
+Invariants: what has no event and decides nothing is left out; parts are never changed, and know nothing of who calls
+the function, so that all rules and all callers run the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from precast_lint.meaning.functions import followed_call
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, children, cst
+from precast_lint.training_step.flow_events import Event, key, with_event
+
+__all__ = [
+    "Ask",
+    "Branch",
+    "Cases",
+    "Code",
+    "Follow",
+    "FunctionCode",
+    "Leave",
+    "Line",
+    "Loop",
+    "Maybe",
+    "Put",
+    "Reach",
+    "Tell",
+    "Try",
+    "code_of",
+    "reach_of",
+]
+
+_DOES, _RUNS_LATER = (cst.Call, cst.NamedExpr), (cst.Lambda, cst.FunctionDef, cst.ClassDef)
+
+
+@dataclass(frozen=True, eq=False)
+class Tell:
+    """An event that is the same whoever calls the function."""
+
+    event: Event
+
+
+@dataclass(frozen=True, eq=False)
+class Put:
+    """A name, attribute or item gets a value.
+
+    Attributes:
+        name: its key.
+        loss: the value, if it can be a scaled loss.
+        is_update: whether it is `+=` or the like, after which a scaled loss is still scaled.
+        event: the event.
+    """
+
+    name: str
+    loss: Node | None
+    is_update: bool
+    event: Event
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """A call that is not followed: what it does depends on what its names stand for."""
+
+    call: cst.Call
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """What happens one after the other, with nothing to decide; `assigned` are the keys that get values."""
+
+    steps: tuple[Tell | Put | Ask, ...]
+    assigned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Follow:
+    """A call of a function of this file.
+
+    Attributes:
+        call: the call.
+        function: what it runs.
+        given: what the function's parameters get.
+        unfollowed: the call as a line, where the function runs already or lies too deep.
+    """
+
+    call: cst.Call
+    function: cst.FunctionDef
+    given: dict[str, Node]
+    unfollowed: Line
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A test with its two sides; `text` is the test, and `holds` whether `yes` is what runs if it holds."""
+
+    text: str
+    holds: bool
+    yes: Code
+    no: Code
+
+
+@dataclass(frozen=True, eq=False)
+class Maybe:
+    """What may run or not, with no test that is known: the right side of `and` and `or`."""
+
+    code: Code
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop; `begin` is what each round begins with, and a loop that is `endless` is only left by `break`."""
+
+    begin: Code
+    body: Code
+    orelse: Code
+    again: Line
+    is_endless: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Try:
+    """A `try`: its statements each for itself, its `else`, its handlers and its `finally`."""
+
+    tried: tuple[Code, ...]
+    orelse: Code
+    handlers: tuple[Code, ...]
+    final: Code
+
+
+@dataclass(frozen=True, eq=False)
+class Cases:
+    """The cases of a `match`, of which one or none runs."""
+
+    cases: tuple[Code, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Leave:
+    """`return`, `raise`, `break` or `continue`."""
+
+    how: str
+
+
+Part = Line | Follow | Branch | Maybe | Loop | Try | Cases | Leave
+Code = tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionCode:
+    """A function's parts, and what they do to what tests said.
+
+    Attributes:
+        parts: what runs.
+        tests: the texts of the tests.
+        assigned: the keys that get values.
+        follows: the calls of functions of this file.
+    """
+
+    parts: Code
+    tests: frozenset[str]
+    assigned: frozenset[str]
+    follows: tuple[Follow, ...]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a function and all that it calls test, hand on and assign, each by its own names."""
+
+    tests: frozenset[str]
+    handed: frozenset[str]
+    assigned: frozenset[str]
+
+
+def code_of(source: Source, function: Node) -> FunctionCode:
+    """The parts of a function, or of the top level; computed once."""
+    known = source.cache.setdefault("codes", {})
+    assert isinstance(known, dict)
+    if function not in known:
+        assert isinstance(function, (cst.FunctionDef, cst.Module))
+        body = function.body if isinstance(function, cst.Module) else function.body.body
+        noted = _Noted(set(), set(), [])
+        parts = _Reader(source, noted).read(lambda reader: reader.block(body))
+        known[function] = FunctionCode(
+            parts, frozenset(noted.tests), frozenset(noted.assigned), tuple(noted.follows)
+        )
+    found: FunctionCode = known[function]
+    return found
+
+
+def reach_of(source: Source, function: Node) -> Reach:
+    """What a function and all that it calls, however deep, have to do with tests; computed once."""
+    known = source.cache.setdefault("reaches", {})
+    assert isinstance(known, dict)
+    if function not in known:
+        tests: set[str] = set()
+        handed: set[str] = set()
+        assigned: set[str] = set()
+        waiting, seen = [function], {function}
+        while waiting:
+            code = code_of(source, waiting.pop())
+            tests |= code.tests
+            assigned |= code.assigned
+            for follow in code.follows:
+                plain = [
+                    v for v in follow.given.values() if isinstance(v, (cst.Name, cst.Attribute))
+                ]
+                handed |= {key(source, value) or "" for value in plain}
+                if follow.function not in seen:
+                    seen.add(follow.function)
+                    waiting.append(follow.function)
+        known[function] = Reach(frozenset(tests), frozenset(handed), frozenset(assigned))
+    found: Reach = known[function]
+    return found
+
+
+@dataclass
+class _Noted:
+    tests: set[str]
+    assigned: set[str]
+    follows: list[Follow]
+
+
+class _Reader:
+    """Reads statements into parts."""
+
+    def __init__(self, source: Source, noted: _Noted) -> None:
+        self.source = source
+        self.noted = noted
+        self.parts: list[Part] = []
+        self.steps: list[Tell | Put | Ask] = []
+
+    def read(self, write: Callable[[_Reader], None]) -> Code:
+        """The parts of what is read by a reader of its own."""
+        inner = _Reader(self.source, self.noted)
+        write(inner)
+        inner._end_line()
+        return tuple(inner.parts)
+
+    def block(self, statements: Sequence[Node]) -> None:
+        """Reads statements one after the other."""
+        for statement in statements:
+            getattr(self, f"_{type(statement).__name__}", self._other)(statement)
+
+    def _end_line(self) -> None:
+        if self.steps:
+            assigned = tuple(step.name for step in self.steps if isinstance(step, Put))
+            self.parts.append(Line(tuple(self.steps), assigned))
+            self.steps = []
+
+    def _add(self, part: Part) -> None:
+        self._end_line()
+        self.parts.append(part)
+
+    def _suite(self, body: Node | None) -> Code:
+        if body is None:
+            return ()
+        assert isinstance(body, (cst.IndentedBlock, cst.SimpleStatementSuite))
+        return self.read(lambda reader: reader.block(body.body))
+
+    def _else(self, orelse: cst.Else | None) -> Code:
+        return self._suite(orelse.body if orelse is not None else None)
+
+    # --- statements ---
+
+    def _other(self, statement: Node) -> None:
+        for child in children(statement):
+            self.expression(child)
+
+    def _SimpleStatementLine(self, line: cst.SimpleStatementLine) -> None:
+        self.block(line.body)
+
+    def _FunctionDef(self, _: Node) -> None:
+        pass
+
+    _ClassDef = _FunctionDef
+
+    def _Return(self, statement: cst.Return) -> None:
+        self._other(statement)
+        self._add(Leave("return"))
+
+    def _Raise(self, statement: cst.Raise) -> None:
+        self._other(statement)
+        self._add(Leave("raise"))
+
+    def _Break(self, _: Node) -> None:
+        self._add(Leave("break"))
+
+    def _Continue(self, _: Node) -> None:
+        self._add(Leave("continue"))
+
+    def _Assign(self, statement: cst.Assign) -> None:
+        self.expression(statement.value)
+        for target in statement.targets:
+            self._put(target.target, statement.value)
+
+    def _AnnAssign(self, statement: cst.AnnAssign) -> None:
+        if statement.value is not None:
+            self.expression(statement.value)
+            self._put(statement.target, statement.value)
+
+    def _AugAssign(self, statement: cst.AugAssign) -> None:
+        self.expression(statement.value)
+        self._put_one(statement.target, statement.value, is_update=True)
+
+    def _put(self, target: Node, value: Node | None) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)):
+            for element in target.elements:
+                self._put(element.value, None)
+        else:
+            self._put_one(target, value)
+
+    def _put_one(self, target: Node, value: Node | None, *, is_update: bool = False) -> None:
+        name = key(self.source, target) or ""
+        loss = value if not is_update and is_loss(value) else None
+        self.noted.assigned.add(name)
+        self.steps.append(Put(name, loss, is_update, Event("assign", target, name, value=value)))
+
+    def _If(self, statement: cst.If) -> None:
+        self.expression(statement.test)
+        orelse = statement.orelse
+        if isinstance(orelse, cst.If):
+            other = orelse
+            no = self.read(lambda reader: reader._If(other))
+        else:
+            no = self._else(orelse)
+        self._branch(statement.test, self._suite(statement.body), no)
+
+    def _branch(self, test: Node, yes: Code, no: Code) -> None:
+        if yes or no:
+            text, holds = _condition(self.source, test)
+            self.noted.tests.add(text)
+            self._add(Branch(text, holds, yes, no))
+
+    def _With(self, statement: cst.With) -> None:
+        for item in statement.items:
+            self.expression(item.item)
+            self.steps.append(Tell(with_event(self.source, "enter", item, statement)))
+            if item.asname is not None:
+                self._put(item.asname.name, None)
+        self.block(statement.body.body)
+        for item in reversed(statement.items):
+            self.steps.append(Tell(with_event(self.source, "leave", item, statement)))
+
+    def _Try(self, statement: cst.Try | cst.TryStar) -> None:
+        def one(line: Node) -> Code:
+            return self.read(lambda reader: reader.block([line]))
+
+        final = statement.finalbody
+        self._add(
+            Try(
+                tuple(map(one, statement.body.body)),
+                self._else(statement.orelse),
+                tuple(self._suite(handler.body) for handler in statement.handlers),
+                self._suite(final.body if final is not None else None),
+            )
+        )
+
+    _TryStar = _Try
+
+    def _Match(self, statement: cst.Match) -> None:
+        self.expression(statement.subject)
+        self._add(Cases(tuple(self._suite(case.body) for case in statement.cases)))
+
+    def _For(self, statement: cst.For) -> None:
+        self.expression(statement.iter)
+        self._loop(statement, lambda reader: reader._put(statement.target, None))
+
+    def _While(self, statement: cst.While) -> None:
+        test = statement.test
+        endless = isinstance(test, cst.Name) and test.value == "True"
+        endless |= isinstance(test, cst.Integer) and test.value == "1"
+        self._loop(statement, lambda reader: reader.expression(test), is_endless=endless)
+
+    def _loop(
+        self,
+        statement: cst.For | cst.While,
+        begin: Callable[[_Reader], None],
+        *,
+        is_endless: bool = False,
+    ) -> None:
+        def first(reader: _Reader) -> None:
+            begin(reader)
+            reader.steps.append(Tell(Event("loop", statement)))
+
+        again = Line((Tell(Event("next", statement)),))
+        body, orelse = self._suite(statement.body), self._else(statement.orelse)
+        self._add(Loop(self.read(first), body, orelse, again, is_endless))
+
+    # --- expressions ---
+
+    def expression(self, node: Node) -> None:
+        """Reads the events of an expression, what is inside first."""
+        parts = _parts(self.source, node)
+        if not (parts or _is_event(node)):
+            return
+        if isinstance(node, cst.IfExp):
+            body, orelse = node.body, node.orelse
+            self.expression(node.test)
+            yes = self.read(lambda reader: reader.expression(body))
+            self._branch(node.test, yes, self.read(lambda reader: reader.expression(orelse)))
+        elif isinstance(node, cst.BooleanOperation):
+            right = node.right
+            self.expression(node.left)
+            if code := self.read(lambda reader: reader.expression(right)):
+                self._add(Maybe(code))
+        elif isinstance(node, cst.NamedExpr):
+            self.expression(node.value)
+            self._put(node.target, node.value)
+        else:
+            for child in parts:
+                self.expression(child)
+            if isinstance(node, cst.Call):
+                self._call(node)
+            elif isinstance(node, cst.Attribute) and node.attr.value == "grad":
+                self.steps.append(Tell(Event("grad_read", node, key(self.source, node.value))))
+
+    def _call(self, call: cst.Call) -> None:
+        found = followed_call(self.source, call)
+        if found is None:
+            self.steps.append(Ask(call))
+            return
+        follow = Follow(call, *found, unfollowed=Line((Ask(call),)))
+        self.noted.follows.append(follow)
+        self._add(follow)
+
+
+def _parts(source: Source, node: Node) -> tuple[Node, ...]:
+    """What is directly inside an expression, and has events."""
+    known = source.cache.setdefault("parts with events", {})
+    assert isinstance(known, dict)
+    if node not in known:
+        inside = () if isinstance(node, _RUNS_LATER) else children(node)
+        known[node] = tuple(n for n in inside if _is_event(n) or _parts(source, n))
+    found: tuple[Node, ...] = known[node]
+    return found
+
+
+def _is_event(node: Node) -> bool:
+    """Whether an expression does something itself, whatever is inside it."""
+    return isinstance(node, _DOES) or (
+        isinstance(node, cst.Attribute) and node.attr.value == "grad"
+    )
+
+
+def _condition(source: Source, test: Node) -> tuple[str, bool]:
+    """A test as text, and whether it is that text or its opposite: `x is not None` is `x`."""
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        text, holds = _condition(source, test.expression)
+        return text, not holds
+    if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
+        comparison = test.comparisons[0]
+        right = comparison.comparator
+        if isinstance(right, cst.Name) and right.value in ("None", "True", "False"):
+            same = isinstance(comparison.operator, (cst.Is, cst.Equal))
+            text = key(source, test.left) or ""
+            return text, same is (right.value == "True")
+    return key(source, test) or "", True
+
+
+def is_loss(value: Node | None) -> bool:
+    """Whether a value can be a scaled loss: a call of scale, or arithmetic with one."""
+    if isinstance(value, cst.BinaryOperation):
+        return is_loss(value.left) or is_loss(value.right)
+    if isinstance(value, cst.Call):
+        return isinstance(value.func, cst.Attribute) and value.func.attr.value == "scale"
+    return isinstance(value, (cst.Name, cst.Attribute))

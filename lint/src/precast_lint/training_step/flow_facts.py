@@ -1,0 +1,100 @@
+"""What tests said on the way, as bits of a number: many paths know the same things, and ask for them often.
+
+Invariants: a text keeps its two bits, one for "it holds" and one for "it does not"; a number has at most one of them.
+To know less is to be more: what happens after a test that was forgotten includes what happens after either side of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+__all__ = ["Facts", "joined"]
+
+
+class Facts:
+    """The tests of one function and of those that it calls, by their texts."""
+
+    def __init__(self) -> None:
+        self.of_self = 0  # the bits of texts that begin with `self.`
+        self._places: dict[str, int] = {}
+        self._about: dict[str, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def place(self, text: str) -> int:
+        """How far to the left the bits of a text are."""
+        found = self._places.get(text)
+        if found is None:
+            found = self._places[text] = 2 * len(self._places)
+            if text.startswith("self."):
+                self.of_self |= 3 << found
+        return found
+
+    def bits(self, texts: Iterable[str]) -> int:
+        """The bits of some texts."""
+        found = 0
+        for text in texts:
+            found |= 3 << self.place(text)
+        return found
+
+    def about(self, name: str) -> int:
+        """The bits of all texts in which a name occurs."""
+        count, found = self._about.get(name, (0, 0))
+        if count < len(self._places):
+            word = re.compile(rf"(?<![\w.]){re.escape(name)}\b")
+            for text, place in list(self._places.items())[count:]:
+                if name in text and word.search(text):
+                    found |= 3 << place
+            self._about[name] = len(self._places), found
+        return found
+
+    def under(self, names: Iterable[str]) -> int:
+        """The bits of all texts that are one of some names, or begin with one."""
+        found = 0
+        starts = tuple(name for name in names if name)
+        for text, place in self._places.items():
+            if text.startswith(starts):
+                found |= 3 << place
+        return found
+
+
+@lru_cache(maxsize=8192)
+def joined(facts: frozenset[int]) -> tuple[int, ...]:
+    """Fewer sets of facts for what several know together.
+
+    Two that differ only in what one test said are one that does not know it, and one that knows more than another is
+    part of that.
+    """
+    left = set(facts)
+    changed = True
+    while changed and len(left) > 1:
+        changed = False
+        for yes in _bits(left):
+            no = yes << 1
+            for one in [one for one in left if one & (yes | no) == yes]:
+                other = one ^ yes ^ no
+                if other in left:
+                    left -= {one, other}
+                    left.add(one ^ yes)
+                    changed = True
+    return tuple(sorted(one for one in left if not any(o != one and o & one == o for o in left)))
+
+
+def _bits(facts: set[int]) -> list[int]:
+    """The lower bits of the tests of which both sides occur."""
+    every = 0
+    for one in facts:
+        every |= one
+    both = every & every >> 1
+    found = []
+    while both:
+        lowest = both & -both
+        both ^= lowest
+        if (
+            lowest.bit_length() % 2
+        ):  # and not the upper bit of one test beside the lower one of the next
+            found.append(lowest)
+    return found

@@ -1,0 +1,199 @@
+"""The functions that run when one runs, each with its code, its variables and the events of its calls.
+
+Invariants: a function that is called twice with the same names is one place; an event of a place is made once,
+whichever rule asks; nothing here depends on a rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node
+from precast_lint.training_step.flow_code import Ask, Follow, Line, Put, code_of, is_loss, reach_of
+from precast_lint.training_step.flow_events import Event, Known, call_event, key, scaler_of
+from precast_lint.training_step.flow_facts import Facts
+from precast_lint.training_step.frames import Frame, frame_of
+
+__all__ = ["Place", "Scaled", "back", "root"]
+
+_DEEP = 3  # calls in functions that are called
+
+Scaled = frozenset[tuple[str, str]]
+"""The names that hold scaled losses, each with its scaler."""
+
+
+@dataclass(eq=False)
+class _Shared:
+    """What all places of one run have in common."""
+
+    source: Source
+    facts: Facts = field(default_factory=Facts)
+    places: dict[tuple[object, ...], Place] = field(default_factory=dict)
+
+
+class Place:
+    """A function, called with certain arguments on a certain way.
+
+    Attributes:
+        code: its parts.
+        facts: the texts of tests.
+    """
+
+    def __init__(
+        self,
+        shared: _Shared,
+        function: Node,
+        known: Known,
+        stack: tuple[Node, ...],
+        *,
+        deciding: frozenset[str],
+        frame: Frame | None = None,
+    ) -> None:
+        self.code = code_of(shared.source, function)
+        self.facts = shared.facts
+        self._shared = shared
+        self._function = function
+        self._known = known
+        self._stack = stack
+        self._deciding = deciding
+        self._frame = frame
+        self._events: dict[object, Event] = {}
+        self._called: dict[Follow, Place | None] = {}
+        self._scaled: dict[object, Scaled] = {}
+        self._asked = (-1, 0)
+        self._in, self._out = _ways(shared.facts, frame)
+
+    @property
+    def deciding(self) -> int:
+        """The bits of what tests may ask for: whether there is a scaler, by the names of this function."""
+        return self.facts.bits(self._deciding)
+
+    def called(self, follow: Follow) -> Place | None:
+        """The place of a function that is called; None if it runs already, or lies too deep."""
+        if follow not in self._called:
+            self._called[follow] = self._find(follow)
+        return self._called[follow]
+
+    def _find(self, follow: Follow) -> Place | None:
+        function = follow.function
+        if function in self._stack or len(self._stack) == _DEEP:
+            return None
+        shared = self._shared
+        frame = frame_of(shared.source, function, follow.given, self._known.named)
+        stack = (*self._stack, function)
+        same = (stack, frozenset(frame.names.items()))
+        if same not in shared.places:
+            known = replace(self._known, named=frame.named)
+            deciding = {name for name, given in frame.names.items() if given in self._deciding}
+            shared.places[same] = Place(
+                shared, function, known, stack, deciding=self._deciding | deciding, frame=frame
+            )
+        return shared.places[same]
+
+    # --- events ---
+
+    def event(self, ask: Ask, scaled: Scaled) -> Event:
+        """What a call does where some names hold scaled losses."""
+        found = self._events.get(ask) or self._events.get((ask, scaled))
+        if found is None:
+            found = call_event(self._known, ask.call, dict(scaled))
+            is_same = found.kind not in ("backward", "autograd_grad")
+            self._events[ask if is_same else (ask, scaled)] = found
+        return found
+
+    def forgotten(self, line: Line) -> int:
+        """The bits of what tests said of names that get values."""
+        found = 0
+        for name in line.assigned:
+            found |= self.facts.about(name)
+        return found
+
+    def stored(self, put: Put, scaled: Scaled) -> Scaled:
+        """The names that hold scaled losses after something got a value."""
+        if put.is_update or (put.loss is None and not scaled):
+            return scaled
+        found = self._scaled.get((put, scaled))
+        if found is None:
+            scaler = scaler_of(self._known, put.loss, dict(scaled))
+            found = frozenset(pair for pair in scaled if pair[0] != put.name)
+            found |= {(put.name, scaler)} if scaler else frozenset()
+            self._scaled[put, scaled] = found
+        return found
+
+    # --- calls: from the place that calls, and back ---
+
+    def handed(self, follow: Follow, scaled: Scaled) -> Scaled:
+        """The names that hold scaled losses in a function that is called: attributes of self, and its parameters."""
+        found = self._scaled.get((follow, scaled))
+        if found is None:
+            given = [(name, value) for name, value in follow.given.items() if is_loss(value)]
+            scalers = [(n, scaler_of(self._known, value, dict(scaled))) for n, value in given]
+            found = frozenset((name, scaler) for name, scaler in scalers if scaler is not None)
+            found |= _of_self(scaled)
+            self._scaled[follow, scaled] = found
+        return found
+
+    def entered(self, known: int) -> int:
+        """What is known in this function of what its caller knows: of self, and of what parameters get."""
+        return known & self.facts.of_self | _moved(known, self._in)
+
+    def left(self, before: int, after: int) -> int:
+        """What the caller knows then: its own as before, and of self and of what parameters got what is known here."""
+        own = self.facts.of_self
+        return before & ~own | after & own | _moved(after, self._out)
+
+    def asked(self) -> int:
+        """The bits of all that this function, or one that it calls, may test, hand on or change."""
+        if self._asked[0] < len(self.facts):
+            reach = reach_of(self._shared.source, self._function)
+            found = self.facts.bits(reach.tests)
+            for name in reach.assigned:
+                found |= self.facts.about(name)
+            found |= self.facts.under(reach.handed)
+            if self._frame is not None:
+                found |= self.facts.under(self._frame.names.values())
+                found |= self.facts.bits(self._frame.names)
+            self._asked = len(self.facts), found
+        return self._asked[1]
+
+
+def root(
+    source: Source, function: Node, scalers: frozenset[str], optimizers: frozenset[str]
+) -> Place:
+    """The place of a function that nobody calls here."""
+    known = Known(source, lambda node: key(source, node), scalers, optimizers)
+    place = Place(_Shared(source), function, known, (), deciding=scalers)
+    place.asked()  # most texts get their bits now
+    return place
+
+
+def back(before: Scaled, after: Scaled) -> Scaled:
+    """The names that hold scaled losses when a function returns: its caller's own, and of self what it left."""
+    return (before - _of_self(before)) | _of_self(after)
+
+
+def _of_self(scaled: Scaled) -> Scaled:
+    if not scaled:
+        return scaled
+    return frozenset(pair for pair in scaled if pair[0].startswith("self."))
+
+
+_Ways = tuple[tuple[int, int], ...]
+
+
+def _ways(facts: Facts, frame: Frame | None) -> tuple[_Ways, _Ways]:
+    """From which place to which the bits of a test go, into a function and out of it."""
+    if frame is None:
+        return (), ()
+    called = {given: name for given, name in frame.called.items() if given}
+    into = [(facts.place(given), facts.place(name)) for given, name in called.items()]
+    out = [(facts.place(name), facts.place(given)) for name, given in frame.names.items() if given]
+    return tuple(into), tuple(out)
+
+
+def _moved(known: int, ways: _Ways) -> int:
+    found = 0
+    for old, new in ways:
+        found |= (known >> old & 3) << new
+    return found

@@ -1,0 +1,58 @@
+"""Which expressions are optimizers, by the class that makes them or by their name and use.
+
+Invariant: what is made by a class that is no optimizer's is none, whatever it is called.
+"""
+
+from __future__ import annotations
+
+import re
+
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+
+__all__ = ["acts_as_optimizer", "is_scheduler"]
+
+_NAME = re.compile(r"(^|_)(optim(izer)?|opt)(?![a-z])", re.IGNORECASE)
+_MAKER = re.compile(r"(^|[._])(build|create|get|make|configure)_optim", re.IGNORECASE)
+_SCHEDULER = re.compile(r"lr_scheduler|(transformers|diffusers)\..*\bget_\w*schedule\w*$")
+
+
+def acts_as_optimizer(source: Source, node: Node) -> bool:
+    """Whether something of unknown class is called an optimizer, steps, and sets gradients to zero in this file."""
+    last = node.attr if isinstance(node, cst.Attribute) else node
+    if not isinstance(last, cst.Name) or not _NAME.search(last.value):
+        return False
+    made = source.values.constructed(node)
+    if isinstance(made, cst.Call) and not _MAKER.search(_text(made.func)):
+        return False
+    known = source.instance(node)
+    return (known is None or _MAKER.search(known) is not None) and _text(node) in _used(source)
+
+
+def is_scheduler(instance: str | None) -> bool:
+    """Whether a class, or the function that makes an object, is for schedulers of the learning rate."""
+    return _SCHEDULER.search(instance or "") is not None
+
+
+def _used(source: Source) -> set[str]:
+    """The texts of what both `step()` and `zero_grad` are called on, and neither `backward` nor `train`."""
+    known = source.cache.get("used as optimizers")
+    if known is None:
+        called: dict[str, set[str]] = {"step": set(), "zero_grad": set(), "other": set()}
+        for call, owner, _ in source.methods("step", "zero_grad", "backward", "train", "update"):
+            assert isinstance(call.func, cst.Attribute)
+            called.get(call.func.attr.value, called["other"]).add(_text(owner))
+        known = source.cache["used as optimizers"] = called["step"] & called["zero_grad"] - called[
+            "other"
+        ] - {""}
+    assert isinstance(known, set)
+    return known
+
+
+def _text(node: Node) -> str:
+    """`self.optimizer` as it is written; empty for what is no dotted name."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute) and (owner := _text(node.value)):
+        return f"{owner}.{node.attr.value}"
+    return ""

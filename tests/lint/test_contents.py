@@ -1,0 +1,134 @@
+"""What items of tables, loops, configurations, parsed arguments and base classes of a file are."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from precast_lint.checking.engine import check
+from precast_lint.meaning.kinds import is_device, is_flag, is_number
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.text import decode
+from precast_lint.selecting.settings import Settings
+
+SCALER = "torch.amp.GradScaler"
+MADE = "torch.amp.GradScaler()"
+
+
+def looked_at(text: str) -> tuple[Source, Node]:
+    """What stands in `look(...)`."""
+    source = Source(decode(textwrap.dedent("import torch\n" + text).encode()))
+    call = next(c for c in source.all(cst.Call) if source.code(c.func) == "look")
+    return source, call.args[0].value
+
+
+KNOWN = (
+    f"for s in ({MADE}, {MADE}):\n    look(s)",
+    f"made = [{MADE} for _ in range(3)]\nfor i, s in enumerate(made):\n    look(s)",
+    f"made = []\nmade.append({MADE})\nfor s in made:\n    look(s)",
+    f"made = {{'a': {MADE}}}\nlook(made['a'])",
+    f"made = {{'a': {MADE}, 'b': 1}}\nlook(made['a'])",
+    f"made = {{}}\nmade['a'] = {MADE}\nfor name, s in made.items():\n    look(s)",
+    f"made = dict(a={MADE})\nlook([look(s) for s in made.values()])\nlook(made['a'])",
+    f"for n, s in zip([1, 2], [{MADE}, {MADE}]):\n    look(s)",
+    f"def make():\n    return [{MADE}]\nfor s in make():\n    look(s)",
+    f"class A:\n    def __init__(self):\n        self.s = {MADE}\nclass B(A):\n    def b(self):\n        look(self.s)",
+    f"class A:\n    def b(self):\n        look(self.s)\nclass B(A):\n    def __init__(self):\n        self.s = {MADE}",
+    f"class A:\n    @property\n    def s(self):\n        return {MADE}\n    def b(self):\n        look(self.s)",
+    f"class A:\n    s = {MADE}\nlook(A.s)",
+    f"class A:\n    def __init__(self):\n        self.s = {MADE}\na = A()\nlook(a.s)",
+    f"from types import SimpleNamespace\nn = SimpleNamespace(s={MADE})\nlook(n.s)",
+    f"def make():\n    return 1, {MADE}\na, s = make()\nlook(s)",
+    f"class A:\n    def make(self):\n        return {MADE}\nclass B(A):\n    def b(self):\n        look(self.make())",
+    f"class A:\n    @staticmethod\n    def f(x, s):\n        look(s)\nA.f(1, {MADE})",
+    f"class A:\n    @classmethod\n    def f(cls, s):\n        look(s)\n    def g(self):\n        self.f({MADE})",
+    f"def make():\n    return {{'s': {MADE}, 'n': 1}}\ndef f(t):\n    look(t['s'])\nf(make())",
+)
+UNKNOWN = (
+    f"def make():\n    if x:\n        return 1, {MADE}\n    return two\na, s = make()\nlook(s)",
+    f"class A:\n    @wrapped\n    def f(self, s):\n        look(s)\n    def g(self):\n        self.f({MADE})",
+    f"for s in ({MADE}, other):\n    look(s)",
+    f"made = [{MADE}, *others]\nfor s in made:\n    look(s)",
+    f"made = [{MADE}]\nmade.append(other)\nfor s in made:\n    look(s)",
+    f"made = {{'a': {MADE}, 'b': 1}}\nlook(made[name])",
+    f"made = {{'a': {MADE}}}\nmade['a'] = other\nlook(made['a'])",
+    "for s in s:\n    look(s)",
+    "made = made[0]\nlook(made)",
+    "a, b = b, a\nfor s in a:\n    look(s)",
+    f"class A:\n    s = {MADE}\nlook(A.s)\nother.s = 1",
+    f"class A:\n    def __init__(self):\n        self.s = {MADE}\nlook(a.s)",
+    f"class A(B):\n    def b(self):\n        look(self.s)\nclass B(A):\n    def c(self):\n        self.s = 1, {MADE}",
+    "class A(B):\n    def b(self):\n        look(self.b())\n        super().d()\nclass B(A):\n    pass",
+)
+
+
+@pytest.mark.parametrize("text", KNOWN)
+def test_what_a_file_puts_somewhere_is_known_where_it_is_taken_out(text: str) -> None:
+    source, node = looked_at(text.replace("look([look(s) for s in made.values()])\n", ""))
+    assert source.instance(node) == SCALER
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_one_value_that_is_not_known_is_enough_to_say_nothing(text: str) -> None:
+    source, node = looked_at(text)
+    assert source.instance(node) is None
+
+
+PARSER = "import argparse\nparser = argparse.ArgumentParser()\n"
+FLAGS = (
+    PARSER + "parser.add_argument('--amp', action='store_true')\nlook(parser.parse_args().amp)",
+    PARSER + "parser.add_argument('--no-amp', dest='amp', action='store_false')\n"
+    "def parse():\n    return parser.parse_args()\ndef main(args):\n    look(args.amp)\nmain(parse())",
+    PARSER + "parser.add_argument('--amp', action=argparse.BooleanOptionalAction)\n"
+    "args = parser.parse_args()\nlook(args.amp)",
+    "class Settings:\n    amp: bool = True\ndef main(settings: Settings):\n    look(settings.amp)",
+    "settings = {'amp': True}\nlook(settings['amp'])",
+    "import enum\nclass A(enum.Enum):\n    on = True\nlook(A.on.value)",
+)
+NO_FLAGS = (
+    PARSER + "parser.add_argument('--amp', action='store_true')\nargs = parser.parse_args()\n"
+    "args.amp = torch.float16\nlook(args.amp)",
+    PARSER + "parser.add_argument('--amp', type=str)\nlook(parser.parse_args().amp)",
+    PARSER + "parser.add_argument('--amp', action='store_true')\nlook(args.amp)",
+    "class P:\n    def parse_args(self): pass\nP().add_argument('--amp', action='store_true')\n"
+    "look(P().parse_args().amp)",
+)
+
+
+@pytest.mark.parametrize("text", FLAGS)
+def test_a_flag_of_a_configuration_is_one(text: str) -> None:
+    assert is_flag(*looked_at(text))
+
+
+@pytest.mark.parametrize("text", NO_FLAGS)
+def test_what_may_be_something_else_is_no_flag(text: str) -> None:
+    assert not is_flag(*looked_at(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class A:\n    def a(self, x):\n        self.a = -self.a\n        return x.half() + self.a",
+        "def f(x, m):\n    e = torch.exp(x)\n    for _ in m:\n        e = e * m\n    return e / e.sum(1)",
+        "e = e * m\nw = e / e.sum(1)\nx = -x\ny = torch.zeros(3).half() + x",
+        "def region(a):\n    return region(a) if a else torch.autocast('cuda')\nwith region(1):\n    loss.backward()",
+        "class A(A): pass\nclass A(A):\n    def f(self):\n        with self.a.b.c: super().f()",
+    ],
+)
+def test_what_refers_to_itself_ends(text: str) -> None:
+    settings = Settings()
+    found = check(
+        decode(f"import torch\nautocast = softmax = None\n{text}\n".encode()), "a.py", settings
+    )
+    assert "AMP900" not in [finding.code for finding in found.findings]
+
+
+def test_numbers_and_devices_of_configurations() -> None:
+    option = PARSER + "parser.add_argument('--scale', type=float, default=2.0)\n"
+    assert is_number(*looked_at(option + "look(parser.parse_args().scale)"))
+    assert is_number(*looked_at("def f(args):\n    look(args.scale * 1.0)"))
+    assert not is_number(*looked_at("def f(args):\n    look(args.device * 2)"))
+    stored = "def main(args):\n    args.device = torch.device(args.device)\n    run(args)\n"
+    assert is_device(*looked_at(stored + "def run(options):\n    look(options.device)"))
