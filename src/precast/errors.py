@@ -27,6 +27,9 @@ Each message says what was asked, what is allowed and what to do.
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
 __all__ = [
     "AttachError",
     "BannedOperationError",
@@ -139,13 +142,34 @@ class OutputError(PrecastError, OSError):
     What was at the file's path before is unchanged.
     """
 
-    remedy = "Free some space, or name a file in a folder that you may write to"
+    remedy = ""
+    """What the user can do; where it is empty, what the number of the error asks for."""
 
     def __str__(self) -> str:
+        remedy = self.remedy or _REMEDIES.get(self.errno or 0, _ANY_REMEDY)
         return (
             f"cannot write {self.filename}: {self.strerror}; what was there before is unchanged. "
-            f"{self.remedy}"
+            f"{remedy}"
         )
+
+
+_WRITABLE: Final = "Name a file in a folder that you may write to"
+_ROOM: Final = "Free some space, or name a file on another disk"
+_OTHER_FILE: Final = "Name another file, or move that one away"
+_ANY_REMEDY: Final = "Free some space, or name a file in a folder that you may write to"
+_REMEDIES: Final = {
+    errno.EACCES: _WRITABLE,
+    errno.EPERM: _WRITABLE,
+    errno.EROFS: _WRITABLE,
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EEXIST: _OTHER_FILE,
+    errno.EISDIR: "Name a file in it, or another place",
+    errno.ENOENT: "Make the folder, or name a file in one that is there",
+    errno.ENOTDIR: "Name a file in a folder",
+    errno.ENODEV: "Name a file in a folder",
+}
+"""What a user can do about the number of an error."""
 
 
 class MissingExtraError(PrecastError, ImportError):

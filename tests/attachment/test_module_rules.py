@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -704,6 +706,17 @@ def test_a_model_may_go_while_another_function_is_compiled() -> None:
     compiled = torch.compile(lambda x: torch.sin(x) * 2, backend=backend)
     assert torch.equal(compiled(X), torch.sin(X) * 2)
     assert not models
+    assert attachment not in held.attached
+
+
+def test_a_model_may_go_while_the_compiler_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of an optimizer loads it, and a module that is being loaded has no attributes yet."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    attachment = precast.attach(model, TORCH.replace(modules={"0": "fp32"}))
+    half = types.ModuleType("torch._dynamo")
+    monkeypatch.setitem(sys.modules, "torch._dynamo", half)
+    monkeypatch.setattr(torch, "_dynamo", half, raising=False)
+    attachment.detach()
     assert attachment not in held.attached
 
 

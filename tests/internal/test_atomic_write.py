@@ -100,18 +100,28 @@ def test_a_disk_that_is_really_full_is_one_message(
         return os.open("/dev/full", os.O_WRONLY), name
 
     monkeypatch.setattr(atomic_write.tempfile, "mkstemp", on_a_full_disk)
-    with pytest.raises(OutputError, match=r"cannot write .*run\.json: No space left on device"):
+    with pytest.raises(
+        OutputError, match=r"cannot write .*run\.json: No space left on device.*Free some space"
+    ):
         atomic_write.replace(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-@pytest.mark.parametrize("under", ["/proc/self/nowhere/run.json", "{file}/run.json"])
-def test_a_folder_that_cannot_be_written_is_one_message(under: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("under", "remedy"),
+    [
+        ("/proc/self/nowhere/run.json", "Make the folder, or name a file in one that is there"),
+        ("{file}/run.json", "Name a file in a folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_one_message(
+    under: str, remedy: str, tmp_path: Path
+) -> None:
     file = tmp_path / "file"
     file.write_text("no folder")
     with pytest.raises(
-        PrecastError, match=r"cannot write .*; what was there before is unchanged\. Free"
+        PrecastError, match=rf"cannot write .*; what was there before is unchanged\. {remedy}$"
     ):
         atomic_write.replace(Path(under.format(file=file)), b"new")
     assert file.read_text() == "no folder"

@@ -5,6 +5,7 @@ Fresh processes run what is named `in_a_process_...` here, so this file imports 
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -87,6 +88,7 @@ def in_a_process_use_all() -> None:
     # What PyTorch replaces itself, when it compiles or makes an optimizer, is none of ours.
     compiled(lambda: torch.autocast("cpu"))
     torch.optim.SGD(linear.parameters(), 0.1)
+    importlib.import_module("torch._inductor.compile_fx")
     attributes = TorchAttributes()
     during: dict[str, list[Key]] = {}
     for feature in _FEATURES:
@@ -174,6 +176,12 @@ def _export(until: ExitStack, _: nn.Linear) -> None:
     until.enter_context(as_with_numbers())
 
 
+def _package(until: ExitStack, _: nn.Linear) -> None:
+    from precast._torch import left_to_kernels
+
+    until.enter_context(left_to_kernels())
+
+
 _FEATURES: list[Callable[[ExitStack, nn.Linear], None]] = [
     _region,
     _trace,
@@ -183,6 +191,7 @@ _FEATURES: list[Callable[[ExitStack, nn.Linear], None]] = [
     _attach,
     _run,
     _export,
+    _package,
 ]
 
 

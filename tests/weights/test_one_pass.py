@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import precast
 from precast.weights import held, step_program
+from precast.weights.partial_steps import set_gradient
 from precast.weights.step_program import ProgramKey
 
 BF16 = torch.bfloat16
@@ -246,7 +247,7 @@ def test_gradients_in_16_bits_are_read_as_they_are(programs: Any) -> None:
             its.step()
             assert each[0].weight.grad.dtype is BF16
         plain.load_state_dict(model.state_dict())  # what rounds otherwise is not to grow
-    assert {key.gradient for key in programs} == {BF16}
+    assert {key.stored[1] for key in programs} == {BF16}
     assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.float32
     check_copies(model)
     for name in ("exp_avg", "exp_avg_sq", "step"):
@@ -314,6 +315,108 @@ def test_clipping_and_accumulation_come_before(programs: Any) -> None:
     assert programs
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_clipping_in_the_pass_gives_the_bits_of_clipping_before(
+    max_norm: float, programs: Any
+) -> None:
+    """Beside a step in one pass after PyTorch's own clipping; biases are clipped before the step, too."""
+    model, other = net(), net()
+    made = [AdamW(groups(m), lr=0.01) for m in (model, other)]
+    attachment = precast.attach(model, optimizer=made[0], step="one-pass")
+    precast.attach(other, optimizer=made[1], step="one-pass")
+    for step in range(4):
+        for each in (model, other):
+            give_gradients(each, step)
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        norm = attachment.clip_grad_norm_(max_norm)
+        assert torch.equal(norm, nn.utils.clip_grad_norm_(other.parameters(), max_norm))
+        for optimizer in made:
+            optimizer.step()
+        assert all(map(torch.equal, weights(model), weights(other)))
+        if step:
+            assert torch.equal(model[0].weight.grad, before[0])
+    assert {key.is_scaled for key in programs} == {True, False}
+
+
+def test_gradients_in_16_bits_are_clipped_in_float32(programs: Any) -> None:
+    """So they lose nothing to another rounding: as float32 gradients with the same numbers do."""
+    model, other = net(), net()
+    made = [SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, other)]
+    attachment = precast.attach(model, optimizer=made[0], grad_dtype=BF16, step="one-pass")
+    precast.attach(other, optimizer=made[1], step="one-pass")
+    for step in range(3):
+        give_gradients(other, step)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            set_gradient(p, q.grad.to(BF16 if p.dim() == 2 else torch.float32))
+        attachment.clip_grad_norm_(0.3)
+        nn.utils.clip_grad_norm_(other.parameters(), 0.3)
+        for optimizer in made:
+            optimizer.step()
+    assert programs
+    for mine, its in zip(weights(model), weights(other), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_not_stepped_in_one_pass_is_clipped_all_the_same() -> None:
+    for make in (lambda p: SGD(p, lr=0.1), optim.Adafactor):
+        model, plain = net(), net()
+        optimizer, other = make(model.parameters()), make(plain.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", precast.errors.PrecastWarning)
+            attachment = precast.attach(model, optimizer=optimizer, step="one-pass")
+            for each in (model, plain):
+                give_gradients(each, 0)
+            attachment.clip_grad_norm_(0.5)
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+        other.step()
+        assert all(map(torch.equal, weights(model), weights(plain)))
+
+
+def test_a_gradient_that_is_written_after_clipping_is_one_clear_error(programs: Any) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    attachment = precast.attach(model, optimizer=optimizer, step="one-pass")
+    for _ in range(2):
+        give_gradients(model, 0)
+        optimizer.step()
+    before = weights(model)
+    attachment.clip_grad_norm_(0.1)
+    model[0].weight.grad.add_(1.0)
+    with pytest.raises(precast.errors.AttachError, match="written between"):
+        optimizer.step()
+    assert all(map(torch.equal, before, weights(model)))
+    give_gradients(model, 1)  # others in their place are not clipped
+    optimizer.step()
+    assert (before[0] - model[0].weight).abs().max() > 0.1
+
+
+def test_a_scaler_and_clipping_in_the_pass(programs: Any) -> None:
+    model, plain = net(), net()
+    made = [AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
+    scalers = [precast.GradScaler("cpu", init_scale=1024.0) for _ in made]
+    attachment = precast.attach(model, optimizer=made[0], step="one-pass")
+    for step in range(4):
+        for each, optimizer, scaler in zip((model, plain), made, scalers, strict=True):
+            optimizer.zero_grad()
+            give_gradients(each, step, 1024.0 * (float("inf") if step == 2 else 1.0))
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(optimizer)
+            if each is model:
+                attachment.clip_grad_norm_(0.5)
+            else:
+                nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        check_equal(model, plain)
+    assert programs
+
+
+def test_clipping_needs_an_optimizer() -> None:
+    with pytest.raises(precast.errors.AttachError, match="needs the optimizer"):
+        precast.attach(net()).clip_grad_norm_(1.0)
+
+
 def test_a_compiler_that_fails_leaves_the_step_to_the_optimizer(
     programs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +469,54 @@ def test_what_attach_cannot_take_is_one_clear_error() -> None:
     assert not precast.attachment.attachment.attached_models()
 
 
+def test_states_of_another_dtype_are_one_clear_error() -> None:
+    for dtype in (BF16, torch.float16, torch.float64):
+        model = net()
+        optimizer = AdamW(model.parameters())
+        give_gradients(model, 0)
+        optimizer.step()
+        its = optimizer.state[model[0].weight]
+        its["exp_avg_sq"] = its["exp_avg_sq"].to(dtype)
+        with pytest.raises(
+            precast.errors.AttachError, match=rf"'exp_avg_sq' of 0\.weight is {dtype}"
+        ):
+            precast.attach(model, optimizer=optimizer, step="one-pass")
+        assert not precast.attachment.attachment.attached_models()
+
+
+def test_a_step_that_pytorch_refuses_has_changed_nothing(programs: Any) -> None:
+    """Adam looks for sparse gradients before it changes anything, and so does this."""
+    model = nn.ModuleDict({"l": nn.Linear(WIDTH, WIDTH), "e": nn.Embedding(400, 64, sparse=True)})
+    optimizer = Adam(model.parameters(), lr=0.1)
+    precast.attach(model, optimizer=optimizer, step="one-pass")
+    for _ in range(2):
+        model["l"].weight.grad = torch.ones_like(model["l"].weight)
+        optimizer.step()
+    assert programs
+    before = model["l"].weight.detach().clone()
+    model["e"](torch.tensor([1, 2])).sum().backward()
+    with (
+        pytest.warns(precast.errors.PrecastWarning, match="a gradient is sparse"),
+        pytest.raises(RuntimeError, match="does not support sparse gradients"),
+    ):
+        optimizer.step()
+    assert torch.equal(model["l"].weight, before)
+    assert optimizer.state[model["l"].weight]["step"] == 2
+
+
+def test_two_optimizers_of_one_model_step_in_turn(programs: Any) -> None:
+    model, plain = net(), net()
+    made = [(AdamW(m.parameters()), SGD(m.parameters(), lr=0.1)) for m in (model, plain)]
+    for optimizer in made[0]:
+        precast.attach(model, optimizer=optimizer, step="one-pass")
+    for step in range(6):
+        for each, optimizers in zip((model, plain), made, strict=True):
+            give_gradients(each, step)
+            optimizers[step % 2].step()
+    assert len(programs) == 2
+    check_equal(model, plain)
+
+
 def test_compiled_steps_err_no_more_than_the_optimizers() -> None:
     """One program, compiled for real: gradients in bfloat16, a weight and its transpose, a schedule, copies."""
     model, plain, exact = net(), net(), net().double()
@@ -392,6 +543,30 @@ def test_compiled_steps_err_no_more_than_the_optimizers() -> None:
         assert error.max() < 1e-6
     with torch.inference_mode():
         assert torch.equal(use(model), use(copy.deepcopy(model)))
+
+
+def test_a_program_that_was_compiled_for_one_size_is_right_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No guard looks at sizes: one that vectors divide comes first, then those that they do not."""
+    made: dict[ProgramKey, Any] = {}
+    monkeypatch.setattr(step_program, "_programs", made)
+    shapes = (128, 128), (131, 127), (16411, 1), (130, 129)
+    results = []
+    for attached in (True, False):
+        torch.manual_seed(0)
+        model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if attached:
+            precast.attach(model, optimizer=optimizer, step="one-pass")
+        for _ in range(3):
+            for p in model:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        results.append([p.detach() for p in model])
+    assert len(made) == 1
+    for mine, its in zip(*results, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
 
 
 def _is_loaded() -> bool:

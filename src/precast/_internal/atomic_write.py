@@ -46,9 +46,7 @@ def replace_own(path: Path, content: bytes) -> None:
     except OSError as unread:
         raise OutputError(unread.errno, unread.strerror or str(unread), str(path)) from unread
     if foreign:
-        error = OutputError(errno.EEXIST, NOT_OURS, str(path))
-        error.remedy = "Name another file, or move that one away"
-        raise error
+        raise OutputError(errno.EEXIST, NOT_OURS, str(path))
     replace(path, content)
 
 
@@ -73,12 +71,19 @@ def replace(path: Path, content: bytes, mode: int = 0o644, *, make_folders: bool
             path.write_bytes(content)
             return
         if make_folders:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(target.parent)
         _replace(target, content, mode)
     except OSError as error:
         raise OutputError(error.errno, error.strerror or str(error), str(path)) from error
     except ValueError as error:  # a path with a zero byte
         raise OutputError(errno.EINVAL, str(error), str(path)) from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder") from error
 
 
 def is_no_file(path: Path) -> bool:

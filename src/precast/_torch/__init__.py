@@ -22,10 +22,12 @@ from precast._torch.compile import *
 from precast._torch.devices import *
 from precast._torch.dispatcher import *
 from precast._torch.distributed import *
+from precast._torch.float8 import *
 from precast._torch.graphs import *
 from precast._torch.modes import *
 from precast._torch.modules import *
 from precast._torch.optimizers import *
+from precast._torch.packages import *
 from precast._torch.patch_list import *
 from precast._torch.patches import *
 from precast._torch.tensors import *

@@ -66,10 +66,12 @@ def has_compiled() -> bool:
 def reset_compiler() -> None:
     """Drops what `torch.compile` made in this process; does nothing where it is not loaded.
 
-    PyTorch refuses this in the middle of a compilation. Only the garbage collector calls it then, for a model that is
-    gone, and nothing is dropped. PyTorch's own guards ask `CompileContext` as well (2.11 to 2.15).
+    PyTorch refuses this in the middle of a compilation, and cannot do it while the compiler is being loaded, which the
+    first step of an optimizer does. Only the garbage collector calls it then, for a model that is gone, and nothing is
+    dropped. PyTorch's own guards ask `CompileContext` as well (2.11 to 2.15).
     """
-    if "torch._dynamo" in sys.modules and torch._guards.CompileContext.current_compile_id() is None:
+    is_loaded = hasattr(sys.modules.get("torch._dynamo"), "reset")
+    if is_loaded and torch._guards.CompileContext.current_compile_id() is None:
         torch.compiler.reset()
 
 

@@ -7,9 +7,12 @@ Invariants:
 
 from __future__ import annotations
 
+import io
+import logging
 import re
-from collections.abc import Iterable
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any, Final
 
 import torch
@@ -23,9 +26,10 @@ __all__ = [
     "DispatchMode",
     "calls_others",
     "calls_within",
-    "compile_package",
     "fake_mode_of",
     "higher_order_name",
+    "is_fake",
+    "log_of_what_succeeds",
     "run_composite",
     "tree_flatten",
     "tree_leaves",
@@ -78,6 +82,13 @@ def fake_mode_of(nodes: Iterable[torch.fx.Node]) -> Any:
     """The mode that the values of an exported graph's inputs belong to, which have no numbers (2.13)."""
     values = [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     return torch._guards.detect_fake_mode(values)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor without numbers, as programs are recorded with (2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
 
 
 def higher_order_name(target: Any) -> str | None:
@@ -135,17 +146,48 @@ def without_numbers(fake_mode: Any) -> Any:
     return stack
 
 
-def compile_package(program: Any, path: str) -> None:
-    """Compiles an exported program with AOTInductor into a package; nothing public does (2.13).
+@contextmanager
+def log_of_what_succeeds() -> Iterator[None]:
+    """Holds back what PyTorch logs, and drops it where an error is raised, which says it all (2.13).
 
-    The compiler joins operations into loops that compute in float32, and leaves out the roundings between them unless
-    it is told to keep them. Its passes on whole graphs replace attention that is written as matmul and softmax by a
-    fused kernel, which does not round in between either.
+    The exporter logs the tracebacks of errors that it raises, and a graph of what it recorded until then it prints.
     """
-    from torch._inductor import aoti_compile_and_package
+    held: list[tuple[logging.Handler, logging.LogRecord]] = []
+    named = [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "torch"]
+    handlers = list({h: None for name in named for h in logging.getLogger(name).handlers})
+    holders = [_Holder(handler, held) for handler in handlers]
+    for handler, holder in zip(handlers, holders, strict=True):
+        handler.addFilter(holder)
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+    except BaseException:
+        held.clear()
+        printed = io.StringIO()
+        raise
+    finally:
+        for handler, holder in zip(handlers, holders, strict=True):
+            handler.removeFilter(holder)
+        for handler, record in held:
+            handler.handle(record)
+        if printed.getvalue():
+            sys.stderr.write(printed.getvalue())
 
-    keep_roundings = {"emulate_precision_casts": True, "use_joint_graph_passes": False}
-    aoti_compile_and_package(program, package_path=path, inductor_configs=keep_roundings)
+
+class _Holder(logging.Filter):
+    """Keeps the records of one handler for later."""
+
+    def __init__(
+        self, handler: logging.Handler, held: list[tuple[logging.Handler, logging.LogRecord]]
+    ) -> None:
+        super().__init__()
+        self._handler, self._held = handler, held
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keeps a record, and lets it not pass."""
+        self._held.append((self._handler, record))
+        return False
 
 
 def updated_program(program: Any, **changes: Any) -> Any:

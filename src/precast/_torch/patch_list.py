@@ -164,11 +164,29 @@ PATCHES: Final = (
     Patch(
         "torch._subclasses.fake_tensor:FakeTensorMode",
         ("dispatch",),
-        "Some operations refuse mixed dtypes on tensors with numbers and take them on tensors without. A policy that "
-        "promotes acts on the error, so an export that sees none records other dtypes than the program has.",
+        "Some operations refuse mixed dtypes on tensors with numbers and take them on tensors without, or give their "
+        "result in another dtype there. An export records what is said without numbers.",
         "precast.export()",
         "when the model is recorded",
         "2.13",
+    ),
+    *(
+        Patch(
+            owner,
+            names,
+            "AOTInductor adds numbers in another order than PyTorch's kernels, and its package would differ from the "
+            "program. It has no option to leave single operations to these.",
+            "precast export --to aoti",
+            "when the package is compiled",
+            "2.13",
+        )
+        for owner, names in (
+            ("torch._inductor.compile_fx", ("select_decomp_table",)),
+            (
+                "torch._inductor.graph",
+                ("fallback_node_due_to_unsupported_type", "fallback_handler"),
+            ),
+        )
     ),
 )
 """Everything of PyTorch's that precast replaces."""

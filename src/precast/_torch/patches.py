@@ -276,24 +276,27 @@ class RegionListener(Protocol):
         """Autocast is switched on or off."""
 
 
-def on_fake_operation(listener: Callable[[Any, Any, Any], None]) -> Stop:
+def on_fake_operation(listener: Callable[[Any, Any, Any], Callable[[Any], Any] | None]) -> Stop:
     """Has ``listener(overload, args, kwargs)`` called before each operation on tensors without numbers, in any thread.
 
-    What it raises the operation raises. Calling what this returns ends that.
+    What it raises the operation raises. If it returns a function, that gets the result, and what it makes of it is the
+    result. Calling what this returns ends that.
     """
     return _fake_operations.add(listener)
 
 
-def _make_fake_operations(listeners: list[Callable[..., None]]) -> list[Stop]:
+def _make_fake_operations(listeners: list[Callable[..., Any]]) -> list[Stop]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     original = FakeTensorMode.dispatch
 
     @wraps(original)
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for listener in tuple(listeners):
-            listener(func, args, kwargs or {})
-        return original(self, func, types, args, kwargs or {})
+        found = [listener(func, args, kwargs or {}) for listener in tuple(listeners)]
+        result = original(self, func, types, args, kwargs or {})
+        for change in found:
+            result = result if change is None else change(result)
+        return result
 
     return [replace_names("torch._subclasses.fake_tensor:FakeTensorMode", dispatch=dispatch)]
 

@@ -8,11 +8,13 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 __all__ = [
     "in_forward_mode",
+    "innermost_transform",
     "is_functorch_active",
     "is_functorch_wrapper",
     "is_real",
@@ -40,9 +42,13 @@ def optimize_torchscript(optimize: bool) -> None:
     torch._C._get_graph_executor_optimize(optimize)
 
 
+innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The `torch.func` transform (vmap, grad ...) that is running in this thread, and None without one (2.13)."""
+
+
 def is_functorch_active() -> bool:
-    """Whether a `torch.func` transform (vmap, grad ...) is running in this thread (2.13)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a `torch.func` transform (vmap, grad ...) is running in this thread."""
+    return innermost_transform() is not None
 
 
 def is_functorch_wrapper(tensor: torch.Tensor) -> bool:

@@ -29,6 +29,7 @@ from precast._internal.display import Card, Displayed, size
 from precast._torch import is_captured, on_collectives, runs_uncompiled
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.attachment.module_hooks import Applied, apply
+from precast.attachment.storage import Storage, check_states
 from precast.engine.thread_state import regions
 from precast.errors import AttachError, PrecastWarning
 from precast.policy.module_names import named_parameters, names_in
@@ -36,8 +37,10 @@ from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy, as_policy
 from precast.weights import held
 from precast.weights.held import Copy, HeldParameter
-from precast.weights.low_precision_gradients import LowPrecisionGradients
+from precast.weights.low_precision_gradients import LowPrecisionGradients, check_takes_one_gradient
 from precast.weights.one_pass import OnePassStep
+from precast.weights.partial_steps import parameters_of
+from precast.weights.stored_weights import StoredWeights
 
 __all__ = ["Attachment", "Memory", "attach", "attached_models", "names_of"]
 
@@ -62,6 +65,9 @@ def attach(
     hold: bool = True,
     grad_dtype: torch.dtype | None = None,
     step: Literal["one-pass"] | None = None,
+    masters: Literal["float32", "kahan", "stochastic"] | None = None,
+    states: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
 ) -> Attachment:
     """Keeps the 16-bit copies of a model's weights between regions, and sets the precision of its modules by name.
 
@@ -80,6 +86,15 @@ def attach(
         step: "one-pass" has `torch.compile` compile what `optimizer` does to a large weight, to a program that reads
             the gradient, writes weight, states and copies, and goes through memory once. What it cannot take is stepped
             as before, and a warning says so once. With None the optimizer steps as before.
+        masters: "kahan" or "stochastic" stores the weights that `optimizer` trains in bfloat16 alone, from now on, and
+            lets them learn: what a step rounds away stays beside them in bfloat16 and is added before the next, or they
+            are rounded up or down by chance. That is for parameters that are bfloat16 already, and for float32 ones
+            with at least two dimensions and 16,384 numbers; they are stepped in one pass. "float32" makes parameters in
+            16 bits float32 ones. With None parameters stay as they are.
+        states: torch.bfloat16 stores the optimizer's states of such weights in bfloat16, rounded by chance. With None
+            they are float32.
+        generator: where the chances come from, on the CPU. With None it is PyTorch's own; where torch.distributed is
+            initialized, each process has the same chances, so that replicas stay equal.
 
     Returns:
         The attachment, which lasts as long as the model, or until its `detach`.
@@ -89,7 +104,8 @@ def attach(
             for a part of a scripted module.
         AttachError: `model` is no module; `optimizer` is no optimizer, or has no parameter of the model; `grad_dtype`
             is another dtype, or comes without an optimizer, or with one that takes several gradients in a step; `step`
-            is not "one-pass", or comes without an optimizer.
+            is not "one-pass", or comes without an optimizer; `masters` or `states` cannot be had for this optimizer or
+            for one of these parameters.
 
     Examples:
         >>> import precast
@@ -104,12 +120,22 @@ def attach(
     _check(model, optimizer)
     _check_gradients(grad_dtype, optimizer, hold=hold)
     _check_step(step, optimizer, hold=hold)
+    storage = None
+    if masters is not None or states is not None:
+        storage = Storage(masters, states, generator)
+        storage.check(model, optimizer, hold=hold)
+    stored_low = masters in ("kahan", "stochastic")
+    if optimizer is not None and (step is not None or stored_low):
+        asked = f'step="{step}"' if step is not None else f'masters="{masters}"'
+        check_states(model, optimizer, stored_low=stored_low, asked=asked)
     planned = None
     if policy is not None:
         planned = plan(model, as_policy(policy))
         for complaint in planned.complaints():
             warnings.warn(complaint, PrecastWarning, stacklevel=2)
-    return Attachment(model, planned, optimizer, hold=hold, grad_dtype=grad_dtype, step=step)
+    return Attachment(
+        model, planned, optimizer, hold=hold, grad_dtype=grad_dtype, step=step, storage=storage
+    )
 
 
 def names_of(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
@@ -142,6 +168,7 @@ class Attachment(Displayed):
         hold: bool = False,
         grad_dtype: torch.dtype | None = None,
         step: Literal["one-pass"] | None = None,
+        storage: Storage | None = None,
         give_way: Callable[[], None] | None = None,
     ) -> None:
         """Takes what `attach` has checked; `give_way` is for rules of an installed policy.
@@ -162,15 +189,19 @@ class Attachment(Displayed):
             (lambda: None) if optimizer is None else weakref.ref(optimizer)
         )
         self._one_pass: OnePassStep | None = None
-        if optimizer is not None and step is not None:
-            self._one_pass = OnePassStep(optimizer)  # its hook comes first
+        self._stored: StoredWeights | None = None
         self._gradients: LowPrecisionGradients | None = None
-        if optimizer is not None and grad_dtype is not None:
-            self._gradients = LowPrecisionGradients(optimizer, grad_dtype)
         self.plan = plan
         self._rules: Applied | None = None
-        if plan is not None:  # before parameters are held, because it may raise
+        if plan is not None:  # before weights are changed, because it may raise
             self._rules = apply(model, plan, tables=give_way is None, give_way=give_way)
+        try:
+            if optimizer is not None:
+                self._listen(model, optimizer, grad_dtype, step, storage)
+        except BaseException:
+            if self._rules is not None:
+                self._rules.remove()
+            raise
         self._find_parameters()
         _living.add(self)
         if hold:
@@ -198,6 +229,36 @@ class Attachment(Displayed):
                 copy.evict()
             held.renew(self._copies())
         self._invalidate_in_this_thread()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clips the norm of the gradients of all that `optimizer` trains, as `torch.nn.utils.clip_grad_norm_` does.
+
+        What a step in one pass reads is multiplied there, by float32 numbers in float32, and not in memory before:
+        `.grad` stays as it is. Call it after the last backward and after `scaler.unscale_`, just before the step.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: which norm: 2.0, 1.0, ``math.inf`` ...
+            error_if_nonfinite: whether a norm that is not finite raises a RuntimeError.
+
+        Returns:
+            The norm before clipping, shape ().
+
+        Raises:
+            AttachError: the attachment has no optimizer.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise AttachError(
+                "attachment.clip_grad_norm_() needs the optimizer whose step is to read the clipped gradients: "
+                'attach(model, optimizer=optimizer, step="one-pass"); or call torch.nn.utils.clip_grad_norm_.'
+            )
+        if self._one_pass is not None and self._end.alive:
+            return self._one_pass.clip(optimizer, max_norm, norm_type, error_if_nonfinite)
+        parameters = parameters_of(optimizer)
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -238,6 +299,26 @@ class Attachment(Displayed):
         # A model that is copied may have its attachment as an attribute. The copy of the model is not attached.
         return _ended, ()
 
+    def _listen(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        grad_dtype: torch.dtype | None,
+        step: Literal["one-pass"] | None,
+        storage: Storage | None,
+    ) -> None:
+        """Has the optimizer's steps be taken as they were asked for."""
+        if grad_dtype is not None:
+            check_takes_one_gradient(optimizer, grad_dtype)
+        if step is not None or storage is not None:
+            self._one_pass = OnePassStep(optimizer)  # its hook comes first
+        if storage is not None:
+            self._stored = storage.apply(model, optimizer)
+            if self._stored is not None and self._one_pass is not None:
+                self._one_pass.ask_for_stored(self._stored)
+        if grad_dtype is not None:
+            self._gradients = LowPrecisionGradients(optimizer, grad_dtype)
+
     def _copies(self) -> Iterator[Copy]:
         for held_parameter in self._held_parameters.values():
             yield from held_parameter.copies.values()
@@ -258,7 +339,7 @@ class Attachment(Displayed):
             self._modules = frozenset(map(id, model.modules()))
             managed = _managed_by_fsdp(model)
             optimizer = self._optimizer()
-            stepped = set() if optimizer is None else set(map(id, _parameters_of(optimizer)))
+            stepped = set() if optimizer is None else set(map(id, parameters_of(optimizer)))
             before, held_parameters, left_alone = self._held_parameters, {}, {}
             for name, parameter in named_parameters(model):
                 reason = managed.get(id(parameter)) or held.reason_not_held(parameter)
@@ -283,8 +364,9 @@ class Attachment(Displayed):
             self._rules = None
         if self._one_pass is not None:
             self._one_pass.end()
-        if self._gradients is not None:
-            self._gradients.end()
+        for its in (self._stored, self._gradients):
+            if its is not None:
+                its.end()
         with held.lock:
             self._hold = False  # a search for parameters that is still to come finds none
             for held_parameter in self._held_parameters.values():
@@ -299,10 +381,6 @@ class Attachment(Displayed):
 
 def _ended() -> Attachment:
     return Attachment(nn.Module())
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 _registrations: Final[list[Callable[[], None]]] = []
@@ -328,7 +406,7 @@ def _watch() -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
-    parameters = _parameters_of(optimizer)
+    parameters = parameters_of(optimizer)
     if parameters and is_captured(parameters[0]):
         held.leave_to_cuda_graphs(parameters)
         for attachment in held.attached:
@@ -336,7 +414,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
     renewed: set[int] = set()
     for attachment in list(held.attached):
         if attachment._optimizer() is optimizer:
-            for its in (attachment._one_pass, attachment._gradients):
+            for its in (attachment._one_pass, attachment._stored, attachment._gradients):
                 renewed |= set() if its is None else its.after_step()
     held.stepped(optimizer, (p for p in parameters if id(p) not in renewed))
 
@@ -378,7 +456,7 @@ def _check(model: object, optimizer: object) -> None:
             f"attach(optimizer=...) got {type(optimizer).__name__}. It takes a torch.optim.Optimizer; of a wrapper "
             "give the optimizer inside, or none: then the first use of a changed parameter renews its copy."
         )
-    if set(map(id, _parameters_of(optimizer))).isdisjoint(map(id, model.parameters())):
+    if set(map(id, parameters_of(optimizer))).isdisjoint(map(id, model.parameters())):
         raise AttachError(
             f"attach(optimizer=...) got a {type(optimizer).__name__} with no parameter of this {type(model).__name__}. "
             "Give the one that trains this model, made after the model was moved or converted, or none."

@@ -200,7 +200,7 @@ class Finding:
 
     kind: str
     """"round-trip", "float32-island", "weight-cast-again", "float32-op", "float32-spread"; of numbers "overflow",
-    "nan", "underflow"."""
+    "nan", "underflow", "rounded away"."""
     title: str
     """What was found, in a sentence."""
     cost: Cost
@@ -328,6 +328,8 @@ class WhatIf:
     """The power of two that loses least."""
     with_best: Shares | None
     """What would be lost with it."""
+    error: float | None = may_be_missing()
+    """The relative error of rounding, each tensor scaled so that it just fits, as the float8 rules scale."""
 
 
 @dataclass(slots=True)
@@ -364,6 +366,13 @@ class HealthModule:
     """What other formats would make of them."""
     underflow_known: list[bool] | None = may_be_missing(is_left_out=True)
     """Whether it is known how many zeros underflow made."""
+    updates_rounded_away: list[float | None] | None = may_be_missing(is_left_out=True)
+    """Of a parameter: the share of its numbers that the step was to move, and that stayed as 16 bits round; null where
+    that is not known."""
+    updates_lost: list[float | None] | None = may_be_missing(is_left_out=True)
+    """The share of these in the size of the update."""
+    updates_rounded_away_with_kahan: list[float | None] | None = may_be_missing(is_left_out=True)
+    """The share of numbers that would have stayed with `attach(masters="kahan")`."""
 
 
 @dataclass(slots=True)

@@ -61,6 +61,10 @@ class Operation:
         with self._off():
             return self._dispatch(*args, **kwargs)
 
+    def without_autocast(self) -> Any:
+        """A block in which no operation on this device is cast."""
+        return self._off()
+
     def call_cast(self, convert: Convert, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the operation on converted tensors; what it writes to gets the result copied back."""
         if self.written:

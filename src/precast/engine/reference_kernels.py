@@ -23,11 +23,13 @@ from precast import _torch
 from precast._internal import events
 from precast._internal.pytree import tensors_in
 from precast._torch import Kernel as DispatcherKernel
+from precast.engine.float8_kernels import RECIPES, float8_kernel
 from precast.engine.operation import Convert, Operation
 from precast.engine.thread_state import Kernel, ThreadState, regions, thread_state
 from precast.errors import BannedOperationError
 from precast.policy.policy import Rule
 from precast.weights import held, unversioned_writes
+from precast.weights.float8.formats import Recipe
 
 __all__ = ["attempting", "kernel_for", "noting", "promoting"]
 
@@ -57,22 +59,23 @@ def _fallthrough(op: Operation) -> Kernel:
 
 def _lower(op: Operation) -> Kernel:
     """LOWER: eligible tensors in the region's lower precision, weights from the cache."""
+    return lambda _keyset, args, kwargs: op.call_cast(_to_lower(op), args, kwargs)
 
-    def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtype = op.lower_dtype()
-        if held.held_parameters:
-            _count_use(thread_state(op.device_type).state)
-        cached = regions.cache.cast if torch.is_autocast_cache_enabled() else _no_cache
 
-        def convert(tensor: Tensor) -> Tensor:
-            if not op.eligible(tensor) or tensor.dtype is dtype:
-                return tensor
-            weight = cached(tensor, dtype, op.device_type)
-            return _torch.cast_without_torch_function(tensor, dtype) if weight is None else weight
+def _to_lower(op: Operation) -> Convert:
+    """Casts to the region's lower precision, for one call: eligible tensors, with weights from the cache."""
+    dtype = op.lower_dtype()
+    if held.held_parameters:
+        _count_use(thread_state(op.device_type).state)
+    cached = regions.cache.cast if torch.is_autocast_cache_enabled() else _no_cache
 
-        return op.call_cast(convert, args, kwargs)
+    def convert(tensor: Tensor) -> Tensor:
+        if not op.eligible(tensor) or tensor.dtype is dtype:
+            return tensor
+        weight = cached(tensor, dtype, op.device_type)
+        return _torch.cast_without_torch_function(tensor, dtype) if weight is None else weight
 
-    return run
+    return convert
 
 
 def _count_use(here: ThreadState) -> None:
@@ -151,6 +154,11 @@ def _banned(op: Operation) -> Kernel:
     return run
 
 
+def _float8(recipe: Recipe, op: Operation) -> Kernel:
+    """FLOAT8 and its kin: two matrices in 8 bits, the result in the region's lower precision."""
+    return float8_kernel(op, recipe, _lower(op), lambda: _to_lower(op))
+
+
 _KERNELS: Final[dict[Rule, Callable[[Operation], Kernel]]] = {
     Rule.KEEP: _keep,
     Rule.FALLTHROUGH: _fallthrough,
@@ -160,6 +168,7 @@ _KERNELS: Final[dict[Rule, Callable[[Operation], Kernel]]] = {
     Rule.FP32_APPEND_DTYPE: _fp32_append_dtype,
     Rule.PROMOTE: _promote,
     Rule.BANNED: _banned,
+    **{rule: functools.partial(_float8, recipe) for rule, recipe in RECIPES.items()},
 }
 
 

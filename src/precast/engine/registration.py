@@ -35,6 +35,7 @@ from precast._torch import Kernel as DispatcherKernel
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.engine import compile_cache_key, reference_kernels
 from precast.engine.entry_point import Watcher, entry_point, watchers
+from precast.engine.float8_kernels import RECIPES, check_device
 from precast.engine.native import library
 from precast.engine.native.calls import Calls
 from precast.engine.native.library import ENGINES
@@ -326,6 +327,8 @@ def _take_off_watched_only() -> None:
 
 def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     warn_elsewhere(policy.name, policy.measured, device_type)
+    for rule in {entry.rule for entry in policy.entries(device_type).values()} & RECIPES.keys():
+        check_device(device_type, rule)
     _torch.on_cleared_cache(_cleared)
     _torch.wrap_checkpoints()
     _listen_to_optimizers(True)

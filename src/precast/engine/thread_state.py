@@ -252,13 +252,14 @@ def _is_open(thread: weakref.ref[Records]) -> bool:
 class ThreadState:
     """What is in force in one thread for one device type."""
 
-    __slots__ = ("_bound_policy", "_device_type", "_number", "attempts", "uses")
+    __slots__ = ("_bound_policy", "_device_type", "attempts", "number", "uses")
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._bound_policy: BoundPolicy | None = None
         """What `follow` has put in force, so that it lives as long as it is."""
-        self._number = c_int64()
+        self.number = c_int64()
+        """The number of `bound_policy`, 0 for none, in memory that compiled code shares."""
         self.attempts = 0
         """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
         self.uses = 0
@@ -270,7 +271,7 @@ class ThreadState:
     @property
     def bound_policy(self) -> BoundPolicy | None:
         """The policy of precast's innermost region; None outside of all regions. `follow` changes it."""
-        number = self._number.value
+        number = self.number.value
         if number == 0:
             return None
         kept = self._bound_policy
@@ -284,11 +285,11 @@ class ThreadState:
         if calls is not None:
             native = 0 if bound is None else bound.native
             calls.put_in_force(calls.device(self._device_type), native, number)
-        self._number.value = number
+        self.number.value = number
 
     def share(self, number: c_int64) -> None:
         """From now on the number of what is in force is in this memory, which compiled code reads and writes too."""
-        number.value, self._number = self._number.value, number
+        number.value, self.number = self.number.value, number
         self.follow(self.bound_policy)
 
     def is_attempt(self) -> bool:

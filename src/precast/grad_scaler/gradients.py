@@ -23,8 +23,8 @@ from precast import _torch
 from precast._internal.callers import callers_level
 from precast.errors import PrecastWarning, ScalerError
 from precast.grad_scaler.memory import are_finite, is_finite, local, memory_of, moved
-from precast.grad_scaler.optimizers import parameters_of
 from precast.weights.low_precision_gradients import factors_of
+from precast.weights.partial_steps import parameters_of
 
 __all__ = [
     "FoundInf",

@@ -24,9 +24,10 @@ from precast._internal.display import Card, Displayed, size
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler.disabled import when_disabled
 from precast.grad_scaler.gradients import total_found_inf
-from precast.grad_scaler.optimizers import parameters_of, temporary_attributes
+from precast.grad_scaler.optimizers import temporary_attributes
 from precast.grad_scaler.scaler import GradScaler
 from precast.grad_scaler.state_dict import by_loss, read
+from precast.weights.partial_steps import parameters_of
 
 __all__ = ["LossScalers"]
 

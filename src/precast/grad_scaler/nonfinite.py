@@ -18,7 +18,7 @@ from precast._internal.events import NonfiniteOrigin, witnesses
 from precast.attachment.attachment import names_of
 from precast.grad_scaler.gradients import Place, bad_gradients, bad_parameters
 from precast.grad_scaler.memory import local
-from precast.grad_scaler.optimizers import parameters_of
+from precast.weights.partial_steps import parameters_of
 
 __all__ = ["NonfiniteDetails", "loss_to_keep"]
 

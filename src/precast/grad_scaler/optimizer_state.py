@@ -22,8 +22,8 @@ from torch.amp.grad_scaler import OptState
 from precast.errors import ScalerError
 from precast.grad_scaler.gradients import FoundInf
 from precast.grad_scaler.nonfinite import NonfiniteDetails
-from precast.grad_scaler.optimizers import parameters_of
 from precast.weights import low_precision_gradients
+from precast.weights.partial_steps import parameters_of
 
 __all__ = ["BackwardWatch", "OptimizerState", "PerOptimizerStates"]
 

@@ -1,4 +1,4 @@
-"""What a scaler asks of an optimizer: its parameters, and how one that decides on the device (a fused one) is stepped.
+"""How an optimizer that decides on the device (a fused one) is stepped.
 
 PyTorch has had two contracts with fused optimizers: their `step` takes the scaler and asks it for scale and found_inf,
 or, since then, it reads them from the attributes `grad_scale` and `found_inf`.
@@ -12,18 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.callers import callers_level
 
-__all__ = ["parameters_of", "step_given_scaler", "takes_scaler", "temporary_attributes"]
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all groups of an optimizer, in their order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+__all__ = ["step_given_scaler", "takes_scaler", "temporary_attributes"]
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:

@@ -97,12 +97,25 @@ class Plan(Displayed):
 
     def complaints(self) -> list[str]:
         """One sentence for each rule that does nothing: no module matches, or PyTorch does not call it."""
-        return self._unmatched_ones() + [
-            f"[modules] {module.pattern!r} does nothing for {module.name!r}: nn.MultiheadAttention reads its "
-            "weight and never calls it. Write a rule for the attention as a whole."
+        return (
+            self._unmatched_ones()
+            + self._switched_off_ones()
+            + [
+                f"[modules] {module.pattern!r} does nothing for {module.name!r}: nn.MultiheadAttention reads its "
+                "weight and never calls it. Write a rule for the attention as a whole."
+                for module in self.modules
+                if module.kind == _NEVER_CALLED and module.carried_out is not None
+                if module.inside.state != self.inside(next(outwards(module.name))).state
+            ]
+        )
+
+    def _switched_off_ones(self) -> list[str]:
+        return [
+            f"[modules] {module.pattern!r} does nothing for {module.name!r}: the rule for a module around it has "
+            "switched autocast off. To switch it on again, write "
+            f'{{ dtype = "lower", ops = {{ linear = "{module.rule.float8}" }} }}.'
             for module in self.modules
-            if module.kind == _NEVER_CALLED and module.carried_out is not None
-            if module.inside.state != self.inside(next(outwards(module.name))).state
+            if module.rule is not None and module.rule.float8 and not module.inside.enabled
         ]
 
     def _unmatched_ones(self) -> list[str]:
@@ -147,8 +160,9 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
         parent = _parent(name, planned) if name else ""
         around = planned[parent].inside if name else AROUND
         pattern, rule = decided[name] or (None, None)
-        inside = around.then(rule, name, pattern or "")
-        carried = _after(handed_on.get(parent), None if inside is around else rule)
+        acting = around.in_16_bits(rule, policy.in_8_bits)
+        inside = around.then(acting, name, pattern or "")
+        carried = _after(handed_on.get(parent), None if inside is around else acting)
         if _is_part_of_scripted(name, modules, inside.state == around.state):
             carried = None
         called = is_called(module)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,7 +19,15 @@ from precast import _torch
 from precast._internal.torch_versions import Version
 from precast.errors import PolicyError
 from precast.policy.patterns import check_pattern
-from precast.policy.rows import Entry, canonical, parse_entry, parse_rows
+from precast.policy.rows import (
+    FLOAT8_OPERATIONS,
+    FLOAT8_RULES,
+    Entry,
+    Rule,
+    canonical,
+    parse_entry,
+    parse_rows,
+)
 from precast.policy.values import check_choice, check_mapping, check_text, shown
 
 __all__ = [
@@ -45,16 +53,21 @@ class Precision(enum.StrEnum):
 
 
 _KEYS: Final = ("dtype", "ops", "reason")
+_IN_16_BITS: Final = (Precision.FLOAT16, Precision.BFLOAT16, Precision.LOWER)
 
 
 @dataclass(frozen=True)
 class ModuleRule:
     """What holds for a module and all that it calls.
 
+    A float8 rule's name in place of the dtype is short for a row with that rule for each product of matrices.
+
     Attributes:
         dtype: `fp32`: inputs are cast to float32, and autocast is off inside; `float16`, `bfloat16`: inputs are cast
             to it, and it is the dtype of the region inside; `lower`: the same with the dtype of the region around,
-            also where an outer module has switched autocast off; `keep`: as if no rule matched; None: as around it.
+            also where an outer module has switched autocast off; with each of the three, products that are in 8 bits
+            around the module are in 16 bits inside, unless `ops` says otherwise; `keep`: as if no rule matched; None:
+            as around it.
         ops: rows laid over the policy in force inside, by the operation's key; for every device type.
         reason: why, in a few words.
         origin: the file and key where it was written; it does not count when rules are compared.
@@ -81,8 +94,18 @@ class ModuleRule:
         return type(self), (self.dtype, dict(self.ops), self.reason, self.origin)
 
     def __str__(self) -> str:
-        ops = ", ".join(f"{key.removeprefix('aten::')} = {e.rule}" for key, e in self.ops.items())
-        return " with ".join([*([self.dtype] if self.dtype else []), *([ops] if ops else [])])
+        short = self.float8
+        rows = {k: e for k, e in self.ops.items() if not (short and k in FLOAT8_OPERATIONS)}
+        ops = ", ".join(f"{key.removeprefix('aten::')} = {e.rule}" for key, e in rows.items())
+        dtype = self.dtype or short
+        return " with ".join([*([dtype] if dtype else []), *([ops] if ops else [])])
+
+    @property
+    def float8(self) -> Rule | None:
+        """The float8 rule that all products of matrices have; None where they have none or several, or a dtype."""
+        rules = {e.rule if e is not None else None for e in map(self.ops.get, FLOAT8_OPERATIONS)}
+        rule = rules.pop() if len(rules) == 1 and self.dtype is None else None
+        return rule if rule in FLOAT8_RULES else None
 
     def says_as(self, other: ModuleRule) -> bool:
         """Whether both mean the same; reasons may differ."""
@@ -121,6 +144,22 @@ class Inside:
             (*self.because, (name, pattern)),
         )
 
+    def in_16_bits(self, rule: ModuleRule | None, in_8_bits: Set[str]) -> ModuleRule | None:
+        """A rule with what it means where products of matrices run in 8 bits: a 16-bit dtype ends that.
+
+        Args:
+            rule: the rule of a module that is called where `self` holds.
+            in_8_bits: the operations with a float8 rule in the policy's own tables.
+        """
+        if rule is None or rule.dtype not in _IN_16_BITS:
+            return rule
+        around = {op for op in in_8_bits if op not in self.ops}
+        around |= {op for op, entry in self.ops.items() if entry.rule in FLOAT8_RULES}
+        ended = {op: Entry(Rule.LOWER) for op in sorted(around - rule.ops.keys())}
+        if not ended:
+            return rule
+        return ModuleRule(rule.dtype, {**rule.ops, **ended}, rule.reason, rule.origin)
+
     @property
     def state(self) -> tuple[object, ...]:
         """All but the modules and patterns that made it so."""
@@ -148,7 +187,7 @@ def parse_module_rule(value: object, where: str, version: Version = _torch.VERSI
     if isinstance(value, ModuleRule):
         return value
     if not isinstance(value, Mapping):
-        return ModuleRule(_precision(value, where), origin=where)
+        return _rule_of(value, {}, "", where)
     unknown = [key for key in value if not (isinstance(key, str) and key in _KEYS)]
     if unknown or not ("dtype" in value or "ops" in value):
         named = ", ".join(map(shown, unknown[:3]))
@@ -157,16 +196,10 @@ def parse_module_rule(value: object, where: str, version: Version = _torch.VERSI
             f'{where}: {problem}; write a dtype\'s name or {{ dtype = "bfloat16", ops = {{ softmax = "lower" }}, '
             'reason = "..." } with dtype, ops or both; a pattern with dots needs quotes, as in "encoder.**" = "fp32"'
         )
-    dtype = _precision(value["dtype"], where) if "dtype" in value else None
     rows = check_mapping(value.get("ops", {}), f"{where}: ops", 'ops = { softmax = "lower" }')
     ops = parse_rows(rows, f"{where} ops", version)
-    if ops and dtype in (Precision.FP32, Precision.KEEP):
-        raise PolicyError(
-            f"{where}: ops would never act with dtype {dtype.value!r}. For float32 in all but some operations, write "
-            'dtype = "lower" and a rule for each operation.'
-        )
     reason = check_text(value.get("reason", ""), f"{where}: the reason")
-    return ModuleRule(dtype, ops, reason, where)
+    return _rule_of(value.get("dtype"), ops, reason, where, says_dtype="dtype" in value)
 
 
 def parse_module_rules(
@@ -206,6 +239,25 @@ def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) 
                 "the patterns narrower."
             )
     return first, rules[first]
+
+
+def _rule_of(
+    said: object, ops: Mapping[str, Entry], reason: str, where: str, *, says_dtype: bool = True
+) -> ModuleRule:
+    """The rule for a dtype's name or a float8 rule's, which stands for that rule for all products of matrices."""
+    if not says_dtype:
+        return ModuleRule(None, ops, reason, where)
+    if isinstance(said, str) and said in FLOAT8_RULES:
+        products = {key: Entry(Rule(said), origin=where) for key in FLOAT8_OPERATIONS}
+        return ModuleRule(None, {**products, **ops}, reason, where)
+    what = " is not what a module can run in"
+    dtype = Precision(check_choice(said, (*Precision, *FLOAT8_RULES), f"{where}: ", what))
+    if ops and dtype in (Precision.FP32, Precision.KEEP):
+        raise PolicyError(
+            f"{where}: ops would never act with dtype {dtype.value!r}. For float32 in all but some operations, write "
+            'dtype = "lower" and a rule for each operation.'
+        )
+    return ModuleRule(dtype, ops, reason, where)
 
 
 def _precision(value: object, where: str) -> Precision:

@@ -36,6 +36,7 @@ from precast.policy.module_rules import (
 from precast.policy.patterns import PatternIndex
 from precast.policy.rows import (
     DEVICE_TYPES,
+    FLOAT8_RULES,
     Entry,
     Rule,
     canonical,
@@ -141,8 +142,11 @@ class Policy(Displayed):
         facts = [f"{size(len(table), 'row')} on {device}" for device, table in self.tables.items()]
         facts += [f"{patterns} for modules"] * bool(self.modules)
         counts = {device: Counter(e.rule for e in t.values()) for device, t in self.tables.items()}
-        rows = [(d, *(count[rule] or None for rule in Rule)) for d, count in counts.items()]
-        return Card(what, [*facts, f"mixed dtypes: {self.mixed}"], ("device type", *Rule), rows)
+        rules = [
+            r for r in Rule if r not in FLOAT8_RULES or any(count[r] for count in counts.values())
+        ]
+        rows = [(d, *(count[rule] or None for rule in rules)) for d, count in counts.items()]
+        return Card(what, [*facts, f"mixed dtypes: {self.mixed}"], ("device type", *rules), rows)
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -190,7 +194,8 @@ class Policy(Displayed):
                 for one. A rule is a `Rule`, its name, an `Entry`, or a mapping with `rule` and
                 `reason`; None takes the row away. A bare name replaces every row that it covers.
             mixed: `raise` or `promote`; the old one where None.
-            modules: pattern -> what holds inside such modules: `fp32`, `float16`, `bfloat16`, `lower` or `keep`, or a
+            modules: pattern -> what holds inside such modules: `fp32`, `float16`, `bfloat16`, `lower`, `keep` or the
+                name of a float8 rule, or a
                 mapping with `dtype`, `ops` and `reason`; None takes the rule away.
             measured: where and how the new policy was measured. Where None, it is what the old one says if the rules
                 are the same; other rules were not measured.
@@ -263,8 +268,14 @@ class Policy(Displayed):
             if matching:  # else there is no need of the name, of which there may be many
                 name = ".".join(module.split(".")[:depth])
                 pattern, rule = decide(matching, self.modules, name) or ("", None)
-                inside = inside.then(rule, name, pattern)
+                inside = inside.then(inside.in_16_bits(rule, self.in_8_bits), name, pattern)
         return inside
+
+    @functools.cached_property
+    def in_8_bits(self) -> frozenset[str]:
+        """The operations with a float8 rule on some device type, outside of all that `modules` speaks of."""
+        rows = (row for table in self.tables.values() for row in table.items())
+        return frozenset(split(key)[0] for key, entry in rows if entry.rule in FLOAT8_RULES)
 
     @functools.cached_property
     def patterns(self) -> PatternIndex:

@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from precast import _torch
 from precast._internal import torch_versions
@@ -24,6 +24,8 @@ from precast.policy.values import check_choice, check_text, clipped, nearest, sh
 
 __all__ = [
     "DEVICE_TYPES",
+    "FLOAT8_OPERATIONS",
+    "FLOAT8_RULES",
     "ROW_KEYS",
     "Entry",
     "Rule",
@@ -90,6 +92,10 @@ class Rule(enum.StrEnum):
     BANNED = "banned"
     KEEP = "keep"
     FALLTHROUGH = "fallthrough"
+    FLOAT8 = "float8"
+    FLOAT8_POW2 = "float8_pow2"
+    FLOAT8_ROWWISE = "float8_rowwise"
+    FLOAT8_HP_GRAD = "float8_hp_grad"
 
     @property
     def meaning(self) -> str:
@@ -106,7 +112,16 @@ _MEANINGS = {
     Rule.BANNED: "refused inside a region",
     Rule.KEEP: "runs as it does outside a region",
     Rule.FALLTHROUGH: "runs as it is, and the operations that it calls follow their own rules",
+    Rule.FLOAT8: "matrices are multiplied in 8 bits, with one scale a matrix",
+    Rule.FLOAT8_POW2: "matrices are multiplied in 8 bits, with one scale a matrix, a power of two",
+    Rule.FLOAT8_ROWWISE: "matrices are multiplied in 8 bits, with a scale a row",
+    Rule.FLOAT8_HP_GRAD: "matrices are multiplied in 8 bits, with a scale a row, and gradients of weights in 16 bits",
 }
+
+FLOAT8_RULES: Final = (Rule.FLOAT8, Rule.FLOAT8_POW2, Rule.FLOAT8_ROWWISE, Rule.FLOAT8_HP_GRAD)
+"""The rules that multiply matrices in 8 bits."""
+FLOAT8_OPERATIONS: Final = ("aten::addmm", "aten::linear", "aten::matmul", "aten::mm")
+"""The operations that can follow them: PyTorch has a float8 kernel for two matrices, and none for batches of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +260,7 @@ def check_row(key: str, entry: Entry, where: str) -> None:
     if not known and not operation.startswith("aten::"):
         return
     _check_exists(operation, overload, known, where)
+    _check_multiplies(operation, overload, entry.rule, where)
     names = covered_overloads(operation) if overload is None else [overload]
     for name in names:
         _check_takes_dtype(operation, "" if name == "default" else name, entry.rule, where)
@@ -337,6 +353,18 @@ def _check_takes_dtype(operation: str, overload: str, rule: Rule, where: str) ->
         raise PolicyError(
             f"{where}: {name} has no overload that takes a dtype after its arguments, so it "
             f"cannot be '{rule}'; use 'fp32'"
+        )
+
+
+def _check_multiplies(operation: str, overload: str | None, rule: Rule, where: str) -> None:
+    if rule not in FLOAT8_RULES:
+        return
+    if operation not in FLOAT8_OPERATIONS or overload not in (None, "default"):
+        name = short(operation if overload is None else exact_key(operation, overload))
+        allowed = ", ".join(map(short, FLOAT8_OPERATIONS))
+        raise PolicyError(
+            f"{where}: {name} cannot be '{rule}': PyTorch has no float8 kernel for it. Allowed: {allowed}; all else, "
+            "bmm too, can be 'lower'"
         )
 
 

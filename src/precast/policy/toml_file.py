@@ -342,11 +342,14 @@ def _row(key: str, entry: Entry) -> str:
 
 
 def _module_row(pattern: str, rule: ModuleRule) -> str:
-    given = [_line("dtype", rule.dtype)] if rule.dtype else []
-    if len(given) == 1 and not rule.ops and not rule.reason:
-        return _line(pattern, str(rule.dtype))
-    if rule.ops:
-        rows = ", ".join(_row(key, entry) for key, entry in rule.ops.items())
+    dtype, ops = rule.dtype or rule.float8, rule.ops
+    if rule.float8:  # the name stands for rows that it gives the same reason
+        ops = {key: entry for key, entry in ops.items() if entry != Entry(rule.float8)}
+    given = [_line("dtype", dtype)] if dtype else []
+    if len(given) == 1 and not ops and not rule.reason:
+        return _line(pattern, str(dtype))
+    if ops:
+        rows = ", ".join(_row(key, entry) for key, entry in ops.items())
         given.append(f"ops = {{ {rows} }}")
     given += [_line("reason", rule.reason)] if rule.reason else []
     return _line(pattern, "").removesuffix('""') + "{ " + ", ".join(given) + " }"

@@ -1,1 +1,1 @@
-"""Weights in 16 bits: cast once, kept while they stay the same, checked for changes."""
+"""Weights in 16 and 8 bits: cast once, kept while they stay the same, checked for changes."""

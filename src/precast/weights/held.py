@@ -2,8 +2,9 @@
 
 Invariants:
 
-- there is one copy of a parameter for each dtype, whoever attached it and whichever thread uses it. It is made at the
-  first use in that dtype, and from then on written in place, or into new memory while somebody reads the old;
+- there is one copy of a parameter for each 16-bit dtype, and for each way of scaling in 8 bits, whoever attached it and
+  whichever thread uses it. It is made at the first use, and from then on written in place, or into new memory while
+  somebody reads the old;
 - it is used only while the parameter has the version, the memory and the geometry that were copied. A copy that is out
   of date is renewed by itself on the CPU, elsewhere with all others of its device and dtype in one fused operation;
 - the copies carry no gradient: `held_gradients` makes a cast that does, for one region;
@@ -37,8 +38,10 @@ from precast._torch import (
 )
 from precast.errors import StaleWeightError
 from precast.weights.held_copy import Copy, CopyHandle, lock, unless_python_ends
+from precast.weights.held_float8 import QuantisedCopy
 from precast.weights.held_gradients import free_temporaries
 from precast.weights.held_parameter import (
+    CopyKey,
     HeldParameter,
     MemoryRange,
     compared_in_turn,
@@ -52,6 +55,7 @@ __all__ = [
     "MIN_ELEMENTS_FOR_NODE",
     "Copy",
     "CopyHandle",
+    "CopyKey",
     "HeldParameter",
     "attached",
     "before_next_region",
@@ -139,8 +143,8 @@ def release(held_parameter: HeldParameter) -> None:
         _end(held_parameter)
 
 
-def handle_of(parameter: Tensor, dtype: torch.dtype) -> CopyHandle | None:
-    """The copy of a parameter, up to date; None where it is not held.
+def handle_of(parameter: Tensor, key: CopyKey) -> CopyHandle | None:
+    """The copy of a parameter in 16 or 8 bits, up to date; None where it is not held.
 
     Raises:
         StaleWeightError: the parameter was written, and its version counter did not move.
@@ -154,7 +158,7 @@ def handle_of(parameter: Tensor, dtype: torch.dtype) -> CopyHandle | None:
         ):
             return None
         held_parameter.threads.add(threading.get_ident())
-        copy = held_parameter.copies.get(dtype)
+        copy = held_parameter.copies.get(key)
         if copy is not None:
             copy.take_back()
         if (
@@ -166,11 +170,11 @@ def handle_of(parameter: Tensor, dtype: torch.dtype) -> CopyHandle | None:
         current = copy is not None and copy.is_fresh_for(parameter)
         if current and held_parameter.stale:
             leave_process_groups()
-            raise StaleWeightError(stale_message(held_parameter.name, dtype))
+            raise StaleWeightError(stale_message(held_parameter.name, key))
         if is_captured(parameter):
             return _captured(copy) if copy and current and not parameter.requires_grad else None
         if copy is None or not current:
-            return _renewed(held_parameter, parameter, dtype).new_handle()
+            return _renewed(held_parameter, parameter, key).new_handle()
         copy.join(stream_of(parameter.device))
         return copy.new_handle()
 
@@ -199,7 +203,8 @@ def written_together(parameter: Tensor) -> Iterator[list[Copy]]:
     with lock:
         held_parameter = held_parameters.get(id(parameter))
         copies = [] if held_parameter is None else list(held_parameter.copies.values())
-        copies = [copy for copy in copies if copy.fits(parameter)]
+        # Copies in 8 bits need the largest number first: they are written at their next use.
+        copies = [c for c in copies if c.fits(parameter) and not isinstance(c, QuantisedCopy)]
         stream = stream_of(parameter.device)
         for copy in copies:
             copy.join(stream)
@@ -304,35 +309,35 @@ def suspend(some: Iterable[HeldParameter], change: int) -> None:
                 copy.evict()
 
 
-def stale_message(name: str, dtype: torch.dtype) -> str:
+def stale_message(name: str, key: CopyKey) -> str:
     """The error message for a parameter that was written without a new version."""
     return (
         f"The parameter {name!r} was written in a way that PyTorch does not count (through .data, or by "
-        f"a library that does), so its held copy in {dtype} is out of date. Write it under "
+        f"a library that does), so its held copy in {key} is out of date. Write it under "
         "torch.no_grad() instead, or inside `with attachment.writing():`, or call "
         "attachment.refresh() after the write; or attach with hold=False."
     )
 
 
-def _renewed(held_parameter: HeldParameter, parameter: Tensor, dtype: torch.dtype) -> Copy:
-    copy = held_parameter.copies.get(dtype)
+def _renewed(held_parameter: HeldParameter, parameter: Tensor, key: CopyKey) -> Copy:
+    copy = held_parameter.copies.get(key)
     if copy is None or not copy.fits(parameter):
-        copy = held_parameter.new_copy(parameter, dtype)
+        copy = held_parameter.new_copy(parameter, key)
         if held_parameter not in compared_in_turn:
             compared_in_turn.append(held_parameter)
         _write([(copy, parameter)], in_use=True)
     elif not copy.is_fresh_for(parameter):
         # On the CPU a copy is best made just before it is used: then it is still in the processor's cache.
         one = parameter.device.type == "cpu"
-        pairs = [(copy, parameter)] if one else list(_out_of_date(dtype, parameter.device))
+        pairs = [(copy, parameter)] if one else list(_out_of_date(key, parameter.device))
         _write(pairs, in_use=True)
     return copy
 
 
-def _out_of_date(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Copy, Tensor]]:
+def _out_of_date(key: CopyKey, device: torch.device) -> Iterator[tuple[Copy, Tensor]]:
     here = stream_of(device)
     for held_parameter in list(held_parameters.values()):
-        copy, parameter = held_parameter.copies.get(dtype), held_parameter.parameter()
+        copy, parameter = held_parameter.copies.get(key), held_parameter.parameter()
         if copy is None or parameter is None or held_parameter.suspended or copy.stream != here:
             continue  # of another stream this one knows neither what it writes nor what it reads
         if (
@@ -351,9 +356,14 @@ def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
         copy.join(stream)
         copy.make_room(parameter)
     with without_torch_function(), torch.inference_mode(False), torch.no_grad():
-        fused_copy(
-            [copy.tensor for copy, _ in pairs], [parameter.detach() for _, parameter in pairs]
-        )
+        casts = []
+        for copy, parameter in pairs:
+            if isinstance(copy, QuantisedCopy):
+                copy.quantise(parameter.detach())
+            else:
+                casts.append((copy.tensor, parameter.detach()))
+        if casts:
+            fused_copy([target for target, _ in casts], [source for _, source in casts])
     for (copy, parameter), what in zip(pairs, seen, strict=True):
         moved = copy.pointer != what[1]
         copy.written(parameter, *what, stream)

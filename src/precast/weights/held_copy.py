@@ -49,6 +49,8 @@ class CopyHandle(NamedTuple):
     """How often the copy had been written."""
     epoch: int
     """How often it had been taken out of all caches."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Of a copy in 8 bits: by what the parameter was multiplied, and by what these numbers are."""
 
     def is_current(self) -> bool:
         """Whether the copy has not been taken out of all caches since."""
@@ -130,6 +132,11 @@ class Copy:
         return self.gradient.record
 
     @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of a copy in 8 bits: by what the parameter was multiplied, and by what the copy's numbers are."""
+        return None
+
+    @property
     def version(self) -> int:
         """The parameter's version counter when it was copied; -1 where it has to be renewed."""
         return self.record.version
@@ -182,7 +189,12 @@ class Copy:
         """The copy for one more user; the caller has the lock."""
         with without_torch_function():
             tensor = self.tensor.detach()
-        return CopyHandle(self, tensor, self.version, self.pointer, self.writes, self.epoch)
+        seen = self.version, self.pointer, self.writes, self.epoch
+        return CopyHandle(self, tensor, *seen, self.scales)
+
+    def count_gradient(self) -> None:
+        """Notes that the parameter has got a gradient through this copy."""
+        self.record.received += 1
 
     def invalidate(self, *, at_once: bool = False) -> None:
         """Has the copy written before its next use, whatever version counters say.

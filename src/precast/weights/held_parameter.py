@@ -2,7 +2,7 @@
 
 Invariants:
 
-- a parameter is held weakly; it has at most one copy for each dtype;
+- a parameter is held weakly; it has at most one copy for each 16-bit dtype, and for each way of scaling in 8 bits;
 - parameters whose memory overlaps know each other: a write to one changes the others, but moves one counter only.
 """
 
@@ -18,16 +18,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from precast._torch import impl_address, is_plain
+from precast.weights.float8.formats import Scaling
 from precast.weights.held_copy import Copy, unless_python_ends
+from precast.weights.held_float8 import QuantisedCopy
 from precast.weights.native_copies import native
 
 __all__ = [
+    "CopyKey",
     "HeldParameter",
     "MemoryRange",
     "compared_in_turn",
     "held_in_memory_of",
     "held_parameters",
 ]
+
+
+CopyKey = torch.dtype | Scaling
+"""What tells the copies of one parameter apart: the 16-bit dtype, or how it is scaled in 8 bits."""
 
 
 class MemoryRange(NamedTuple):
@@ -51,7 +58,7 @@ class MemoryRange(NamedTuple):
 
 
 class HeldParameter:
-    """What is held of one parameter: its name for messages, its copies by dtype, and how many attachments hold it."""
+    """What is held of one parameter: its name for messages, its copies, and how many attachments hold it."""
 
     __slots__ = (
         "__weakref__",
@@ -77,8 +84,9 @@ class HeldParameter:
         self.source = impl_address(parameter)
         """The address of the parameter's TensorImpl, by which compiled kernels know it; 0 when it is held no longer."""
         self.parameter = weakref.ref(parameter, unless_python_ends(lambda _: forget(key)))
-        self.copies: Mapping[torch.dtype, Copy] = {}
-        """By dtype; exchanged and never changed, so that another thread may go through it meanwhile."""
+        self.copies: Mapping[CopyKey, Copy] = {}
+        """By dtype, or by how they are scaled in 8 bits; exchanged and never changed, so that another thread may go
+        through them meanwhile."""
         self.attachments = 0
         self.grad_dtype: torch.dtype | None = None
         """The dtype in which gradients stay until the optimizer's step; None for float32."""
@@ -98,13 +106,15 @@ class HeldParameter:
         self.overlapping: tuple[HeldParameter, ...] = ()
         """The others whose parameters lie there too."""
 
-    def new_copy(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
-        """A copy that has yet to be written, in place of the one in that dtype, if there is one."""
-        if dtype in self.copies:
-            self.copies[dtype].evict()
+    def new_copy(self, parameter: Tensor, key: CopyKey) -> Copy:
+        """A copy that has yet to be written, in place of the one of that key, if there is one."""
+        if key in self.copies:
+            self.copies[key].evict()
         self.take_back()
-        copy = Copy(parameter, dtype)
-        self.copies = {**self.copies, dtype: copy}
+        copy = (
+            Copy(parameter, key) if isinstance(key, torch.dtype) else QuantisedCopy(parameter, key)
+        )
+        self.copies = {**self.copies, key: copy}
         return copy
 
     def drop_unfit(self) -> None:

@@ -20,21 +20,41 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer
 
 from precast._torch import fused_copy, step_without_hooks
 from precast.errors import AttachError
 from precast.weights import held
 from precast.weights.held import Copy, HeldParameter
 from precast.weights.held_copy import unless_python_ends
+from precast.weights.partial_steps import (
+    called_before,
+    closure_of,
+    parameters_of,
+    set_gradient,
+    treats_each_parameter_by_itself,
+)
 
-__all__ = ["LowPrecisionGradients", "factors_of", "of", "set_gradient"]
+__all__ = ["LowPrecisionGradients", "check_takes_one_gradient", "factors_of", "of"]
 
 _PART: Final = 1 << 20
 """Numbers in a part: 4 MiB of gradients in float32. A larger weight is a part of its own."""
 
 Group = dict[str, Any]
 """One of the optimizer's `param_groups`."""
+
+
+def check_takes_one_gradient(optimizer: Optimizer, dtype: torch.dtype) -> None:
+    """Refuses an optimizer for gradients in 16 bits.
+
+    Raises:
+        AttachError: the optimizer takes several gradients in one step.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise AttachError(
+            f"attach(grad_dtype={dtype}) got a {type(optimizer).__name__}, which computes many gradients in a "
+            "step, and keeps them. Leave grad_dtype out, or train with an optimizer that takes one gradient a step."
+        )
 
 
 class LowPrecisionGradients:
@@ -45,18 +65,14 @@ class LowPrecisionGradients:
     """
 
     def __init__(self, optimizer: Optimizer, dtype: torch.dtype) -> None:
-        if isinstance(optimizer, LBFGS):
-            raise AttachError(
-                f"attach(grad_dtype={dtype}) got a {type(optimizer).__name__}, which computes many gradients in a "
-                "step, and keeps them. Leave grad_dtype out, or train with an optimizer that takes one gradient a step."
-            )
+        check_takes_one_gradient(optimizer, dtype)
         self._dtype = dtype
         here = weakref.ref(self)
         self._optimizer = weakref.ref(
             optimizer, unless_python_ends(lambda _: _end_with_optimizer(here))
         )
         self._held_parameters: list[HeldParameter] = []
-        self._goes_by_parts = _treats_each_parameter_by_itself(optimizer)
+        self._goes_by_parts = treats_each_parameter_by_itself(optimizer)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients in 16 bits, while a step lasts."""
         self._memory: Tensor | None = None
@@ -68,8 +84,7 @@ class LowPrecisionGradients:
     def ask_for(self, held_parameters: Iterable[HeldParameter]) -> None:
         """Has the gradients of these weights stay in 16 bits, as far as the optimizer trains them."""
         optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        trained = set() if optimizer is None else set(map(id, parameters_of(optimizer)))
         self._held_parameters = [h for h in held_parameters if id(h.parameter()) in trained]
         for held_parameter in self._held_parameters:
             held_parameter.grad_dtype = self._dtype
@@ -108,7 +123,13 @@ class LowPrecisionGradients:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Takes the step for the weights whose gradients are in 16 bits, or has it see them in float32."""
         self._waiting = []  # where the last step raised, there may be some
-        args, kwargs = self._with_its_gradients(args, kwargs)
+        if closure_of(args, kwargs) is not None and not self._goes_by_parts:
+            raise AttachError(
+                f"{type(optimizer).__name__}.step(closure) met gradients that attach(grad_dtype={self._dtype}) keeps "
+                "in 16 bits: a closure gives them in the middle of the step, which is to see float32. Compute them "
+                "before, and call step() without a closure, or attach without grad_dtype."
+            )
+        args, kwargs = called_before(args, kwargs)
         if self._goes_by_parts:
             groups, step = optimizer.param_groups, step_without_hooks(optimizer)
             for group, parameters in self._parts(groups):
@@ -132,24 +153,6 @@ class LowPrecisionGradients:
         for parameter, gradient in waiting:
             set_gradient(parameter, gradient)
         return {id(parameter) for parameter, _ in waiting} if self._goes_by_parts else set()
-
-    def _with_its_gradients(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a step whose closure has been called: its gradients are there, it gives only the loss."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            return args, kwargs
-        if not self._goes_by_parts:
-            raise AttachError(
-                f"{type(args[0]).__name__}.step(closure) met gradients that attach(grad_dtype={self._dtype}) keeps in "
-                "16 bits: a closure gives them in the middle of the step, which is to see float32. Compute them "
-                "before, and call step() without a closure, or attach without grad_dtype."
-            )
-        with torch.enable_grad():
-            loss = closure()
-        args = (args[0], *args[2:])
-        return args, {**kwargs, "closure": lambda: loss}
 
     def _parts(self, groups: list[Group]) -> Iterator[tuple[Group, list[Tensor]]]:
         """Parameters with gradients in 16 bits, a few at a time."""
@@ -234,18 +237,6 @@ class _Before:
         return None if gradients is None else gradients.before_step(optimizer, args, kwargs)
 
 
-def _treats_each_parameter_by_itself(optimizer: Optimizer) -> bool:
-    step = type(optimizer).step
-    return step.__module__.startswith("torch.optim.") and not isinstance(optimizer, SparseAdam)
-
-
 def _copies(parameter: Tensor) -> Iterable[Copy]:
     held_parameter = held.held_parameters.get(id(parameter))
     return () if held_parameter is None else held_parameter.copies.values()
-
-
-def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Gives a parameter a gradient of whatever dtype, or none."""
-    parameter.grad = None
-    parameter.grad_dtype = torch.float32 if gradient is None else gradient.dtype
-    parameter.grad = gradient

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +23,28 @@ from torch.optim import Optimizer
 
 from precast._internal.callers import callers_level
 from precast._torch import dispatch_modes, step_without_hooks
-from precast.errors import PrecastWarning
+from precast.errors import AttachError, PrecastWarning
 from precast.weights import held
+from precast.weights.clipping import Clipping
 from precast.weights.held import HeldParameter
-from precast.weights.low_precision_gradients import factors_of, set_gradient
+from precast.weights.low_precision_gradients import factors_of
+from precast.weights.partial_steps import (
+    closure_of,
+    outside_autocast,
+    parameters_of,
+    set_gradient,
+    without_scaler,
+)
+from precast.weights.rounding import REST, Rounding, seeds
 from precast.weights.step_program import ProgramKey, program
-from precast.weights.step_recorder import NotElementwiseError, StepRecorder
+from precast.weights.step_recorder import NotElementwiseError
+from precast.weights.step_recording import Recording, alike, has_states
+from precast.weights.stored_weights import StoredWeights
 
 __all__ = ["OnePassStep"]
 
-_PLAIN: Final = (int, float, bool, str, type(None))
-"""What an optimizer may count in; whether a step changes it is looked at."""
+_PART: Final = 1 << 20
+"""Numbers that are written elsewhere at a time: 2 MiB, 4 with what was rounded away."""
 
 
 class OnePassStep:
@@ -46,12 +56,15 @@ class OnePassStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self._name = type(optimizer).__name__
         self._held_parameters: dict[int, HeldParameter] = {}
+        self._stored: Mapping[int, Rounding] = {}
+        """``id`` of weights in bfloat16 -> how they are rounded."""
+        self._stored_weights: StoredWeights | None = None
         self._begun: set[int] = set()
         """What has been stepped once by the optimizer itself, which then has all the states that it wants."""
         self._refused: set[int] = set()
         self._taken: list[tuple[Tensor, Tensor]] = []
         """Parameters that were stepped, and their gradients, while a step lasts."""
-        self._unseen: Tensor | None = None
+        self._clipping = Clipping()
         self._says = True
         self._hook = optimizer.register_step_pre_hook(_Before(self))
 
@@ -59,7 +72,27 @@ class OnePassStep:
         """Has these weights be stepped so, as far as the optimizer trains them."""
         self._held_parameters = {id(h.parameter()): h for h in held_parameters}
         for known in (self._begun, self._refused):
-            known.intersection_update(self._held_parameters)
+            known.intersection_update({*self._held_parameters, *self._stored})
+
+    def ask_for_stored(self, weights: StoredWeights) -> None:
+        """Has weights in bfloat16 be stepped so, too."""
+        self._stored, self._stored_weights = weights.roundings, weights
+
+    def clip(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Clips the gradients of all that the optimizer trains; those that are read in one pass are multiplied there.
+
+        Returns:
+            The norm before clipping, shape ().
+        """
+        parameters = parameters_of(optimizer)
+        later = {
+            id(p)
+            for p in parameters
+            if self._is_stepped(p) and p.grad is not None and _why_not(p, p.grad) is None
+        }
+        return self._clipping.clip(parameters, later, max_norm, norm_type, error_if_nonfinite)
 
     def end(self) -> None:
         """Has the optimizer take its steps itself."""
@@ -70,31 +103,44 @@ class OnePassStep:
     ) -> None:
         """Steps all weights that can be, and hides them from the step that follows."""
         self._taken = []  # where the last step raised, there may be some
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+        parameters = parameters_of(optimizer)
+        clipped = self._clipping.take(parameters)
+        if closure_of(args, kwargs) is not None:
             self._say("a closure computes the gradients in the middle of the step")
+            _multiply(parameters, clipped)
+            return
+        if self._has_sparse_gradient(parameters):
+            _multiply(parameters, clipped)
             return
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if found_inf is not None and found_inf.item():
             return  # the step that follows is skipped
-        factors = factors_of(optimizer)
+        factors = {key: float(factor) for key, factor in factors_of(optimizer).items()}
         if scale is not None:
-            factors = dict.fromkeys(self._held_parameters, 1.0 / scale.double())
+            inverse = 1.0 / scale.double().item()
+            factors = dict.fromkeys({*self._held_parameters, *self._stored}, inverse)
+        for key, factor in clipped.items():
+            factors[key] = factors.get(key, 1.0) * factor
+        if self._stored_weights is not None:
+            self._stored_weights.forget_if_written(optimizer)
         groups, step = optimizer.param_groups, step_without_hooks(optimizer)
-        with torch.no_grad(), _outside_autocast(), _without_scaler(optimizer):
+        with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
             for group in groups:
                 alone = {**group}
                 alone |= {name: False for name in ("foreach", "fused") if name in group}
-                for parameter in group["params"]:
-                    if not self._is_taken(optimizer, parameter):
-                        continue
+                taken = [p for p in group["params"] if self._is_taken(optimizer, p)]
+
+                def call(parameter: Tensor, alone: dict[str, Any] = alone) -> None:
                     optimizer.param_groups = [{**alone, "params": [parameter]}]
                     try:
-                        is_done = self._step(optimizer, parameter, step, factors.get(id(parameter)))
+                        step()
                     finally:
                         optimizer.param_groups = groups
-                    if is_done:
-                        self._taken.append((parameter, parameter.grad))
-                        parameter.grad = None  # the step that follows leaves it out
+
+                for some in alike(optimizer, taken):
+                    self._step(optimizer, some, call, factors)
+            stepped = {id(parameter) for parameter, _ in self._taken}
+            _multiply((p for p in parameters if id(p) not in stepped), clipped)
 
     def after_step(self) -> set[int]:
         """Gives gradients back; returns ``id`` of each parameter whose copies are renewed already."""
@@ -103,18 +149,31 @@ class OnePassStep:
             set_gradient(parameter, gradient)
         return {id(parameter) for parameter, _ in taken}
 
+    def _has_sparse_gradient(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the optimizer has to look at all gradients first, as it may refuse some that are sparse.
+
+        Raises:
+            AttachError: such a gradient is that of a weight in bfloat16, which is not stepped so.
+        """
+        sparse = [
+            p for p in parameters if p.grad is not None and p.grad.layout is not torch.strided
+        ]
+        for parameter in sparse:
+            if id(parameter) in self._stored:
+                raise AttachError(
+                    f"{self._name}.step() met a sparse gradient, of a weight in bfloat16 and of shape "
+                    f"{tuple(parameter.shape)}. With masters=... gradients have to be dense: leave sparse=True out of "
+                    "nn.Embedding, or give that module's weight another optimizer."
+                )
+        if sparse:
+            self._say("a gradient is sparse")
+        return bool(sparse)
+
     def _is_taken(self, optimizer: Optimizer, parameter: Tensor) -> bool:
-        held_parameter, gradient = self._held_parameters.get(id(parameter)), parameter.grad
-        if (
-            held_parameter is None
-            or held_parameter.overlapping
-            or held_parameter.suspended
-            or gradient is None
-            or id(parameter) in self._refused
-            or parameter.numel() < held.MIN_ELEMENTS_FOR_NODE
-        ):
+        gradient = parameter.grad
+        if gradient is None or not self._is_stepped(parameter):
             return False
-        if not optimizer.state.get(parameter) and id(parameter) not in self._begun:
+        if not has_states(optimizer, parameter) and id(parameter) not in self._begun:
             self._begun.add(id(parameter))
             return False
         reason = _why_not(parameter, gradient)
@@ -122,65 +181,91 @@ class OnePassStep:
             self._refuse(parameter, reason)
         return reason is None
 
-    def _step(self, optimizer: Optimizer, parameter: Tensor, step: Any, factor: Any) -> bool:
-        """Steps one parameter; False where that has to be done as before, and nothing has been changed."""
-        gradient = parameter.grad
-        assert gradient is not None
-        seen = gradient if gradient.dtype is parameter.dtype else self._unseen_like(parameter)
-        recorder = StepRecorder(parameter, seen)
-        state, counts = dict(optimizer.state.get(parameter, {})), _counts(optimizer)
-        had_state = parameter in optimizer.state
-        try:
-            if seen is not gradient:
-                set_gradient(parameter, seen)
-            with recorder:
-                step()
-            if _counts(optimizer) != counts:
-                raise NotElementwiseError("its step counts in attributes of the optimizer")
-            if any(_is_new(v, state.get(k)) for k, v in optimizer.state.get(parameter, {}).items()):
-                raise NotElementwiseError("its step makes new states")
-            set_gradient(parameter, gradient)
-            self._run(parameter, gradient, recorder, factor)
-        except Exception as error:  # whatever a compiler raises; the step as before raises its own
-            recorder.undo()
-            vars(optimizer).update(counts)
-            if had_state:
-                now = optimizer.state[parameter]
-                now.clear()
-                now.update(state)
+    def _is_stepped(self, parameter: Tensor) -> bool:
+        """Whether it is among the parameters that are stepped in one pass, where nothing is in the way."""
+        held_parameter = self._held_parameters.get(id(parameter))
+        is_held = held_parameter is not None and not (
+            held_parameter.overlapping or held_parameter.suspended
+        )
+        return (
+            (is_held or id(parameter) in self._stored)
+            and id(parameter) not in self._refused
+            and parameter.numel() >= held.MIN_ELEMENTS_FOR_NODE
+        )
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        parameters: list[Tensor],
+        call: Callable[[Tensor], None],
+        factors: Mapping[int, float],
+    ) -> None:
+        """Steps parameters to which a step does the same; what has to be stepped as before has not been changed."""
+        recording: Recording | None = None
+        runs: dict[Any, _Run] = {}
+        for parameter in parameters:
+            try:
+                if recording is None or not recording.serves_others:
+                    recording, runs = Recording(optimizer, parameter, call), {}
+                self._run(optimizer, parameter, recording, factors.get(id(parameter)), runs)
+                recording.count_for(parameter)
+            except Exception as error:  # whatever a compiler raises: the step as before has its own
+                if recording is not None and recording.parameter is parameter:
+                    recording.undo()
+                    recording = None
+                self._refuse(parameter, _reason(error))
             else:
-                optimizer.state.pop(parameter, None)
-            set_gradient(parameter, gradient)
-            self._refuse(parameter, _reason(error))
-            return False
-        return True
+                assert parameter.grad is not None
+                self._taken.append((parameter, parameter.grad))
+                parameter.grad = None  # the step that follows leaves it out
 
     def _run(
-        self, parameter: Tensor, gradient: Tensor, recorder: StepRecorder, factor: Any
+        self,
+        optimizer: Optimizer,
+        parameter: Tensor,
+        recording: Recording,
+        factor: float | None,
+        runs: dict[Any, _Run],
     ) -> None:
-        scalars = recorder.scalars if factor is None else [float(factor), *recorder.scalars]
-        tensors = [parameter, gradient, *recorder.tensors[2:]]
+        """Steps one parameter; `runs` has what was found for those of the same recording."""
+        gradient = parameter.grad
+        assert gradient is not None
+        states, rounding = recording.states_of(parameter), self._stored.get(id(parameter))
+        tensors = parameter, gradient, *states
+        its = optimizer.state.get(parameter, {})
         with held.written_together(parameter) as copies:
-            key = ProgramKey(
-                recorder.recorded(),
-                gradient.dtype,
-                factor is not None,
-                gradient.dtype is not parameter.dtype,
-                tuple(copy.tensor.dtype for copy in copies),
-            )
-            program(key, self._name)(
-                *map(_numbers, tensors),
-                torch.tensor(scalars or [0.0], dtype=torch.float32),
-                *(_numbers(copy.tensor) for copy in copies),
-            )
-            torch.autograd.graph.increment_version(recorder.tensors[2:])
-
-    def _unseen_like(self, parameter: Tensor) -> Tensor:
-        """A gradient in float32 that is never written nor read: its memory is asked for, and not used."""
-        numbers = parameter.numel()
-        if self._unseen is None or self._unseen.numel() < numbers:
-            self._unseen = torch.empty(numbers)
-        return self._unseen.as_strided(parameter.shape, parameter.stride())
+            stored = tuple([tensor.dtype for tensor in tensors])
+            low_copies = tuple([copy.tensor.dtype for copy in copies])
+            like = stored, low_copies, factor, rounding
+            found = runs.get(like)
+            if found is None:
+                is_low = gradient.dtype is not torch.float32
+                scaled = factor is not None
+                key = ProgramKey(recording.recorded, stored, scaled, is_low, low_copies, rounding)
+                scalars = recording.scalars if factor is None else [factor, *recording.scalars]
+                numbers = torch.tensor(scalars or [0.0], dtype=torch.float32)
+                found = _Run(key, program(key, self._name), numbers)
+            key, run, numbers = found
+            count = parameter.numel()
+            low = (parameter,) if rounding != "kahan" else (its[REST], parameter)
+            for part in _parts(count, _PART if key.writes_elsewhere else count):
+                written = [_numbers(each, part) for each in low] if key.writes_elsewhere else []
+                elsewhere = [torch.empty_like(each) for each in written]
+                run(
+                    *[_numbers(each, part) for each in tensors],
+                    numbers,
+                    *((seeds(its, (len(key.stored) + 1) // 2),) if key.takes_seeds else ()),
+                    *[_numbers(each, part) for each in low[:-1]],
+                    *elsewhere,
+                    *[_numbers(copy.tensor, part) for copy in copies],
+                )
+                for each, made in zip(written, elsewhere, strict=True):
+                    each.copy_(made)
+            torch.autograd.graph.increment_version(states)
+        if (
+            like not in runs
+        ):  # it is compiled now; a key is asked for once, as its recording is long
+            runs[like] = _Run(key, program(key, self._name), numbers)
 
     def _refuse(self, parameter: Tensor, reason: str) -> None:
         self._refused.add(id(parameter))
@@ -191,6 +276,15 @@ class OnePassStep:
             self._says = False
             text = f"{self._name} steps as before, not in one pass, where it has to: {reason}."
             warnings.warn(text, PrecastWarning, stacklevel=callers_level())
+
+
+class _Run(NamedTuple):
+    """What carries out a step for parameters that are alike."""
+
+    key: ProgramKey
+    run: Callable[..., Any]
+    numbers: Tensor
+    """The scalars, float32 (k,)."""
 
 
 class _Before:
@@ -208,8 +302,6 @@ class _Before:
 def _why_not(parameter: Tensor, gradient: Tensor) -> str | None:
     if not parameter.is_cpu:
         return f"it has been tried on the CPU alone, and a weight is on {parameter.device}"
-    if gradient.layout is not torch.strided:
-        return f"a gradient is {gradient.layout}"
     if type(gradient) is not Tensor or gradient.stride() != parameter.stride():
         return "a gradient has another layout than its weight"
     if parameter.untyped_storage().nbytes() == 0 or not _is_dense(parameter):
@@ -229,45 +321,26 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    """All numbers of a tensor in a row, as they lie in memory; no view, of which a program would see the base."""
-    row = torch.empty(0, dtype=tensor.dtype)
-    return row.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
+def _multiply(parameters: Iterable[Tensor], factors: Mapping[int, float]) -> None:
+    """Multiplies gradients in place."""
+    for parameter in parameters if factors else ():
+        if parameter.grad is not None and id(parameter) in factors:
+            parameter.grad.detach().mul_(factors[id(parameter)])
 
 
-def _counts(optimizer: Optimizer) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if type(value) in _PLAIN and name not in ("grad_scale", "found_inf")
-    }
+def _parts(count: int, size: int) -> Iterator[range]:
+    """Which numbers of a row of `count` a program is called for at a time."""
+    for start in range(0, count, size):
+        yield range(start, min(count, start + size))
 
 
-def _is_new(value: Any, before: Any) -> bool:
-    return isinstance(value, Tensor) and value is not before and value.numel() > 1
+def _numbers(tensor: Tensor, part: range) -> Tensor:
+    """Numbers of a tensor in a row, as they lie in memory; no view, of which a program would see the base."""
+    row, start = torch.empty(0, dtype=tensor.dtype), tensor.storage_offset() + part.start
+    return row.set_(tensor.untyped_storage(), start, (len(part),), (1,))
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, NotElementwiseError):
         return str(error)
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-@contextmanager
-def _outside_autocast() -> Iterator[None]:
-    if torch.is_autocast_enabled("cpu"):
-        with torch.autocast("cpu", enabled=False):
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def _without_scaler(optimizer: Optimizer) -> Iterator[None]:
-    """Hides what a scaler has told a fused step, which the pass does itself."""
-    its, names = vars(optimizer), ("grad_scale", "found_inf")
-    told: dict[str, Any] = {name: its.pop(name) for name in names if name in its}
-    try:
-        yield
-    finally:
-        its.update(told)

@@ -3,7 +3,7 @@
 Invariants:
 
 - a program serves all parameters to which the same is done, whatever their size: they are given as rows of numbers;
-- it reads the gradient in its own dtype, computes as the optimizer does, and writes parameter, states and copies;
+- it reads what is stored in 16 bits, computes as the optimizer does, and writes parameter, states and copies;
 - whatever it is to write, it has written when it returns; where it cannot be compiled, it has written nothing.
 """
 
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from precast._torch import COPY_IN_DTYPE
+from precast.weights import rounding
+from precast.weights.rounding import Rounding
 from precast.weights.step_recorder import Argument, Call, Recorded
 
 __all__ = ["ProgramKey", "program"]
@@ -32,13 +34,30 @@ class ProgramKey(NamedTuple):
     """What a program is compiled for."""
 
     recorded: Recorded
-    gradient: torch.dtype
-    """What the gradient is stored in; the step computes with float32."""
+    stored: tuple[torch.dtype, ...]
+    """What each of the recorded tensors is stored in; states in bfloat16 are rounded stochastically."""
     is_scaled: bool
     """Whether the first scalar is what gradients are multiplied by before the step sees them."""
     keeps_gradient: bool
     """Whether what the step writes to the gradient is dropped."""
     copies: tuple[torch.dtype, ...]
+    rounding: Rounding | None
+    """Of the parameter, where it is stored in bfloat16."""
+
+    @property
+    def writes_elsewhere(self) -> bool:
+        """Whether it writes a parameter in bfloat16 to other memory, for a caller who copies it.
+
+        Beside float32, Inductor reads and writes half a register of bfloat16 at a time. Where that is in place, what is
+        read overlaps what has just been written, and the processor waits for the write: nearly half of all time.
+        """
+        return self.rounding is not None and torch.float32 in self.stored[_GRADIENT + 1 :]
+
+    @property
+    def takes_seeds(self) -> bool:
+        """Whether something is rounded by chance."""
+        states = self.stored[_GRADIENT + 1 :]
+        return self.rounding == "stochastic" or torch.bfloat16 in states
 
 
 _programs: Final[dict[ProgramKey, Callable[..., Any]]] = {}
@@ -47,12 +66,20 @@ _programs: Final[dict[ProgramKey, Callable[..., Any]]] = {}
 def program(key: ProgramKey, name: str) -> Callable[..., Any]:
     """What carries out a recorded step.
 
-    It is called with its tensors as rows of numbers (n,), one tensor of float32 scalars (k,), and the copies (n,). The
-    first call compiles it, which raises what the compiler raises; `name` is the optimizer's, for what is said then.
+    It is called with its tensors as rows of numbers (n,), one tensor of float32 scalars (k,), a seed for each two
+    tensors (int32) if it takes seeds, what was rounded away of the parameter (n,) with "kahan", where the parameter and
+    that are written (n,) if they are written elsewhere, and the copies (n,).
+    The first call compiles it, which raises what the compiler raises; `name` is the optimizer's, for what is said then.
     """
     made = _programs.get(key)
     if made is None:
-        compiled = torch.compile(_module(key), dynamic=True, fullgraph=True)
+        compiled = torch.compile(
+            _module(key).forward,
+            dynamic=True,
+            fullgraph=True,
+            # What PyTorch would look at before each call is in the key; the number of numbers is an argument.
+            options={"guard_filter_fn": lambda guards: [False for _ in guards]},
+        )
 
         def first(*tensors: Tensor) -> None:
             with _said(name):
@@ -67,16 +94,22 @@ def _module(key: ProgramKey) -> fx.GraphModule:
     recorded, graph = key.recorded, fx.Graph()
     tensors = [graph.placeholder(f"tensor_{i}") for i in range(len(recorded.dtypes))]
     scalars = graph.placeholder("scalars")
+    seeds = graph.placeholder("seeds") if key.takes_seeds else None
+    rest = graph.placeholder("rest") if key.rounding == "kahan" else None
+    written = rest, tensors[0]
+    if key.writes_elsewhere:
+        out = graph.placeholder("out")
+        written = (None if rest is None else graph.placeholder("rest_out")), out
     copies = [graph.placeholder(f"copy_{i}") for i in range(len(key.copies))]
     begun = int(key.is_scaled)
-    values: dict[int, fx.Node] = {-1 - i: tensor for i, tensor in enumerate(tensors)}
-    gradient = tensors[_GRADIENT]
-    if key.gradient is not recorded.dtypes[_GRADIENT]:
-        to: dict[str, Any] = {"dtype": recorded.dtypes[_GRADIENT]}
-        gradient = graph.call_function(COPY_IN_DTYPE, (gradient,), to)
+    values: dict[int, fx.Node] = {}
+    for number, (tensor, dtype) in enumerate(zip(tensors, recorded.dtypes, strict=True)):
+        values[-1 - number] = _cast(graph, tensor, key.stored[number], dtype)
+    if rest is not None:
+        values[-1] = graph.call_function(_aten.add, (values[-1], rest))
     if key.is_scaled:
-        gradient = graph.call_function(_aten.mul, (gradient, _scalar(graph, scalars, 0)))
-    values[-1 - _GRADIENT] = gradient
+        scaled = values[-1 - _GRADIENT], _scalar(graph, scalars, 0)
+        values[-1 - _GRADIENT] = graph.call_function(_aten.mul, scaled)
 
     def given(argument: Argument) -> Any:
         if argument.kind == "value":
@@ -88,12 +121,37 @@ def _module(key: ProgramKey) -> fx.GraphModule:
     for number, call in enumerate(recorded.calls):
         values[number] = _write(graph, call, given)
     for number, (tensor, result) in enumerate(zip(tensors, recorded.results, strict=True)):
-        if result != -1 - number and not (number == _GRADIENT and key.keeps_gradient):
-            graph.call_function(_aten.copy_, (tensor, values[result]))
+        if result == -1 - number or (number == _GRADIENT and key.keeps_gradient):
+            continue
+        value = values[result]
+        if key.stored[number] is torch.bfloat16 and number != _GRADIENT:
+            rounded = _rounded(
+                graph, value, key.rounding if number == 0 else "stochastic", seeds, number
+            )
+            if rest is not None and number == 0:
+                lost = graph.call_function(_aten.sub, (value, rounded))
+                graph.call_function(_aten.copy_, (written[0], lost))
+            value = rounded
+        graph.call_function(_aten.copy_, (tensor if number else written[1], value))
     for copy in copies:
         graph.call_function(_aten.copy_, (copy, values[recorded.results[0]]))
     graph.output(())
     return fx.GraphModule(nn.Module(), graph)
+
+
+def _cast(graph: fx.Graph, node: fx.Node, of: torch.dtype, to: torch.dtype) -> fx.Node:
+    return node if of is to else graph.call_function(COPY_IN_DTYPE, (node,), {"dtype": to})
+
+
+def _rounded(
+    graph: fx.Graph, value: fx.Node, how: Rounding | None, seeds: fx.Node | None, number: int
+) -> fx.Node:
+    """A value in float32 with numbers of bfloat16."""
+    if how != "stochastic":
+        return graph.call_function(rounding.nearest, (value,))
+    assert seeds is not None
+    seed = graph.call_function(_aten.select, (seeds, 0, number // 2))
+    return graph.call_function(rounding.stochastic, (value, seed, number % 2))
 
 
 def _scalar(graph: fx.Graph, scalars: fx.Node, number: int) -> fx.Node:

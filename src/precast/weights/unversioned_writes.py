@@ -35,12 +35,15 @@ from precast._torch import (
 from precast.errors import StaleWeightError
 from precast.weights.held import (
     Copy,
+    CopyHandle,
+    CopyKey,
     HeldParameter,
     before_next_region,
     compared_in_turn,
     lock,
     stale_message,
 )
+from precast.weights.held_float8 import QuantisedCopy
 from precast.weights.possible_writes import invalidate_after_graphs, may_have_been_written
 
 __all__ = [
@@ -116,11 +119,11 @@ def _check_without_raising(*, compare: bool) -> None:
         _mark_stale(*found)
 
 
-def _mark_stale(held_parameter: HeldParameter, dtype: torch.dtype) -> None:
+def _mark_stale(held_parameter: HeldParameter, key: CopyKey) -> None:
     """Has the next use of a weight raise the error."""
     held_parameter.stale = True
     held_parameter.take_back()
-    if (copy := held_parameter.copies.get(dtype)) is not None:
+    if (copy := held_parameter.copies.get(key)) is not None:
         copy.evict()
 
 
@@ -128,7 +131,7 @@ class _Comparison(NamedTuple):
     """Whether a copy agrees with its parameter, as a tensor that may not be computed yet."""
 
     held_parameter: HeldParameter
-    dtype: torch.dtype
+    key: CopyKey
     copy: Copy
     writes: int
     agrees: Tensor
@@ -138,7 +141,7 @@ class _Comparison(NamedTuple):
     def shows_unversioned_write(self) -> bool:
         """Whether the parameter was written, and nothing has been seen of that write since."""
         copy = self.copy
-        still = self.held_parameter.copies.get(self.dtype) is copy and copy.writes == self.writes
+        still = self.held_parameter.copies.get(self.key) is copy and copy.writes == self.writes
         parameter = copy.parameter
         if not still or self.held_parameter.suspended or parameter is None:
             return False
@@ -181,7 +184,7 @@ def _is_due() -> bool:
     return True
 
 
-def _find_unversioned_write(*, compare: bool) -> tuple[HeldParameter, torch.dtype] | None:
+def _find_unversioned_write(*, compare: bool) -> tuple[HeldParameter, CopyKey] | None:
     """Reads the results that have come, and if asked makes one more comparison; gives the weight that was written."""
     if not (compare or _Search.comparisons) or not compared_in_turn:
         return None
@@ -208,16 +211,16 @@ def _next_comparisons() -> Iterator[_Comparison]:
         yield from _compared(waiting[turn], _Search.rounds)
 
 
-def _judged(comparison: _Comparison) -> tuple[HeldParameter, torch.dtype] | None:
+def _judged(comparison: _Comparison) -> tuple[HeldParameter, CopyKey] | None:
     """What a comparison has found, if this thread is to raise the error; otherwise it is kept or passed on."""
-    held_parameter, dtype = comparison.held_parameter, comparison.dtype
+    held_parameter, key = comparison.held_parameter, comparison.key
     if threading.get_ident() in held_parameter.threads:
         if comparison.still_shows_unversioned_write():
             _Search.comparisons.append(comparison)  # until the copies are renewed
-            return held_parameter, dtype
+            return held_parameter, key
     elif comparison.shows_unversioned_write():
         if comparison.is_old():
-            _mark_stale(held_parameter, dtype)
+            _mark_stale(held_parameter, key)
         elif all(other.copy is not comparison.copy for other in _Search.comparisons):
             _Search.comparisons.append(comparison)  # until the write has ended
     return None
@@ -227,15 +230,15 @@ def _compared(held_parameter: HeldParameter, part: int) -> Iterator[_Comparison]
     parameter = held_parameter.parameter()
     if parameter is None or held_parameter.suspended:
         return
-    for dtype, copy in list(held_parameter.copies.items()):
+    for key, copy in list(held_parameter.copies.items()):
         with lock:
             if _will_be_renewed(held_parameter, copy, parameter):
                 continue
             # Before the comparison: a write that begins after this is not taken for one that came before it.
             handle = copy.new_handle()
         if copy.stream == stream_of(parameter.device) or copy.has_run():
-            agrees = _agrees(handle.tensor, parameter, part)
-            yield _Comparison(held_parameter, dtype, copy, handle.writes, agrees, time.monotonic())
+            agrees = _agrees(handle, parameter, part)
+            yield _Comparison(held_parameter, key, copy, handle.writes, agrees, time.monotonic())
 
 
 def _will_be_renewed(held_parameter: HeldParameter, copy: Copy, parameter: Tensor) -> bool:
@@ -245,17 +248,31 @@ def _will_be_renewed(held_parameter: HeldParameter, copy: Copy, parameter: Tenso
     )
 
 
-def _agrees(copy: Tensor, parameter: Tensor, part: int) -> Tensor:
+def _agrees(handle: CopyHandle, parameter: Tensor, part: int) -> Tensor:
+    copy = handle.tensor
     with torch.inference_mode(False), torch.no_grad():
         source = parameter.detach()
         if source.shape != copy.shape:
             return _YES  # given another shape by another thread, meanwhile
+        if isinstance(handle.copy, QuantisedCopy):
+            assert handle.scales is not None
+            rows = _rows(source.shape, part)
+            same = handle.copy.agrees(copy, handle.scales[0], source, rows)
+            return _YES if same.is_cpu and same else same
         as_in_memory = copy.stride() == source.stride()
         held, source = (_part(t, part, as_in_memory) for t in (copy, source))
         cast = source.to(held.dtype)
         if cast.is_cpu and torch.equal(cast, held):
             return _YES
         return ((cast == held) | (cast.isnan() & held.isnan())).all()
+
+
+def _rows(shape: torch.Size, part: int) -> slice:
+    """Some of a matrix' rows; others in each part, until all had their turn."""
+    count = max(1, _PART // shape[1])
+    parts = -(-shape[0] // count)
+    start = part % parts * count
+    return slice(start, start + count)
 
 
 def _part(tensor: Tensor, part: int, as_in_memory: bool) -> Tensor:

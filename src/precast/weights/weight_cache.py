@@ -49,6 +49,9 @@ from precast._torch import (
 )
 from precast.weights import held
 from precast.weights.cached_cast import CachedCast
+from precast.weights.float8.formats import Recipe
+from precast.weights.float8.linear import QuantisedWeight
+from precast.weights.float8.quantise import Quantised
 from precast.weights.held_gradients import with_gradient
 from precast.weights.native_copies import Use, native
 from precast.weights.view_cache import same_view
@@ -135,6 +138,33 @@ class WeightCache:
                 return not _needs_grad(leaf) or leaf.numel() >= held.MIN_ELEMENTS_FOR_NODE
         return self._find(leaf, dtype) is not None and _is_kept_by_pytorch(leaf)
 
+    def quantised(
+        self, weight: Tensor, recipe: Recipe, *, backward: bool
+    ) -> QuantisedWeight | None:
+        """What an attachment holds of a weight in 8 bits; None where each use quantises it.
+
+        Args:
+            weight: the weight, a matrix.
+            recipe: how it is scaled.
+            backward: whether the gradient of what it is multiplied with will be asked for.
+        """
+        if not (held.held_parameters and self._holds) or _is_transformed():
+            return None
+        held_parameter = held.held_parameters.get(id(weight))
+        if held_parameter is None or held_parameter.suspended:
+            return None
+        forward = held.handle_of(weight, recipe.weight)
+        if forward is None:
+            return None
+        same = recipe.weight_for_input == recipe.weight
+        other = held.handle_of(weight, recipe.weight_for_input) if backward and not same else None
+        if _needs_grad(weight):
+            _set_grad_dtype(held_parameter, weight)
+        numbers = _numbers(forward)
+        assert numbers is not None
+        kept = (numbers if same else _numbers(other)) if backward else None
+        return QuantisedWeight(numbers, kept, forward.copy.count_gradient)
+
     def _find(self, leaf: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The copy that stands for a leaf in this region, if there is one."""
         entry = self._entries.get((id(leaf), dtype))
@@ -144,7 +174,7 @@ class WeightCache:
 
     def _held(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What an attachment holds of a parameter, or of a view of one."""
-        if is_tracing() or dispatch_modes() or is_functorch_active() or in_forward_mode():
+        if _is_transformed():
             return None
         held_parameter = held.held_parameters.get(id(tensor))
         if held_parameter is None:
@@ -185,8 +215,7 @@ class WeightCache:
         known = self._find(tensor, dtype)
         if known is not None:
             return known
-        if held_parameter.grad_dtype is not None and tensor.grad is None:
-            tensor.grad_dtype = torch.float32 if in_ddp() else held_parameter.grad_dtype
+        _set_grad_dtype(held_parameter, tensor)
         cast = with_gradient(tensor, handle.tensor, handle.copy.gradient)
         if self._uses_kernels():
             handle.copy.keep_for_kernels(tensor, cast, handle, Use.LEAF)
@@ -238,6 +267,24 @@ def _held_view(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None
     handle = held.handle_of(base, dtype)
     return None if handle is None else same_view(handle.tensor, base, tensor)
+
+
+def _is_transformed() -> bool:
+    """Whether operations are recorded or transformed, so that what is held may not stand for its parameter."""
+    return is_tracing() or dispatch_modes() > 0 or is_functorch_active() or in_forward_mode()
+
+
+def _set_grad_dtype(held_parameter: held.HeldParameter, parameter: Tensor) -> None:
+    """Has the gradient that comes stay in the dtype that its attachment asks for."""
+    if held_parameter.grad_dtype is not None and parameter.grad is None:
+        parameter.grad_dtype = torch.float32 if in_ddp() else held_parameter.grad_dtype
+
+
+def _numbers(handle: held.CopyHandle | None) -> Quantised | None:
+    """What a held copy in 8 bits is multiplied as."""
+    if handle is None or handle.scales is None:
+        return None
+    return Quantised(handle.tensor, handle.scales[1])
 
 
 def _needs_grad(tensor: Tensor) -> bool:

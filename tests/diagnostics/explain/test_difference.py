@@ -190,3 +190,20 @@ def test_what_cannot_be_asked_is_exit_code_2(arguments: tuple[str, ...]) -> None
 def test_a_policy_that_is_not_there() -> None:
     with pytest.raises(PolicyError, match=r"Allowed: torch@2\.11"):
         explain_difference("torch", "torch@3.0")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        ("lower", "float8_rowwise", "Now, matrices are multiplied in 8 bits, with a scale a row"),
+        ("float8", "lower", "Before, matrices are multiplied in 8 bits, with one scale a matrix"),
+        ("float8", "float8_pow2", "a power of two; before, matrices are multiplied in 8 bits"),
+        ("fp32", "float8", "With 16-bit arguments it computes in 16 bits instead of float32"),
+    ],
+)
+def test_a_rule_of_8_bits_is_said_as_one(was: str, now: str, says: str) -> None:
+    default = Policy.load("default")
+    found = explain_difference(*(default.replace(ops={"linear": rule}) for rule in (was, now)))
+    text = " ".join(printed(found).split())
+    assert says in text
+    assert "autocast is off in what it calls" not in text

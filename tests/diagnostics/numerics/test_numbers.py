@@ -330,7 +330,10 @@ def test_a_power_stands_for_a_scale() -> None:
     assert what_if([unscaled]) == what_if([plain])
     assert exponents(unscaled) == exponents(plain)
     halves: Any = [counted(half).magnitudes for half in gradients.split(500)]
-    assert what_if(halves) == what_if([plain])
+    of_halves, of_all = what_if(halves), what_if([plain])
+    for name in of_all:  # each half has a scale of its own for its rounding error, as in two steps
+        assert of_halves[name].pop("error") == pytest.approx(of_all[name].pop("error"), rel=0.02)
+    assert of_halves == of_all
 
 
 def test_edges_are_the_upper_bits_of_float32() -> None:

@@ -23,7 +23,14 @@ from precast import _torch
 from precast.policy import preset_files, toml_file
 from precast.policy.module_rules import ModuleRule
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule, as_policy
-from precast.policy.rows import covered_overloads, dispatcher_name, exact_key, short, split
+from precast.policy.rows import (
+    FLOAT8_RULES,
+    covered_overloads,
+    dispatcher_name,
+    exact_key,
+    short,
+    split,
+)
 
 __all__ = ["Change", "ModuleChange", "PolicyDifference", "explain_difference"]
 
@@ -201,6 +208,7 @@ def _meaning(was: str, now: str) -> Iterator[str]:
     if Rule.BANNED in (was, now):
         yield "It is refused now." if now == Rule.BANNED else "It was refused, and now runs."
         return
+    yield from _in_8_bits(was, now)
     before, after = _dtypes(was), _dtypes(now)
     if before[0] != after[0]:
         if after[0] == 32:
@@ -225,8 +233,18 @@ def _meaning(was: str, now: str) -> Iterator[str]:
                 "With float32 arguments it computes in float32 instead of 16 bits: its result has four bytes an "
                 "element instead of two."
             )
-    if before == after:
+    if before == after and not {was, now} & set(FLOAT8_RULES):
         yield from _same_dtypes(was, now)
+
+
+def _in_8_bits(was: str, now: str) -> Iterator[str]:
+    """What changes where one of the rules multiplies matrices in 8 bits."""
+    if was in FLOAT8_RULES and now in FLOAT8_RULES:
+        yield f"Now, {Rule(now).meaning}; before, {Rule(was).meaning}."
+    elif now in FLOAT8_RULES:
+        yield f"Now, {Rule(now).meaning}: operands keep 4 bits of their numbers. Its result has the region's dtype."
+    elif was in FLOAT8_RULES:
+        yield f"Before, {Rule(was).meaning}; that ends."
 
 
 def _of_what_it_calls(names: list[str], was: str, now: str) -> Iterator[str]:
@@ -238,10 +256,10 @@ def _of_what_it_calls(names: list[str], was: str, now: str) -> Iterator[str]:
 
 
 def _dtypes(rule: str) -> tuple[int, int]:
-    """How many bits an operation computes in, where its arguments have the region's 16 bits, and where they have 32."""
+    """How many bits its result has, where its arguments have the region's 16 bits, and where they have 32."""
     if rule in _IN_FLOAT32:
         return 32, 32
-    return (16, 16) if rule == Rule.LOWER else (16, 32)
+    return (16, 16) if rule == Rule.LOWER or rule in FLOAT8_RULES else (16, 32)
 
 
 def _casts(rule: str, kept: str) -> Iterator[str]:

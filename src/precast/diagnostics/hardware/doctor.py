@@ -1,4 +1,4 @@
-"""`precast doctor`: what this machine can do in each dtype, measured, and the one setting to use.
+"""`precast doctor`: what this machine can do in each dtype and under float8 rules, measured, and the setting to use.
 
 Invariants: the recommendation follows from the measured reports alone, and its reason quotes the numbers that decided.
 Nothing is printed here; `render` returns what a console prints.
@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from precast.diagnostics.hardware.engine_report import EngineReport, engine_here
-from precast.diagnostics.hardware.machine import DtypeReport, dtypes_of, measure
+from precast.diagnostics.hardware.float8 import Float8Report, float8_on
+from precast.diagnostics.hardware.machine import DtypeReport, dtypes_of, measure, times
 
 __all__ = [
     "Diagnosis",
@@ -28,7 +29,6 @@ __all__ = [
     "recommend",
     "render",
     "report_as_dict",
-    "times",
 ]
 
 _WORTH_IT: Final = 1.1
@@ -70,6 +70,8 @@ class Diagnosis:
     reports: tuple[DtypeReport, ...]
     recommendation: Recommendation
     engine: EngineReport
+    float8: tuple[Float8Report, ...] = ()
+    """What each device that was measured does under the float8 rules."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON; times in seconds, ratios to float32's speed."""
@@ -80,6 +82,7 @@ class Diagnosis:
             "dtypes": [report_as_dict(report) for report in self.reports],
             "recommendation": asdict(self.recommendation),
             "engine": asdict(self.engine),
+            "float8": [report.as_dict() for report in self.float8],
         }
 
 
@@ -100,11 +103,13 @@ def diagnose(advance: Callable[[str], None] = lambda _: None) -> Diagnosis:
     Args:
         advance: is told what is measured next, such as "bfloat16 on cpu".
     """
-    reports = []
+    reports, in_8_bits = [], []
     for device in (torch.device("cpu"), *_accelerators()[:1]):
         for dtype in dtypes_of(device):
             advance(f"{dtype} on {device}")
             reports.append(measure(device, dtype))
+        advance(f"the float8 rules on {device}")
+        in_8_bits.append(float8_on(device))
     advance("the engine")
     devices = (Device("cpu", _cpu()), *(Device(str(each), _gpu(each)) for each in _accelerators()))
     return Diagnosis(
@@ -114,6 +119,7 @@ def diagnose(advance: Callable[[str], None] = lambda _: None) -> Diagnosis:
         tuple(reports),
         recommend(reports),
         engine_here(),
+        tuple(in_8_bits),
     )
 
 
@@ -145,7 +151,11 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     for device in dict.fromkeys(report.device for report in diagnosis.reports):
         of_device = [report for report in diagnosis.reports if report.device == device]
         parts += [Text(), _table(device, of_device), *_errors(of_device)]
-    return Group(*parts, Text(), _advice(diagnosis.recommendation), *_slower(diagnosis.engine))
+    parts += [Text(), _advice(diagnosis.recommendation)]
+    if diagnosis.float8:
+        parts += [Text(), Text("Products in 8 bits, the float8 rules:", "bold")]
+        parts += [Text(report.verdict) for report in diagnosis.float8]
+    return Group(*parts, *_slower(diagnosis.engine))
 
 
 def processor(device: torch.device) -> str:
@@ -228,11 +238,6 @@ def _table(device: str, reports: Sequence[DtypeReport]) -> Table:
         style = {"native": "green", "unsupported": "red"}.get(report.verdict, "yellow")
         table.add_row(report.dtype, Text(report.verdict, style), *cells, units)
     return table
-
-
-def times(ratio: float) -> str:
-    """A ratio with two significant digits or so: 6.1x, 0.011x."""
-    return f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2g}x"
 
 
 def _errors(reports: Sequence[DtypeReport]) -> list[RenderableType]:

@@ -34,6 +34,7 @@ __all__ = [
     "interleaved_seconds",
     "measure",
     "synchronize",
+    "times",
 ]
 
 DTYPES: Final = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -128,6 +129,11 @@ def measure(device: torch.device, dtype: str) -> DtypeReport:
     finally:
         torch.set_num_threads(threads)
     return DtypeReport(str(device), dtype, speeds, _units(device, dtype))
+
+
+def times(ratio: float) -> str:
+    """A ratio with two significant digits or so: 6.1x, 0.011x."""
+    return f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2g}x"
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,7 +9,11 @@ Which shares are exact, and which are bounds:
 - overflow is exact for float8_e4m3fn, and for float8_e5m2 but for numbers that are the tie itself (61440 at scale 1);
   for float16 and bfloat16 it is an upper bound: the top bin (63488 to 65536) is counted whole, unless the largest
   number fits;
-- the share of subnormal numbers is like that of overflow: the edge of float16 and bfloat16 is moved up to a bin's.
+- the share of subnormal numbers is like that of overflow: the edge of float16 and bfloat16 is moved up to a bin's;
+- the rounding error is a mean: numbers are taken to be even within a bin.
+
+What an 8-bit format loses is what the rules for products in 8 bits lose (`tests/float8/test_what_if.py`): the scale
+under which the largest number fits is the one that `float8_pow2` gives a matrix.
 """
 
 from __future__ import annotations
@@ -80,6 +84,7 @@ def _in_format(several: Sequence[Magnitudes], format: Format) -> dict[str, Any]:
         **_shares(several, format, 0),
         "best_scale": None if power is None else math.ldexp(1.0, power),
         "with_best": _shares(several, format, power or 0),
+        "error": _error(several, format),
     }
 
 
@@ -94,16 +99,48 @@ def _best_power(several: Sequence[Magnitudes], format: Format) -> int | None:
         zeros, _, subnormal = _outside(several, format, power)
         return zeros, zeros + subnormal
 
-    maximum = max(one.maximum for one in several)
+    most = _largest_power(max(one.maximum for one in several), format)
+    if most is None or most <= 0:
+        return most
+    fewest = too_small(most)
+    return bisect_left(range(most), True, key=lambda power: too_small(power) == fewest)
+
+
+def _largest_power(maximum: float, format: Format) -> int | None:
+    """The exponent of the largest scale under which this number fits; None for zero, which any does."""
     if not maximum:
         return None
     power = math.frexp(format.largest)[1] - math.frexp(maximum)[1]
     fits = math.ldexp(maximum, power) <= format.largest
-    most = min(power if fits else power - 1, _LARGEST_SCALE)
-    if most <= 0:
-        return most
-    fewest = too_small(most)
-    return bisect_left(range(most), True, key=lambda power: too_small(power) == fewest)
+    return min(power if fits else power - 1, _LARGEST_SCALE)
+
+
+def _error(several: Sequence[Magnitudes], format: Format) -> float | None:
+    """The relative error of rounding, each tensor scaled so that it just fits; None where there is no number."""
+    wrong = squares = 0.0
+    for one in several:
+        power = _largest_power(one.maximum, format)
+        if power is None:
+            continue
+        for k, count in enumerate(one.counts, one.low):
+            if count:
+                low, high = (math.ldexp(EDGES[edge], power + one.power) for edge in (k, k + 1))
+                again = math.ldexp(count, -2 * power)
+                wrong += again * _square_error(low, high, format)
+                squares += again * (low * low + low * high + high * high) / 3
+    return math.sqrt(wrong / squares) if squares else None
+
+
+def _square_error(low: float, high: float, format: Format) -> float:
+    """The mean square of what rounding changes between two edges, of which none is between the middles of a step."""
+    exponent = max(math.frexp(low)[1] - 1, math.frexp(format.smallest_normal)[1] - 1)
+    step = math.ldexp(
+        format.smallest_subnormal, exponent - math.frexp(format.smallest_normal)[1] + 1
+    )
+    if step < 2 * (high - low):
+        return step * step / 12
+    first, last = (abs(edge - round(edge / step) * step) for edge in (low, high))
+    return (first * first + first * last + last * last) / 3
 
 
 def _shares(several: Sequence[Magnitudes], format: Format, power: int) -> dict[str, float]:

@@ -43,8 +43,8 @@ from precast.diagnostics.numerics.running_step import RunningStep
 from precast.diagnostics.numerics.samples import Samples, figures
 from precast.diagnostics.numerics.tally import Key
 from precast.errors import MonitorError, OutputError, PrecastWarning
-from precast.grad_scaler.optimizers import parameters_of
 from precast.policy.module_names import names_in
+from precast.weights.partial_steps import parameters_of
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
 
@@ -272,11 +272,17 @@ class Monitor(Displayed):
             running.look()  # while the gradients are in the processor's caches
             scaled = getattr(optimizer, "grad_scale", None) is not None
             self._count_parameters(optimizer, scaled=scaled)
+            if running.record.tallies is not None:
+                names = self.names_of(parameters_of(optimizer))
+                running.record.lost_updates.before(optimizer, names)
 
     @synchronized
+    @unseen_by_modes
     def has_stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the step is over when the next forward begins."""
         if self._is_mine(optimizer):
+            if self._running is not None:
+                self._running.record.lost_updates.after()
             self._over = self._trains = True
             self._stepped_by.add(id(optimizer))
 

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal import events, pytree
 from precast._internal.events import NonfiniteOrigin
+from precast.diagnostics.numerics.lost_updates import LostUpdates
 from precast.diagnostics.numerics.tally import NARROW, Counts, Key, Tally, countable
 
 __all__ = ["Extremes", "Numbering", "Record", "Slot", "is_finite", "read", "tensors_in"]
@@ -94,6 +95,7 @@ class Record:
     told: int | None = None
     """The number that a scaler, or a run, gives the step."""
     missed: list[tuple[weakref.ref[Tensor], Missed]] = field(default_factory=list)
+    lost_updates: LostUpdates = field(default_factory=LostUpdates)
     _noted: defaultdict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -160,10 +162,12 @@ class Record:
         """The counts of all tensors, gradients without the loss's scale; waits for the device."""
         scale = self.loss_scale or 1.0
         power = -round(math.log2(scale)) if scale > 0 else 0
-        return {
+        counts = {
             key: tally.read(power if key[0] == "gradient" or key in self.scaled else 0)
             for key, tally in (self.tallies or {}).items()
         }
+        updates = {("parameter", name): its for name, its in self.lost_updates.read().items()}
+        return {k: replace(c, updates=updates[k]) if k in updates else c for k, c in counts.items()}
 
     def pack(self) -> Record:
         """Makes few tensors of the many that were noted; returns the record itself."""

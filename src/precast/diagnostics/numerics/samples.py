@@ -59,6 +59,12 @@ class Samples:
         high = max((e for row in found for e in row), default=-1)
         counted = [[row.get(e, 0) for e in range(low, high + 1)] for row in found]
         kind, name = key
+        updates = [counts.updates for _, counts in mine]
+        lost = {
+            "updates_rounded_away": [u and u.rounded_away for u in updates],
+            "updates_lost": [u and u.lost for u in updates],
+            "updates_rounded_away_with_kahan": [u and u.with_kahan for u in updates],
+        }
         return {
             "name": name,
             "kind": kind,
@@ -66,6 +72,7 @@ class Samples:
             "histogram": {"low": low, "counts": counted},
             **{column: [row[column] for row in rows] for column in rows[0]},
             "what_if": what_if([counts.magnitudes for _, counts in mine]),
+            **(lost if kind == "parameter" else {}),
         }
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from precast import _torch
 from precast.diagnostics.numerics.bins import BINS, SHIFT, Magnitudes
 from precast.diagnostics.numerics.formats import FORMATS
+from precast.diagnostics.numerics.lost_updates import Updates
 from precast.grad_scaler.memory import memory_of
 
 __all__ = ["NARROW", "Counts", "Key", "Tally", "countable"]
@@ -72,6 +73,8 @@ class Counts:
     squares: float
     """The sum of squares of the finite ones."""
     magnitudes: Magnitudes
+    updates: Updates | None = None
+    """What became of a parameter's updates; None where that is not known, or where it is no parameter."""
 
     @property
     def rms(self) -> float:

@@ -1,4 +1,4 @@
-"""What the numbers of a run say is wrong, as findings: what overflowed first, and gradients that are too small.
+"""What the numbers of a run say is wrong, as findings: overflow, and gradients and updates that are too small.
 
 Invariant: every number in a finding is one of the document's.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast.diagnostics.report.between import Between, between, module_before
-from precast.diagnostics.report.words import joined, share
+from precast.diagnostics.report.words import joined, plural, share
 from precast.diagnostics.schema import Cost, Document, Finding, HealthModule, NonfiniteOrigin, Where
 
 __all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
 
 _TELLING = 0.01  # a smaller share of gradients is not reported
+_MOST_STAY = 0.5  # a smaller share of updates that round to nothing is not reported
 _IF_NAN = " If it is NaN there too, the format is not the reason: look at what it divides by."
 _OWN_CAST = (
     " A cast that the program itself makes to float16 by name, as `.half()`, has to go from the code: no policy and "
@@ -24,10 +25,10 @@ _AUTO_SCALE = '`precast.GradScaler(device, init_scale="auto")`'
 
 
 def numeric_findings(document: Document) -> list[Finding]:
-    """What was not finite first in the run, and which gradients underflow made zero."""
+    """What was not finite first in the run, which gradients underflow made zero, and which updates rounding took."""
     first = offender(document)
     found = [] if first is None else [overflow(document, first)]
-    return [*found, *_underflow(document)]
+    return [*found, *_underflow(document), *_rounded_away(document)]
 
 
 def offender(document: Document) -> NonfiniteOrigin | None:
@@ -183,6 +184,40 @@ def _underflow(document: Document) -> Iterator[Finding]:
             policy=None,
             where=Where(module_of(worst)),
         )
+
+
+def _rounded_away(document: Document) -> Iterator[Finding]:
+    """Parameters in 16 bits whose updates round to nothing, in the mean of the steps that were counted."""
+    health = document.health
+    found = [
+        (_mean(m.updates_rounded_away), _mean(m.updates_rounded_away_with_kahan), m)
+        for m in (health.modules if health else [])
+        if m.kind == "parameter"
+    ]
+    some = sorted((each for each in found if each[0] >= _MOST_STAY), key=lambda each: -each[0])
+    if not some:
+        return
+    part, with_kahan, worst = some[0]
+    others = (
+        f", and more than {share(_MOST_STAY)} in {plural(len(some) - 1, 'more parameter')}"
+        if some[1:]
+        else ""
+    )
+    yield Finding(
+        kind="rounded away",
+        title=f"{share(part)} of the updates of `{worst.name}` round to nothing, as it is stored in 16 bits{others}.",
+        cost=Cost(),
+        suggestion=f"Keep float32 masters: train a float32 model in a region. Or let it learn in 16 bits: "
+        f'`precast.attach(model, optimizer=optimizer, masters="kahan")`, with which {share(with_kahan)} of the '
+        "updates in the same steps would have rounded to nothing. Or raise the learning rate.",
+        policy=None,
+        where=Where(module_of(worst)),
+    )
+
+
+def _mean(shares: list[float | None] | None) -> float:
+    known = [each for each in shares or [] if each is not None]
+    return sum(known) / len(known) if known else 0.0
 
 
 def _enlarge(document: Document) -> str:

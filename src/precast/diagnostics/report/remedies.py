@@ -14,7 +14,7 @@ from precast.diagnostics.schema import Cost, Document, Finding
 
 __all__ = ["Remedy", "all_findings", "cost_words", "is_numeric", "remedies"]
 
-_NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation")
+_NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation", "rounded away")
 _Number = TypeVar("_Number", int, float)
 _TELLING = 0.01  # of the traced time: what costs less is not worth a card, or a sentence
 

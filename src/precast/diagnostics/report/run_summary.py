@@ -122,6 +122,8 @@ def _wrong_numbers(document: Document) -> str | None:
         return f"{said[0].upper()}{said[1:]} was not finite at step {first.step}, and no step was skipped."
     if any(each.kind == "underflow" for each in all_findings(document)):
         return "Small gradients are lost: they are too small for the format they are in."
+    if any(each.kind == "rounded away" for each in all_findings(document)):
+        return "Most updates are lost: they are too small for the 16 bits that the parameters are stored in."
     return None
 
 
@@ -341,7 +343,7 @@ def _advice(document: Document, costs: list[Remedy]) -> Advice | None:
     first, skipped = offender(document), lost(document)
     steps_back = f"up to {of_steps(document, skipped)}, lost now" if skipped else ""
     if numeric:
-        gain = "" if numeric[0].kind == "underflow" else steps_back
+        gain = "" if numeric[0].kind in ("underflow", "rounded away") else steps_back
         return _from_finding(numeric[0], gain or "numbers that are not lost")
     if first:
         return _from_finding(overflow(document, first), steps_back or "numbers that stay finite")

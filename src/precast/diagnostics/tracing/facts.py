@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast.diagnostics.tracing.lineage import MOVES, Link, Noticed, Site, Up
-from precast.diagnostics.tracing.operators import Cast, dtype_name
+from precast.engine.operator_kinds import Cast, dtype_name
 from precast.weights.held import MIN_ELEMENTS_FOR_NODE
 
 __all__ = ["CastAgain", "Facts", "Island", "RoundTrip", "Weights"]

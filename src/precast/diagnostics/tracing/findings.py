@@ -17,7 +17,7 @@ from precast.diagnostics.report.words import plural
 from precast.diagnostics.schema import Cost, Finding, Row, Totals, Where
 from precast.diagnostics.tracing.facts import Facts
 from precast.diagnostics.tracing.lineage import Noticed, Site
-from precast.diagnostics.tracing.operators import dtype_name
+from precast.engine.operator_kinds import dtype_name
 from precast.errors import PolicyError
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.tracing.operators import Cast, Kind, kind_of
 from precast.engine.operation import Operation
+from precast.engine.operator_kinds import Cast, Kind, kind_of
 
 __all__ = ["Listener", "Mode"]
 

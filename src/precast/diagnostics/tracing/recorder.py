@@ -33,7 +33,10 @@ from precast.diagnostics.tracing.error_notes import note_on
 from precast.diagnostics.tracing.explanation import LineageStep
 from precast.diagnostics.tracing.facts import Facts
 from precast.diagnostics.tracing.lineage import Lineage, Link, Site, Up
-from precast.diagnostics.tracing.operators import (
+from precast.diagnostics.tracing.reasons import Decided, ModuleRules
+from precast.diagnostics.tracing.tally import Around, Place, Tally
+from precast.engine.operation import Operation, is_eligible
+from precast.engine.operator_kinds import (
     Cast,
     Kind,
     dtype_name,
@@ -42,9 +45,7 @@ from precast.diagnostics.tracing.operators import (
     kind_of,
     tensors_of,
 )
-from precast.diagnostics.tracing.reasons import Decided, ModuleRules
-from precast.diagnostics.tracing.tally import Around, Place, Tally
-from precast.engine.operation import Operation, is_eligible
+from precast.engine.remarks import take_remark
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
 
 __all__ = ["Recorder"]
@@ -132,6 +133,10 @@ class Recorder:
     def end(self, result: Any) -> None:
         """It has been carried out."""
         d = self._decisions.pop()
+        said = take_remark()
+        if said:
+            op, rule, reason = d.decided
+            d.decided = Decided(op, rule, f"{reason}; {said}")
         op, rule, _ = d.decided
         outputs = tensors_of((result,), {})
         self._count(d, outputs)
@@ -150,6 +155,7 @@ class Recorder:
     def fail(self, error: BaseException) -> None:
         """It has raised; a checkpoint that runs again ends so, when it has what it needs."""
         d = self._decisions.pop()
+        take_remark()  # of a call inside that did not raise
         self._count(d, [])
         note_on(error, d.decided, d.op.device_type, d.policy, d.inputs, d.links, enabled=True)
 

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from precast.diagnostics.schema import Flow, Phase, Row, Totals
-from precast.diagnostics.tracing.operators import Cast, dtype_of
 from precast.diagnostics.tracing.reasons import Decided
+from precast.engine.operator_kinds import Cast, dtype_of
 
 __all__ = ["MOST_ROWS", "Around", "Place", "Tally"]
 

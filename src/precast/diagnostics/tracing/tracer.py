@@ -30,11 +30,11 @@ from precast.diagnostics.tracing.explanation import Explanation
 from precast.diagnostics.tracing.findings import findings_of
 from precast.diagnostics.tracing.lineage import chain
 from precast.diagnostics.tracing.mode import Listener, Mode
-from precast.diagnostics.tracing.operators import dtype_of
 from precast.diagnostics.tracing.recorder import Recorder
 from precast.diagnostics.tracing.saved import SavedTrace
 from precast.engine import registration
 from precast.engine.operation import Operation
+from precast.engine.operator_kinds import dtype_of
 from precast.errors import PrecastError
 from precast.policy.module_plan import outwards
 from precast.weights import held_gradients, weight_cache

@@ -1,4 +1,4 @@
-"""An operation of the dispatcher as a trace sees it: its name, whether it is a view, and which casts it makes."""
+"""An operation of the dispatcher as its watchers see it: its name, whether it is a view, and which casts it makes."""
 
 from __future__ import annotations
 

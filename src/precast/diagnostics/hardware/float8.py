@@ -1,0 +1,166 @@
+"""What a device does under the float8 rules: a kernel or an emulation, why, and what a layer takes beside bfloat16.
+
+Invariants:
+
+- whether there is a kernel, and why, is what the rules themselves go by (`support_of`); what it is worth is measured
+  alone, with the functions that the rules run;
+- a ratio compares the best times of a linear layer's forward and backward, both timed in turns, its float32 weight cast
+  or quantised each time, as in a training;
+- the CPU is measured on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from precast import _torch
+from precast.diagnostics.hardware.machine import interleaved_seconds, times
+from precast.engine.float8_kernels import RECIPES
+from precast.weights.float8.formats import Recipe
+from precast.weights.float8.linear import linear, on_device
+from precast.weights.float8.support import Support, Way, reason_impossible, support_of
+
+__all__ = ["RULES", "Float8Report", "Float8Speed", "float8_on"]
+
+RULES: Final = ("float8", "float8_rowwise", "float8_hp_grad")
+"""Those that are measured; `float8_pow2` takes as long as `float8`."""
+_SIDES: Final = {"cpu": 256, "accelerator": 4096}
+_ROUNDS: Final = 7
+_PAYS: Final = 1.1
+"""A rule is worth it if the layer is at least so many times as fast as in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Float8Speed:
+    """A linear layer under one rule, and in bfloat16."""
+
+    rule: str
+    seconds: float | None = None
+    """The best time of forward and backward; None if it cannot run."""
+    bfloat16_seconds: float | None = None
+    error: str | None = None
+    """The first line of PyTorch's error if it cannot run."""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as bfloat16; above 1 is faster."""
+        if self.seconds is None or self.bfloat16_seconds is None:
+            return None
+        return self.bfloat16_seconds / self.seconds
+
+
+@dataclass(frozen=True)
+class Float8Report:
+    """What one device does under the float8 rules."""
+
+    device: str
+    """As in `str(torch.device)`."""
+    way: str
+    """"kernel", "emulated" or "none"."""
+    reason: str
+    """Why it is that way."""
+    side: int = 0
+    """Rows, inputs and outputs of the layer that was measured; 0 if none was."""
+    speeds: tuple[Float8Speed, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """A sentence on what the rules are good for here."""
+        if self.way == "none":
+            return f"{self.device} cannot run the float8 rules: {self.reason}."
+        if self.way == Way.EMULATED.value:
+            return (
+                f"{self.device} emulates float8, as {self.reason}: {self._measured}. The rules show here what a model "
+                "loses, and save no time."
+            )
+        failed = [speed for speed in self.speeds if speed.error is not None]
+        if failed:
+            rules = ", ".join(speed.rule for speed in failed)
+            return (
+                f"{self.device} should have a float8 kernel ({self.reason}), and PyTorch refuses it for {rules}: "
+                f"{failed[0].error}."
+            )
+        fast = [s.rule for s in self.speeds if s.ratio is not None and s.ratio >= _PAYS]
+        worth = f"{' and '.join(fast)} can save time" if fast else "no rule saves time at this size"
+        return f"{self.device} has a float8 kernel ({self.reason}): {self._measured}; {worth}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON; times in seconds, ratios to bfloat16's speed."""
+        return {
+            "device": self.device,
+            "way": self.way,
+            "reason": self.reason,
+            "side": self.side,
+            "speeds": [{**asdict(speed), "ratio": speed.ratio} for speed in self.speeds],
+            "verdict": self.verdict,
+        }
+
+    @property
+    def _measured(self) -> str:
+        known = [(s.rule, s.ratio) for s in self.speeds if s.ratio is not None]
+        ratios = ", ".join(f"{rule} {times(ratio)}" for rule, ratio in known)
+        return f"a linear layer of {self.side}x{self.side} runs at {ratios} of bfloat16's speed"
+
+
+def float8_on(device: torch.device) -> Float8Report:
+    """Says what a device does, and measures it, in a second or less."""
+    impossible = reason_impossible(device.type)
+    if impossible is not None:
+        return Float8Report(str(device), "none", impossible)
+    support = support_of(device)
+    side = _SIDES["cpu" if device.type == "cpu" else "accelerator"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        speeds = tuple(_speed(rule, device, side, support) for rule in RULES)
+    finally:
+        torch.set_num_threads(threads)
+    return Float8Report(str(device), support.way.value, support.reason, side, speeds)
+
+
+def _speed(rule: str, device: torch.device, side: int, support: Support) -> Float8Speed:
+    recipes = {name.value: recipe for name, recipe in RECIPES.items()}
+    recipe = on_device(recipes[rule], support.without_negative_zero)
+    runs = [partial(_layer, side, device, product) for product in _products(recipe, support.way)]
+    ours, plain = (run() for run in runs)
+    try:
+        ours()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return Float8Speed(rule, error=str(error).strip().partition("\n")[0])
+    plain()
+    in_8_bits, in_16_bits = interleaved_seconds([ours, plain], device, _ROUNDS)
+    return Float8Speed(rule, min(in_8_bits), min(in_16_bits))
+
+
+def _products(recipe: Recipe, way: Way) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
+    """That of a rule, and that of bfloat16."""
+    return (
+        lambda x, w: linear(x, w, recipe, way),
+        lambda x, w: functional.linear(x, w.to(torch.bfloat16)),
+    )
+
+
+def _layer(
+    side: int, device: torch.device, product: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[], object]:
+    """Forward and backward of a linear layer as a region would run it."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, gradient = (
+        torch.randn(side, side, device=device, generator=generator).to(torch.bfloat16)
+        for _ in range(2)
+    )
+    w = torch.randn(side, side, device=device, generator=generator, requires_grad=True)
+    x.requires_grad_()
+
+    def run() -> object:
+        with torch.enable_grad(), _torch.AutocastOff(device.type)():
+            return torch.autograd.grad(product(x, w), (x, w), gradient)
+
+    return run

@@ -1,0 +1,159 @@
+"""What rounding takes from the updates of parameters in 16 bits: which numbers stay, though they were to move.
+
+Invariants:
+
+- the optimizer's own step says what each number was to become: it is taken once more in float32, on copies of the
+  parameter, its gradient and its states, before the step that counts; neither that nor a state is changed by it;
+- of a float32 parameter, and of a weight that learns by rounding (`attach(masters=...)`), nothing is lost: that is
+  said and not computed. Of optimizers that are not PyTorch's, and of parameters that are no plain tensors, nothing is
+  known;
+- nothing waits for the device until `Updates` are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from precast._torch import step_without_hooks
+from precast.weights import rounding
+from precast.weights.partial_steps import (
+    is_large,
+    outside_autocast,
+    treats_each_parameter_by_itself,
+    without_scaler,
+)
+
+__all__ = ["NOTHING_LOST", "LostUpdates", "Updates"]
+
+_NARROW: Final = frozenset({torch.bfloat16, torch.float16})
+
+
+class Updates(NamedTuple):
+    """What became of the updates of a parameter in a step."""
+
+    rounded_away: float
+    """The share of its numbers that were to move, and stayed."""
+    lost: float
+    """The share that these have in the size of the whole update, the sum of all distances."""
+    with_kahan: float
+    """The share of numbers that would have stayed with `attach(masters="kahan")`."""
+
+
+NOTHING_LOST: Final = Updates(0.0, 0.0, 0.0)
+
+
+class LostUpdates:
+    """Looks at parameters before and after a step of an optimizer."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        """Name -> the parameter, its numbers before the step, and what they were to become, in float32."""
+        self._found: dict[str, Tensor] = {}
+        self._lose_nothing: set[str] = set()
+
+    def before(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+        """A step is about to be taken; `names` are those of the parameters that are looked at, by ``id``."""
+        trained = [p for g in optimizer.param_groups for p in g["params"] if id(p) in names]
+        self._lose_nothing.update(names[id(p)] for p in trained if _loses_nothing(optimizer, p))
+        if not treats_each_parameter_by_itself(optimizer) or isinstance(optimizer, LBFGS):
+            return
+        scale = getattr(optimizer, "grad_scale", None)
+        groups = optimizer.param_groups
+        with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
+            for group in groups:
+                for parameter in _narrow(optimizer, group["params"]):
+                    if id(parameter) not in names:
+                        continue
+                    copied = _copied(optimizer, parameter, scale)
+                    optimizer.param_groups = [{**group, "params": [copied]}]
+                    try:
+                        step_without_hooks(optimizer)()
+                    finally:
+                        optimizer.param_groups = groups
+                        optimizer.state.pop(copied, None)
+                    was = parameter.detach().clone()
+                    self._before[names[id(parameter)]] = parameter, was, copied.detach()
+
+    def after(self) -> None:
+        """The step was taken."""
+        before, self._before = self._before, {}
+        for name, (parameter, was, wanted) in before.items():
+            self._found[name] = _compared(was, parameter.detach(), wanted)
+
+    def read(self) -> dict[str, Updates]:
+        """What was found since the last time, by name; waits for the device."""
+        found, self._found = self._found, {}
+        read = dict.fromkeys(self._lose_nothing, NOTHING_LOST)
+        self._lose_nothing.clear()
+        for name, sums in found.items():
+            moving, stayed, size, lost, with_kahan = sums.tolist()
+            if moving:
+                read[name] = Updates(
+                    stayed / moving, lost / size if size else 0.0, with_kahan / moving
+                )
+        return read
+
+
+def _loses_nothing(optimizer: Optimizer, parameter: Tensor) -> bool:
+    learns_by_rounding = rounding.SEED in optimizer.state.get(parameter, {})
+    return learns_by_rounding or parameter.dtype in (torch.float32, torch.float64)
+
+
+def _narrow(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The parameters whose updates rounding may take."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if (
+            parameter.dtype in _NARROW
+            and type(parameter) in (Tensor, nn.Parameter)
+            and gradient is not None
+            and gradient.layout is torch.strided
+            and not _loses_nothing(optimizer, parameter)
+        ):
+            yield parameter
+
+
+def _copied(optimizer: Optimizer, parameter: Tensor, scale: Tensor | None) -> Tensor:
+    """A parameter in float32, with its own gradient and states."""
+    assert parameter.grad is not None
+    copied = nn.Parameter(parameter.detach().float())
+    gradient = parameter.grad.detach().to(torch.float32, copy=True)
+    copied.grad = gradient if scale is None else gradient.div_(scale)
+    states = optimizer.state.get(parameter)
+    if states:
+        optimizer.state[copied] = {name: _copy(value) for name, value in states.items()}
+    return copied
+
+
+def _copy(state: Any) -> Any:
+    if not isinstance(state, Tensor):
+        return state
+    return (
+        state.to(torch.float32, copy=True)
+        if is_large(state) and state.is_floating_point()
+        else state.clone()
+    )
+
+
+def _compared(was: Tensor, now: Tensor, wanted: Tensor) -> Tensor:
+    """How many were to move, how many of these stayed, the size of all updates, of those, and how many with Kahan."""
+    full = was.float()
+    distance = (wanted - full).abs().nan_to_num_(0.0, 0.0, 0.0)
+    moves = distance > 0
+    stays = moves & (now == was)
+    nearest = rounding.nearest(wanted.contiguous())
+    rest = rounding.nearest((wanted - nearest).contiguous())
+    stays_with_kahan = moves & (nearest + rest == full)
+    sums = (
+        moves.sum(),
+        stays.sum(),
+        distance.sum(),
+        (distance * stays).sum(),
+        stays_with_kahan.sum(),
+    )
+    return torch.stack([each.double() for each in sums])

@@ -1,0 +1,377 @@
+"""Weights that are stored in bfloat16 alone, without a float32 master, and still learn from small updates.
+
+Invariants:
+
+- the optimizer computes in float32, as it says itself: it sees stand-ins of these weights, of their gradients and of
+  states that are stored in bfloat16, which live as long as the step does;
+- what the step gives is rounded once. What is rounded away stays beside the weight in bfloat16 and is added before the
+  next step ("kahan"), or the weight is rounded up or down by chance, so that its mean is right ("stochastic");
+- what that needs is in the optimizer's state, and so in its `state_dict`; loading it leaves each dtype what it was;
+- parameters stay the same objects and keep their hooks; a step that is skipped, or raises, has changed none of them;
+- what was rounded away of a weight is forgotten when somebody else writes the weight, as its version counter says.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from precast._torch import step_without_hooks, version_of
+from precast.errors import AttachError
+from precast.weights import rounding
+from precast.weights.partial_steps import (
+    called_before,
+    counts_of,
+    is_large,
+    outside_autocast,
+    parameters_of,
+    set_gradient,
+    treats_each_parameter_by_itself,
+    without_scaler,
+)
+from precast.weights.rounding import OF_ROUNDING, REST, SEED, Rounding
+
+__all__ = ["StoredWeights", "check", "is_distributed", "is_worth_storing_low"]
+
+_FEWEST: Final = 16384
+_PART: Final = 1 << 20
+"""Numbers of the weights that have stand-ins at a time, where the optimizer allows that: 16 MiB with two states."""
+
+
+def is_worth_storing_low(parameter: Tensor) -> bool:
+    """Whether a float32 parameter is large enough: biases, and weights of norms, are a few thousandths of a model."""
+    return parameter.dim() > 1 and parameter.numel() >= _FEWEST
+
+
+_living: Final[weakref.WeakSet[StoredWeights]] = weakref.WeakSet()
+
+
+class StoredWeights:
+    """Has an optimizer step weights in bfloat16 so that they learn.
+
+    Args:
+        optimizer: what trains them.
+        parameters: name -> what is trained and stored in bfloat16, as `check` takes it; float32 becomes bfloat16 now.
+        how: how they are rounded.
+        states: torch.float32 or torch.bfloat16, the dtype of the optimizer's states between steps.
+        seed: of what is rounded by chance, a whole number from 0 to 2**31 - 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Tensor],
+        how: Rounding,
+        states: torch.dtype,
+        seed: int,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._how: Final[Rounding] = how
+        self._states = states
+        self._parameters = {id(p): weakref.ref(p) for p in parameters.values()}
+        self._taken: list[tuple[Tensor, Tensor]] = []
+        """Parameters that were stepped, and their gradients, while a step lasts."""
+        self._counts: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
+        self._seeds = {id(p): (seed << 32) + (i << 20) for i, p in enumerate(parameters.values())}
+        for parameter in parameters.values():
+            its = optimizer.state[parameter]
+            its.setdefault(SEED, self._seeds[id(parameter)])
+            self._store(parameter, its)
+        here = weakref.ref(self)
+        self._versions: dict[int, int] = {}
+        """Of parameters, after the last write that was ours; what was loaded is taken as it is."""
+        self._note_versions()
+        _living.add(self)
+        self._hooks = [
+            optimizer.register_step_pre_hook(_Hook(here, "before_step")),
+            optimizer.register_load_state_dict_pre_hook(_Hook(here, "_loads")),
+            optimizer.register_load_state_dict_post_hook(_Hook(here, "_has_loaded")),
+        ]
+
+    @property
+    def roundings(self) -> dict[int, Rounding]:
+        """``id`` of each weight -> how it is rounded."""
+        return dict.fromkeys(self._parameters, self._how)
+
+    def end(self) -> None:
+        """Has the optimizer step them as it does itself; they stay in bfloat16, and their states become so."""
+        for hook in self._hooks:
+            hook.remove()
+        _living.discard(self)
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for parameter in self._living():
+            its = optimizer.state[parameter]
+            for name in OF_ROUNDING:
+                its.pop(name, None)
+            for name, value in its.items():
+                if is_large(value) and value.is_floating_point():
+                    its[name] = value.to(parameter.dtype)
+            if not its:
+                del optimizer.state[parameter]
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Steps what is left of these weights, and hides it from the step that follows."""
+        self._taken, self._counts = [], {}
+        args, kwargs = called_before(args, kwargs)
+        found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        if found_inf is not None and found_inf.item():
+            self._hide(parameters_of(optimizer))
+            return args, kwargs
+        factor = None if scale is None else 1.0 / scale.double()
+        with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
+            for groups in self._parts(optimizer):
+                self._step(optimizer, groups, factor)
+        return args, kwargs
+
+    def after_step(self) -> set[int]:
+        """Gives gradients back; returns ``id`` of each parameter that was stepped."""
+        self._note_versions()
+        optimizer, taken, self._taken = self._optimizer(), self._taken, []
+        for parameter, gradient in taken:
+            set_gradient(parameter, gradient)
+        if optimizer is not None:
+            vars(optimizer).update(
+                self._counts
+            )  # it has counted this step, and again without gradients
+        return {id(parameter) for parameter, _ in taken}
+
+    def forget_if_written(self, optimizer: Optimizer) -> None:
+        """Forgets what was rounded away of weights that somebody has written since the last step."""
+        for parameter in self._living():
+            version = self._versions.get(id(parameter))
+            if version is not None and version != version_of(parameter):
+                rest = optimizer.state.get(parameter, {}).get(REST)
+                if rest is not None:
+                    rest.zero_()
+                self._versions[id(parameter)] = version_of(parameter)
+
+    def _note_versions(self) -> None:
+        self._versions = {id(p): version_of(p) for p in self._living()}
+
+    def _living(self) -> list[Tensor]:
+        return [
+            p for p in (reference() for reference in self._parameters.values()) if p is not None
+        ]
+
+    def _store(self, parameter: Tensor, its: dict[str, Any]) -> None:
+        """Makes a weight bfloat16, with what was beside it in another process.
+
+        Replicas may begin with other weights and be given those of one: there, nothing is beside them at first.
+        """
+        value, forgets = parameter.detach().float(), is_distributed() and REST not in its
+        if REST in its:
+            value = value + its[REST]
+        elif self._how == "stochastic" and parameter.dtype is torch.bfloat16:
+            return
+        low = self._rounded(value, its)
+        if REST in its and forgets:
+            its[REST].zero_()
+        if parameter.dtype is torch.bfloat16:
+            with torch.no_grad():
+                parameter.copy_(low)
+        else:
+            parameter.data = low.to(torch.bfloat16)
+
+    def _rounded(self, value: Tensor, its: dict[str, Any]) -> Tensor:
+        """Numbers of bfloat16 in float32; notes what is rounded away."""
+        if self._how == "stochastic":
+            its.pop(REST, None)
+            return _by_chance(value, its)
+        low = rounding.nearest(value)
+        its[REST] = (value - low).to(torch.bfloat16)
+        return low
+
+    def _parts(self, optimizer: Optimizer) -> Iterator[list[dict[str, Any]]]:
+        """Groups of parameters that a step is called for: a few of these weights; or all that there is to step."""
+        if not treats_each_parameter_by_itself(optimizer):
+            groups = [
+                {**group, "params": [p for p in group["params"] if p.grad is not None]}
+                for group in optimizer.param_groups
+            ]
+            if any(id(p) in self._parameters for group in groups for p in group["params"]):
+                yield groups
+            return
+        for group in optimizer.param_groups:
+            part: list[Tensor] = []
+            numbers = 0
+            for parameter in group["params"]:
+                if id(parameter) not in self._parameters or parameter.grad is None:
+                    continue
+                if part and numbers + parameter.numel() > _PART:
+                    yield [{**group, "params": part}]
+                    part, numbers = [], 0
+                part.append(parameter)
+                numbers += parameter.numel()
+            if part:
+                yield [{**group, "params": part}]
+
+    def _step(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]], factor: Tensor | None
+    ) -> None:
+        """Has the optimizer step stand-ins of these weights, then rounds what it gives."""
+        seen, all_groups = list[tuple[Tensor, Tensor]](), optimizer.param_groups
+        for group in groups:
+            group["params"] = [self._seen(optimizer, p, seen, factor) for p in group["params"]]
+        counts = counts_of(optimizer)
+        optimizer.param_groups = groups
+        try:
+            step_without_hooks(optimizer)()
+            for parameter, stand_in in seen:
+                if stand_in is not parameter:
+                    self._take_back(optimizer, parameter, stand_in)
+        except BaseException:
+            vars(optimizer).update(counts)
+            raise
+        finally:
+            optimizer.param_groups = all_groups
+            for parameter, stand_in in seen:
+                if stand_in is not parameter:
+                    optimizer.state.pop(stand_in, None)
+        if counts_of(optimizer) != counts:
+            self._counts = counts_of(optimizer)
+        self._hide(parameter for parameter, _ in seen)
+
+    def _seen(
+        self,
+        optimizer: Optimizer,
+        parameter: Tensor,
+        seen: list[tuple[Tensor, Tensor]],
+        factor: Tensor | None,
+    ) -> Tensor:
+        """What a step sees of a parameter: itself, or float32 in its place."""
+        assert parameter.grad is not None
+        if id(parameter) not in self._parameters:
+            if factor is not None:
+                parameter.grad.mul_(factor)
+            seen.append((parameter, parameter))
+            return parameter
+        its = optimizer.state[parameter]
+        value = parameter.detach().to(torch.float32)
+        if REST in its:
+            value += its[REST]
+        stand_in = nn.Parameter(value)
+        gradient = parameter.grad.to(torch.float32, copy=factor is not None)
+        stand_in.grad = gradient if factor is None else gradient.mul_(factor)
+        states = {name: _full(v) for name, v in its.items() if name not in OF_ROUNDING}
+        if states:
+            optimizer.state[stand_in] = states
+        seen.append((parameter, stand_in))
+        return stand_in
+
+    def _take_back(self, optimizer: Optimizer, parameter: Tensor, stand_in: Tensor) -> None:
+        its = optimizer.state[parameter]
+        parameter.copy_(self._rounded(stand_in.detach(), its))
+        for name, value in optimizer.state.get(stand_in, {}).items():
+            its[name] = self._stored(value, its)
+
+    def _stored(self, value: Any, its: dict[str, Any]) -> Any:
+        """A state as it is kept between steps."""
+        if not is_large(value) or value.dtype is not torch.float32 or self._states is value.dtype:
+            return value
+        return _by_chance(value, its)
+
+    def _hide(self, parameters: Iterable[Tensor]) -> None:
+        """Has the step that follows find no gradients here."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._taken.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _loads(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def _has_loaded(self, optimizer: Optimizer) -> None:
+        """Gives states the dtype that they were saved in: PyTorch casts them to that of the parameter."""
+        loaded, self._loaded = self._loaded, {}
+        self._versions.clear()  # the weights may be loaded before or after
+        saved = (number for group in loaded["param_groups"] for number in group["params"])
+        for number, parameter in zip(saved, parameters_of(optimizer), strict=True):
+            if id(parameter) not in self._parameters:
+                continue
+            its = optimizer.state[parameter]
+            for name, value in loaded["state"].get(number, {}).items():
+                if is_large(value) and its[name].dtype is not value.dtype:
+                    its[name] = value.detach().clone().to(parameter.device)
+            its.setdefault(SEED, self._seeds[id(parameter)])
+            if self._how == "kahan" and REST not in its:
+                its[REST] = torch.zeros_like(parameter)
+
+
+class _Hook:
+    """What an optimizer calls; it belongs to the optimizer, and copies of that to nobody."""
+
+    def __init__(self, weights: weakref.ref[StoredWeights], name: str) -> None:
+        self._weights, self._name = weights, name
+
+    def __call__(self, *args: Any) -> Any:
+        weights = self._weights()
+        return None if weights is None else getattr(weights, self._name)(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_gone, self._name)
+
+
+def _gone() -> None:
+    """A weak reference to what is no more."""
+
+
+def is_distributed() -> bool:
+    """Whether other processes train with this one."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _by_chance(value: Tensor, its: dict[str, Any]) -> Tensor:
+    its[SEED], seed = rounding.next_seed(its[SEED])
+    return rounding.stochastic(value.reshape(-1), seed).reshape(value.shape)
+
+
+def _full(value: Any) -> Any:
+    """A state as the step sees it; what it counts in is a copy, as it may raise."""
+    if not isinstance(value, Tensor):
+        return value
+    if not is_large(value):
+        return value.clone()
+    return value.to(torch.float32) if value.is_floating_point() else value
+
+
+def check(optimizer: Optimizer, parameters: Mapping[str, Tensor], how: Rounding) -> None:
+    """Refuses what cannot be stored so.
+
+    Raises:
+        AttachError: the optimizer or a parameter is of a kind that this cannot be done with.
+    """
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, (LBFGS, SparseAdam)):
+        raise AttachError(
+            f'attach(masters="{how}") got a {kind}, which does not step dense weights one by one from one gradient. '
+            "Leave masters out, or train with an optimizer that does, such as AdamW."
+        )
+    stored = {id(p): weights for weights in _living for p in weights._living()}
+    for name, parameter in parameters.items():
+        theirs = stored[id(parameter)]._optimizer() if id(parameter) in stored else None
+        if theirs is not None:
+            raise AttachError(
+                f'attach(masters="{how}"): {name} is stored without a master already, for the step of '
+                f"{'this' if theirs is optimizer else 'another'} {type(theirs).__name__}. What is rounded away of a "
+                "weight can be kept for one optimizer alone: give each its own parameters, or detach the other."
+            )
+        if type(parameter) not in (Tensor, nn.Parameter) or parameter.layout is not torch.strided:
+            raise AttachError(
+                f'attach(masters="{how}"): {name} is a {type(parameter).__name__} with layout {parameter.layout}; it '
+                "takes plain, strided parameters. Leave it out of this optimizer, or leave masters out."
+            )
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise AttachError(
+                f'attach(masters="{how}"): {name} is {parameter.dtype}; weights without masters are torch.bfloat16, '
+                "made of torch.float32 or given so. Convert it, or leave masters out."
+            )

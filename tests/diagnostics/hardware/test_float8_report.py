@@ -1,0 +1,100 @@
+"""What doctor says of the float8 rules: what the rules do, measured with what they run, and in words that follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from precast.diagnostics.hardware import float8
+from precast.diagnostics.hardware.float8 import RULES, Float8Report, Float8Speed, float8_on
+from precast.weights.float8.support import Support, Way, pretended, support_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def here() -> Float8Report:
+    return float8_on(CPU)
+
+
+def test_a_cpu_is_measured_and_said_to_emulate(here: Float8Report) -> None:
+    support = support_of(CPU)
+    assert (here.device, here.way, here.reason) == ("cpu", support.way.value, support.reason)
+    assert [speed.rule for speed in here.speeds] == list(RULES)
+    assert all(speed.ratio is not None and speed.ratio > 0 for speed in here.speeds)
+    assert "emulates float8" in here.verdict
+    assert "save no time" in here.verdict
+    assert support.reason in here.verdict
+
+
+def test_an_emulation_is_slower_than_bfloat16(here: Float8Report) -> None:
+    """It does what bfloat16 does in a wider dtype, and quantises beside it."""
+    assert all(speed.ratio is not None and speed.ratio < 1 for speed in here.speeds)
+
+
+def test_measuring_leaves_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    float8_on(CPU)
+    assert torch.get_num_threads() == before
+
+
+def test_what_is_measured_is_what_the_rules_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = set()
+    plain = float8.linear
+
+    def watched(x: torch.Tensor, w: torch.Tensor, recipe: object, way: Way) -> torch.Tensor:
+        ways.add(way)
+        return plain(x, w, recipe, way)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(float8, "linear", watched)
+    float8_on(CPU)
+    assert ways == {Way.EMULATED}
+    with pretended(Support(Way.KERNEL, "a kernel")):
+        found = float8_on(CPU)
+    assert ways == {Way.EMULATED, Way.KERNEL}
+    assert found.way == "kernel"
+
+
+def test_a_kernel_that_is_refused_is_no_kernel_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> torch.Tensor:
+        raise RuntimeError("no such kernel\nat a line")
+
+    monkeypatch.setattr(float8, "linear", refused)
+    with pretended(Support(Way.KERNEL, "compute capability 9.9")):
+        found = float8_on(CPU)
+    assert [speed.error for speed in found.speeds] == ["no such kernel"] * len(RULES)
+    assert (
+        "PyTorch refuses it for float8, float8_rowwise, float8_hp_grad: no such kernel"
+        in found.verdict
+    )
+
+
+def test_what_has_no_float8_numbers_is_not_measured() -> None:
+    found = float8_on(torch.device("mps"))
+    assert (found.way, found.speeds) == ("none", ())
+    assert "cannot run the float8 rules" in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ((1.0, 1.5), "float8 can save time"),
+        ((1.0, 1.0), "float8 and float8_rowwise can save time"),
+        ((3.0, 3.0), "no rule saves time at this size"),
+    ],
+)
+def test_whether_a_kernel_pays_follows_from_its_times(
+    seconds: tuple[float, float], words: str
+) -> None:
+    speeds = tuple(
+        Float8Speed(rule, each, 1.6) for rule, each in zip(RULES[:2], seconds, strict=True)
+    )
+    report = Float8Report("cuda:0", "kernel", "compute capability 9.0", 4096, speeds)
+    assert report.verdict.endswith(f"; {words}.")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured_too() -> None:
+    found = float8_on(torch.device("cuda", 0))
+    assert all(speed.ratio is not None for speed in found.speeds), found.verdict

@@ -1,0 +1,154 @@
+"""Which updates of parameters in 16 bits round to nothing: exactly those, and looking changes no result."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import precast
+from precast.diagnostics.numerics.lost_updates import LostUpdates
+from tests.support.documents import document
+from tests.support.reports import numeric_findings
+from tests.weights.test_one_pass import ELEMENTWISE, Lion, Make
+
+BF16 = torch.bfloat16
+NUMBERS = 1024
+
+
+class Weight(nn.Module):
+    """A model of one parameter, which is its output."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(value)
+
+    def forward(self) -> Tensor:
+        return self.weight * 1
+
+
+def stepped(model: nn.Module, optimizer: Optimizer, gradient: Tensor) -> dict[str, Any]:
+    """One step that is counted; what is known of the parameter."""
+    monitor = precast.monitor(model)
+    model()
+    model.weight.grad = gradient
+    optimizer.step()
+    monitor.end_step()
+    [entry] = [e for e in monitor.as_dict()["modules"] if e["kind"] == "parameter"]
+    monitor.detach()
+    return entry
+
+
+def test_what_rounds_to_nothing_is_counted_to_the_number() -> None:
+    """At 1 the next numbers of bfloat16 are 1/128 up and 1/256 down: of three updates one is too small."""
+    model = Weight(torch.ones(NUMBERS, dtype=BF16))
+    optimizer = SGD(model.parameters(), lr=1.0)
+    gradient = torch.zeros(NUMBERS)
+    gradient[:100] = -(2.0**-9)  # less than half of 1/128: stays
+    gradient[100:400] = -(2.0**-7)  # moves
+    gradient[400:500] = -(2.0**-20)  # less than half of what two numbers of bfloat16 hold
+    entry = stepped(model, optimizer, gradient.to(BF16))
+    assert entry["updates_rounded_away"] == [200 / 500]
+    size = 100 * 2.0**-9 + 300 * 2.0**-7 + 100 * 2.0**-20
+    assert entry["updates_lost"] == [pytest.approx((size - 300 * 2.0**-7) / size)]
+    assert entry["updates_rounded_away_with_kahan"] == [0.0], "a rest has an exponent of its own"
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_looking_changes_nothing_that_the_step_reads(make: Make, dtype: torch.dtype) -> None:
+    """Not the results of two trainings: PyTorch's fused SGD gives others from call to call, for memory elsewhere."""
+    torch.manual_seed(0)
+    model = Weight(torch.randn(NUMBERS).to(dtype))
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        model.weight.grad = torch.randn(NUMBERS).to(dtype)
+        before = pickle.dumps((model.weight.detach(), model.weight.grad, optimizer.state_dict()))
+        lost = LostUpdates()
+        lost.before(optimizer, {id(model.weight): "weight"})
+        after = pickle.dumps((model.weight.detach(), model.weight.grad, optimizer.state_dict()))
+        assert before == after
+        assert list(optimizer.state) in ([], [model.weight])
+        optimizer.step()
+        lost.after()
+        assert (lost.read() == {}) is isinstance(optimizer, Lion)
+
+
+def test_what_is_lost_is_what_float32_would_have_kept() -> None:
+    """AdamW's third step: against float32 masters with the same states, computed here."""
+    torch.manual_seed(0)
+    model = Weight(torch.randn(NUMBERS).to(BF16))
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for _step in range(2):
+        model.weight.grad = torch.randn(NUMBERS).to(BF16)
+        optimizer.step()
+    was, gradient = model.weight.detach().clone(), torch.randn(NUMBERS).to(BF16)
+    exact = nn.Parameter(was.float())
+    twin = AdamW([exact], lr=1e-3)
+    state = optimizer.state[model.weight]
+    twin.state[exact] = {
+        name: value.float().clone() if value.numel() > 1 else value.clone()
+        for name, value in state.items()
+    }
+    exact.grad = gradient.float()
+    twin.step()
+    entry = stepped(model, optimizer, gradient)
+    distance = (exact.detach() - was.float()).abs()
+    stays = (distance > 0) & (model.weight.detach() == was)
+    assert 0.1 < stays.float().mean() < 0.9, "both cases are there"
+    assert entry["updates_rounded_away"] == [
+        pytest.approx(stays.sum().item() / (distance > 0).sum().item())
+    ]
+    assert entry["updates_lost"] == [
+        pytest.approx((distance * stays).sum().item() / distance.sum().item(), rel=1e-5)
+    ]
+
+
+def test_of_float32_and_of_what_learns_by_rounding_nothing_is_lost() -> None:
+    model = Weight(torch.ones(NUMBERS))
+    entry = stepped(model, SGD(model.parameters(), lr=1e-9), torch.ones(NUMBERS))
+    assert entry["updates_rounded_away"] == entry["updates_lost"] == [0.0]
+    model = Weight(torch.ones(NUMBERS, dtype=BF16))
+    optimizer = SGD(model.parameters(), lr=1e-5)
+    precast.attach(model, optimizer=optimizer, masters="kahan")
+    entry = stepped(model, optimizer, torch.ones(NUMBERS, dtype=BF16))
+    assert entry["updates_rounded_away"] == [0.0]
+
+
+def test_a_fused_step_under_a_scaler_is_looked_at_without_the_scale() -> None:
+    """Scaled by 1024 the updates would be large enough; they are not."""
+    model = Weight(torch.ones(NUMBERS))
+    model.weight.data = model.weight.detach().to(BF16)
+    optimizer = SGD(model.parameters(), lr=1e-4, fused=True)
+    scaler = precast.GradScaler("cpu", init_scale=1024.0)
+    monitor = precast.monitor(model)
+    scaler.scale(model().float().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    [entry] = [e for e in monitor.as_dict()["modules"] if e["kind"] == "parameter"]
+    assert entry["updates_rounded_away"] == [1.0]
+    assert torch.equal(model.weight.detach(), torch.ones(NUMBERS, dtype=BF16))
+
+
+@pytest.mark.parametrize("share", [0.98, 0.2])
+def test_the_report_says_it_with_what_keeps_the_updates(share: float) -> None:
+    made: Any = document(overflow_at=None)
+    parameters = [m for m in made["health"]["modules"] if m["kind"] == "parameter"]
+    for module in parameters:
+        steps = len(module["steps"])
+        module["updates_rounded_away"] = [0.0] * steps
+        module["updates_rounded_away_with_kahan"] = [0.001] * steps
+    parameters[1]["updates_rounded_away"] = [None, *[share] * (len(parameters[1]["steps"]) - 1)]
+    made["findings"] = []
+    found = [f for f in numeric_findings(made) if f["kind"] == "rounded away"]
+    assert len(found) == (share > 0.5)
+    for finding in found:
+        assert (
+            f"98% of the updates of `{parameters[1]['name']}` round to nothing" in finding["title"]
+        )
+        assert 'masters="kahan"' in finding["suggestion"]
+        assert "0.1% of the updates" in finding["suggestion"]
