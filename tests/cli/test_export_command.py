@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,14 +117,54 @@ def test_a_model_is_written_read_and_compared() -> None:
             1,
             "control flow depends on data",
         ),
+        (
+            ("--model", "shipped_models:decides", "--out", "a.pt2"),
+            1,
+            "shipped_models.py, line 7: return x + 1 if x.sum() > 0 else x",
+        ),
+        (
+            ("--model", "shipped_models:decides", "--strict", "--out", "a.pt2"),
+            1,
+            "shipped_models.py, line 7: return x + 1 if x.sum() > 0 else x",
+        ),
+        (
+            ("--model", "shipped_models:pair", "--policy", "cuda.toml", "--out", "a.pt2"),
+            1,
+            "has rules for cuda and none for cpu, where the model is",
+        ),
         (("--model", "shipped_models:pair", "--policy", "none", "--out", "a.pt2"), 2, "none"),
         (("--model", "shipped_models:pair", "--out", "shipped_models.py"), 1, "is no model"),
-        (("--model", "shipped_models:pair", "--out", "no/a.pt2"), 1, "no such folder"),
+        (
+            ("--model", "shipped_models:pair", "--out", "shipped_models.py"),
+            1,
+            "unchanged. Name another file, or move that one away",
+        ),
+        (("--model", "shipped_models:pair", "--out", "other.zip"), 1, "is no model"),
+        (("--model", "shipped_models:pair", "--out", "cut.pt2"), 1, "is no model"),
+        (
+            ("--model", "shipped_models:pair", "--out", "mine.pt2"),
+            1,
+            "read-only; what was there before is unchanged. Name another file",
+        ),
+        (("--model", "shipped_models:pair", "--out", "."), 1, "Name a file in it, or another"),
+        (("--model", "shipped_models:pair", "--out", "/dev/null"), 1, "a device or a pipe"),
+        (
+            ("--model", "shipped_models:pair", "--out", "shipped_models.py/a.pt2"),
+            1,
+            "Name a file in a folder",
+        ),
+        (("--model", "shipped_models:pair", "--out", "no/a.pt2"), 1, "Make the folder, or name"),
     ],
 )
 def test_what_is_wrong_is_one_message_and_writes_nothing(
     arguments: tuple[str, ...], code: int, message: str
 ) -> None:
+    Path("cuda.toml").write_text('[ops.cuda]\nlinear = "fp32"\n')
+    with zipfile.ZipFile("other.zip", "w") as archive:
+        archive.writestr("notes.txt", "mine")
+    Path("cut.pt2").write_bytes(b"PK\x03\x04" + bytes(100))
+    torch.save({}, "mine.pt2")
+    Path("mine.pt2").chmod(0o444)
     before = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
     done = precast_("export", *arguments)
     assert done.exit_code == code, done.output
@@ -138,6 +179,15 @@ def test_a_failed_export_leaves_the_file_of_before() -> None:
     done = precast_("export", "--model", "shipped_models:decides", "--out", "model.pt2")
     assert done.exit_code == 1
     assert Path("model.pt2").read_bytes() == before
+
+
+def test_a_link_leads_to_the_file_that_is_written() -> None:
+    Path("versions").mkdir()
+    Path("model.pt2").symlink_to("versions/1.pt2")
+    assert exported().exit_code == 0
+    assert Path("model.pt2").is_symlink()
+    assert torch.export.load("versions/1.pt2")
+    assert [path.name for path in Path("versions").iterdir()] == ["1.pt2"]
 
 
 @pytest.mark.parametrize("broken", ["truncated", "text", "missing", "archive"])

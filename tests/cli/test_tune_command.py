@@ -44,6 +44,9 @@ def step(model, batch):
 def metric(model, batch):
     return 1.0
 
+def error(model, batch):
+    return step(model, batch)
+
 def none(model, batch):
     return step(model, batch) * float("nan")
 
@@ -55,6 +58,7 @@ def sgd(parameters):
 """
 ASKED = ("tuned_models:make", "--data", "batches", "--loss", "loss", "--objective", "memory")
 ASKED += ("--tolerance", "5%", "--optimizer", "SGD,lr=0.05")
+RUN = ("tuned_models:make", "--data", "batches", "--metric", "error", "--objective", "memory")
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +151,18 @@ def test_after_ctrl_c_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert files.read("tuned.json").proofs[-1].seeds >= 3
 
 
+def test_a_metric_alone_asks_for_inference() -> None:
+    done = tune(*RUN, "--tolerance", "5%", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert files.read("tuned.json").settings.task == "inference"
+    assert "default needs 0." in said["because"]
+    held = tune(*RUN, "--check", "tuned.toml")
+    assert held.exit_code == 0, held.output
+    assert "the metric of default is that of float32" in held.stdout
+    assert "3 batches, run " in held.stdout
+
+
 # --- what is given wrongly ---
 
 
@@ -157,6 +173,8 @@ def test_after_ctrl_c_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> Non
         (("tuned_models:make",), 2, "Name a model and its --data"),
         (("tuned_models:make", "--data", "batches"), 2, "Name either a --loss"),
         ((*ASKED, "--step", "step"), 2, "Name either a --loss"),
+        ((*RUN, "--optimizer", "SGD,lr=0.1"), 2, "--optimizer is for training"),
+        ((*RUN, "--data", "few"), 1, "batches has 1: without training"),
         (("nowhere:make", *ASKED[1:]), 2, "there is no module 'nowhere'"),
         (("tuned_models:nothing", *ASKED[1:]), 2, "there is no 'nothing' in tuned_models"),
         (("make", *ASKED[1:]), 2, "write MODULE:FACTORY"),

@@ -34,11 +34,12 @@ def _some(data, program, most=4):
     return data.draw(st.sets(st.sampled_from(program.sites), min_size=1, max_size=most))
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("objective", ["time", "memory"])
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_no_choice_is_better(objective, data):
-    program = data.draw(programs())
+def test_no_choice_is_better(objective, is_inference, data):
+    program = dataclasses.replace(data.draw(programs()), is_inference=is_inference)
     costs = data.draw(costs_of(program))
     found = choose(program, costs, objective=objective)
     least = min(total(program, costs, choice, objective) for choice in _all_choices(program))
@@ -95,6 +96,19 @@ def test_what_nothing_is_worth_stays_as_usual():
     costs = _costs((1.0, 2.0), (1.0, 2.0))
     assert set(choose(PAIR, costs).choice.values()) == {F32}
     assert choose(PAIR, costs, usual=usual, worth=9.0).choice == usual
+
+
+def test_a_weight_is_stored_in_16_bits_only_where_all_use_it_so():
+    one, two = Site("a", "linear", rule=Rule.LOWER), Site("b", "linear", rule=Rule.LOWER)
+    edges = tuple(Edge(None, site, 100, dtype=F32, weight="w") for site in (one, two))
+    program = Program((one, two), edges, LOW, "cpu", ("", "a", "b"), is_inference=True)
+    costs = Costs({})
+    found = choose(program, costs, objective="memory")
+    assert set(found.choice.values()) == {LOW}
+    assert found.total == -200
+    held = choose(program, costs, objective="memory", held=[one])
+    assert held.total == 0
+    assert held.prices[one] == (200 if held.choice[two] is LOW else 0)
 
 
 def _with_rows(program, costs, choice):

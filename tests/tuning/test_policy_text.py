@@ -142,7 +142,7 @@ def test_the_shortest_rows_do_and_none_can_be_left_out(data):
         assert not _all_run_as_chosen(fewer, choice, program), rows[i]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_no_other_rows_are_fewer(data):
     """Among all ways to give each place a row, for a single operation of few modules."""
@@ -157,20 +157,11 @@ def test_no_other_rows_are_fewer(data):
     )
     program = Program(sites, edges, LOW, "cpu", ("", "a", "a.0", "b"))
     choice = program.choose(data.draw(st.sets(st.sampled_from(sites))))
-    least = min(
-        sum(rule is not None for rule in rules)
-        for rules in itertools.product((None, Rule.KEEP, Rule.FP32, Rule.LOWER), repeat=len(places))
-        if _all_run_as_chosen(
-            _policy(
-                [Row(p, "linear", r, ()) for p, r in zip(places, rules, strict=True) if r],
-                program,
-                NOTHING,
-            ),
-            choice,
-            program,
-        )
-    )
-    assert len(fewest_rows(choice, program)) == least
+    found = fewest_rows(choice, program)
+    for rules in itertools.product((None, Rule.KEEP, Rule.FP32, Rule.LOWER), repeat=len(places)):
+        rows = [Row(p, "linear", r, ()) for p, r in zip(places, rules, strict=True) if r]
+        if len(rows) < len(found):
+            assert not _all_run_as_chosen(_policy(rows, program, NOTHING), choice, program), rows
 
 
 @settings(max_examples=6, deadline=None)

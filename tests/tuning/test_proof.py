@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch.nn import functional as F
 
 from precast.errors import TuningError
 from precast.policy.policy import Policy
+from precast.tuning import training
 from precast.tuning.intervals import Interval
 from precast.tuning.proof import prove, verdict_of
 from precast.tuning.training import Setup, Workload
@@ -115,15 +120,64 @@ def test_float32_that_is_not_finite_is_an_error() -> None:
         prove(_workload(lambda m, b: _loss(m, b) * math.nan), [DEFAULT], steps=2, tolerance=0.1)
 
 
-def test_a_slower_setup_is_slower() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands but for what is added to its only number; each look at it takes up to a tenth of 10 ms."""
+    now, uneven = [0.0], random.Random(0)
+
+    def look(_device_type: str) -> float:
+        now[0] += 0.001 * uneven.random()
+        return now[0]
+
+    monkeypatch.setattr(training, "_now", look)
+    return now
+
+
+def test_a_slower_setup_is_slower(clock: list[float]) -> None:
     def slow(model: nn.Module, batch) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            time.sleep(0.004)
+        clock[0] += 0.012 if torch.is_autocast_enabled("cpu") else 0.004
         return _loss(model, batch)
 
     found = prove(_workload(slow), [DEFAULT], steps=12, tolerance=0.05, timed=True)
     assert found.comparison("default", "float32").time == "worse"
     assert found.comparison("default", "float32").ratio.low > 1.5
+
+
+class Slow(Setup):
+    """Float32 that takes 20 ms longer, by the clock of its test."""
+
+    now: ClassVar[list[float]] = [0.0]
+
+    @contextmanager
+    def region(self, _device_type: str) -> Iterator[None]:
+        self.now[0] += 0.02
+        yield
+
+
+def test_what_is_slower_for_certain_gets_no_more_seeds(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes as long and cannot be told from float32 gets all of them."""
+
+    def even(model: nn.Module, batch) -> torch.Tensor:
+        """A step that takes 10 ms in each precision."""
+        clock[0] += 0.01
+        return _loss(model, batch)
+
+    monkeypatch.setattr(Slow, "now", clock)
+    slow = Slow("slow", None, torch.float32)
+    found = prove(_workload(even), [slow, DEFAULT], steps=6, tolerance=1e-7, timed=True)
+    assert found.seeds == 24
+    assert len(found.figures["slow"].finals) == 3
+    assert len(found.figures["float32"].finals) == 24
+    assert found.comparison("slow", "float32").time == "worse"
+    assert found.comparison("slow", "float32").seeds == 3
+
+
+def test_without_times_what_is_slower_is_trained_as_the_others() -> None:
+    slow = Slow("slow", None, torch.float32)
+    found = prove(_workload(), [slow, DEFAULT], steps=2, tolerance=1e-7, looks=(3, 6))
+    assert len(found.figures["slow"].finals) == 6
 
 
 @pytest.mark.parametrize(

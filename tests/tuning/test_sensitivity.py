@@ -14,7 +14,14 @@ from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.tuning.held_back import held_back, policy_holding, reason_of
 from precast.tuning.recording import record
-from precast.tuning.sensitivity import Errors, Meter, Sensitivity, SiteErrors, measure_sensitivity
+from precast.tuning.sensitivity import (
+    MOST_RUNS,
+    Errors,
+    Meter,
+    Sensitivity,
+    SiteErrors,
+    measure_sensitivity,
+)
 from precast.tuning.sites import Program, Site
 from precast.tuning.training import FLOAT32, Setup, Workload, random_states_kept
 from tools import tuning_cases as planted
@@ -132,6 +139,70 @@ def test_float32_that_is_not_finite_is_an_error() -> None:
         )
         with pytest.raises(TuningError, match="in float32 the loss of batch 1 is inf"):
             Meter(broken, steps=steps)
+
+
+class Chain(nn.Module):
+    """Blocks that are all alike."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(planted.Block(8) for _ in range(blocks)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def _chain(blocks: int) -> Workload:
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    return Workload(
+        Chain(blocks),
+        lambda model, x: model(x).float().square().mean(),
+        (batch,),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        "cpu",
+    )
+
+
+def _errors(workload: Workload, loss: float, gradient: float) -> tuple[Program, Sensitivity]:
+    def step(model: nn.Module) -> torch.Tensor:
+        return workload.step(model, workload.batches[0])
+
+    program = record(workload.model, step, DEFAULT)
+    with random_states_kept():
+        meter = Meter(workload, steps=0, batches=1)
+        return program, measure_sensitivity(meter, program, DEFAULT, loss=loss, gradient=gradient)
+
+
+def test_however_large_a_model_is_no_more_than_so_many_groups_are_measured() -> None:
+    for blocks in (40, 80):
+        program, found = _errors(_chain(blocks), 1e-9, 1e-9)  # every group is too much
+        assert len(program.sites) > MOST_RUNS
+        assert MOST_RUNS - 2 <= found.runs <= MOST_RUNS
+        assert found.complete
+        assert found.sites.keys() == {site for site in program.sites if not site.barred}
+        assert found.shared > 0
+
+
+def test_sites_that_are_alike_share_what_is_not_measured_alone() -> None:
+    program, found = _errors(_chain(40), 1e-9, 1e-9)
+    by_error: dict[float, set[str]] = {}
+    for site, errors in found.sites.items():
+        if errors.measured is None:
+            by_error.setdefault(errors.gradient, set()).add(site.op)
+    assert max(map(len, by_error.values())) == 1
+    assert any(len({s for s in found.sites if found.sites[s].gradient == e}) > 1 for e in by_error)
+    assert [*found.sites] == [site for site in program.sites if site in found.sites]
+
+
+def test_one_bad_site_is_found_in_a_model_of_any_size() -> None:
+    workload = _chain(60)
+    bad = workload.model.blocks[37].down
+    bad.register_forward_hook(lambda _m, _a, out: out if out.dtype is torch.float32 else 9 * out)
+    program, found = _errors(workload, 0.5, 0.9)
+    held = held_back(found, loss=0.5, gradient=0.9)
+    assert [(site.module, site.op) for site in held] == [("blocks.37.down", "linear")]
+    assert found.runs <= 2 * math.ceil(math.log2(len(program.sites))) + 8
 
 
 # --- policies ---

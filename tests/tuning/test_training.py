@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 import threading
+import warnings
 from contextlib import nullcontext
 
 import numpy
@@ -199,6 +200,15 @@ def test_an_operation_that_has_no_kernel_in_16_bits_is_a_failure_and_one_in_floa
 
     with pytest.raises(RuntimeError, match="of the program"):
         run_losses(workload(step=fails), FLOAT32, 0, 1)
+
+
+def test_a_model_of_torchscript_is_an_error() -> None:
+    """Its copy has parameters that no optimizer takes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated")
+        mine = nn.Sequential(torch.jit.script(model()))
+    with pytest.raises(TuningError, match=r"as it was before torch\.jit\.script"):
+        run_losses(workload(mine), FLOAT32, 0, 1)
 
 
 def test_a_model_that_cannot_be_copied() -> None:

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import random
+import re
 import threading
 import time
 
@@ -158,11 +159,71 @@ def test_a_metric_is_compared_instead_of_the_loss() -> None:
     assert found.evidence.proofs[-1].trials[0].finals == [1.0] * 3
 
 
-def test_a_budget_that_is_too_small_to_prove_anything() -> None:
-    found = tune(budget=1e-3)
+def test_a_budget_that_is_too_small_to_prove_anything_is_not_spent() -> None:
+    told: list[Progress] = []
+    found = tune(budget=1e-3, progress=told.append)
     assert found.name == "float32"
     assert "the budget of 0.001 s is too small to prove anything" in found.because
+    assert re.search(r"takes at least about \d+ s", found.because)
     assert not found.evidence.proofs
+    assert {each.stage for each in told} == {"record", "done"}
+
+
+def test_the_least_budget_that_is_named_is_enough_for_a_proof() -> None:
+    def slow(model: nn.Module, batch) -> torch.Tensor:
+        time.sleep(0.004)
+        return step(model, batch)
+
+    small = tune(step=slow, budget=0.05)
+    [least] = map(float, re.findall(r"at least about (\d+) s", small.because))
+    assert tune(step=slow, budget=3 * least).evidence.proofs
+
+
+class Padded(nn.Module):
+    """`lean` pads in 16 bits, and `default` does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReflectionPad1d(2), nn.Tanh())
+        self.head = nn.Linear(20, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def test_a_preset_that_takes_least_is_the_answer(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(tuner, "cheapest", lambda *given, **_: given[3])
+    found = tune(Padded())
+    trials = [trial.name for trial in found.evidence.proofs[-1].trials]
+    assert trials == ["float32", "default", "lean", "torch"]
+    assert found.name == "lean"
+    found.save(tmp_path / "tuned.toml")
+    assert 'base = "lean"' in found.text
+    loaded = precast.Policy.load(tmp_path / "tuned.toml")
+    assert loaded.fingerprint == precast.Policy.load("lean").fingerprint
+
+
+def test_what_there_is_no_time_for_is_left_out_and_said(monkeypatch) -> None:
+    monkeypatch.setattr(
+        tuner._Search,
+        "_has_time",
+        lambda _search, _seconds, setups: setups <= 3,
+    )
+    found = tune(Padded())
+    assert len(found.evidence.proofs[-1].trials) == 3
+    assert found.evidence.untried[-1] == "torch"
+    assert "there was no time to try" in found.because
+
+
+def test_the_evidence_has_the_costs_of_each_operation() -> None:
+    [search] = tune().evidence.searches
+    linears = [site for site in search.sites if site.op == "linear"]
+    assert linears
+    for site in linears:
+        assert {cost.dtype for cost in site.costs} == {"float32", "bfloat16"}
+        assert all(cost.seconds > 0 and not cost.estimated for cost in site.costs)
+    assert search.shared == 0
 
 
 def test_a_search_can_be_repeated() -> None:

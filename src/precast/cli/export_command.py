@@ -88,7 +88,7 @@ def export(
     chosen = as_policy(policy)
     made, args, kwargs = _made(model, example)
     began = time.perf_counter()
-    console = Console(stderr=True)
+    console = Console(file=sys.stderr)  # and not what stands there while PyTorch is kept quiet
     with console.status("exporting") as status:
         program = export_(
             made.eval(),

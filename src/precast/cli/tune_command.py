@@ -7,10 +7,11 @@ then with its evidence, and the exit code is then 1; an earlier result is only r
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,32 +59,33 @@ class _Tune(click.Command):
 )
 @click.option(
     "--optimizer",
-    default="AdamW",
-    show_default=True,
     metavar="OPTIMIZER",
-    help="One of torch.optim, as SGD,lr=0.1, or MODULE:FUNCTION.",
+    help="One of torch.optim, as SGD,lr=0.1, or MODULE:FUNCTION.  [default: AdamW]",
 )
 @click.option(
     "--objective",
     type=click.Choice(["time", "memory"]),
     default="time",
     show_default=True,
-    help="What is made small: the time of a step, or the memory kept for backward.",
+    help="What is made small: the time of a step or run, or the memory that it needs.",
 )
 @click.option(
     "--tolerance",
     default="1%",
     show_default=True,
-    help="How much worse than in float32 the loss may be.",
+    help="How much worse than in float32 the loss or metric may be.",
 )
 @click.option("--budget", default="5m", show_default=True, help="How long it may take.")
 @click.option(
-    "--candidates", default="bfloat16", show_default=True, help="16-bit dtypes, with commas."
+    "--candidates",
+    default="bfloat16",
+    show_default=True,
+    help="16-bit dtypes and float8 rules, with commas.",
 )
 @click.option(
     "--metric",
     metavar="MODULE:NAME",
-    help="A function of model and batch, compared after training; smaller is better.",
+    help="A function of model and batch, compared after training, or alone for inference; smaller is better.",
 )
 @click.option("--base", default="default", show_default=True, help="The policy that is changed.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of all that is random.")
@@ -107,6 +109,19 @@ class _Tune(click.Command):
     metavar="FILE",
     help="Measure this policy again, in 1m, for what it was found for.",
 )
+@click.option(
+    "--prepare",
+    metavar="MODULE:NAME",
+    help="A function that wraps or shards each copy that is trained, as under torchrun.",
+)
+@click.option(
+    "--study",
+    metavar="FILE",
+    help="A journal of Optuna that other machines share, and train some of the seeds.",
+)
+@click.option(
+    "--worker", is_flag=True, help="Train seeds for the search in --study, and write nothing."
+)
 @click.option("--resume", is_flag=True, help="Go on from the evidence beside --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(
@@ -123,6 +138,8 @@ def tune(
     tolerance: str,
     budget: str,
     candidates: str,
+    study: str | None,
+    worker: bool,
     **named: Any,
 ) -> None:
     """Find which operations of a model are to run in 16 bits on this machine, and prove it.
@@ -132,14 +149,22 @@ def tune(
     a reason and figures for each operation that is held back. A name without a module is looked
     for in the model's.
 
+    With a --metric, and neither --loss nor --step, it is the policy for inference: copies are run
+    on the batches without gradients, and compared by the metric.
+
     Ctrl-C ends the search: what is proven by then is written, and the exit code is 1; --resume
     goes on from there.
+
+    Under torchrun all processes train together, and the first one writes. With --study, the same
+    command with --worker on other machines trains some of the seeds.
 
     With --check nothing is searched or written: a policy is measured again beside float32 and the
     policy that it was made from. The exit code is then 0 where it still holds, 1 where it does
     not, and 3 where that cannot be told within the budget.
     """
     _refuse(model, named)
+    if worker and (study is None or check is not None or resume):
+        raise click.UsageError("--worker needs a --study, and neither --check nor --resume.")
     given_here = click.get_current_context().get_parameter_source
     from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
     from precast.cli import tune_inputs
@@ -148,13 +173,17 @@ def tune(
 
     evidence = out.with_suffix(".json")
     shown = page or out.with_suffix(".html")
-    if check is None:
+    makes_page = False
+    if check is None and not worker:
         _check_replaceable(out, resume)
         makes_page = _check_page(shown, is_needed=page is not None)
-    elif not check.is_file():
+    elif check is not None and not check.is_file():
         raise click.UsageError(f"--check {check}: there is no such file")
     elif resume:
         raise click.UsageError("--check searches nothing that --resume could go on with.")
+    rank = click.get_current_context().with_resource(_processes())
+    if rank is not None and check is not None:
+        raise click.UsageError("--check measures in one process: run it without torchrun.")
     try:
         given = tune_inputs.inputs(model=str(model), **named)
         settings: dict[str, Any] = {
@@ -170,7 +199,7 @@ def tune(
         checked = {name: value for name, value in asked.items() if name in told_here}
         _check(check, given, {**checked, "seed": seed}, as_json)
         return
-    with _shown() as told:
+    with _shown() if not rank else nullcontext() as told:
         found = tuner.tune(
             given.model,
             given.step,
@@ -182,8 +211,15 @@ def tune(
             seed=seed,
             resume=evidence if resume else None,
             progress=told,
+            prepare=given.prepare,
+            study=study,
+            worker=worker,
             **settings,
         )
+    if not found.is_saved_here:
+        if worker:
+            click.echo(f"The search has ended: {found.name}: {found.because}", err=True)
+        return
     found.evidence.command = click.get_current_context().meta[_ARGUMENTS]
     is_kept = resume and not found.evidence.proofs and _knows_more(evidence)
     if is_kept:
@@ -221,7 +257,7 @@ def _check(path: Path, given: Inputs, asked: dict[str, Any], as_json: bool) -> N
         for reason in found.because:
             click.echo(f"- {reason}")
         for proof in proofs:
-            click.echo("\n" + "\n".join(table(proof)))
+            click.echo("\n" + "\n".join(table(proof, given.task)))
     sys.exit({"holds": 0, "does not hold": 1, "cannot tell": 3}[found.outcome])
 
 
@@ -235,7 +271,8 @@ def _question(policy: Policy, asked: dict[str, Any]) -> Question:
     said = policy.measured
     dtype = getattr(torch, str(said.get("dtype", "bfloat16")), None)
     if "candidates" in asked:
-        (dtype,) = asked["candidates"][:1]
+        dtypes = (c for c in asked["candidates"] if isinstance(c, torch.dtype))
+        dtype = next(dtypes, torch.bfloat16)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise click.UsageError(f"the policy was measured in {said['dtype']}, which is no 16 bits")
     return Question(
@@ -251,10 +288,20 @@ def _refuse(model: str | None, named: dict[str, Any]) -> None:
     """Refuses a command that leaves out what it needs, before anything heavy is imported."""
     if model is None or named["data"] is None:
         raise click.UsageError("Name a model and its --data, as in my_model:make --data batches.")
-    if (named["loss"] is None) == (named["step"] is None):
+    if named["loss"] is not None and named["step"] is not None:
         raise click.UsageError(
             "Name either a --loss of output and target, or a --step of model and batch."
         )
+    if named["loss"] is None and named["step"] is None:
+        if named["metric"] is None:
+            raise click.UsageError(
+                "Name either a --loss of output and target, or a --step of model and batch; for inference, a --metric "
+                "alone."
+            )
+        if named["optimizer"] is not None:
+            raise click.UsageError(
+                "--optimizer is for training: name a --loss or a --step, or leave it out for inference."
+            )
 
 
 def _check_replaceable(out: Path, resume: bool) -> None:
@@ -304,6 +351,24 @@ def _knows_more(evidence: Path) -> bool:
     from precast.tuning.evidence import read
 
     return bool(read(evidence).proofs)
+
+
+@contextmanager
+def _processes() -> Iterator[int | None]:
+    """Under torchrun, begins the group of all processes and gives this one's rank; else there is none."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        yield None
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield dist.get_rank()
+        return
+    dist.init_process_group()
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from precast.diagnostics.explain.model import load_model, load_named
 from precast.errors import PrecastError
+from precast.policy.rows import FLOAT8_RULES
 from precast.tuning.training import Workload, read_batches
 
 __all__ = ["Inputs", "budget", "candidates", "inputs", "tolerance"]
@@ -31,10 +32,17 @@ class Inputs:
     """What is tuned: the arguments of `precast.tune` that are objects."""
 
     model: nn.Module
-    step: Callable[[nn.Module, Any], Tensor]
+    step: Callable[[nn.Module, Any], Tensor] | None
+    """None where the model is not trained."""
     batches: Any
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
     metric: Callable[[nn.Module, Any], Any] | None
+    prepare: Callable[[nn.Module], nn.Module] | None = None
+
+    @property
+    def task(self) -> str:
+        """Whether the model is trained or run."""
+        return "inference" if self.step is None else "training"
 
     def workload(self, seed: int) -> Workload:
         """What is trained."""
@@ -51,7 +59,14 @@ class Inputs:
 
 
 def inputs(
-    *, model: str, data: str, loss: str | None, step: str | None, optimizer: str, metric: str | None
+    *,
+    model: str,
+    data: str,
+    loss: str | None,
+    step: str | None,
+    optimizer: str | None,
+    metric: str | None,
+    prepare: str | None,
 ) -> Inputs:
     """The objects that these texts name.
 
@@ -61,15 +76,18 @@ def inputs(
     """
     module = model.partition(":")[0]
     made = load_model(model)
+    chosen = None
     if step is not None:
         chosen = _function(step, module, "--step")
-    else:
-        chosen = _step_of(_function(str(loss), module, "--loss"), str(loss))
+    elif loss is not None:
+        chosen = _step_of(_function(loss, module, "--loss"), loss)
     batches = load_named(
         _full(data, module), "--data", "MODULE:NAME, as in my_data:batches", callable
     )
     measure = None if metric is None else _function(metric, module, "--metric")
-    return Inputs(made, chosen, batches, _optimizer(optimizer), measure)
+    makes = None if optimizer is None else _optimizer(optimizer)
+    wraps = None if prepare is None else _function(prepare, module, "--prepare")
+    return Inputs(made, chosen, batches, makes, measure, wraps)
 
 
 def tolerance(text: str) -> float:
@@ -101,17 +119,18 @@ def budget(text: str) -> float:
     return found
 
 
-def candidates(text: str) -> list[torch.dtype]:
-    """16-bit dtypes with commas between them.
+def candidates(text: str) -> list[torch.dtype | str]:
+    """16-bit dtypes and float8 rules with commas between them.
 
     Raises:
-        ValueError: one of them is no 16-bit dtype.
+        ValueError: one of them is neither.
     """
     names = [name.strip().removeprefix("torch.") for name in text.split(",")]
     for name in names:
-        if name not in _DTYPES:
-            raise ValueError(f"{name!r} cannot be tried; write bfloat16, float16, or both")
-    return [_DTYPES[name] for name in dict.fromkeys(names)]
+        if name not in _DTYPES and name not in FLOAT8_RULES:
+            known = ", ".join((*_DTYPES, *FLOAT8_RULES))
+            raise ValueError(f"{name!r} cannot be tried; write some of {known}, with commas")
+    return [_DTYPES.get(name, name) for name in dict.fromkeys(names)]
 
 
 def _function(where: str, module: str, option: str) -> Callable[..., Any]:

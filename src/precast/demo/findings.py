@@ -16,7 +16,8 @@ import torch
 from precast.demo.compare import Comparison, Run
 from precast.demo.profile import KINDS
 from precast.demo.task import Panel
-from precast.diagnostics.hardware.doctor import processor, report_as_dict, times
+from precast.diagnostics.hardware.doctor import processor, report_as_dict
+from precast.diagnostics.hardware.machine import times
 
 __all__ = ["Cost", "Row", "as_dict", "caption", "costs", "failure"]
 __all__ += ["machine", "reasons", "rows", "title"]

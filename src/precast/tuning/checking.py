@@ -1,9 +1,9 @@
 """Measures a policy again, beside float32 and the policy that it was made from, and says whether it still holds.
 
 Invariants:
-- a policy holds if it trains as well as float32 within the tolerance, and at the objective is neither behind float32
-  nor behind the base policy; what an interval leaves open is neither held nor refuted;
-- a base policy that trains worse than float32 is no measure of time or memory;
+- a policy holds if it trains, or for inference runs, as well as float32 within the tolerance, and at the objective is
+  neither behind float32 nor behind the base policy; what an interval leaves open is neither held nor refuted;
+- a base policy that is worse than float32 is no measure of time or memory;
 - nothing is searched and no file is written.
 """
 
@@ -20,20 +20,16 @@ import torch
 from precast.policy.policy import Policy
 from precast.tuning import evidence as files
 from precast.tuning.evidence import ProofEvidence
-from precast.tuning.proof import LOOKS, Comparison, Proof, prove
-from precast.tuning.training import (
-    FLOAT32,
-    Setup,
-    Workload,
-    kept_bytes,
-    random_states_kept,
-    run_losses,
-)
+from precast.tuning.proof import Comparison, Proof
+from precast.tuning.tasks import Task, task_of
+from precast.tuning.training import FLOAT32, Setup, Workload, random_states_kept
+from precast.tuning.words import Words
 
 __all__ = ["Check", "Question", "check"]
 
 Outcome = Literal["holds", "does not hold", "cannot tell"]
 _STEPS: Final = (8, 50)
+_ONCE: Final = (1, 1)
 _USED: Final = 0.8  # of the budget, for the first seeds
 
 
@@ -71,10 +67,10 @@ def check(
     asked: Question,
     told: Callable[[str], None] = lambda _: None,
 ) -> Check:
-    """Trains copies in float32, under the base policy and under this one, and compares them.
+    """Trains or runs copies in float32, under the base policy and under this one, and compares them.
 
     Args:
-        workload: what is trained.
+        workload: what is trained or run.
         policy: what is checked.
         asked: for what it was found.
         told: called with what is done now.
@@ -84,29 +80,29 @@ def check(
     """
     deadline = time.monotonic() + asked.budget
     mine, setups = _setups(policy, asked)
+    task = task_of(workload)
+    least, most = _STEPS if workload.step is not None else _ONCE
     with random_states_kept():
-        told("a step in float32")
-        seconds = min(run_losses(workload, FLOAT32, 0, 4).seconds)
-        shortest = 2 * seconds * LOOKS[0] * (len(setups) + 1)
+        told(f"a {task.words.run} in float32")
+        shortest = 2 * task.seconds() * task.pairs * (len(setups) + 1)
         steps = int(_USED * (deadline - time.monotonic()) / shortest)
-        if steps < _STEPS[0]:
-            needed = _STEPS[0] * shortest / _USED
+        if steps < least:
+            needed = least * shortest / _USED
             return Check(
                 "cannot tell",
                 [f"the budget of {asked.budget:g} s is too small: about {needed:.0f} s are needed"],
             )
         everything = (FLOAT32, *setups)
-        kept = {setup.name: _kept(workload, setup) for setup in everything}
-        proof = prove(
-            workload,
+        kept = {setup.name: _kept(task, setup) for setup in everything}
+        proof = task.prove(
             setups,
-            steps=min(steps, _STEPS[1]),
+            steps=min(steps, most),
             tolerance=asked.tolerance,
             deadline=deadline,
             timed=asked.objective == "time",
-            told=lambda names, seed: told(f"seed {seed + 1}: {names}"),
+            told=lambda names, number: told(f"{task.round_} {number + 1}: {names}"),
         )
-    found = _judged(proof, mine, kept, asked.objective)
+    found = _Judge(kept, asked.objective, task.words).judged(proof, mine)
     found.proof = files.proof_of(proof, everything, kept)
     return found
 
@@ -124,77 +120,85 @@ def _setups(policy: Policy, asked: Question) -> tuple[str, list[Setup]]:
     return name, [base, Setup(name, bare, low)]
 
 
-def _kept(workload: Workload, setup: Setup) -> int:
+def _kept(task: Task, setup: Setup) -> int:
     try:
-        return kept_bytes(workload, setup)
+        return task.needed_bytes(setup)
     except Exception:
         if setup is FLOAT32:
             raise
         return 0  # it cannot run, which its training will say
 
 
-def _judged(proof: Proof, mine: str, kept: dict[str, int], objective: str) -> Check:
-    """Whether what was compared holds."""
-    outcomes: list[Outcome] = []
-    because = []
-    against = [c for c in proof.comparisons if c.name == mine]
-    for compared in against:
-        if compared.against == FLOAT32.name:
-            outcome, said = _quality(compared)
+@dataclass
+class _Judge:
+    """Says of what was compared whether it holds."""
+
+    kept: dict[str, int]
+    """The memory that each setup needs."""
+    objective: str
+    words: Words
+
+    def judged(self, proof: Proof, mine: str) -> Check:
+        """Whether the setup of that name holds."""
+        outcomes: list[Outcome] = []
+        because = []
+        against = [c for c in proof.comparisons if c.name == mine]
+        for compared in against:
+            if compared.against == FLOAT32.name:
+                outcome, said = self._quality(compared)
+                outcomes.append(outcome)
+                because.append(said)
+            elif not proof.comparison(compared.against, FLOAT32.name).is_as_good:
+                because.append(
+                    f"{compared.against} does not {self.words.does} as well as float32 for certain, so it counts for "
+                    "nothing"
+                )
+                continue
+            outcome, said = self._objective(compared)
             outcomes.append(outcome)
             because.append(said)
-        elif not proof.comparison(compared.against, FLOAT32.name).is_as_good:
-            because.append(
-                f"{compared.against} does not train as well as float32 for certain, so it counts for nothing"
-            )
-            continue
-        outcome, said = _objective(compared, kept, objective)
-        outcomes.append(outcome)
-        because.append(said)
-    for compared in proof.comparisons if mine == FLOAT32.name else ():
-        better, said = _is_better(compared, kept, objective)
-        outcomes.append("does not hold" if better else "holds")
-        because.append(said)
-    if proof.ended == "interrupted":
-        because.append("it was interrupted")
-    return Check(_worst(outcomes), because)
+        for compared in proof.comparisons if mine == FLOAT32.name else ():
+            better, said = self._is_better(compared)
+            outcomes.append("does not hold" if better else "holds")
+            because.append(said)
+        if proof.ended == "interrupted":
+            because.append("it was interrupted")
+        return Check(_worst(outcomes), because)
 
+    def _quality(self, compared: Comparison) -> tuple[Outcome, str]:
+        name, value = compared.name, self.words.value
+        if compared.because:
+            return "does not hold", f"{name} fails: {compared.because}"
+        if not math.isfinite(compared.difference.high):
+            return "cannot tell", f"too few {self.words.trials} to compare the {value} of {name}"
+        figures = f"{compared.difference.low:+.2%} to {compared.difference.high:+.2%}"
+        said = f"the {value} of {name} is that of float32 {figures}"
+        outcomes: dict[str, Outcome] = {"worse": "does not hold", "cannot tell": "cannot tell"}
+        return outcomes.get(compared.loss, "holds"), said
 
-def _quality(compared: Comparison) -> tuple[Outcome, str]:
-    name = compared.name
-    if compared.because:
-        return "does not hold", f"{name} fails: {compared.because}"
-    if not math.isfinite(compared.difference.high):
-        return "cannot tell", f"too few seeds of {name} were trained to compare its loss"
-    figures = f"{compared.difference.low:+.2%} to {compared.difference.high:+.2%}"
-    said = f"the loss of {name} is that of float32 {figures}"
-    outcomes: dict[str, Outcome] = {"worse": "does not hold", "cannot tell": "cannot tell"}
-    return outcomes.get(compared.loss, "holds"), said
+    def _objective(self, compared: Comparison) -> tuple[Outcome, str]:
+        name, other, kept = compared.name, compared.against, self.kept
+        if self.objective == "memory":
+            share = f"{kept[name] / max(kept[other], 1):.2f}"
+            said = f"{name} {self.words.needs} {share} of the memory of {other}"
+            return ("holds" if kept[name] <= kept[other] else "does not hold"), said
+        ratio = compared.ratio
+        if not math.isfinite(ratio.high):
+            return "cannot tell", f"{name} was timed too seldom to compare it with {other}"
+        said = f"{name} takes {ratio.low:.2f} to {ratio.high:.2f} of the time of {other}"
+        if compared.time == "worse":
+            return "does not hold", said
+        return ("cannot tell" if compared.time == "cannot tell" else "holds"), said
 
-
-def _objective(compared: Comparison, kept: dict[str, int], objective: str) -> tuple[Outcome, str]:
-    name, other = compared.name, compared.against
-    if objective == "memory":
-        said = f"{name} keeps {kept[name] / max(kept[other], 1):.2f} of the memory of {other}"
-        return ("holds" if kept[name] <= kept[other] else "does not hold"), said
-    ratio = compared.ratio
-    if not math.isfinite(ratio.high):
-        return "cannot tell", f"{name} was timed too seldom to compare it with {other}"
-    said = f"{name} takes {ratio.low:.2f} to {ratio.high:.2f} of the time of {other}"
-    if compared.time == "worse":
-        return "does not hold", said
-    return ("cannot tell" if compared.time == "cannot tell" else "holds"), said
-
-
-def _is_better(compared: Comparison, kept: dict[str, int], objective: str) -> tuple[bool, str]:
-    """Whether the base policy is better than the float32 that was the answer, and in which words."""
-    _, quality = _quality(compared)
-    outcome, gain = _objective(compared, kept, objective)
-    if objective == "memory":
-        is_ahead = kept[compared.name] < kept[compared.against]
-    else:
-        is_ahead = outcome == "holds" and compared.ratio.high < 1
-    return compared.is_as_good and is_ahead, f"{quality}; {gain}"
+    def _is_better(self, compared: Comparison) -> tuple[bool, str]:
+        """Whether the base policy is better than the float32 that was the answer, and in which words."""
+        _, quality = self._quality(compared)
+        outcome, gain = self._objective(compared)
+        if self.objective == "memory":
+            is_ahead = self.kept[compared.name] < self.kept[compared.against]
+        else:
+            is_ahead = outcome == "holds" and compared.ratio.high < 1
+        return compared.is_as_good and is_ahead, f"{quality}; {gain}"
 
 
 def _worst(outcomes: list[Outcome]) -> Outcome:

@@ -157,7 +157,8 @@ def total(program: Program, costs: Costs, choice: Choice, objective: Objective =
     for edge in known.edges:
         sum_ += known.edge(edge, edge.dtype_under(choice), choice[edge.consumer])
     for weight, consumers in known.weights.items():
-        if any(choice[site] is program.low for site in consumers):
+        is_low = [choice[site] is program.low for site in consumers]
+        if all(is_low) if program.is_inference else any(is_low):
             sum_ += known.weight(weight)
     return sum_ + known.rows(choice)
 
@@ -193,8 +194,10 @@ class _Terms:
         return edge.count * self._casts(edge, down=consumer is self._low)
 
     def weight(self, name: str) -> float:
-        """What one 16-bit copy of a weight costs."""
+        """What one 16-bit copy of a weight costs; where weights are stored as they are used, what that saves."""
         edge = self._largest[name]
+        if self._program.is_inference:
+            return 0.0 if self._is_time else -2.0 * edge.elements
         return self._casts(edge, down=True) if self._is_time else 2.0 * edge.elements
 
     def rows(self, choice: Choice) -> float:
@@ -355,7 +358,10 @@ class _Model:
         for weight, consumers in self._terms.weights.items():
             paid = self._variable(self._terms.weight(weight))
             for site in set(consumers):
-                self._row({paid: 1.0, self._x[site]: -1.0}, least=0.0)
+                if self._program.is_inference:  # it is saved only where all use it in 16 bits
+                    self._row({paid: -1.0, self._x[site]: 1.0}, least=0.0)
+                else:
+                    self._row({paid: 1.0, self._x[site]: -1.0}, least=0.0)
 
     def _relate(self, site: Site, edge: Edge, *, least: float) -> None:
         """Makes a site's variable at most its producer's and, by `least` of 0, the same."""
@@ -390,8 +396,9 @@ def _prices(
             touching.setdefault(site, set()).add(edge)
     weights: dict[Site, set[str]] = {}
     for weight, consumers in terms.weights.items():
-        if not any(choice[site] is program.low for site in consumers):
-            for site in consumers:
+        wide = {site for site in consumers if choice[site] is not program.low}
+        if len(wide) == 1 if program.is_inference else wide == set(consumers):
+            for site in wide:
                 weights.setdefault(site, set()).add(weight)
     for site in program.sites:
         is_tied = any(edge.is_written for edge in program.inputs(site))

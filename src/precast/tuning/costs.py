@@ -4,6 +4,8 @@ Invariants:
 
 - calls that are alike are measured once, however many modules make them, so the time that measuring takes is
   proportional to the number of different calls;
+- where the time ends first, what takes most was measured first, and the rest is estimated from the same operation at
+  other sizes; which sites that are is known;
 - the dtypes of one call are measured in turns with each other;
 - a call is made at the dispatcher, outside of all regions, on random tensors of the recorded shapes, strides and
   ranges. What casts its arguments costs extra, and is an edge's;
@@ -17,6 +19,7 @@ import bisect
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -30,45 +33,19 @@ from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
 from precast.policy.policy import Policy
 from precast.tuning.calls import arguments_of, is_castable, made, tensors_in_order
+from precast.tuning.estimating import Cost, estimated, in_order
 from precast.tuning.sites import Call, Program, Site
 from precast.tuning.timing import Figure, in_turns
 
-__all__ = ["Cost", "Costs", "Progress", "cast_sizes", "distinct_calls", "measure"]
+__all__ = ["Cost", "Costs", "Progress", "cast_sizes", "distinct_calls", "key_of", "measure"]
 
 _F32: Final = torch.float32
 _ROUNDS: Final = 7
 _SMALLEST: Final = 64
 """Elements of the smallest cast that is measured; below, a cast takes as long as its call does."""
 
-_NOTHING: Final = Figure(0.0)
-
 Progress = Callable[[int, int, str], None]
 """Is told how many measurements are done, how many there are, and what is measured next."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What calls cost in one dtype.
-
-    Attributes:
-        forward: the time of forward.
-        backward: the time of backward; none where no gradient is needed.
-        kept: the bytes that autograd keeps for backward, without weights. What two operations keep counts for both.
-    """
-
-    forward: Figure
-    backward: Figure = _NOTHING
-    kept: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """The time of both passes."""
-        return self.forward.seconds + self.backward.seconds
-
-    @property
-    def spread(self) -> float:
-        """The spread of that time, in seconds."""
-        return self.forward.plus(self.backward).spread
 
 
 @dataclass(frozen=True)
@@ -81,12 +58,15 @@ class Costs:
         casts: whether down, to 16 bits -> elements -> the time of one cast.
         low: the 16-bit dtype.
         hook: the time that a rule for a module adds to each call of it.
+        estimated: the sites of which a call was not measured for want of time; their costs are those of the same
+            operation at other sizes.
     """
 
     sites: Mapping[Site, Mapping[torch.dtype, Cost]]
     casts: Mapping[bool, Mapping[int, Figure]] = field(default_factory=dict)
     low: torch.dtype = torch.bfloat16
     hook: float = 0.0
+    estimated: frozenset[Site] = frozenset()
 
     def seconds(self, site: Site, dtype: torch.dtype) -> float:
         """The time of a site's calls in a step; 0 where it is not known, so that neither dtype is preferred."""
@@ -120,6 +100,7 @@ def measure(
     *,
     rounds: int = _ROUNDS,
     seed: int = 0,
+    deadline: float = math.inf,
     progress: Progress | None = None,
 ) -> Costs:
     """Measures every distinct call in float32 and in 16 bits, and casts of the sizes that the program has.
@@ -128,26 +109,51 @@ def measure(
         program: what was recorded.
         rounds: how often each is timed.
         seed: of the random tensors.
+        deadline: on `time.monotonic`'s clock; calls that are not measured by then are estimated. The call that
+            takes most, and casts of two sizes, are measured anyway.
         progress: is told before each measurement, and at the end.
     """
     calls, sizes = distinct_calls(program), cast_sizes(program)
     tell = progress or (lambda _done, _all, _what: None)
     steps = len(calls) + len(sizes)
-    known: dict[object, Mapping[torch.dtype, Cost]] = {}
-    for done, (key, call) in enumerate(calls.items()):
-        tell(done, steps, call.overload)
-        known[key] = _measured(call, program, rounds, seed)
     casts: dict[bool, dict[int, Figure]] = {True: {}, False: {}}
-    for done, size in enumerate(sizes, len(calls)):
+    for done, size in enumerate(sizes):
+        if done > 1 and time.monotonic() > deadline:
+            break
         tell(done, steps, f"casts of {size:,} elements")
-        for down, figure in _measured_casts(size, program, rounds).items():
+        for down, figure in _measured_casts(size, program, rounds, deadline).items():
             casts[down][size] = figure
+    known: dict[object, Mapping[torch.dtype, Cost]] = {}
+    for done, key in enumerate(in_order(calls, _counts(program))):
+        if known and time.monotonic() > deadline:
+            break
+        tell(len(sizes) + done, steps, calls[key].overload)
+        known[key] = _measured(calls[key], program, rounds, seed, deadline)
     tell(steps, steps, "")
+    all_known = {**known, **estimated(calls, known)}
     sites = {
-        site: _summed([(call, known[_key(call)]) for call in site.calls]) for site in program.sites
+        site: _summed([(call, all_known.get(key_of(call), {})) for call in site.calls])
+        for site in program.sites
     }
-    known_sites = {site: costs for site, costs in sites.items() if costs}
-    return Costs(known_sites, casts, program.low, _measured_hook(program, rounds))
+    return Costs(
+        {site: costs for site, costs in sites.items() if costs},
+        casts,
+        program.low,
+        _measured_hook(program, rounds),
+        frozenset(
+            site for site in program.sites if any(key_of(call) not in known for call in site.calls)
+        ),
+    )
+
+
+def _counts(program: Program) -> dict[object, int]:
+    """How often a step makes each distinct call."""
+    counts: dict[object, int] = {}
+    for site in program.sites:
+        for call in site.calls:
+            key = key_of(call)
+            counts[key] = counts.get(key, 0) + call.count + call.recomputed
+    return counts
 
 
 def distinct_calls(program: Program) -> dict[object, Call]:
@@ -155,7 +161,7 @@ def distinct_calls(program: Program) -> dict[object, Call]:
     found: dict[object, Call] = {}
     for site in program.sites:
         for call in site.calls:
-            found.setdefault(_key(call), call)
+            found.setdefault(key_of(call), call)
     return found
 
 
@@ -170,7 +176,7 @@ def cast_sizes(program: Program) -> list[int]:
     return sizes
 
 
-def _key(call: Call) -> object:
+def key_of(call: Call) -> object:
     """What distinguishes calls: not the ranges of their numbers."""
     plain = dataclasses.replace(call, count=1, recomputed=0)
     shapes = tuple(
@@ -207,7 +213,9 @@ def _summed(
     return found
 
 
-def _measured(call: Call, program: Program, rounds: int, seed: int) -> dict[torch.dtype, Cost]:
+def _measured(
+    call: Call, program: Program, rounds: int, seed: int, deadline: float
+) -> dict[torch.dtype, Cost]:
     """The cost of one call in each dtype in which it can be made."""
     trials: dict[torch.dtype, _Trial] = {}
     with torch.random.fork_rng([]):
@@ -220,9 +228,13 @@ def _measured(call: Call, program: Program, rounds: int, seed: int) -> dict[torc
             for dtype, trial in trials.items()
             for part in ("forward", "backward")
         }
-        figures = in_turns(works, rounds)
+        figures = in_turns(works, rounds, deadline)
     return {
-        dtype: Cost(figures[dtype, "forward"], figures[dtype, "backward"], trial.kept())
+        dtype: Cost(
+            figures[dtype, "forward"],
+            figures[dtype, "backward"],
+            trial.made() if program.is_inference else trial.kept(),
+        )
         for dtype, trial in trials.items()
     }
 
@@ -296,6 +308,14 @@ class _Trial:
         del result
         return sum(storage.nbytes() for storage in kept.values())
 
+    def made(self) -> int:
+        """The bytes of the memory of its results that it was not given."""
+        args, kwargs = self._fresh()
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in_order(args, kwargs)}
+        results = tensors_in_order((self._function(*args, **kwargs),), {})
+        storages = {id(s): s for s in (tensor.untyped_storage() for tensor in results)}
+        return sum(storage.nbytes() for key, storage in storages.items() if key not in given)
+
     def _tensors(self) -> list[Tensor]:
         return tensors_in_order(self._args, self._kwargs)
 
@@ -320,7 +340,9 @@ def _cloned(value: Any) -> Any:
     return tuple(map(_cloned, value)) if isinstance(value, tuple) else value
 
 
-def _measured_casts(size: int, program: Program, rounds: int) -> dict[bool, Figure]:
+def _measured_casts(
+    size: int, program: Program, rounds: int, deadline: float
+) -> dict[bool, Figure]:
     wide = torch.randn(size, generator=torch.Generator(program.device).manual_seed(0))
     narrow = wide.to(program.low)
 
@@ -330,7 +352,7 @@ def _measured_casts(size: int, program: Program, rounds: int) -> dict[bool, Figu
     def up() -> None:
         narrow.to(_F32)
 
-    return in_turns({True: down, False: up}, rounds)
+    return in_turns({True: down, False: up}, rounds, deadline)
 
 
 def _measured_hook(program: Program, rounds: int) -> float:

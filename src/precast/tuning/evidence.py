@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from precast.diagnostics.records import MismatchError, as_json, from_json
+from precast.diagnostics.records import MismatchError, as_json, from_json, may_be_missing
 from precast.diagnostics.report.tree import Node
 from precast.errors import TuningError
 from precast.policy.measured import Value, here
+from precast.tuning.costs import Costs
+from precast.tuning.eight_bits import Found
 from precast.tuning.intervals import Interval
 from precast.tuning.proof import Figures, Proof, Verdict
 from precast.tuning.sensitivity import Errors, Sensitivity, SiteErrors
@@ -27,12 +29,17 @@ from precast.tuning.sites import Program, Site
 from precast.tuning.training import Setup
 
 __all__ = [
+    "CostEvidence",
+    "EightBits",
     "Evidence",
+    "ProductEvidence",
     "ProofEvidence",
     "Search",
     "Settings",
     "SiteEvidence",
     "Trial",
+    "add_costs",
+    "eight_bits_of",
     "read",
     "text",
     "where_measured",
@@ -52,6 +59,22 @@ class Settings:
     base: str
     device_type: str
     seed: int
+    task: Literal["training", "inference"] = may_be_missing("training")
+    """Whether copies were trained, or run."""
+
+
+@dataclass
+class CostEvidence:
+    """What an operation of a module costs in one dtype, for all of its calls in a step."""
+
+    dtype: str
+    seconds: float
+    """Of both passes."""
+    spread: float
+    """Half of the distance between the quartiles, in seconds."""
+    kept_bytes: int
+    estimated: bool = False
+    """Whether there was no time to measure all of it, and the rest is what the same operation costs at other sizes."""
 
 
 @dataclass
@@ -73,6 +96,8 @@ class SiteEvidence:
     """Which share of that gradient becomes zero."""
     alone: bool = False
     """Whether it was measured alone, or has its share of a group's error."""
+    costs: list[CostEvidence] = field(default_factory=list)
+    """Empty where they are not known."""
 
 
 @dataclass
@@ -86,6 +111,36 @@ class Search:
     complete: bool
     """Whether there was time for all groups."""
     sites: list[SiteEvidence]
+    shared: int = 0
+    """How many operations share the error of a group although it is too large, as no more groups were measured."""
+
+
+@dataclass
+class ProductEvidence:
+    """A product of matrices, in 16 bits and under a float8 rule."""
+
+    module: str
+    op: str
+    seconds: float
+    """Of both passes of all its calls in a step, in 16 bits, with the cast of its weight."""
+    seconds_in_8_bits: float
+    """The same under the rule."""
+    kept_bytes: int
+    kept_bytes_in_8_bits: int
+    loss: float | None
+    """The square of the relative error that 8 bits add to the loss; null where it was not measured alone."""
+    gradient: float | None
+    """The same of the gradient that changes most."""
+    chosen: bool
+
+
+@dataclass
+class EightBits:
+    """What a float8 rule was found to be worth."""
+
+    rule: str
+    because: str
+    products: list[ProductEvidence]
 
 
 @dataclass
@@ -109,6 +164,7 @@ class Trial:
     curves: list[list[float | None]]
     seconds: list[float]
     kept_bytes: int
+    """That autograd keeps for backward; of a model that is only run, those of weights and results."""
     failure: str
 
 
@@ -160,10 +216,36 @@ class Evidence:
     """Whether Ctrl-C ended it."""
     command: str = ""
     """The command that began it; empty where a program did."""
+    untried: list[str] = field(default_factory=list)
+    """The setups for which there was no time."""
     searches: list[Search] = field(default_factory=list)
     proofs: list[ProofEvidence] = field(default_factory=list)
     traced: list[Node] = field(default_factory=list)
     """One step of the model under the answer, by module."""
+    eight_bits: list[EightBits] = may_be_missing(factory=list)  # noqa: RUF009
+    """One for each float8 rule that was tried."""
+
+
+def eight_bits_of(found: Found) -> EightBits:
+    """What was measured of a float8 rule, as it is saved."""
+    return EightBits(
+        found.rule,
+        found.because,
+        [
+            ProductEvidence(
+                str(each.site.module),
+                each.site.op,
+                each.in_16_bits.seconds,
+                each.in_8_bits.seconds,
+                each.in_16_bits.kept,
+                each.in_8_bits.kept,
+                None if each.loss is None else _finite(each.loss),
+                None if each.gradient is None else _finite(each.gradient),
+                each.is_chosen,
+            )
+            for each in found.products
+        ],
+    )
 
 
 def search_of(program: Program, found: Sensitivity) -> Search:
@@ -174,7 +256,26 @@ def search_of(program: Program, found: Sensitivity) -> Search:
         found.runs,
         found.complete,
         [_site(site, errors) for site, errors in found.sites.items()],
+        found.shared,
     )
+
+
+def add_costs(search: Search, costs: Costs) -> None:
+    """Adds to what was measured in one dtype what its operations cost."""
+    known = {(site.module, site.op): site for site in costs.sites}
+    for saved in search.sites:
+        site = known.get((saved.module, saved.op))
+        if site is not None:
+            saved.costs = [
+                CostEvidence(
+                    str(dtype).removeprefix("torch."),
+                    cost.seconds,
+                    cost.spread,
+                    cost.kept,
+                    site in costs.estimated,
+                )
+                for dtype, cost in costs.sites[site].items()
+            ]
 
 
 def sensitivity_of(search: Search, program: Program) -> Sensitivity | None:
@@ -183,12 +284,14 @@ def sensitivity_of(search: Search, program: Program) -> Sensitivity | None:
     open_sites = [site for site in program.sites if not site.barred]
     if {(site.module, site.op) for site in open_sites} != known.keys() or not search.complete:
         return None
-    found = Sensitivity(scale=search.scale, runs=search.runs)
+    found = Sensitivity(scale=search.scale, runs=search.runs, shared=search.shared)
     for site in open_sites:
         saved = known[site.module, site.op]
         loss, gradient = _infinite(saved.loss), _infinite(saved.gradient)
         measured = Errors(loss, gradient, saved.parameter, saved.flushed) if saved.alone else None
-        found.sites[site] = SiteErrors(loss, gradient, saved.barred, measured)
+        found.sites[site] = SiteErrors(
+            loss, gradient, saved.barred, measured, is_inference=program.is_inference
+        )
     return found
 
 
@@ -246,6 +349,7 @@ def where_measured(seen: Evidence) -> dict[str, Value]:
         **here(asked.device_type),
         "precast": seen.precast,
         "model": seen.model,
+        "task": asked.task,
         "dtype": seen.dtype,
         "base": asked.base,
         "objective": asked.objective,

@@ -114,6 +114,8 @@ def words_of(errors: SiteErrors) -> str:
     if errors.barred:
         return f"is ruled out: {errors.barred}"
     alone = errors.measured
+    if errors.is_inference:
+        return f"changes outputs by {_percent(errors.gradient)}, and the metric by {_percent(errors.loss)}"
     if alone is not None and alone.flushed > 0.1:
         return f"makes {alone.flushed:.0%} of the gradient of {alone.parameter} zero"
     gradient = f"the gradient of {alone.parameter}" if alone is not None else "gradients"

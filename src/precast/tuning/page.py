@@ -18,6 +18,7 @@ from precast._internal.display import milliseconds
 from precast.diagnostics.report.page import needed
 from precast.tuning.evidence import Compared, Evidence, ProofEvidence, Trial
 from precast.tuning.intervals import mean_interval
+from precast.tuning.words import words_for
 
 __all__ = ["html", "points"]
 
@@ -39,11 +40,13 @@ def html(evidence: Evidence, policy: str) -> str:
     jinja2, plotly = needed()
     from markupsafe import Markup as AsItIs  # our own text, and JSON that `_json` made
 
+    words = words_for(evidence.settings.task)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     data = {
         "objective": evidence.settings.objective,
         "tolerance": evidence.settings.tolerance,
         "answer": evidence.answer,
+        "words": asdict(words),
         "points": points(evidence),
         "curves": _curves(evidence.proofs[-1]) if evidence.proofs else [],
         "nodes": _nodes(evidence),
@@ -55,6 +58,8 @@ def html(evidence: Evidence, policy: str) -> str:
     }
     page: str = environment.from_string(_own("page.html.jinja")).render(
         evidence=evidence,
+        words=words,
+        is_training=evidence.settings.task == "training",
         facts=[(name, value) for name, value in _facts(evidence).items() if value],
         trials=[_row(proof, trial) for proof in evidence.proofs for trial in proof.trials],
         policy=policy,
@@ -183,10 +188,11 @@ def _facts(evidence: Evidence) -> dict[str, str]:
     return {
         "Model": evidence.model,
         "Parameters": f"{evidence.parameters:,}",
+        "Task": asked.task,
         "Objective": asked.objective,
         "Tolerance": f"{100 * asked.tolerance:.3g}%",
         "Region": evidence.dtype,
-        "Proof": "" if proof is None else f"{proof.seeds} seeds of {proof.steps} steps",
+        "Proof": "" if proof is None else words_for(asked.task).extent(proof.seeds, proof.steps),
         "Ended": "" if proof is None else _ENDED[proof.ended],
         "Took": f"{evidence.seconds:.0f} s of {asked.budget:.0f} s",
         "Seed": str(asked.seed),
@@ -199,7 +205,7 @@ def _facts(evidence: Evidence) -> dict[str, str]:
 _ENDED = {
     "proven": "all was told apart",
     "time": "the budget was used up",
-    "seeds": "all seeds were trained",
+    "seeds": "all seeds or batches were used",
     "interrupted": "by Ctrl-C",
 }
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from precast._internal.missing import missing_extra
 from precast.tuning.evidence import Evidence, ProofEvidence
 from precast.tuning.page import points
+from precast.tuning.words import TRAINING, Words, words_for
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["figure_of", "png_of"]
 
 _COLORS: Final = ("#3b82c4", "#e69f00", "#12a37f", "#cc79a7", "#8c6bb1", "#d55e00", "#8b949e")
-_UNITS: Final = {
-    "time": ("time of a step (ms)", 1e-3),
-    "memory": ("kept for backward (MiB)", 2.0**20),
-}
 
 
 def figure_of(evidence: Evidence) -> Figure:
@@ -47,9 +44,9 @@ def figure_of(evidence: Evidence) -> Figure:
     tried, losses = figure.subplots(1, 2)
     _draw_tried(tried, evidence, colors)
     if evidence.proofs:
-        _draw_losses(losses, evidence.proofs[-1], colors)
+        _draw_losses(losses, evidence.proofs[-1], colors, words_for(evidence.settings.task))
     else:
-        losses.text(0.5, 0.5, "nothing was trained", ha="center", transform=losses.transAxes)
+        losses.text(0.5, 0.5, "nothing was proven", ha="center", transform=losses.transAxes)
     return figure
 
 
@@ -61,7 +58,10 @@ def png_of(figure: Figure) -> bytes:
 
 
 def _draw_tried(axes: Any, evidence: Evidence, colors: dict[str, str]) -> None:
-    label, unit = _UNITS[evidence.settings.objective]
+    words = words_for(evidence.settings.task)
+    is_time = evidence.settings.objective == "time"
+    label = f"time of a {words.run} (ms)" if is_time else f"{words.memory} (MiB)"
+    unit = 1e-3 if is_time else 2.0**20
     for point in points(evidence):
         low, cost, high = (each / unit for each in point["cost"])
         below, loss, above = (100 * each for each in point["loss"])
@@ -80,11 +80,11 @@ def _draw_tried(axes: Any, evidence: Evidence, colors: dict[str, str]) -> None:
     axes.set_xlim(left=0)
     axes.margins(x=0.25, y=0.2)
     axes.set_xlabel(label)
-    axes.set_ylabel("loss against float32 (%)")
+    axes.set_ylabel(f"{words.value} against float32 (%)")
     _dress(axes)
 
 
-def _draw_losses(axes: Any, proof: ProofEvidence, colors: dict[str, str]) -> None:
+def _draw_losses(axes: Any, proof: ProofEvidence, colors: dict[str, str], words: Words) -> None:
     for trial in proof.trials:
         steps = range(min(map(len, trial.curves), default=0))
         means = []
@@ -92,8 +92,8 @@ def _draw_losses(axes: Any, proof: ProofEvidence, colors: dict[str, str]) -> Non
             known = [loss for curve in trial.curves if (loss := curve[step]) is not None]
             means.append(statistics.fmean(known) if known else math.nan)
         axes.plot([step + 1 for step in steps], means, color=colors[trial.name], label=trial.name)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"loss, mean of {proof.seeds} seeds")
+    axes.set_xlabel("step" if words is TRAINING else words.trial)
+    axes.set_ylabel(f"loss, mean of {proof.seeds} seeds" if words is TRAINING else words.value)
     axes.legend(fontsize=9, frameon=False)
     _dress(axes)
 

@@ -5,6 +5,8 @@ Invariants:
   that ran right after each other;
 - seeds are added at the fixed counts `LOOKS`, and the intervals at all of them hold together with 95%, so stopping as
   soon as one suffices does not make it wrong more often;
+- a setup that trains worse than float32, or where times count is slower than the fastest, for certain, gets no more
+  seeds; what it is compared by are the seeds that it has;
 - a verdict is a statement about the interval and never about its middle; where the time ends first it is "cannot tell";
 - a setup that fails in one training, by a loss that is not finite or an error, is worse;
 - the deadline is looked at before every step, and Ctrl-C ends the trainings; what was found until then is returned.
@@ -23,7 +25,17 @@ from precast.errors import TuningError
 from precast.tuning.intervals import Interval, mean_interval, median_interval
 from precast.tuning.training import FLOAT32, Setup, Training, Workload
 
-__all__ = ["LOOKS", "Comparison", "Figures", "Proof", "Verdict", "prove", "verdict_of"]
+__all__ = [
+    "LOOKS",
+    "Comparison",
+    "Figures",
+    "Proof",
+    "Verdict",
+    "compare",
+    "prove",
+    "train_seed",
+    "verdict_of",
+]
 
 LOOKS: Final = (3, 6, 12, 24)
 """After so many seeds the intervals are looked at."""
@@ -111,6 +123,8 @@ def prove(
     timed: bool = False,
     known: dict[str, Figures] | None = None,
     told: Callable[[str, int], None] | None = None,
+    begin: Callable[[Workload, Setup, int], Training] = Training,
+    train: Callable[..., bool] | None = None,
 ) -> Proof:
     """Trains the setups beside float32 until their losses are told apart.
 
@@ -124,6 +138,8 @@ def prove(
         timed: whether the times of steps have to be told apart too.
         known: the figures of seeds that were trained before, with as many steps; the seeds after them follow.
         told: called before each seed with the names of the setups in it, and the seed's number.
+        begin: makes the copy that is trained under a setup.
+        train: takes the place of `train_seed`, as where seeds are trained elsewhere.
 
     Raises:
         TuningError: the training in float32 does not stay finite.
@@ -131,35 +147,57 @@ def prove(
     figures = known or {setup.name: Figures(setup.name) for setup in (FLOAT32, *setups)}
     before = len(figures[FLOAT32.name].finals)
     proof = Proof(figures, [], steps, before, tolerance, "seeds")
-    running = [setup for setup in (FLOAT32, *setups) if not figures[setup.name].failure]
+    running = [
+        setup
+        for setup in (FLOAT32, *setups)
+        if not figures[setup.name].failure and len(figures[setup.name].finals) == before
+    ]
     try:
         for seed in range(before, looks[-1]):
             if told is not None:
                 told(", ".join(setup.name for setup in running), seed)
-            if not _train(workload, running, seed, proof, deadline):
+            if not (train or train_seed)(workload, running, seed, proof, deadline, begin=begin):
                 proof.ended = "time"
                 break
             proof.seeds += 1
             running = [setup for setup in running if not figures[setup.name].failure]
-            if proof.seeds in looks and (
-                len(running) == 1 or _is_told_apart(proof, running, len(looks), timed)
-            ):
-                proof.ended = "proven"
-                break
+            if proof.seeds in looks:
+                running, is_told_apart = _worth_more(proof, running, len(looks), timed=timed)
+                if len(running) == 1 or is_told_apart:
+                    proof.ended = "proven"
+                    break
     except KeyboardInterrupt:
         proof.ended = "interrupted"
     proof.comparisons = _comparisons(proof, setups, len(looks))
     return proof
 
 
-def _train(
-    workload: Workload, setups: Sequence[Setup], seed: int, proof: Proof, deadline: float
+def train_seed(
+    workload: Workload,
+    setups: Sequence[Setup],
+    seed: int,
+    proof: Proof,
+    deadline: float,
+    *,
+    begin: Callable[[Workload, Setup, int], Training] = Training,
 ) -> bool:
-    """Trains all setups with one seed, step by step in turns; returns whether there was time for it."""
+    """Trains all setups with one seed, step by step in turns; returns whether there was time for it.
+
+    Args:
+        workload: what is trained.
+        setups: with float32 as the first.
+        seed: the seed.
+        proof: which gets the figures.
+        deadline: on `time.monotonic`'s clock.
+        begin: makes the copy that is trained under a setup.
+
+    Raises:
+        TuningError: the training in float32 does not stay finite.
+    """
     trainings: list[Training] = []
     try:
         for setup in setups:
-            trainings.append(Training(workload, setup, seed))
+            trainings.append(begin(workload, setup, seed))
         for number in range(proof.steps):
             if time.monotonic() > deadline:
                 return False
@@ -185,25 +223,40 @@ def _train(
     return True
 
 
-def _is_told_apart(proof: Proof, setups: Sequence[Setup], looks: int, timed: bool) -> bool:
-    """Whether nothing is open between any two setups, but the times of one whose loss is worse."""
-    return all(
-        c.loss != "cannot tell" and (not timed or c.loss == "worse" or c.time != "cannot tell")
-        for c in _comparisons(proof, setups[1:], looks)
-    )
+def _worth_more(
+    proof: Proof, setups: Sequence[Setup], looks: int, *, timed: bool
+) -> tuple[list[Setup], bool]:
+    """The setups that more seeds can tell something of, float32 among them; and whether they are all told apart.
+
+    Where times count, each is compared with the fastest that may train as well as float32.
+    """
+    against_float32 = {s.name: compare(proof, s.name, FLOAT32.name, looks) for s in setups[1:]}
+    left = [s for s in setups if s is FLOAT32 or against_float32[s.name].loss != "worse"]
+    slower: set[str] = set()
+    is_timed = True
+    if timed:
+        shares = {name: c.ratio.middle for name, c in against_float32.items()} | {FLOAT32.name: 1.0}
+        first = min(left, key=lambda s: math.inf if math.isnan(shares[s.name]) else shares[s.name])
+        behind = [compare(proof, s.name, first.name, looks) for s in left if s is not first]
+        slower = {compared.name for compared in behind if compared.ratio.low > 1}
+        is_timed = all(c.name in slower or c.time != "cannot tell" for c in behind)
+        left = [setup for setup in left if setup is FLOAT32 or setup.name not in slower]
+    is_told = all(against_float32[s.name].loss != "cannot tell" for s in left if s is not FLOAT32)
+    return left, is_timed and is_told
 
 
 def _comparisons(proof: Proof, setups: Sequence[Setup], looks: int) -> list[Comparison]:
     """Each setup beside those before it."""
     names = [FLOAT32.name, *(setup.name for setup in setups)]
     return [
-        _compare(proof, name, against, looks)
+        compare(proof, name, against, looks)
         for place, name in enumerate(names)
         for against in names[:place]
     ]
 
 
-def _compare(proof: Proof, name: str, against: str, looks: int) -> Comparison:
+def compare(proof: Proof, name: str, against: str, looks: int) -> Comparison:
+    """One setup beside another, in either order; `looks` is how often the proof is looked at."""
     mine, theirs = proof.figures[name], proof.figures[against]
     unknown = Interval(-math.inf, math.nan, math.inf)
     if mine.failure:

@@ -1,6 +1,6 @@
 """Says why each row of a tuned policy is there, with the figures that decided, and where the policy was found.
 
-Invariant: every figure was measured; what was not measured is not spoken of.
+Invariant: every figure was measured, or is "about" an estimate from what was; what is not known is not spoken of.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from precast.tuning.choosing import Chosen, Objective
 from precast.tuning.costs import Costs
 from precast.tuning.fewest_rows import Row
 from precast.tuning.sites import Program, Site
+from precast.tuning.words import INFERENCE, TRAINING, Words
 
 __all__ = ["header", "reasons"]
 
@@ -85,8 +86,10 @@ class _Figures:
         costs = self.costs.seconds if self.objective == "time" else self.costs.kept
         here = self._said(sum(costs(site, low) for site in measured))
         wide = self._said(sum(costs(site, torch.float32) for site in measured))
-        verb = "takes" if self.objective == "time" else "keeps"
-        return f"{name} {verb} {here} a step, float32 {wide}{_count(sites)}"
+        verb = "takes" if self.objective == "time" else self._words.needs
+        if any(site in self.costs.estimated for site in measured):
+            verb += " about"  # as some of it was estimated
+        return f"{name} {verb} {here} a {self._run}, float32 {wide}{_count(sites)}"
 
     def of_wide(self, sites: list[Site], errors: Mapping[Site, str]) -> Iterable[str]:
         """Why sites are in float32: they cannot be in 16 bits, an error held them back, or that saves nothing."""
@@ -98,14 +101,23 @@ class _Figures:
             yield f"{name}: {barred[0].barred}{_count(barred)}"
         if held:
             saved = sum(max(0.0, prices.get(site, 0.0)) for site in held)
-            price = f", and would save {self._said(saved)} a step" if saved else ""
+            price = f", and would save {self._said(saved)} a {self._run}" if saved else ""
             yield f"{name} {errors[held[0]]}{price}{_count(held)}"
         lost = -sum(prices.get(site, 0.0) for site in others)
         if others and lost > 0:
             with_casts = ", with its casts" if self.objective == "time" else ""
-            yield f"{name} would cost {self._said(lost)} more a step{with_casts}{_count(others)}"
+            more = f"{self._said(lost)} more a {self._run}"
+            yield f"{name} would cost {more}{with_casts}{_count(others)}"
         elif others:
             yield f"kept in float32 for the sake of what is around it{_count(others)}"
+
+    @property
+    def _words(self) -> Words:
+        return INFERENCE if self.program.is_inference else TRAINING
+
+    @property
+    def _run(self) -> str:
+        return self._words.run
 
     def _said(self, amount: float) -> str:
         return milliseconds(amount) if self.objective == "time" else f"{amount / 2**10:,.3g} KiB"

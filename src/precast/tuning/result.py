@@ -27,7 +27,8 @@ from precast.policy.policy import Entry, Policy
 from precast.policy.shortest_text import whole_file
 from precast.policy.toml_file import Contents
 from precast.tuning import evidence as files
-from precast.tuning.evidence import Between, Compared, Evidence, ProofEvidence, Trial
+from precast.tuning.evidence import Between, Compared, Evidence, ProofEvidence, Search, Trial
+from precast.tuning.words import words_for
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,12 +49,14 @@ class TuningResult(Displayed):
         dtype: the 16-bit dtype of the region; torch.float32 where no region is best.
         because: why the answer is this one, in one sentence.
         evidence: everything that was measured, as plain data.
+        is_saved_here: whether `save` and `plot` write; in a distributed program, in the first process alone.
     """
 
     policy: Policy
     dtype: torch.dtype
     because: str
     evidence: Evidence
+    is_saved_here: bool = True
 
     @property
     def name(self) -> str:
@@ -67,12 +70,13 @@ class TuningResult(Displayed):
         asked = seen.settings
         head = [
             f"{_BEGINS[2:]}{seen.model} ({seen.parameters:,} parameters): {self.because}",
-            f"Objective {asked.objective}, tolerance {asked.tolerance:g}, seed {asked.seed}; {seen.date}",
+            f"Objective {asked.objective} of {asked.task}, tolerance {asked.tolerance:g}, seed {asked.seed}; "
+            f"{seen.date}",
             f"precast {seen.precast}, torch {seen.torch}, {seen.machine}",
             *([seen.command] if seen.command else ()),
-            f"Use it in a region with dtype=torch.{seen.dtype}."
+            _use(seen)
             if self.dtype is not torch.float32
-            else "It casts nothing: train without a region, or in one with this policy.",
+            else f"It casts nothing: {words_for(asked.task).does} without a region, or in one with this policy.",
         ]
         lines = [line for each in head for line in textwrap.wrap(each, 117)]
         comment = "\n".join(f"# {line}" for line in lines)
@@ -95,6 +99,8 @@ class TuningResult(Displayed):
             OutputError: a file could not be written; what was there before still is.
             MissingExtraError: a page is asked for, and jinja2 or plotly is not installed.
         """
+        if not self.is_saved_here:
+            return
         target = Path(path)
         drawn = self._page(is_needed=page is not None) if page is not False else None
         if drawn is not None:
@@ -116,7 +122,7 @@ class TuningResult(Displayed):
         from precast.tuning import picture
 
         figure = picture.figure_of(self.evidence)
-        if path is not None:
+        if path is not None and self.is_saved_here:
             atomic_write.replace_own(Path(path), picture.png_of(figure))
         return figure
 
@@ -146,13 +152,10 @@ class TuningResult(Displayed):
     def __str__(self) -> str:
         lines = textwrap.wrap(f"{self.name}: {self.because}", _WIDE)
         for proof in self.evidence.proofs[-1:]:
-            lines += ["", *table(proof)]
+            lines += ["", *table(proof, self.evidence.settings.task)]
         for search in self.evidence.searches:
             barred = [site for site in search.sites if site.barred]
-            lines += [
-                "",
-                f"{search.dtype}: {len(search.sites)} operations measured, {len(barred)} barred",
-            ]
+            lines += ["", *textwrap.wrap(_measured(search, len(barred)), _WIDE)]
             for site in barred[:10]:
                 where = "outside of modules" if site.module is None else site.module or "the model"
                 lines += textwrap.wrap(
@@ -167,7 +170,15 @@ class TuningResult(Displayed):
         facts = [self.name, f"dtype {str(self.dtype).removeprefix('torch.')}"]
         proofs = self.evidence.proofs[-1:]
         rows = [_row(proof, trial) for proof in proofs for trial in proof.trials]
-        return Card("TuningResult", facts, _COLUMNS, rows, "setups")
+        return Card("TuningResult", facts, _columns(self.evidence.settings.task), rows, "setups")
+
+
+def _use(seen: Evidence) -> str:
+    """How the policy is used."""
+    region = f"Use it in a region with dtype=torch.{seen.dtype}"
+    if seen.settings.task == "training":
+        return f"{region}."
+    return f"{region}, or as precast.convert(model, policy, torch.{seen.dtype}, example=...)."
 
 
 def is_a_result(path: Path) -> bool:
@@ -189,8 +200,22 @@ def figures(trial: Trial) -> dict[str, Any]:
     }
 
 
+def _measured(search: Search, barred: int) -> str:
+    """What was measured of the operations in one dtype, and what was not."""
+    said = [f"{search.dtype}: {len(search.sites)} operations measured, {barred} barred"]
+    if search.shared:
+        said.append(f"{search.shared} share errors of groups that were not halved")
+    estimated = sum(any(cost.estimated for cost in site.costs) for site in search.sites)
+    if estimated:
+        said.append(f"the costs of {estimated} are estimated from other sizes")
+    return "; ".join(said)
+
+
 def _short(policy: Policy, base_name: str) -> str:
     """The policy's file without its name: what differs from a preset that it was made from, with the reasons."""
+    presets = Policy.presets()
+    if policy.name in presets and Policy.load(policy.name).fingerprint == policy.fingerprint:
+        base_name = policy.name
     if base_name not in Policy.presets() or not policy.tables:
         return whole_file(policy)
     base = Policy.load(base_name)
@@ -207,19 +232,24 @@ def _short(policy: Policy, base_name: str) -> str:
     return "\n".join([head, *lines[_HEAD:]]).strip() + "\n"
 
 
-_COLUMNS: Final = ("setup", "step", "loss", "against float32", "time", "kept")
+def _columns(task: str) -> tuple[str, ...]:
+    words = words_for(task)
+    memory = "kept" if task == "training" else "memory"
+    return "setup", words.run, words.value, "against float32", "time", memory
 
 
-def table(proof: ProofEvidence) -> list[str]:
+def table(proof: ProofEvidence, task: str = "training") -> list[str]:
     """The trials of a proof, a line for each."""
-    rows = [_COLUMNS, *(_row(proof, trial) for trial in proof.trials)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS))]
+    rows = [_columns(task), *(_row(proof, trial) for trial in proof.trials)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     widths[0] = min(widths[0], 16)
     said = [
         "  ".join(cell[:w].ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
     ]
-    seeds = f"{proof.seeds} seeds of {proof.steps} steps; ended: {proof.ended}"
-    return [*(line.rstrip()[:_WIDE] for line in said), seeds]
+    return [
+        *(line.rstrip()[:_WIDE] for line in said),
+        f"{words_for(task).extent(proof.seeds, proof.steps)}; ended: {proof.ended}",
+    ]
 
 
 def _row(proof: ProofEvidence, trial: Trial) -> tuple[str, ...]:

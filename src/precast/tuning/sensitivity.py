@@ -1,10 +1,12 @@
 """Measures what 16 bits cost in accuracy: the error that each site adds to the loss and to the gradients.
 
 A group of sites runs in 16 bits, all others in float32, and the loss and the gradients of the copy are compared with
-those in float32. A group is halved only while its error is more than its share of what is allowed, so the number of
-runs grows with the number of sites that matter, and at most linearly with that of all sites.
+those in float32. A group is halved only while its error is more than its share of what is allowed, the group with most
+to win first. Sites of one kind, which run the same operation on the same shapes, are together in groups for as long as
+there are others: what is left when no more groups are measured shares its error among sites that are alike.
 
 Invariants:
+- at most `MOST_RUNS` groups are measured, however large the model is, so the time grows as that of a step does;
 - errors are squares of relative errors, because those of independent roundings add up;
 - a gradient's error is that of the parameter where it is largest. Parameters whose gradient in float32 is rounding
   noise itself are left out: it changes much if the weights move by `_UNIT`, as that of a bias before a norm does;
@@ -15,13 +17,14 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +33,7 @@ from precast.attachment.attachment import attach
 from precast.errors import PrecastWarning, TuningError
 from precast.policy.module_names import named_parameters
 from precast.policy.policy import Policy
+from precast.tuning.calls import arguments_of
 from precast.tuning.policy_text import policy_of
 from precast.tuning.sites import Argument, Program, Site
 from precast.tuning.training import (
@@ -44,8 +48,18 @@ from precast.tuning.training import (
     seed_all,
 )
 
-__all__ = ["Errors", "Meter", "Sensitivity", "SiteErrors", "measure_sensitivity"]
+__all__ = [
+    "MOST_RUNS",
+    "ErrorMeter",
+    "Errors",
+    "Meter",
+    "Sensitivity",
+    "SiteErrors",
+    "measure_sensitivity",
+]
 
+MOST_RUNS: Final = 64
+"""Groups that are measured at most. To find one site among 3,000 takes about 24."""
 _UNIT: Final = 2.0**-22
 _NOISE: Final = 1e-2
 """A gradient that changes by more than this share of itself, if weights move by `_UNIT`, is noise."""
@@ -53,6 +67,8 @@ _SILENT: Final = 0.99
 """A gradient of which more than this share becomes zero trains nothing."""
 _FIRST_SCALE: Final = 2.0**16
 _LARGEST_SCALE: Final = 2.0**24
+_MOST_EXCESS: Final = 16.0
+"""How many times its share the error of a group counts at most, when groups are compared; an overflow is infinite."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,8 @@ class SiteErrors:
     """Why it must not run in 16 bits."""
     measured: Errors | None = None
     """What was measured of it alone; None where its group was below its share."""
+    is_inference: bool = False
+    """Whether `loss` is the error of a metric, and `gradient` that of outputs."""
 
 
 @dataclass
@@ -96,13 +114,16 @@ class Sensitivity:
         together: the errors of all sites together.
         scale: the loss scale that a gradient scaler would reach; 1 for bfloat16.
         runs: how many groups were measured.
-        complete: whether there was time to halve all groups that needed it.
+        shared: how many sites have their share of the error of a group that was not halved although it is more than is
+            allowed, because the time or the runs were used up.
+        complete: whether there was time for all runs.
     """
 
     sites: dict[Site, SiteErrors] = field(default_factory=dict)
     together: Errors | None = None
     scale: float = 1.0
     runs: int = 0
+    shared: int = 0
     complete: bool = True
 
 
@@ -116,6 +137,19 @@ class _Point:
     number: int
     loss: float
     gradients: dict[str, Tensor]
+
+
+class ErrorMeter(Protocol):
+    """What measures the errors of setups against float32."""
+
+    scale: float
+    """The loss scale."""
+
+    def errors(self, setup: Setup) -> Errors:
+        """The errors under a setup; infinite where something overflows, or it cannot run."""
+
+    def find_scale(self, setup: Setup) -> None:
+        """Sets the loss scale to the largest under which no gradient overflows with this setup."""
 
 
 class Meter:
@@ -275,7 +309,7 @@ class Meter:
 
 
 def measure_sensitivity(
-    meter: Meter,
+    meter: ErrorMeter,
     program: Program,
     base: Policy,
     *,
@@ -307,42 +341,100 @@ def measure_sensitivity(
     if program.low is torch.float16:
         meter.find_scale(_setup(program, base, sites))
         found.scale = meter.scale
-    groups: deque[tuple[list[Site], Errors | None]] = deque([(sites, None)])
-    open_sites = len(sites)
-    while groups:
-        group, of_parent = groups.popleft()
-        if told is not None:
-            told(open_sites, found.runs)
-        is_late = of_parent is not None and time.monotonic() > deadline
-        errors = of_parent
-        if errors is None or not is_late:
-            errors = meter.errors(_setup(program, base, group))
-            found.runs += 1
-        found.together = found.together or errors
-        share = len(group) / len(sites)
-        if len(group) == 1 or is_late or errors.fits(loss**2 * share, gradient**2 * share):
-            found.complete &= not is_late
-            open_sites -= len(group)
-            _settle(found, group, errors, alone=len(group) == 1 and not is_late)
-        else:
-            middle = len(group) // 2
-            groups += [
-                (half, _part(errors, half, group)) for half in (group[:middle], group[middle:])
-            ]
+    _Halving(meter, program, base, found, (loss**2, gradient**2)).run(sites, deadline, told)
+    found.sites = {site: found.sites[site] for site in program.sites if site in found.sites}
     return found
 
 
-def _part(errors: Errors, part: Sequence[Site], group: Sequence[Site]) -> Errors:
-    """What is believed of a part of a group until it is measured: its share."""
-    share = len(part) / len(group)
-    return replace(errors, loss=errors.loss * share, gradient=errors.gradient * share)
+class _Halving:
+    """Measures groups of sites, and halves those whose error is more than their share, the worst first."""
+
+    def __init__(
+        self,
+        meter: ErrorMeter,
+        program: Program,
+        base: Policy,
+        found: Sensitivity,
+        allowed: tuple[float, float],
+    ) -> None:
+        self._meter = meter
+        self._program = program
+        self._base = base
+        self._found = found
+        self._allowed = allowed
+        """The errors of loss and gradients that all sites together may have."""
+        self._waiting: list[tuple[float, int, list[Site], Errors]] = []
+        self._count = itertools.count()
+
+    def run(
+        self, sites: list[Site], deadline: float, told: Callable[[int, int], None] | None
+    ) -> None:
+        """Settles what is known of each site."""
+        found, left = self._found, len(sites)
+        groups = [_by_kind(sites)]
+        while groups:
+            for group in groups:
+                if told is not None:
+                    told(left, found.runs)
+                left -= self._measure(group, len(sites))
+            if not self._waiting or found.runs + 2 > MOST_RUNS:
+                break
+            if time.monotonic() > deadline:
+                found.complete = False
+                break
+            groups = _halves(heapq.heappop(self._waiting)[2])
+        for _, _, group, errors in self._waiting:
+            found.shared += len(group)
+            _settle(found, group, errors, alone=False)
+
+    def _measure(self, group: list[Site], count: int) -> int:
+        """Measures a group; returns how many sites that settles."""
+        found = self._found
+        errors = self._meter.errors(_setup(self._program, self._base, group))
+        found.runs += 1
+        found.together = found.together or errors
+        excess = self._excess(errors, len(group) / count)
+        if len(group) > 1 and excess > 1:
+            worth = len(group) * min(excess, _MOST_EXCESS)
+            heapq.heappush(self._waiting, (-worth, next(self._count), group, errors))
+            return 0
+        _settle(found, group, errors, alone=len(group) == 1)
+        return len(group)
+
+    def _excess(self, errors: Errors, share: float) -> float:
+        """How many times its share of what is allowed the error of a group is."""
+        loss, gradient = self._allowed
+        return max(errors.loss / (loss * share), errors.gradient / (gradient * share))
+
+
+def _kind(site: Site) -> object:
+    """What sites are alike in: the operation, and the shapes of its first call."""
+    shapes = [argument.shape for call in site.calls[:1] for argument in arguments_of(call)]
+    return site.op, tuple(shapes)
+
+
+def _by_kind(sites: Sequence[Site]) -> list[Site]:
+    """The sites, those of one kind beside each other, in the order in which they first run."""
+    kinds: dict[object, list[Site]] = {}
+    for site in sites:
+        kinds.setdefault(_kind(site), []).append(site)
+    return [site for group in kinds.values() for site in group]
+
+
+def _halves(group: list[Site]) -> list[list[Site]]:
+    """Two parts that divide no kind of sites, if there are several, and are of about the same size."""
+    kinds = [_kind(site) for site in group]
+    borders = [at for at in range(1, len(group)) if kinds[at] != kinds[at - 1]]
+    middle = len(group) // 2
+    at = min(borders, key=lambda border: abs(border - middle), default=middle)
+    return [group[:at], group[at:]]
 
 
 def _settle(found: Sensitivity, group: Sequence[Site], errors: Errors, *, alone: bool) -> None:
     """Gives each site of a group its share of the errors."""
     reason = ""
     if not math.isfinite(errors.gradient):
-        unsure = "" if alone else "; there was no time to tell which of several sites it is"
+        unsure = "" if alone else f"; which of {len(group)} sites it is was not measured"
         reason = f"{errors.failure}{unsure}"
     for site in group:
         found.sites[site] = SiteErrors(

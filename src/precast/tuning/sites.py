@@ -139,7 +139,7 @@ Choice = Mapping[Site, torch.dtype]
 
 @dataclass(frozen=True)
 class Program:
-    """One step of a model: its sites in the order in which they first ran, and the edges between them.
+    """One step of a model, or one run: its sites in the order in which they first ran, and the edges between them.
 
     Attributes:
         sites: all of them.
@@ -148,6 +148,8 @@ class Program:
         device: the device type whose rows are chosen.
         modules: the names of all modules of the model, each after those that it is in.
         module_calls: how often a step calls each of them; those that are missing are not called.
+        is_inference: whether it is run without gradients, and its weights are stored in the dtypes in which they are
+            used, so that they need not be cast again.
     """
 
     sites: tuple[Site, ...]
@@ -156,6 +158,7 @@ class Program:
     device: str = "cpu"
     modules: tuple[str, ...] = ("",)
     module_calls: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    is_inference: bool = False
 
     def hooks(self, place: str | None) -> int:
         """How many calls of a step get slower by a rule for a module; none by a row of the device type.

@@ -8,7 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Hashable, Mapping
 from time import perf_counter
 from typing import Final, NamedTuple, TypeVar
@@ -18,6 +20,7 @@ __all__ = ["Figure", "in_turns"]
 _SHORTEST: Final = 200e-6
 """Seconds that a turn takes at least, about a thousand times what reading the clock takes."""
 _MOST_REPEATS: Final = 64
+_FEWEST_ROUNDS: Final = 3
 K = TypeVar("K", bound=Hashable)
 
 
@@ -41,18 +44,23 @@ class Figure(NamedTuple):
         return Figure(self.seconds + other.seconds, (self.spread**2 + other.spread**2) ** 0.5)
 
 
-def in_turns(works: Mapping[K, Callable[[], float | None]], rounds: int) -> dict[K, Figure]:
+def in_turns(
+    works: Mapping[K, Callable[[], float | None]], rounds: int, deadline: float = math.inf
+) -> dict[K, Figure]:
     """Times each work `rounds` times, in turns.
 
     Args:
         works: what is timed. A work that prepares something gives the seconds that count; one that gives None is timed
             as a whole.
         rounds: how many turns each gets.
+        deadline: on `time.monotonic`'s clock; past it, each gets no more turns than 3.
     """
     repeats = {key: _repeats(work) for key, work in works.items()}
     seconds: dict[K, list[float]] = {key: [] for key in works}
     keys = list(works)
     for turn in range(rounds):
+        if turn >= _FEWEST_ROUNDS and time.monotonic() > deadline:
+            break
         for key in keys[turn % len(keys) :] + keys[: turn % len(keys)] if keys else ():
             seconds[key].append(_timed(works[key], repeats[key]))
     return {key: _figure(of_it) for key, of_it in seconds.items()}

@@ -70,14 +70,16 @@ class Workload:
     """What is trained, and how."""
 
     model: nn.Module
-    step: Step
-    """Takes a model and a batch, and returns the loss."""
+    step: Step | None
+    """Takes a model and a batch, and returns the loss. None where the model is not trained."""
     batches: tuple[Any, ...]
     optimizer: MakeOptimizer
     device_type: str
     metric: Callable[[nn.Module, Any], Tensor | float] | None = None
-    """What is compared at the end, for each batch; smaller is better. None compares the loss."""
+    """What is compared, for each batch: at the end of a training, or of a run. None compares the loss."""
     seed: int = 0
+    prepare: Callable[[nn.Module], nn.Module] | None = None
+    """Wraps or shards each copy that is trained, as `DistributedDataParallel` and `fully_shard` do."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,11 @@ def copied(model: nn.Module) -> nn.Module:
     Raises:
         TuningError: it cannot be copied.
     """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TuningError(
+            f"the model, a {type(model).__name__}, is or has a module of TorchScript, whose copy cannot be trained "
+            "and which does not say which module runs what. Give the model as it was before torch.jit.script."
+        )
     try:
         made = copy.deepcopy(model)
     except Exception as error:
@@ -147,6 +154,7 @@ def random_states_kept() -> Iterator[None]:
     try:
         with (
             torch.random.fork_rng([*devices], device_type=device_type),
+            torch.inference_mode(False),
             torch.enable_grad(),
             disable(),
         ):
@@ -172,6 +180,7 @@ def scalar_loss(workload: Workload, model: nn.Module, batch: Any) -> Tensor:
     Raises:
         TuningError: it is no tensor of one number.
     """
+    assert workload.step is not None, "what has no step is not trained"
     loss = workload.step(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = (
@@ -203,6 +212,13 @@ class Training:
         self.model = copied(workload.model)
         if self.seed:
             move_weights(self.model, _MOVED, workload.seed, self.seed)
+        if workload.prepare is not None:
+            self.model = workload.prepare(self.model)
+            if not isinstance(self.model, nn.Module):
+                raise TuningError(
+                    f"prepare(model) returned {type(self.model).__name__}; it has to return the model that is trained, "
+                    "as DistributedDataParallel(model) and fully_shard(model) do"
+                )
         self._order = list(range(len(workload.batches)))
         random.Random(repr((workload.seed, self.seed))).shuffle(self._order)
         self.optimizer = workload.optimizer(
@@ -318,7 +334,7 @@ def run_losses(workload: Workload, setup: Setup, seed: int, steps: int) -> Train
 def kept_bytes(workload: Workload, setup: Setup) -> int:
     """The bytes that autograd keeps for backward of one step, beside the parameters themselves."""
     training = Training(workload, setup, 0)
-    own = {each.untyped_storage().data_ptr() for each in training.model.parameters()}
+    own = {_local(each).untyped_storage().data_ptr() for each in training.model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -337,6 +353,12 @@ def kept_bytes(workload: Workload, setup: Setup) -> int:
     finally:
         training.close()
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """The part of a sharded parameter that is in this process; others are whole."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
 
 
 def traced(workload: Workload, setup: Setup) -> list[Node]:

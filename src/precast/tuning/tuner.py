@@ -3,8 +3,9 @@
 1. The model's operations are recorded, and what each costs in 16 bits is measured: time, memory, and errors.
 2. Two policies are made: the base policy with those operations in float32 that lose too much, and the choice that costs
    least within the same error, by an integer program.
-3. Copies are trained for real: in float32, under the base policy, and under these two. If one trains worse, half the
-   error is allowed, and 2. begins again.
+3. Copies are trained for real: in float32, under the base policy, under these two, and under each preset that says
+   something else of the model's operations. If one of the two trains worse, half the error is allowed, and 2. begins
+   again. For inference copies are run instead, and compared by a metric.
 
 Invariants:
 - the model is never run or written: copies are;
@@ -12,60 +13,64 @@ Invariants:
   than float32 and the base policy. Where nothing is, the answer is the better of these two, and says so;
 - a policy under which the gradient of a parameter is zero, and is not in float32, is not handed out either: the other
   parameters may hide it in a short training;
-- the time of the budget is kept but for the run that is on its way when it ends, and one step that is traced;
+- the time of the budget is kept but for the run that is on its way when it ends, and one step that is traced. Errors
+  and costs have a share of it each, and a budget that no proof fits into is not spent on them;
 - Ctrl-C ends the search, and what is proven by then is the answer.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from precast._internal.version import __version__
 from precast.errors import TuningError
 from precast.policy.policy import Policy, as_policy
+from precast.tuning import asked, everywhere, studies
 from precast.tuning import evidence as files
 from precast.tuning.cheapest import cheapest
-from precast.tuning.costs import Costs, measure
-from precast.tuning.evidence import Evidence, Settings
+from precast.tuning.costs import Costs
+from precast.tuning.eight_bits import in_8_bits, named, with_products
+from precast.tuning.evidence import Evidence
 from precast.tuning.held_back import held_back, policy_holding
-from precast.tuning.proof import LOOKS, Comparison, Figures, Proof, prove
-from precast.tuning.recording import record
+from precast.tuning.inference_proof import LEAST_BATCHES
+from precast.tuning.judging import Judge
+from precast.tuning.presets import presets_beside, says_as
+from precast.tuning.proof import Figures, Proof
+from precast.tuning.ranks import are_several
 from precast.tuning.result import TuningResult
-from precast.tuning.sensitivity import Meter, Sensitivity, measure_sensitivity
+from precast.tuning.resuming import begun, checked
+from precast.tuning.sensitivity import ErrorMeter, Sensitivity, measure_sensitivity
 from precast.tuning.sites import Program
+from precast.tuning.tasks import Task, TrainingTask, task_of
 from precast.tuning.training import (
     FLOAT32,
     Setup,
     Workload,
-    kept_bytes,
     random_states_kept,
     read_batches,
-    run_losses,
-    traced,
 )
 
 __all__ = ["Progress", "tune"]
 
 Objective = Literal["time", "memory"]
 
-_GRADIENT: Final = 0.3
-"""The relative error that the gradient of a parameter may have at first. Gradients of two batches differ by more."""
-_MEASURED: Final = 0.4  # of the budget: until then groups are halved
+_ERRORS: Final = 0.3  # of the budget: until then groups are halved
+_COSTS: Final = 0.15  # of the budget, after that: until then calls are measured
+_PRODUCTS: Final = 0.1  # of the budget, for each float8 rule
+_CHOICE: Final = 0.05  # of the budget, for each choice
 _PROVEN: Final = 0.8  # of what is left: for three seeds
 _STEPS: Final = (8, 50)
 """The least and the most steps of a training."""
+_ONCE: Final = (1, 1)
 _ROUNDS: Final = 3
 
 
@@ -90,48 +95,65 @@ class Progress:
 
 def tune(
     model: nn.Module,
-    step: Callable[[nn.Module, Any], Tensor],
-    batches: Any,
+    step: Callable[[nn.Module, Any], Tensor] | None = None,
+    batches: Any = None,
     *,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
     objective: Objective = "time",
     tolerance: float = 0.01,
     budget: float = 300.0,
-    candidates: Sequence[torch.dtype] = (torch.bfloat16,),
+    candidates: Sequence[torch.dtype | str] = (torch.bfloat16,),
     base: Policy | str | os.PathLike[str] = "default",
     device_type: str | None = None,
     seed: int = 0,
     metric: Callable[[nn.Module, Any], Tensor | float] | None = None,
     resume: str | os.PathLike[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    prepare: Callable[[nn.Module], nn.Module] | None = None,
+    study: str | os.PathLike[str] | None = None,
+    worker: bool = False,
 ) -> TuningResult:
-    """Finds the best policy for training a model on this machine, and proves it by training copies of the model.
+    """Finds the best policy for a model on this machine, and proves it by training or running copies of the model.
+
+    Without a step it is the best policy for inference: copies are run without gradients, and compared by their metrics.
+    Under a policy a copy is converted, as by `precast.convert`; where it cannot be, it is attached.
 
     Args:
         model: The model, on its device. It is copied, and stays as it is; so do random states.
         step: ``step(model, batch)`` runs the model that it is given on a batch and returns the loss. It opens no region
-            and does not call backward.
+            and does not call backward. None searches for inference, and needs a metric.
         batches: A list of batches or a data loader, or a function that returns an iterator. The first 32 are used, and
             used again where a training needs more.
         optimizer: Makes an optimizer of parameters, as ``functools.partial(torch.optim.SGD, lr=0.1)``; AdamW by
             default.
-        objective: What is made small: "time" of a training step, or "memory" that autograd keeps for backward.
-        tolerance: The relative difference of the loss, after training, that does not count.
+        objective: What is made small: "time" of a training step, or "memory" that autograd keeps for backward. For
+            inference: "time" of the model's calls, or "memory" of its weights with the results of its operations.
+        tolerance: The relative difference of the loss, after training, or of the metric, that does not count.
         budget: How many seconds the search may take.
-        candidates: The 16-bit dtypes that are tried: torch.bfloat16, torch.float16.
+        candidates: The 16-bit dtypes that are tried: torch.bfloat16, torch.float16; and float8 rules, as
+            "float8_rowwise": products of a policy in the first of these dtypes are tried under them.
         base: The policy that is changed: a `Policy`, a preset's name or a file's path.
         device_type: That of the model's parameters, if None.
         seed: Of everything that is random.
         metric: ``metric(model, batch)`` is compared at the end of a training instead of the loss; smaller is better.
+            For inference it is a number that the model's results for a batch are worth.
         resume: The evidence of an earlier search for the same model, a JSON file, to go on with.
         progress: Called with a `Progress` before each part of the search.
+        prepare: ``prepare(model)`` wraps or shards each copy that is trained and returns what step is given, as
+            `DistributedDataParallel` and `fully_shard` do. In a distributed program every process calls `tune`, with a
+            model that is neither wrapped nor sharded.
+        study: A journal file of Optuna on a disk that other machines of the same kind share. They train some of the
+            seeds of a proof, if they call `tune` with the same arguments and ``worker=True``.
+        worker: Whether this process only trains seeds for the search in `study`, as long as that lasts. It waits for
+            `budget` seconds for something to do, and returns what the search has found.
 
     Returns:
-        The policy with its evidence. It is the one of float32 or `base` where no better one is proven.
+        The policy with its evidence. It is the one of float32 or `base` where no better one is proven. In a distributed
+        program all processes get the same one, and the first one saves it.
 
     Raises:
         TuningError: The model cannot be copied, the step returns no scalar loss, there are no batches, the loss reaches
-            no parameter, the training in float32 is not finite, or a setting is impossible.
+            no parameter, the training or the metric in float32 is not finite, or a setting is impossible.
         PolicyError: `base` cannot be read.
 
     Examples:
@@ -142,112 +164,81 @@ def tune(
         >>> result.name in ("float32", "default", "tuned")
         True
     """
-    policy = as_policy(base)
-    _check(model, step, objective, tolerance, budget, candidates)
-    with random_states_kept():
-        search = _Search(
-            Workload(
-                model,
-                step,
-                read_batches(batches),
-                optimizer or torch.optim.AdamW,
-                _device_type(model, device_type),
-                metric,
-                seed,
-            ),
-            policy,
-            objective,
-            tolerance,
-            budget,
-            progress,
+
+    def make() -> Task:
+        """What is trained or run; in each process of a distributed program."""
+        asked.check(model, step, objective, tolerance, budget, candidates, metric)
+        asked.check_task(step, optimizer, prepare)
+        workload = Workload(
+            model,
+            step,
+            read_batches(batches),
+            optimizer or torch.optim.AdamW,
+            asked.device_type_of(model, device_type),
+            metric,
+            seed,
+            prepare,
         )
-        search.evidence = _evidence(search, list(candidates))
+        if step is None and len(workload.batches) < LEAST_BATCHES:
+            raise TuningError(
+                f"batches has {len(workload.batches)}: without training, metrics of at least {LEAST_BATCHES} batches "
+                "are compared. Divide them into more"
+            )
+        return task_of(workload)
+
+    def search(task: Task) -> TuningResult:
+        search = _Search(task, as_policy(base), objective, tolerance, budget, progress)
+        search.evidence = begun(
+            task.workload, objective, tolerance, budget, [*map(_name, candidates)], search.base.name
+        )
         if resume is not None:
-            search.earlier = _checked(files.read(resume), search.evidence, resume)
+            search.earlier = checked(files.read(resume), search.evidence, resume)
+        if study is None:
+            return search.run(candidates)
+        journal = studies.Journal(os.fspath(study))
+        if worker:
+            return _worked(journal, task.workload, search)
+        return _studied(journal, task, search, candidates)
+
+    asked.check_study(study, step, worker=worker)
+    with random_states_kept():
+        return everywhere.together(make, search) if are_several() else search(make())
+
+
+def _studied(
+    journal: studies.Journal, task: Task, search: _Search, candidates: Sequence[torch.dtype | str]
+) -> TuningResult:
+    """Searches, while other machines train some of the seeds."""
+    assert isinstance(task, TrainingTask), "only trainings are spread"
+    task.study = studies.Study(journal, search.evidence, task.workload)
+    task.study.begin()
+    try:
         return search.run(candidates)
+    finally:
+        task.study.end()
 
 
-def _check(  # noqa: PLR0917 -- in the order of `tune`
-    model: object,
-    step: object,
-    objective: object,
-    tolerance: object,
-    budget: object,
-    candidates: Sequence[torch.dtype],
-) -> None:
-    """Checks what can be checked before anything runs."""
-    if not isinstance(model, nn.Module):
-        raise TuningError(f"model is {type(model).__name__}; it has to be a torch.nn.Module")
-    if not callable(step):
-        raise TuningError(
-            f"step is {type(step).__name__}; it has to be a function of a model and a batch"
-        )
-    if objective not in ("time", "memory"):
-        raise TuningError(f'objective is {objective!r}. Allowed: "time", "memory"')
-    if not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
-        raise TuningError(
-            f"tolerance is {tolerance!r}; it has to be a number between 0 and 1, such as 0.01"
-        )
-    if not isinstance(budget, int | float) or not 0 < budget < math.inf:
-        raise TuningError(f"budget is {budget!r}; it has to be a number of seconds above 0")
-    known = torch.bfloat16, torch.float16
-    if not candidates or any(dtype not in known for dtype in candidates):
-        raise TuningError(
-            f"candidates is {candidates!r}; it has to be a sequence of torch.bfloat16 and torch.float16"
-        )
-
-
-def _device_type(model: nn.Module, given: str | None) -> str:
-    if given is not None:
-        return given
-    return next((parameter.device.type for parameter in model.parameters()), "cpu")
-
-
-def _evidence(search: _Search, candidates: list[torch.dtype]) -> Evidence:
-    model, workload = search.workload.model, search.workload
-    settings = Settings(
-        search.objective,
-        search.tolerance,
-        search.budget,
-        [_name(dtype) for dtype in candidates],
-        search.base.name,
-        workload.device_type,
-        workload.seed,
+def _worked(journal: studies.Journal, workload: Workload, search: _Search) -> TuningResult:
+    """What a search has found that runs elsewhere, and for which this process has trained seeds."""
+    found = studies.work(
+        journal,
+        workload,
+        search.evidence,
+        budget=search.budget,
+        told=lambda said: search._tell("prove", said),
     )
-    return Evidence(
-        files.SCHEMA,
-        __version__,
-        torch.__version__,
-        f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
-        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        type(model).__name__,
-        sum(parameter.numel() for parameter in model.parameters()),
-        settings,
-    )
-
-
-def _checked(earlier: Evidence, now: Evidence, path: str | os.PathLike[str]) -> Evidence:
-    """The evidence of an earlier search, if it is of this model, machine and question."""
-    for what in ("model", "parameters", "torch", "machine"):
-        was, is_now = getattr(earlier, what), getattr(now, what)
-        if was != is_now:
-            raise TuningError(
-                f"{os.fspath(path)} cannot be gone on with: its {what} is {was!r}, and here it is {is_now!r}"
-            )
-    for what in ("objective", "tolerance", "base", "device_type", "seed"):
-        was, is_now = getattr(earlier.settings, what), getattr(now.settings, what)
-        if was != is_now:
-            raise TuningError(
-                f"{os.fspath(path)} cannot be gone on with: it was made with {what}={was!r}, and here it is {is_now!r}"
-            )
-    return earlier
+    if found is None:
+        raise TuningError(
+            f"no search with this model and these settings has come to the study within {search.budget:g} s"
+        )
+    return found
 
 
 @dataclass
 class _Search:
     """One search, while it runs."""
 
-    workload: Workload
+    task: Task
     base: Policy
     objective: Objective
     tolerance: float
@@ -258,7 +249,11 @@ class _Search:
     setups: dict[str, Setup] = field(default_factory=dict)
     """All that were tried, by their names."""
     kept: dict[str, int] = field(default_factory=dict)
-    """The bytes that autograd keeps under each."""
+    """The memory that each needs, in bytes."""
+    rules: dict[str, float] = field(default_factory=dict)
+    """The float8 rules that are tried, and which share of the allowed error each has."""
+    declined: dict[str, str] = field(default_factory=dict)
+    """Why a float8 rule is not tried in a training."""
     silent: dict[str, str] = field(default_factory=dict)
     """Under each, a parameter whose gradient is zero, or nothing."""
     best: Setup = FLOAT32
@@ -271,10 +266,12 @@ class _Search:
         """When the budget ends, on `time.monotonic`'s clock."""
         return self.begun + self.budget
 
-    def run(self, candidates: Sequence[torch.dtype]) -> TuningResult:
+    def run(self, candidates: Sequence[torch.dtype | str]) -> TuningResult:
         """The whole search."""
         try:
-            self._run(candidates)
+            dtypes = [each for each in candidates if isinstance(each, torch.dtype)]
+            self.rules = {str(rule): 1.0 for rule in candidates if isinstance(rule, str)}
+            self._run(dtypes or [torch.bfloat16])
         except KeyboardInterrupt:
             self.because = self.because or "the search was interrupted before anything was proven"
             self.evidence.interrupted = True
@@ -283,7 +280,7 @@ class _Search:
         self.evidence.because = self.because
         self.evidence.seconds = time.monotonic() - self.begun
         if not self.evidence.interrupted:
-            self.evidence.traced = traced(self.workload, self.best)
+            self.evidence.traced = self.task.traced(self.best)
         self._tell("done", self.because)
         policy = self.best.policy
         if policy is None:
@@ -292,46 +289,58 @@ class _Search:
         return TuningResult(policy, self.best.dtype, self.because, self.evidence)
 
     def _run(self, candidates: Sequence[torch.dtype]) -> None:
-        self._tell("record", "a step in float32")
-        meter = Meter(self.workload)
-        seconds = self._seconds_of_a_step()
-        found = [self._measured(meter, dtype) for dtype in candidates]
-        costs = [self._costs(program) for program, _ in found]
+        self._tell("record", f"a {self.task.words.run} in float32")
+        seconds = self.task.seconds()
+        if not self._has_time(seconds, 2):
+            self._too_small(seconds)
+            return
+        meter = self.task.meter()
+        count = len(candidates)
+        found = [
+            self._measured(meter, dtype, _ERRORS * place / count)
+            for place, dtype in enumerate(candidates, 1)
+        ]
+        costs = [
+            self._costs(program, _ERRORS + _COSTS * place / count)
+            for place, (program, _) in enumerate(found, 1)
+        ]
         allowed = [1.0] * len(found)
         for _ in range(_ROUNDS):
             setups = self._chosen(meter, found, costs, allowed, several=len(candidates) > 1)
-            if not self._has_time(seconds, len(setups) + 1):
+            setups = self._affordable(seconds, setups)
+            if not setups:
                 break
             proof = self._proven(setups)
             self._judge(proof, setups)
+            by_name = {named(rule): rule for rule in self.rules}
+            too_much = {
+                by_name[c.name]
+                for c in proof.comparisons
+                if c.loss == "worse" and c.name in by_name
+            }
             worse = [
                 place
                 for place, (program, _) in enumerate(found)
                 if any(
                     c.loss == "worse"
                     and c.name.startswith("tuned")
+                    and c.name not in by_name
                     and self.setups[c.name].dtype is program.low
                     for c in proof.comparisons
                 )
             ]
-            if not worse or proof.ended != "proven":
+            if not (worse or too_much) or proof.ended != "proven":
                 break
+            self.rules |= {rule: self.rules[rule] / 2 for rule in too_much}
             for place in worse:
                 allowed[place] /= 2
 
-    def _seconds_of_a_step(self) -> float:
-        training = run_losses(self.workload, FLOAT32, 0, 4)
-        return min(training.seconds)
-
-    def _measured(self, meter: Meter, dtype: torch.dtype) -> tuple[Program, Sensitivity]:
-        """The program in one dtype, and the errors of its sites."""
-        self._tell("record", f"the operations of a step, in {_name(dtype)}")
-        workload = self.workload
-
-        def step(model: nn.Module) -> Tensor:
-            return workload.step(model, workload.batches[0])
-
-        program = record(workload.model, step, self.base, low=dtype, device=workload.device_type)
+    def _measured(
+        self, meter: ErrorMeter, dtype: torch.dtype, until: float
+    ) -> tuple[Program, Sensitivity]:
+        """The program in one dtype, and the errors of its sites; by when, as a share of the budget."""
+        self._tell("record", f"the operations of a {self.task.words.run}, in {_name(dtype)}")
+        program = self.task.record(self.base, dtype)
         earlier = self.earlier.searches if self.earlier else []
         saved = next((search for search in earlier if search.dtype == _name(dtype)), None)
         found = files.sensitivity_of(saved, program) if saved is not None else None
@@ -341,38 +350,46 @@ class _Search:
                 program,
                 self.base,
                 loss=self.tolerance,
-                gradient=_GRADIENT,
-                deadline=self.begun + _MEASURED * self.budget,
+                gradient=self.task.changed,
+                deadline=self.begun + until * self.budget,
                 told=lambda left, runs: self._tell(
                     "errors",
                     f"{_name(dtype)}: {left} of {len(program.sites)} operations left, {runs} runs",
                 ),
             )
+        if program.is_inference:
+            found.sites = {s: replace(e, is_inference=True) for s, e in found.sites.items()}
         self.evidence.searches.append(files.search_of(program, found))
         return program, found
 
-    def _costs(self, program: Program) -> Costs:
-        """The time and memory that each site takes."""
+    def _costs(self, program: Program, until: float) -> Costs:
+        """The time and memory that each site takes; by when, as a share of the budget."""
         name = _name(program.low)
-        return measure(
+        costs = self.task.measure(
             program,
-            seed=self.workload.seed,
+            seed=self.task.workload.seed,
+            deadline=self.begun + until * self.budget,
             progress=lambda done, all_, what: self._tell(
                 "costs", f"{name}: {done} of {all_}, {what}"
             ),
         )
+        for search in self.evidence.searches:
+            if search.dtype == name:
+                files.add_costs(search, costs)
+        return costs
 
     def _chosen(
         self,
-        meter: Meter,
+        meter: ErrorMeter,
         found: Sequence[tuple[Program, Sensitivity]],
         costs: Sequence[Costs],
         allowed: list[float],
         *,
         several: bool,
     ) -> list[Setup]:
-        """The base policy, the one that holds operations back, and the one that costs least, for each dtype."""
-        setups = []
+        """The base policy, the one that holds operations back, and the one that costs least; and at the end presets."""
+        setups: list[Setup] = []
+        presets: list[Setup] = []
         for place, (program, errors) in enumerate(found):
             meter.scale = errors.scale
             ending = f" in {_name(program.low)}" if several else ""
@@ -389,17 +406,49 @@ class _Search:
             policies = [self.base]
             for name, make in makers:
                 setup = self._within(meter, f"{name}{ending}", make, program.low, allowed[place])
-                if setup.policy is not None and not any(
-                    _says_as(setup.policy, p) for p in policies
-                ):
+                if setup.policy is not None and not any(says_as(setup.policy, p) for p in policies):
                     policies.append(setup.policy)
                     setups.append(setup)
+            if place == 0 and self.rules:
+                setups += self._in_8_bits(meter, program, with_products(program, setups))
+            for preset in presets_beside(self.base, program):
+                setup = Setup(f"{preset.name}{ending}", preset, program.low)
+                self.silent[setup.name] = meter.errors(setup).silent
+                presets.append(setup)
+        setups += presets
         self.setups |= {setup.name: setup for setup in (FLOAT32, *setups)}
+        return setups
+
+    def _in_8_bits(self, meter: ErrorMeter, program: Program, around: Setup) -> list[Setup]:
+        """The policy that was found in 16 bits with some of its products under each float8 rule."""
+        setups = []
+        self.evidence.eight_bits = []
+        for rule, share in self.rules.items():
+            self._tell("costs", f"products in {rule}")
+            found = in_8_bits(
+                meter,
+                program,
+                around,
+                rule,
+                objective=self.objective,
+                loss=self.tolerance * share,
+                gradient=self.task.changed * share,
+                seed=self.task.workload.seed,
+                deadline=time.monotonic() + _PRODUCTS * self.budget,
+            )
+            self.evidence.eight_bits.append(files.eight_bits_of(found))
+            if found.policy is None:
+                self.declined[rule] = found.because
+                continue
+            self.declined.pop(rule, None)
+            setup = Setup(named(rule), found.policy, program.low)
+            self.silent[setup.name] = found.silent
+            setups.append(setup)
         return setups
 
     def _within(
         self,
-        meter: Meter,
+        meter: ErrorMeter,
         name: str,
         make: Callable[[float], Policy],
         low: torch.dtype,
@@ -409,7 +458,7 @@ class _Search:
         for _ in range(_ROUNDS):
             setup = Setup(name, make(share), low)
             joint = meter.errors(setup)
-            if joint.fits(self.tolerance**2, _GRADIENT**2):
+            if joint.fits(self.tolerance**2, self.task.changed**2):
                 break
             share /= 2
         self.silent[name] = joint.silent
@@ -417,7 +466,7 @@ class _Search:
 
     def _holding(self, program: Program, errors: Sensitivity, share: float) -> Policy:
         """The base policy with what has to be held back for a share of the allowed error."""
-        held = held_back(errors, loss=self.tolerance * share, gradient=_GRADIENT * share)
+        held = held_back(errors, loss=self.tolerance * share, gradient=self.task.changed * share)
         return policy_holding(held, errors, program, self.base, "tuned")
 
     def _cheapest(
@@ -431,40 +480,59 @@ class _Search:
             self.base,
             objective=self.objective,
             loss=self.tolerance * share,
-            gradient=_GRADIENT * share,
-            seconds=max(1.0, 0.1 * self.budget),
+            gradient=self.task.changed * share,
+            seconds=max(1.0, _CHOICE * self.budget),
         )
 
     def _has_time(self, seconds: float, setups: int) -> bool:
         """Chooses how many steps a training takes; returns whether there is time for the least number of seeds."""
-        left = self.deadline - time.monotonic()
-        step = (
-            2 * seconds * setups * LOOKS[0]
-        )  # twice, as rules for modules and 16 bits may take longer
-        steps = int(_PROVEN * left / step)
-        self.steps = max(_STEPS[0], min(steps, _STEPS[1]))
-        if steps >= _STEPS[0]:
-            return True
-        if not self.because:
-            self.because = (
-                f"the budget of {self.budget:g} s is too small to prove anything: the shortest proof takes about "
-                f"{_STEPS[0] * step / _PROVEN + self.budget - left:.0f} s. So it stays float32"
-            )
-        return False
+        left, (least, most) = self.deadline - time.monotonic(), self._limits
+        steps = int(_PROVEN * left / self._seconds(seconds, setups))
+        self.steps = max(least, min(steps, most))
+        return steps >= least
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        """The least and the most steps of a training; a batch is run once."""
+        return _ONCE if self.task.workload.step is None else _STEPS
+
+    def _seconds(self, step: float, setups: int) -> float:
+        """What one step of the fewest pairs takes; twice, as rules for modules and 16 bits may take longer."""
+        return 2 * step * setups * self.task.pairs
+
+    def _affordable(self, seconds: float, setups: list[Setup]) -> list[Setup]:
+        """The setups that there is time for: presets are left out first, then policies that were found; maybe none."""
+        for count in range(len(setups), 0, -1):
+            if self._has_time(seconds, count + 1):
+                self.evidence.untried = [setup.name for setup in setups[count:]]
+                return setups[:count]
+        self._too_small(seconds)
+        return []
+
+    def _too_small(self, seconds: float) -> None:
+        """Says that nothing can be proven, and what the least budget is."""
+        proof = self._limits[0] * self._seconds(seconds, 2) / _PROVEN
+        elapsed = time.monotonic() - self.begun
+        least = max(proof / (1 - _ERRORS - _COSTS), proof + elapsed)
+        self.because = self.because or (
+            f"the budget of {self.budget:g} s is too small to prove anything: this model takes at least about "
+            f"{math.ceil(least)} s. So it stays float32"
+        )
 
     def _proven(self, setups: Sequence[Setup]) -> Proof:
         for setup in (FLOAT32, *setups):
             self.kept[setup.name] = self._kept(setup)
         known = self._known(setups)
-        proof = prove(
-            self.workload,
+        proof = self.task.prove(
             setups,
             steps=self.steps,
             tolerance=self.tolerance,
             deadline=self.deadline,
             timed=self.objective == "time",
             known=known,
-            told=lambda names, seed: self._tell("prove", f"seed {seed + 1}: {names}"),
+            told=lambda names, number: self._tell(
+                "prove", f"{self.task.round_} {number + 1}: {names}"
+            ),
         )
         everything = (FLOAT32, *setups)
         self.evidence.proofs.append(files.proof_of(proof, everything, self.kept))
@@ -472,7 +540,7 @@ class _Search:
 
     def _kept(self, setup: Setup) -> int:
         try:
-            return kept_bytes(self.workload, setup)
+            return self.task.needed_bytes(setup)
         except TuningError:
             raise
         except Exception:  # it cannot run, which its training will say
@@ -491,26 +559,13 @@ class _Search:
 
     def _judge(self, proof: Proof, setups: Sequence[Setup]) -> None:
         """Sets the best setup, and why it is."""
-        before, self.best = (self.best, self.because), FLOAT32
-        reasons = []
-        for setup in setups:
-            against = proof.comparison(setup.name, self.best.name)
-            quality = proof.comparison(setup.name, FLOAT32.name)
-            if not quality.is_as_good:
-                reasons.append(_not_as_good(quality, proof))
-                continue
-            if silent := self.silent.get(setup.name):
-                reasons.append(
-                    f"under {setup.name} the gradient of {silent} is zero, so it is not trained"
-                )
-                continue
-            if self.best is not FLOAT32 and not against.is_as_good:
-                reasons.append(_not_as_good(against, proof))
-                continue
-            gain, is_better = self._gain(against, setup)
-            if is_better:
-                self.best = setup
-            reasons.append(f"{setup.name} {gain} {against.against}")
+        before = self.best, self.because
+        bases = {setup.name for setup in setups if setup.policy is self.base}
+        judge = Judge(self.objective, self.kept, self.silent, bases, self.task.words)
+        self.best, said = judge.best(proof, setups)
+        reasons = [*[said] * bool(said), *self.declined.values()]
+        if self.evidence.untried:
+            reasons.append(f"there was no time to try {', '.join(self.evidence.untried)}")
         if proof.ended == "interrupted":
             self.evidence.interrupted = True
             reasons.append("the search was interrupted")
@@ -522,20 +577,6 @@ class _Search:
                 before if before[0] is not FLOAT32 else (FLOAT32, self.because)
             )
 
-    def _gain(self, against: Comparison, setup: Setup) -> tuple[str, bool]:
-        """How a setup compares at the objective, in words; and whether it is better for certain."""
-        if self.objective == "memory":
-            mine, theirs = self.kept[setup.name], self.kept[against.against]
-            return f"keeps {mine / max(theirs, 1):.2f} of the memory of", mine < theirs
-        ratio = against.ratio
-        if not math.isfinite(ratio.high):
-            return "was timed too seldom to compare it with", False
-        figures = f"{ratio.middle:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) of the time of"
-        if ratio.high < 1:
-            return f"takes {figures}", True
-        said = "is slower: it takes" if ratio.low > 1 else "is not faster for certain: it takes"
-        return f"{said} {figures}", False
-
     def _tell(
         self, stage: Literal["record", "errors", "costs", "prove", "done"], said: str
     ) -> None:
@@ -544,31 +585,5 @@ class _Search:
             self.told(Progress(stage, said, elapsed, self.budget, self.best.name))
 
 
-def _not_as_good(compared: Comparison, proof: Proof) -> str:
-    """Why a setup is not handed out."""
-    if compared.because:
-        return f"{compared.name} fails ({compared.because})"
-    difference = compared.difference
-    if not math.isfinite(difference.high):
-        return f"of {compared.name} nothing is proven"
-    figures = f"by {difference.low:+.2%} to {difference.high:+.2%}"
-    if compared.loss == "worse":
-        return f"the loss of {compared.name} is worse than that of {compared.against} {figures}"
-    return (
-        f"the loss of {compared.name} cannot be told from that of {compared.against} within {proof.tolerance:.2%}: it "
-        f"differs {figures}"
-    )
-
-
-def _says_as(policy: Policy | None, other: Policy) -> bool:
-    """Whether two policies have the same rules; reasons may differ."""
-    return (
-        policy is not None
-        and policy.fingerprint == other.fingerprint
-        and policy.modules.keys() == other.modules.keys()
-        and all(rule.says_as(other.modules[name]) for name, rule in policy.modules.items())
-    )
-
-
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")

@@ -17,8 +17,8 @@ from torch import nn
 
 from precast import _torch
 from precast.diagnostics.tracing.call_sites import frame_above
-from precast.diagnostics.tracing.operators import Cast, kind_of
 from precast.engine.operation import Operation
+from precast.engine.operator_kinds import Cast, kind_of
 from precast.policy.module_names import modules_by_name, name_of_each
 from precast.policy.module_plan import is_called, outwards
 from precast.policy.rows import short, split

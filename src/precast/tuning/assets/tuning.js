@@ -16,6 +16,10 @@ function percent(part) {
   return part < 1e-4 ? "under 0.01%" : `${(100 * part).toPrecision(2)}%`;
 }
 
+function capital(word) {
+  return word[0].toUpperCase() + word.slice(1);
+}
+
 function section(id, filled) {
   for (const child of find(`#${id}`).children) {
     if (child.matches(".empty")) child.hidden = Boolean(filled);
@@ -58,8 +62,8 @@ function drawTried(host) {
   ];
   draw(host, traces, {
     height: 380, margin: { l: 60, r: 15, t: 25, b: 50 }, showlegend: true, legend: LEGEND,
-    xaxis: axis({ title: { text: isMemory ? "kept for backward (MiB)" : "time of a step (ms)" }, rangemode: "tozero" }),
-    yaxis: axis({ title: { text: "loss against float32" }, ticksuffix: "%" }),
+    xaxis: axis({ title: { text: isMemory ? `${data.words.memory} (MiB)` : `time of a ${data.words.run} (ms)` }, rangemode: "tozero" }),
+    yaxis: axis({ title: { text: `${data.words.value} against float32` }, ticksuffix: "%" }),
     shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: 100 * data.tolerance, y1: 100 * data.tolerance,
       line: { color: css("bad"), width: 1, dash: "dash" } }],
     annotations: [{ xref: "paper", x: 0, xanchor: "left", y: 100 * data.tolerance, yanchor: "bottom", showarrow: false, text: "tolerance",
@@ -70,27 +74,28 @@ function drawTried(host) {
 function drawLosses(host) {
   section("losses", data.curves.length);
   if (!data.curves.length) return;
+  const place = data.words.value === "loss" ? "step" : "batch";
   const line = (curve, key, width, more) => ({ type: "scatter", mode: "lines", x: curve[key].map((_, step) => step + 1), y: curve[key],
     line: { color: paint(curve.name), width }, ...more });
   draw(host, data.curves.flatMap((curve) => [
     line(curve, "low", 0.6, { hoverinfo: "skip", showlegend: false }),
     line(curve, "high", 0.6, { hoverinfo: "skip", showlegend: false, fill: "tonexty", fillcolor: `${paint(curve.name)}18` }),
-    line(curve, "mean", 2, { name: plain(curve.name), hovertemplate: `step %{x}: %{y:.4g}<extra>${plain(curve.name)}</extra>` }),
-  ]), { height: 360, showlegend: true, legend: LEGEND, xaxis: axis({ title: { text: "step" } }),
-    yaxis: axis({ title: { text: "loss" } }) });
+    line(curve, "mean", 2, { name: plain(curve.name), hovertemplate: `${place} %{x}: %{y:.4g}<extra>${plain(curve.name)}</extra>` }),
+  ]), { height: 360, showlegend: true, legend: LEGEND, xaxis: axis({ title: { text: place } }),
+    yaxis: axis({ title: { text: data.words.value } }) });
 }
 
 function errors() {
   const shown = (row, key) => (row.barred && row[key] === null ? "overflows" : percent(row[key] === null ? null : Math.sqrt(row[key])));
   const column = (name, key) => ({ title: name, number: true, value: (row) => row[key] ?? Infinity, show: (row) => shown(row, key) });
   new Table(find("[data-table=sites]"), {
-    caption: "What 16 bits do to the loss and to gradients, each operation of each module; where a group was measured, its share",
+    caption: `What 16 bits do to the ${data.words.value} and to ${data.words.changed}, each operation of each module; where a group was measured, its share`,
     rows: data.sites, sort: 3, empty: "Nothing was measured.",
     columns: [
       { title: "Module", name: true, value: (row) => row.module ?? "", show: (row) => row.module || (row.module === null ? "-" : "the model") },
       { title: "Operation", value: (row) => row.op, show: (row) => row.op },
       { title: "Dtype", wide: true, value: (row) => row.dtype, show: (row) => chip(row.dtype) },
-      column("Gradients", "gradient"), column("Loss", "loss"),
+      column(capital(data.words.changed), "gradient"), column(capital(data.words.value), "loss"),
       { title: "Barred", wide: true, value: (row) => row.barred, show: (row) => row.barred || "-" },
     ],
     search: (row) => [row.module ?? "", row.op, row.barred, row.dtype],

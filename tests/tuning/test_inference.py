@@ -1,0 +1,374 @@
+"""A policy for inference: copies are run and not trained, compared by a metric, and their weights count as memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import precast
+from precast.errors import TuningError
+from precast.policy.policy import Policy
+from precast.tuning import evidence as files
+from precast.tuning import inference_proof
+from precast.tuning.checking import Question, check
+from precast.tuning.inference_errors import InferenceMeter
+from precast.tuning.inference_proof import prove_runs
+from precast.tuning.serving import Serving, needed_bytes
+from precast.tuning.training import FLOAT32, Setup, Workload
+from precast.tuning.tuner import Progress
+from tools import tuning_cases as planted
+
+DEFAULT = Policy.load("default")
+LOW = Setup("default", DEFAULT, torch.bfloat16)
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(8, width)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(torch.tanh(self.body(x))))
+
+
+def batches(count: int = 6, width: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(32, width, generator=generator) for _ in range(count)]
+    return [(x, x[:, :4].argmax(1)) for x in inputs]
+
+
+def metric(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    return F.cross_entropy(model(batch[0]).float(), batch[1]).item()
+
+
+def tune(model: nn.Module | None = None, metric=metric, batches=batches, **options):
+    given = {"objective": "memory", "tolerance": 0.05, "budget": 60.0}
+    return precast.tune(
+        model or Wide().eval(), metric=metric, batches=batches, **{**given, **options}
+    )
+
+
+def workload(model: nn.Module | None = None, metric=metric, count: int = 4) -> Workload:
+    model = model or Wide().eval()
+    return Workload(model, None, tuple(batches(count)), torch.optim.SGD, "cpu", metric)
+
+
+def in_16_bits() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+# --- answers ---
+
+
+def test_what_overflows_in_float16_is_held_back() -> None:
+    case = planted.CASES["overflow"]
+    given = planted.workload(case, 1)
+    found = tune(
+        given.model.eval(), batches=lambda: iter(given.batches), candidates=[torch.float16]
+    )
+    assert found.name.startswith("tuned")
+    assert found.dtype is torch.float16
+    assert set(found.policy.modules) == {planted.PLANTED}
+    assert "default fails (the metric of batch 1 is nan)" in found.because
+    compared = {(c.name, c.against): c for c in found.evidence.proofs[-1].comparisons}
+    assert compared[found.name, "float32"].loss == "equal"
+    assert compared["default", "float32"].loss == "worse"
+
+
+def test_a_reduction_that_loses_in_bfloat16_is_held_back() -> None:
+    case = planted.CASES["reduction"]
+    given = planted.workload(case, 1)
+    everything_low = DEFAULT.replace(
+        name="low", ops={"cpu": dict.fromkeys(("mean", "add", "sub"), "lower")}
+    )
+    found = tune(
+        given.model.eval(),
+        batches=lambda: iter(given.batches),
+        base=everything_low,
+        tolerance=0.02,
+    )
+    (search,) = found.evidence.searches
+    worst = max((s for s in search.sites if not s.barred), key=lambda s: s.gradient)
+    assert (worst.module, worst.op in case.needed) == (planted.PLANTED, True)
+    assert found.name.startswith("tuned")
+    held = found.policy.modules[planted.PLANTED].ops
+    assert {
+        op.removeprefix("aten::") for op, row in held.items() if row.rule == "fp32"
+    } & case.needed
+
+
+def test_memory_is_that_of_weights_and_results() -> None:
+    found = tune()
+    trials = {trial.name: trial for trial in found.evidence.proofs[-1].trials}
+    weights = sum(p.nbytes for p in Wide().parameters())
+    assert trials["float32"].kept_bytes > weights
+    assert trials["default"].kept_bytes < 0.7 * trials["float32"].kept_bytes
+    assert found.name != "float32"
+    assert "default needs 0." in found.because
+    assert found.evidence.settings.task == "inference"
+    assert found.policy.measured["task"] == "inference"
+
+
+def test_a_weight_that_only_a_follower_uses_is_stored_in_16_bits_where_that_pays() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5000, 16)
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(x).mean(1))
+
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        (torch.randint(5000, (8, 5), generator=generator), torch.zeros(8, dtype=torch.long))
+        for _ in range(4)
+    ]
+    found = tune(Words().eval(), batches=given)
+    assert found.name == "tuned for memory"
+    trials = {trial.name: trial for trial in found.evidence.proofs[-1].trials}
+    assert trials[found.name].kept_bytes < 0.6 * trials["default"].kept_bytes
+    assert "embedding" in found.text
+
+
+@pytest.mark.parametrize(("is_slow_in_16_bits", "answers"), [(True, "float32"), (False, "default")])
+def test_the_time_of_calls_of_the_model_counts(is_slow_in_16_bits: bool, answers: str) -> None:
+    class Slow(Wide):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.004 if in_16_bits() is is_slow_in_16_bits else 0)
+            return super().forward(x)
+
+    def with_pause(model: nn.Module, batch) -> float:
+        time.sleep(0.01)  # of which no dtype is slower
+        return metric(model, batch)
+
+    found = tune(Slow().eval(), with_pause, objective="time", tolerance=0.1)
+    assert (found.name == "float32") is (answers == "float32")
+    (proof,) = found.evidence.proofs
+    assert proof.seeds == 6
+
+
+def test_a_worse_metric_is_not_handed_out() -> None:
+    class Spoilt(Wide):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1.2 if in_16_bits() else 1.0)
+
+    found = tune(Spoilt().eval(), lambda m, batch: m(batch[0]).float().square().mean())
+    assert found.name == "float32"
+    assert "the metric of default is worse than that of float32 by +4" in found.because
+    assert "run without a region" in found.text
+
+
+def test_a_model_stays_in_its_mode_and_as_it_is() -> None:
+    model = Wide().eval()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state, modes = torch.get_rng_state(), set()
+
+    def looks(model: nn.Module, batch) -> float:
+        modes.add((model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return metric(model, batch)
+
+    with torch.no_grad():
+        tune(model, looks)
+    with torch.inference_mode():
+        tune(model, looks)
+    assert modes == {(False, False, False)}
+    assert not model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_numbers_drawn_at_random_are_the_same_in_each_setup() -> None:
+    found = tune(Wide())  # in training mode, with dropout, which cannot be converted
+    compared = {(c.name, c.against): c for c in found.evidence.proofs[-1].comparisons}
+    assert abs(compared["default", "float32"].difference.middle) < 0.02
+
+
+# --- runs ---
+
+
+def test_a_copy_is_converted_or_else_attached() -> None:
+    serving = Serving(workload(), LOW)
+    assert serving.served == "converted"
+    assert {p.dtype for p in serving.model.parameters()} == {torch.bfloat16}
+    serving.close()
+
+    def around(model: nn.Module, batch) -> float:
+        return F.cross_entropy(model.head(torch.tanh(model.body(batch[0]))), batch[1]).item()
+
+    serving = Serving(workload(metric=around), LOW)
+    assert serving.served == "attached"
+    alone = serving.weight_bytes()
+    assert math.isfinite(serving.run(0))
+    assert serving.weight_bytes() > alone  # the held copies count
+    assert not serving.failure
+    serving.close()
+
+
+def test_results_count_as_long_as_they_live() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(5):
+                x = x * self.weight  # one is made while the one before lives
+            return x
+
+    given = (torch.ones(1000), None)
+    chain = Workload(
+        Chain(), None, (given,) * 3, torch.optim.SGD, "cpu", lambda m, b: float(m(b[0])[0])
+    )
+    assert needed_bytes(chain, FLOAT32) == 4 + 2 * 4000
+
+
+def test_outputs_that_are_not_finite_are_an_error_although_the_metric_is() -> None:
+    class Loud(Wide):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 1e6
+
+    def accuracy(model: nn.Module, batch) -> float:
+        return 1 - (model(batch[0]).argmax(1) == batch[1]).float().mean().item() + 0.5
+
+    meter = InferenceMeter(workload(Loud().eval(), accuracy))
+    low = Setup("low", DEFAULT.replace(ops={"cpu": {"mul": "lower"}}), torch.float16)
+    errors = meter.errors(low)
+    assert math.isinf(errors.gradient)
+    assert errors.failure == "an output overflows"
+    assert meter.errors(FLOAT32) == type(errors)(0.0, 0.0)
+
+
+def test_a_metric_that_is_0_for_most_batches_is_compared_with_its_mean() -> None:
+    def wrong(model: nn.Module, batch) -> float:
+        rounded = model(batch[0]).dtype is not torch.float32
+        return float(batch[1][0] == 0) + (1e-3 if rounded else 0.0)
+
+    proof = prove_runs(workload(metric=wrong, count=32), [LOW], tolerance=0.05)
+    compared = proof.comparison("default", "float32")
+    assert 0 < compared.difference.low <= compared.difference.high < 0.05
+    assert compared.loss == "equal"
+
+
+def test_runs_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = prove_runs(workload(), [LOW], tolerance=0.05, deadline=time.monotonic())
+    assert (proof.ended, proof.seeds) == ("time", 0)
+    assert proof.comparison("default", "float32").loss == "cannot tell"
+    monkeypatch.setattr(inference_proof, "PASSES", (1, 2))
+    proof = prove_runs(workload(), [LOW], tolerance=1e-9, timed=True)
+    assert (proof.ended, proof.steps, proof.seeds) in (("seeds", 2, 4), ("proven", 1, 4))
+    assert len(proof.figures["default"].finals) == 4
+    assert len(proof.figures["default"].seconds) == 4 * proof.steps
+
+
+# --- interrupts, results, checks ---
+
+
+def test_an_interrupt_keeps_what_is_known_and_the_search_goes_on(tmp_path) -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.said.startswith("pass 1"):
+            raise KeyboardInterrupt
+
+    stopped = tune(progress=interrupt)
+    assert stopped.evidence.interrupted
+    assert stopped.name == "float32"
+    stopped.save(tmp_path / "tuned.toml")
+    told: list[Progress] = []
+    found = tune(resume=tmp_path / "tuned.json", progress=told.append)
+    assert not [p for p in told if p.stage == "errors"]
+    assert found.name != "float32"
+    with pytest.raises(TuningError, match="it was made with task='inference'"):
+        precast.tune(
+            Wide().eval(),
+            lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            batches,
+            resume=tmp_path / "tuned.json",
+            objective="memory",
+            tolerance=0.05,
+        )
+
+
+def test_a_result_speaks_of_runs_and_metrics(tmp_path) -> None:
+    found = tune()
+    printed = str(found)
+    assert "6 batches, run 1 time; ended: proven" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    heads = [line.split()[:3] for line in printed.splitlines() if line.startswith("setup ")]
+    assert heads == [["setup", "run", "metric"]]
+    found.save(tmp_path / "tuned.toml", page=True)
+    assert precast.Policy.load(tmp_path / "tuned.toml") == found.policy
+    assert files.read(tmp_path / "tuned.json") == found.evidence
+    assert "Objective memory of inference" in found.text
+    assert "precast.convert(model, policy, torch.bfloat16, example=...)" in found.text
+    page = (tmp_path / "tuned.html").read_text()
+    for words in ("Metric against float32", "Weights and results", "6 batches, run 1 time"):
+        assert words in page
+    assert "gradients" not in page.partition("<script")[0]
+    assert found.evidence.traced
+    figure = found.plot()
+    assert [axes.get_ylabel() for axes in figure.axes] == ["metric against float32 (%)", "metric"]
+
+
+def test_the_policy_converts_the_model_as_it_was_measured() -> None:
+    found = tune()
+    model = Wide().eval()
+    x = batches()[0][0]
+    converted = precast.convert(model, found.policy, found.dtype, example=x)
+    with precast.attach(model, found.policy), torch.no_grad():
+        with precast.autocast("cpu", dtype=found.dtype):
+            assert torch.equal(converted(x), model(x))
+
+
+@pytest.mark.parametrize(("objective", "outcome"), [("memory", "holds"), ("time", None)])
+def test_a_policy_is_checked_again(objective, outcome) -> None:
+    asked = Question(objective, 0.05, 20.0, torch.bfloat16, DEFAULT)
+    found = check(workload(), DEFAULT, asked)
+    assert outcome in (None, found.outcome)
+    assert found.because[0].startswith("the metric of default is that of float32 ")
+    assert found.proof is not None
+    assert found.proof.seeds == 4
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"metric": None}, "step is NoneType"),
+        ({"metric": 5}, "metric is int"),
+        ({"optimizer": functools.partial(torch.optim.SGD, lr=0.1)}, "optimizer is given"),
+        ({"batches": batches(2)}, "batches has 2: without training, metrics of at least 3"),
+        ({"batches": None}, "batches is NoneType"),
+        ({"metric": lambda m, b: m(b[0])}, r"returned a tensor of shape \(32, 4\)"),
+        ({"metric": lambda m, b: "good"}, "it has to return one number"),
+        ({"metric": lambda m, b: math.nan}, "in float32 the metric of batch 1 is nan"),
+    ],
+)
+def test_bad_input_is_one_clear_error(wrong, said: str) -> None:
+    with pytest.raises(TuningError, match=said):
+        tune(**wrong)
+
+
+def test_an_error_of_the_metric_in_float32_is_the_programs_own() -> None:
+    def fails(model: nn.Module, batch) -> float:
+        raise LookupError("of the program")
+
+    with pytest.raises(LookupError, match="of the program"):
+        tune(metric=fails)
+
+
+def test_a_budget_that_is_too_small() -> None:
+    found = tune(budget=1e-3)
+    assert found.name == "float32"
+    assert "too small to prove anything" in found.because
