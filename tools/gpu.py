@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.float8 import said
 from tools.versions import read_report
 
 __all__ = ["Part", "main", "parts", "run", "table"]
@@ -71,6 +72,7 @@ class Done:
 def parts() -> tuple[Part, ...]:
     """All parts, in the order in which they run."""
     junit, models, demos = "{out}/tests.xml", "{out}/models.json", "{out}/demo"
+    products = "{out}/float8.json"
     pytest = ("-m", "pytest", "-m", "gpu", "--numprocesses", "0", "--quiet", "--junit-xml", junit)
     precast = ("-m", "precast")
     return (
@@ -78,6 +80,7 @@ def parts() -> tuple[Part, ...]:
         Part("tests marked gpu", pytest, 0.3, _tests),
         Part("demo checkerboard", (*precast, "demo", "checkerboard", "--device", "cuda", "--out", demos), 0.2),
         Part("demo digits", (*precast, "demo", "digits", "--device", "cuda", "--out", demos), 0.3),
+        Part("float8 products", ("-m", "benchmarks.float8", "--json", products), 0.4, _float8),
         Part("whole networks", ("-m", "benchmarks", "models", "--device", "cuda", "--json", models), 1.0, _models),
     )  # fmt: skip
 
@@ -186,6 +189,10 @@ def _tests(out: Path) -> str:
     passed, skipped, failures = read_report(out / "tests.xml")
     named = f": {', '.join(failures)}" if failures else ""
     return f"{passed} passed, {skipped} skipped, {len(failures)} failed{named}"
+
+
+def _float8(out: Path) -> str:
+    return said(json.loads((out / "float8.json").read_text(encoding="utf-8")))
 
 
 def _models(out: Path) -> str:

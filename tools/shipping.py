@@ -1,9 +1,11 @@
 """Ships every model in every way, compares it with the model in a region to the last bit, and writes the table.
 
     .venvs/clients/bin/python -m tools.shipping --write
+    .venvs/clients/bin/python -m tools.shipping --write --missing     only cells that the data has not
 
 It needs the libraries of the extra `test-clients`. A new way to ship is one row of `WAYS` in shipping_ways.py; what is
-asked for by name (`BERT --ways ONNX`) is measured alone, and the rest of the table stays.
+asked for by name (`BERT --ways ONNX`) is measured alone, and the rest of the table stays. All of it takes hours, most
+of them in AOTInductor's compiler; each row is written when it is there.
 
 Invariants:
     - What is shipped is called with the arguments with which the model is called in a region, in the same mode.
@@ -17,7 +19,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,10 +44,22 @@ _PLACE = re.compile(r"(<!-- table of shipped models -->\n).*?(<!-- end of the ta
 
 
 def compared(
-    case: Case, policy: str, dtype: torch.dtype, ways: Iterable[str] = WAYS
+    case: Case,
+    policy: str,
+    dtype: torch.dtype,
+    ways: Iterable[str] = WAYS,
+    made: dict[tuple[str, str], tuple[Any, str]] | None = None,
 ) -> dict[str, str]:
-    """Way -> how what it ships compares with the model in a region."""
-    trial = Trial(case, policy, dtype)
+    """Way -> how what it ships compares with the model in a region.
+
+    Args:
+        case: the model.
+        policy: one of `POLICIES`.
+        dtype: the lower precision.
+        ways: those that are tried.
+        made: what other policies made of the same model, as `Trial.made`.
+    """
+    trial = Trial(case, policy, dtype, {} if made is None else made)
     return {way: _cell_of(WAYS[way], trial) for way in ways}
 
 
@@ -99,16 +113,23 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return math.inf if math.isnan(distance) else distance
 
 
-def run(only: tuple[str, ...] = (), ways: tuple[str, ...] = ()) -> Iterator[dict[str, str]]:
-    """One row for each model, policy and dtype."""
+def run(
+    only: tuple[str, ...] = (),
+    ways: tuple[str, ...] = (),
+    known: Collection[tuple[str, str, str, str]] = (),
+) -> Iterator[dict[str, str]]:
+    """One row for each model, policy and dtype, without the cells that are known: (model, policy, dtype, way)."""
     for case in CASES.values():
         if only and not any(word in case.name for word in only):
             continue
+        made: dict[tuple[str, str], tuple[Any, str]] = {}
         for policy in POLICIES:
             for name, dtype in DTYPES.items():
-                asked = [w for w in ways or WAYS if WAYS[w].measures(policy, name)]
+                asked = [w for w in ways or WAYS if (case.name, policy, name, w) not in known]
+                if not asked:
+                    continue
                 try:
-                    found = compared(case, policy, dtype, asked)
+                    found = compared(case, policy, dtype, asked, made)
                 except MissingExtraError as error:
                     print(f"{case.name} is left out: {error}")
                     continue
@@ -142,13 +163,17 @@ def _cell(found: list[tuple[dict[str, str], str]]) -> str:
         [said] = parts
         return said.format(largest[said]) if said in largest else said
     return "; ".join(
-        said.format(largest[said])
-        if said in largest
-        else said
-        if said.startswith("equal")
-        else f"{said} ({', '.join(where)})"
+        said if said.startswith("equal") else _with_place(said, where, largest, "equal" in parts)
         for said, where in parts.items()
     )
+
+
+def _with_place(said: str, where: list[str], largest: dict[str, float], are_equal: bool) -> str:
+    """What was found and where; of differences, where only if others have none."""
+    if said not in largest:
+        return f"{said} ({', '.join(where)})"
+    differs = said.format(largest[said])
+    return f"{differs} ({', '.join(where)})" if are_equal else differs
 
 
 def main() -> None:
@@ -157,16 +182,26 @@ def main() -> None:
     parser.add_argument("only", nargs="*", help="words: a model whose name has one of them")
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=[], help="[default: all]")
     parser.add_argument("--write", action="store_true", help="write the data and the pages")
+    parser.add_argument("--missing", action="store_true", help="leave out cells that the data has")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     rows: list[dict[str, str]] = []
-    for row in run(tuple(asked.only), tuple(asked.ways)):
-        if asked.write and rows and rows[-1]["model"] != row["model"]:
-            _write(rows)
+    known = _known() if asked.missing else set()
+    for row in run(tuple(asked.only), tuple(asked.ways), known):
         rows.append(row)
+        if asked.write:
+            _write(rows)
     print(table(rows))
-    if asked.write:
-        _write(rows)
+
+
+def _known() -> set[tuple[str, str, str, str]]:
+    """The cells that the data has."""
+    return {
+        (row["model"], row["policy"], row["dtype"], way)
+        for row in _with_what_was([])
+        for way in WAYS
+        if way in row
+    }
 
 
 def _write(rows: list[dict[str, str]]) -> None:

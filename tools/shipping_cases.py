@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks import networks
 from benchmarks.client_models import MODELS, SIZES
+from precast.demo import digits
 from precast.policy.module_names import name_of_each
 from precast.policy.policy import Policy
 
@@ -140,11 +141,17 @@ def _generation(name: str) -> Shipped:
 
 
 def _demo(task: str, *, scripted: bool = False) -> Shipped:
-    network = networks.demo(task, torch.device("cpu"))
     script = torch.jit.script if scripted else lambda model: model
-    with mock.patch("torch.jit.script", script):
+    with mock.patch.object(digits, "_load", _made_digits), mock.patch("torch.jit.script", script):
+        network = networks.demo(task, torch.device("cpu"))
         model, [(inputs, _)] = network.seeded(torch.device("cpu"), 1)
     return Shipped(model, (inputs,), _calls((inputs,)))
+
+
+def _made_digits() -> tuple[Tensor, Tensor]:
+    """Random pixels in the place of handwriting, which is in scikit-learn: what is shipped is the network."""
+    images = torch.rand(digits.IMAGES, 1, 8, 8)
+    return images.contiguous(memory_format=torch.channels_last), torch.zeros(digits.IMAGES)
 
 
 def _recurrent(kind: Callable[..., nn.Module]) -> Shipped:

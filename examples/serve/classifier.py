@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WEIGHTS", "Classifier", "build"]
+__all__ = ["POINTS", "WEIGHTS", "Classifier", "build"]
 
 WEIGHTS = "classifier.pt"
+POINTS = "points.pt"
 
 
 class Classifier(nn.Module):

@@ -1,10 +1,10 @@
-"""Trains the classifier in mixed precision, and saves its float32 weights."""
+"""Trains the classifier in mixed precision; saves its float32 weights, and points that it has not seen."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from classifier import WEIGHTS, Classifier
+from classifier import POINTS, WEIGHTS, Classifier
 from torch import Tensor
 
 import precast
@@ -30,7 +30,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
     torch.save(model.state_dict(), WEIGHTS)
-    print(f"loss {loss.item():.2f}, weights in {WEIGHTS}")
+    torch.save(batch(8)[0], POINTS)
+    print(f"loss {loss.item():.2f}, weights in {WEIGHTS}, what is to be answered in {POINTS}")
 
 
 if __name__ == "__main__":

@@ -35,3 +35,18 @@ def test_what_is_shipped_is_the_model_in_a_region(name: str, policy: str, dtype:
         assert all("in a region too" in what for what in found.values()), found
     else:
         assert found == dict.fromkeys(found, "equal")
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "dtype"),
+    [
+        ("GAT", "default", "bfloat16"),
+        ("MultiheadAttention", "module rules", "float16"),
+        ("checkerboard network", "lean", "bfloat16"),
+    ],
+)
+def test_a_sample_of_what_is_exported(name: str, policy: str, dtype: str) -> None:
+    """The table of the documentation has all models in all ways; a person makes it."""
+    found = compared(CASES[name], policy, DTYPES[dtype], ["exported", "AOTInductor", "ONNX"])
+    assert found["exported"] == found["AOTInductor"] == "equal"
+    assert found["ONNX"].startswith(("equal on ", "differs by ")), found

@@ -239,6 +239,16 @@ def test_nothing_of_the_model_is_changed() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+class _Compares(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if torch.allclose(x, x.bfloat16()) else x
+
+
+class _Data(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.data
+
+
 class _Decides(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if x.sum() > 0 else x
@@ -252,6 +262,8 @@ class _Decides(nn.Module):
         (nn.Linear(4, 2), (X,), {"kwargs": [X]}, "expected a dict, got list"),
         (nn.Linear(4, 2), (torch.ones(2, 3),), {}, "cannot record the model on this example"),
         (_Decides(), (X,), {}, "control flow depends on data; write it with torch.cond"),
+        (_Compares(), (X,), {}, "control flow depends on data; write it with torch.cond"),
+        (_Data(), (X,), {}, r"`\.data`, most often\. Write `\.detach\(\)` in its place"),
         (
             nn.Linear(4, 2),
             (X,),
@@ -299,3 +311,13 @@ def test_a_cast_of_a_cast_of_a_weight_is_rounded_twice() -> None:
     program = precast.export(Twice(), (torch.randn(4, 4),), dtype=torch.float16)
     stored = {tensor.dtype for tensor in program.state_dict.values()}
     assert stored == {torch.float16, torch.float32}
+
+
+def test_what_cannot_be_recorded_is_one_error_and_nothing_is_logged_beside_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ExportError, match="must have same reduction dim"):
+        precast.export(nn.Linear(4, 4).eval(), (torch.ones(2, 5),))
+    with pytest.raises(ExportError, match="control flow depends on data"):
+        precast.export(_Decides(), (X,))
+    assert capfd.readouterr().err == ""

@@ -71,6 +71,76 @@ def test_a_package_rounds_where_the_program_does(tmp_path: Path) -> None:
     assert torch.equal(found, program.module()(x))
 
 
+class Sums(nn.Module):
+    """What adds many numbers, in whose order the compiler's own loops would add differ from PyTorch's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(512)
+        self.layer = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        low = self.layer(self.norm(x))
+        wide = nn.functional.layer_norm(low.float(), (512,))
+        norms = nn.functional.instance_norm(low.float())
+        return low, wide, norms, wide.mean(-1), wide.softmax(-1), wide.var(1), wide.sum((0, 2))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
+def test_a_package_adds_in_the_order_of_the_program(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Sums().eval(), torch.randn(2, 64, 512)
+    program = precast.export(model, (x,), dtype=torch.bfloat16)
+    write_package(program, tmp_path / "model.pt2")
+    found = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))(x)
+    for one, other in zip(found, program.module()(x), strict=True):
+        assert torch.equal(one, other)
+
+
+class Kernels(nn.Module):
+    """What the compiler would compute with other functions, formulas and layouts than PyTorch's kernels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 32, 3)
+        self.norm = nn.GroupNorm(4, 32)
+        self.batch = nn.BatchNorm2d(32)
+        self.layer = nn.Linear(36, 36)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        low = nn.functional.silu(self.norm(self.conv(x)))
+        rows_of_norms = self.norm(low.flatten(2).mT.contiguous().mT)
+        wide = self.batch(low.float()).flatten(2)
+        loss = nn.functional.cross_entropy(wide[0], torch.arange(32))
+        with torch.autocast("cpu", enabled=False):
+            functions = wide.exp(), nn.functional.gelu(wide), nn.functional.silu(wide), wide.tanh()
+            formulas = torch.add(wide, wide, alpha=0.3), wide.lerp(wide.exp(), 0.3), wide.mT.std(-1)
+            rows = (
+                wide[0] @ self.layer.weight.float()[:, 0],
+                torch.einsum("bij,bij->bi", wide, wide),
+            )
+        low = self.layer(low.flatten(2))
+        numbers = low + 0.1, 0.3 - low, (low > 0.1) * low, low.abs() ** 1.7, low.float() % 0.3
+        joined = (
+            self.layer(low) + low[0],
+            nn.functional.glu(low, -1),
+            (low @ low.mT) + low[..., :32],
+        )
+        return low, rows_of_norms, wide, loss, *functions, *formulas, *rows, *numbers, *joined
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_package_computes_what_kernels_compute(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Kernels().eval(), torch.randn(2, 3, 8, 8)
+    program = precast.export(model, (x,), dtype=dtype)
+    write_package(program, tmp_path / "model.pt2")
+    run = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))
+    for number, (one, other) in enumerate(zip(run(x), program.module()(x), strict=True)):
+        assert torch.equal(one, other), number
+
+
 def test_onnx_without_its_packages_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,11 +34,14 @@ class _Calls(nn.Module):
 
 
 def exported_and_eager(
-    function: Callable[..., Any], args: tuple[Tensor, ...], policy: Policy | str
+    function: Callable[..., Any],
+    args: tuple[Tensor, ...],
+    policy: Policy | str,
+    strict: bool = False,
 ) -> list[str]:
     """How the exported program differs from the function in a region."""
     model = _Calls(function)
-    program = precast.export(model, args, policy=policy, dtype=LOW, check=False)
+    program = precast.export(model, args, policy=policy, dtype=LOW, strict=strict, check=False)
     with torch.no_grad(), precast.autocast("cpu", LOW, policy=policy):
         expected = model(*args)
     with torch.no_grad():
@@ -88,6 +91,20 @@ def test_dtypes_that_the_program_asks_for_are_those_that_it_has(function: Any) -
     with precast.autocast("cpu", LOW):
         assert asks(*args).dtype is torch.float64
     assert not exported_and_eager(asks, args, "default")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_result_has_the_dtype_that_tensors_with_numbers_have(strict: bool) -> None:
+    """PyTorch's version of it without numbers says float64, and what comes next was written for that."""
+
+    def loses(a: Tensor, b: Tensor) -> Any:
+        loss = torch.nn.functional.huber_loss(a + 0, b, delta=2.0)
+        return loss.expand(4) @ b.float(), torch.zeros(1, dtype=loss.dtype)
+
+    args = numbers(torch.float32, torch.float64)
+    with precast.autocast("cpu", LOW, policy="lean"):
+        assert loses(*args)[1].dtype is torch.float32
+    assert not exported_and_eager(loses, args, "lean", strict)
 
 
 def test_what_a_program_returns_may_be_a_weight_in_another_dtype() -> None:

@@ -34,6 +34,10 @@ CHINESE = {
     Rule.BANNED: "在区域内拒绝执行",
     Rule.KEEP: "与区域外相同",
     Rule.FALLTHROUGH: "算子照常运行，它调用的算子遵循各自的规则",
+    Rule.FLOAT8: "矩阵用 8 位相乘，每个矩阵一个缩放系数",
+    Rule.FLOAT8_POW2: "矩阵用 8 位相乘，每个矩阵一个缩放系数，取 2 的幂",
+    Rule.FLOAT8_ROWWISE: "矩阵用 8 位相乘，每行一个缩放系数",
+    Rule.FLOAT8_HP_GRAD: "矩阵用 8 位相乘，每行一个缩放系数，权重的梯度用 16 位计算",
 }
 """What each rule means."""
 _WRITING = {"en": "and {} forms with `out=`, or in place", "zh": "以及 {} 个带 `out=` 或原地的形式"}

@@ -13,8 +13,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +42,12 @@ from precast.shipping.graph_rewriter import GraphRewriter
 __all__ = ["differences", "export"]
 
 Told = Callable[[str], None]
+_WITHOUT_NUMBERS = (
+    "torch.export cannot record the model, because it takes a tensor for a constant that it has no numbers of: a "
+    "tensor's `.data`, most often. Write `.detach()` in its place."
+)
+_PLACE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
+"""A line of code in what PyTorch says of an error."""
 
 
 def export(
@@ -190,24 +200,72 @@ def _recorded(
     model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any, strict: bool
 ) -> torch.export.ExportedProgram:
     try:
-        return torch.export.export(
-            model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict
-        )
+        with _torch.log_of_what_succeeds():
+            program = torch.export.export(
+                model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict
+            )
     except PrecastError:
         raise
     except Exception as error:
         raise ExportError(_why_not_recorded(error)) from error
+    _check_constants(program)
+    return program
 
 
 def _why_not_recorded(error: Exception) -> str:
-    said = f"{type(error).__name__}: {str(error).strip()}"
-    short = "\n".join(said.splitlines()[:6])
-    if "GuardOnDataDependentSymNode" in said or "data-dependent" in said.lower():
+    on_data = next(filter(_depends_on_data, _chain(error)), None)
+    cause = error if on_data is None else on_data
+    said = f"{type(cause).__name__}: {str(cause).strip()}"
+    short = said.partition("\n\n")[0]  # what follows is advice on PyTorch's own settings
+    line = _line_of(error)
+    if line is not None:
+        short = f"{short}\n  {line}"
+    if on_data is not None:
         return (
             "torch.export cannot record the model, because its control flow depends on data; write it with torch.cond, "
             f"or make the decision outside of the model.\n{short}"
         )
+    if "fake tensor in the exported program constant" in said:
+        return _WITHOUT_NUMBERS
     return f"torch.export cannot record the model on this example.\n{short}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came from: a policy that promotes tries an operation again when it raises."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _depends_on_data(error: BaseException) -> bool:
+    name = type(error).__name__
+    return name in {"GuardOnDataDependentSymNode", "DataDependentOutputException"} or (
+        "data-dependent" in str(error).lower()
+    )
+
+
+def _check_constants(program: torch.export.ExportedProgram) -> None:
+    """Refuses a program that cannot run, as `torch.export(strict=True)` makes some without an error (2.13)."""
+    if any(map(_torch.is_fake, program.constants.values())):
+        raise ExportError(_WITHOUT_NUMBERS)
+
+
+def _line_of(error: Exception) -> str | None:
+    """The line of the model's code that an error is from; None where all of it is from PyTorch."""
+    ran = traceback.extract_tb(error.__traceback__)[::-1]
+    places = [*_PLACE.findall(str(error))[::-1], *((f.filename, f.lineno, f.line) for f in ran)]
+    for path, number, code in places:
+        if code and _is_users(path):
+            return f"{path}, line {number}: {code.strip()}"
+    return None
+
+
+def _is_users(path: str) -> bool:
+    """Whether a file is part of neither PyTorch nor precast nor Python's own library."""
+    packages = Path(torch.__file__).parent, Path(__file__).parents[1]
+    if path.startswith(("<", *(f"{package}{os.sep}" for package in packages))):
+        return False
+    return not path.startswith(sysconfig.get_path("stdlib")) or "site-packages" in path
 
 
 def _with_policy(recorded: torch.export.ExportedProgram, here: InForce) -> Any:

@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 
+from precast._internal.atomic_write import is_no_file
 from precast._internal.version import __version__
-from precast.errors import ExportError, OutputError
+from precast.errors import ExportError, OutputError, PrecastError
 from precast.policy.policy import Policy
 
-__all__ = ["check_replaceable", "read", "replace_by", "said_of", "write"]
+__all__ = ["check_replaceable", "folder_beside", "read", "replace_by", "said_of", "write"]
 
 _FACTS = "precast.json"
 _SAID = {"precast", "policy", "fingerprint"}
@@ -108,7 +109,9 @@ def _damaged(archive: zipfile.ZipFile) -> str | None:
     return None
 
 
-_AT_ONCE = 1 << 22
+_AT_ONCE = 1 << 22  # bytes
+_MARKS = ("archive_format", "archive_version", "data.pkl")
+"""Parts that archives of `torch.export`, of AOTInductor and of `torch.save` have."""
 
 
 @contextlib.contextmanager
@@ -155,19 +158,28 @@ def said_of(path: Path) -> dict[str, Any]:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuses a place for a file at which there is something else, before time is spent on it.
+    """Refuses a place where no file can or may be written, before time is spent on it.
 
     Raises:
-        OutputError: there is a folder, or a file that no model was written to.
+        OutputError: there is a folder, a device, a file that no model was written to or that is read-only; or the
+            place is in no folder, or in one that may not be written to.
     """
+    folder = Path(os.path.realpath(path)).parent
     if path.is_dir():
         raise OutputError(errno.EISDIR, "there is a folder of that name", str(path))
+    if is_no_file(path):
+        raise OutputError(errno.ENODEV, "there is a device or a pipe of that name", str(path))
     if path.is_file() and path.stat().st_size and not _is_model(path):
         raise OutputError(
             errno.EEXIST, "there is a file that is no model, and none is written over it", str(path)
         )
-    if not path.parent.is_dir():
-        raise OutputError(errno.ENOENT, "there is no such folder", str(path.parent))
+    if path.is_file() and not path.stat().st_mode & 0o222:
+        raise OutputError(errno.EEXIST, "there is a file that is read-only", str(path))
+    if not folder.is_dir():
+        number = errno.ENOTDIR if folder.exists() else errno.ENOENT
+        raise OutputError(number, f"there is no folder {folder}", str(path))
+    if not os.access(folder, os.W_OK):
+        raise OutputError(errno.EACCES, f"the folder {folder} is read-only", str(path))
 
 
 def replace_by(path: Path, save: Callable[[str], Any], suffix: str) -> None:
@@ -182,14 +194,32 @@ def replace_by(path: Path, save: Callable[[str], Any], suffix: str) -> None:
         OutputError: it could not be written.
     """
     check_replaceable(path)
+    with folder_beside(path) as (folder, target):
+        written = folder / f"model{suffix}"
+        save(str(written))
+        written.replace(target)
+
+
+@contextlib.contextmanager
+def folder_beside(path: Path) -> Iterator[tuple[Path, Path]]:
+    """A folder for files that are written, and the place of the whole file, to which a link of that name leads.
+
+    Raises:
+        OutputError: an `OSError` was raised inside.
+    """
+    target = Path(os.path.realpath(path))
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            written = Path(folder) / f"model{suffix}"
-            save(str(written))
-            os.replace(written, path)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            yield Path(folder), target
+    except PrecastError:
+        raise
     except OSError as error:
         raise OutputError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _is_model(path: Path) -> bool:
-    return zipfile.is_zipfile(path) or path.suffix == ".onnx"
+    """Whether PyTorch has written an archive, or the name says ONNX, whose files have no mark."""
+    if not zipfile.is_zipfile(path):
+        return path.suffix == ".onnx"
+    with zipfile.ZipFile(path) as archive:
+        return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())

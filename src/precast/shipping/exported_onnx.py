@@ -12,8 +12,8 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import errno
 import operator
-import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from precast import _torch
 from precast._internal.missing import missing_extra
-from precast.errors import ExportError
+from precast.errors import ExportError, OutputError
 from precast.shipping import exported_file
 from precast.shipping.graph_nodes import CAST, placeholders, value_of
 
@@ -87,18 +87,35 @@ def write_onnx(
     """
     onnx = _onnx()
     exported_file.check_replaceable(path)
-    converted = _converted(_as_onnx_takes_it(program), opset)
     size = sum(t.nbytes for t in program.state_dict.values() if isinstance(t, Tensor))
-    beside = path.with_name(f"{path.name}.data") if size > beside_from else None
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        written = Path(folder) / path.name
-        converted.save(str(written), external_data=beside is not None)
+    is_large = size > beside_from
+    _check_beside(path, is_large)
+    converted = _converted(_as_onnx_takes_it(program), opset)
+    with exported_file.folder_beside(path) as (folder, target):
+        written = folder / target.name
+        converted.save(str(written), external_data=is_large)
         model = onnx.load(str(written), load_external_data=False)
         compared = _check(onnx, model, converted.exported_program)
+        beside = _weights_of(target) if is_large else None
         if beside is not None:
-            (Path(folder) / beside.name).replace(beside)
-        written.replace(path)
+            (folder / beside.name).replace(beside)
+        written.replace(target)
     return OnnxFile(path, len(model.graph.node), compared, beside)
+
+
+def _weights_of(path: Path) -> Path:
+    """The file of the weights of one that would be too large with them."""
+    return path.with_name(f"{path.name}.data")
+
+
+def _check_beside(path: Path, is_large: bool) -> None:
+    beside = _weights_of(path)
+    if is_large and beside.exists() and not path.exists():
+        raise OutputError(
+            errno.EEXIST,
+            f"its weights are to lie in {beside.name}, which is there and belongs to no {path.name}",
+            str(path),
+        )
 
 
 def _onnx() -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
 from precast._torch import ObservingMode
-from precast.diagnostics.tracing.operators import kind_of
+from precast.engine.operator_kinds import kind_of
 from precast.engine.thread_state import installed, thread_state
 from precast.errors import PolicyError
 from precast.policy.policy import Policy, Rule
@@ -93,24 +93,34 @@ def region_dtype(device_type: str) -> torch.dtype | None:
 
 def lowers(func: Any, device_type: str) -> bool:
     """Whether a function is an operation that casts its arguments to 16 bits under the policy in force."""
-    if (
-        _torch.is_functorch_active()
-    ):  # transforms take operations apart before autocast sees them (2.13)
-        return False
-    bound = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
-    key = func, device_type, None if bound is None else bound.policy.fingerprint
+    known = _LOWERS.get((func, thread_state(device_type).state.number.value))
+    if known is None:
+        known = _is_lowered_here(func, device_type)
+    # Transforms take operations apart before autocast sees them (2.13).
+    return known and not _torch.is_functorch_active()
+
+
+_LOWERS: Final[dict[tuple[Any, ...], bool]] = {}
+"""A function and the policy in force -> whether it lowers the function. No two bound policies have the same number."""
+_MOST_KNOWN: Final = 4096
+
+
+def _is_lowered_here(func: Any, device_type: str) -> bool:
+    """The same, for a policy of which it may not be known yet."""
+    bound = thread_state(device_type).state.bound_policy
+    outside = installed(device_type).bound_policy
+    key: tuple[Any, ...]
+    if bound is not None:
+        key, policy = (func, bound.number), bound.policy
+    else:
+        policy = Policy.load("torch") if outside is None else outside.policy
+        key = func, device_type, policy.fingerprint
     known = _LOWERS.get(key)
     if known is None:
-        policy = Policy.load("torch") if bound is None else bound.policy
-        known = type(func) in _BUILT_IN and _is_lowered(policy, func, device_type)
         if len(_LOWERS) >= _MOST_KNOWN:
             _LOWERS.clear()
-        _LOWERS[key] = known
+        known = _LOWERS[key] = _is_lowered(policy, func, device_type)
     return known
-
-
-_LOWERS: Final[dict[Any, bool]] = {}
-_MOST_KNOWN: Final = 4096
 
 
 def casts_by_rule(
@@ -123,6 +133,8 @@ def casts_by_rule(
 
 
 def _is_lowered(policy: Policy, func: Any, device_type: str) -> bool:
+    if type(func) not in _BUILT_IN:
+        return False
     for name in (func.__name__, f"{func.__name__}.default"):  # other overloads take a dtype more
         try:
             return policy.resolve(name, device_type).rule is Rule.LOWER

@@ -23,6 +23,7 @@ from precast.engine import reference_kernels, registration
 from precast.engine.operation import Operation
 from precast.engine.thread_state import Kernel
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
+from precast.policy.rows import FLOAT8_RULES
 
 __all__ = [
     "InForce",
@@ -76,10 +77,12 @@ class Treatment:
         kernel: writes the operation as the rule says; None for an operation at whose autocast key there is nothing, so
             that it runs as it is, and what it calls follows the policy.
         retries: whether an operation that raises on mixed floating dtypes runs once more in the widest of them.
+        computes: whether the kernel computes by operations of its own, each of which is to be written.
     """
 
     kernel: Kernel | None
     retries: bool
+    computes: bool = False
 
 
 def in_force_for(precisions: Precisions, args: Any) -> InForce | None:
@@ -132,7 +135,7 @@ def treatment(here: InForce, overload: OpOverload, run: Run) -> Treatment:
     if retries and rule is Rule.PROMOTE and not native.compiled:
         return Treatment(None, retries=True)
     op = written_operation(here, overload, run)
-    return Treatment(reference_kernels.kernel_for(rule, op), retries)
+    return Treatment(reference_kernels.kernel_for(rule, op), retries, rule in FLOAT8_RULES)
 
 
 def written_operation(here: InForce, overload: OpOverload, run: Run) -> Operation:

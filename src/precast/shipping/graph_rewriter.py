@@ -165,6 +165,7 @@ class GraphRewriter:
             return self._as_it_was(node)
         writer = OperationWriter(self, node)
         found = treatment(here, overload, writer.run)
+        writer.writes_all = found.computes
         if found.retries and _is_mixed(here, (args, kwargs)):
             return self._retried(node, here, found, writer, precisions)
         if found.kernel is None:
@@ -304,10 +305,20 @@ class GraphRewriter:
         args, kwargs = filled((new.args, new.kwargs))
         with _torch.without_numbers(self._fake_mode):
             value = new.target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(new.target, OpOverload) and dtype_errors.is_mixed((args, kwargs)):
+            value = self._as_with_numbers(new.target, args, kwargs, value)
         if new.target is place.target and place.meta.get("unbacked_bindings"):
             # The sizes that only the data says have names already: the dtype alone is new.
             return retyped(known, value)
         return value
+
+    def _as_with_numbers(self, overload: OpOverload, args: Any, kwargs: Any, value: Any) -> Any:
+        """The value of an operation on mixed dtypes, in the dtypes that tensors with numbers have."""
+        real = dtype_errors.tried(overload, args, kwargs)
+        if isinstance(real, RuntimeError):  # it is the program's to raise it
+            return value
+        with _torch.without_numbers(self._fake_mode):
+            return dtype_errors.in_dtypes_of(real, value)
 
     def _recorded(self, node: fx.Node) -> bool:
         """Whether what was recorded of a node without a rule still holds: its arguments have the dtypes of then.

@@ -3,7 +3,8 @@
 Invariants:
 
 - a kernel that runs under a writer gets values without numbers, each of which belongs to a node of the new graph;
-- what is asked of an operation beside that, such as which dtype its result has, is not written.
+- what is asked of an operation beside that, such as which dtype its result has, is not written;
+- a kernel that computes by operations of its own, as those of the float8 rules do, has each of them written.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch.fx.node import map_arg
 from precast import _torch
 from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
+from precast.errors import ExportError
 from precast.shipping import dtype_errors
 
 __all__ = ["OperationWriter"]
 
 _COPY: Final = torch.ops.aten.copy_.default
+_SIZE: Final = torch.ops.aten.sym_size.int
 
 
 class _Rewriter(Protocol):
@@ -40,6 +43,8 @@ class OperationWriter(_torch.DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.finds_errors = False
         """Whether an operation on mixed dtypes is tried on real tensors, so that what it refuses is an error here."""
+        self.writes_all = False
+        """Whether the kernel computes by operations of its own, each of which is written."""
         self._rewriter = rewriter
         self._place = place
         self._runs = False
@@ -69,7 +74,7 @@ class OperationWriter(_torch.DispatchMode):
         new_kwargs = {name: self.nodes(value) for name, value in kwargs.items()}
         if overload is not self._place.target or (new_args, new_kwargs) != self._args:
             self._rewriter.changed()
-        return self._write(overload, new_args, new_kwargs)
+        return self._write(overload, new_args, new_kwargs).meta["val"]
 
     def nodes(self, value: Any) -> Any:
         """The nodes in the place of values, in any nesting of tuples and lists."""
@@ -83,16 +88,24 @@ class OperationWriter(_torch.DispatchMode):
                 else tuple(map(self.nodes, value))
             )
         assert not isinstance(value, Tensor), "a value that no node has"
-        return value
+        return self._size(value) if isinstance(value, torch.SymInt) else value
 
-    def _write(self, overload: Any, args: Any, kwargs: Any) -> Any:
+    def _size(self, size: torch.SymInt) -> Any:
+        """The node of a size that changes, read from a value that has it."""
+        for node, value in list(self._nodes.values()):
+            if isinstance(value, Tensor):
+                for dim, its in enumerate(value.shape):
+                    if isinstance(its, torch.SymInt) and str(its) == str(size):
+                        return self._write(_SIZE, (node, dim), {})
+        raise ExportError(f"no value of the graph has the size {size}")
+
+    def _write(self, overload: Any, args: Any, kwargs: Any) -> fx.Node:
         self._runs = True
         try:
             node = self._rewriter.add(overload, args, kwargs, self._place)
         finally:
             self._runs = False
-        self._know(node)
-        return node.meta["val"]
+        return self._know(node)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,5 +119,10 @@ class OperationWriter(_torch.DispatchMode):
             self._know(node)
             return node.meta["val"]
         if not self._runs and func is _COPY:
-            return self._write(func, tuple(self.nodes(arg) for arg in args), {})
+            return self._write(func, tuple(self.nodes(arg) for arg in args), {}).meta["val"]
+        if not self._runs and self.writes_all and func.namespace != "prim":  # which reads a device
+            self._rewriter.changed()
+            new_kwargs = {name: self.nodes(value) for name, value in kwargs.items()}
+            new_args = tuple(self.nodes(arg) for arg in args)
+            return self._write(func, new_args, new_kwargs).meta["val"]
         return func(*args, **kwargs)

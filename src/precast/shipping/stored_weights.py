@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
-from precast.engine.thread_state import thread_state
+from precast.engine.thread_state import ThreadLocalState, thread_state
 from precast.errors import ConversionError
 from precast.shipping.function_calls import (
     METADATA,
@@ -55,6 +55,7 @@ class StoredWeight(Tensor):
         weight_name: the name in the model.
         stored_dtype: the dtype of its numbers, whatever `dtype` says in a region.
         device_type: where it was converted for.
+        thread: what is in force there in the thread that asks.
         is_dense: whether its numbers lie in memory as a cast would put them; False where that is to be asked.
     """
 
@@ -62,6 +63,7 @@ class StoredWeight(Tensor):
     weight_name: str
     stored_dtype: torch.dtype
     device_type: str
+    thread: ThreadLocalState
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -162,6 +164,7 @@ def stored_buffer(data: Tensor, name: str, device_type: str) -> StoredBuffer:
 
 def _described(weight: Any, name: str, dtype: torch.dtype, device_type: str) -> Any:
     weight.weight_name, weight.stored_dtype, weight.device_type = name, dtype, device_type
+    weight.thread = thread_state(device_type)
     return weight
 
 

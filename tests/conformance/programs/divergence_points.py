@@ -129,6 +129,8 @@ class DivergencePoints:
 
 def _fingerprint(leaf: Tensor) -> Fingerprint:
     """Version, address, and the numbers where no version counts writes: one that is refused has written already."""
-    if leaf.is_inference():
+    numbers = str(leaf.detach().tolist()) if leaf.is_inference() else ""
+    try:
+        return leaf._version, leaf.data_ptr(), numbers
+    except RuntimeError:  # made in inference mode
         return 0, leaf.data_ptr(), str(leaf.detach().tolist())
-    return leaf._version, leaf.data_ptr(), ""
