@@ -28,6 +28,7 @@ from benchmarks import (
     page,
     shipping,
     starting,
+    stepping,
     targets,
 )
 from benchmarks.tables import about, print_rows
@@ -88,7 +89,7 @@ def _rounds(default: int | None) -> Callable[[Any], Any]:
 def main(context: click.Context, rounds: int | None, output: Output) -> None:
     """Measure precast beside torch.autocast, in one process, in turns.
 
-    Without COMMAND: overhead (with the reference engine too, in a process of its own), demos, models, observing,
+    Without COMMAND: overhead (with the reference engine too, in a process of its own), demos, models, observing, steps,
     shipping (converted models, packages, the start of a process), and the clients that have a target, in their
     environment. What has a target gets a verdict.
     """
@@ -108,6 +109,7 @@ def _all(rounds: int | None) -> Suites:
         "demos": Suite(lambda: iter(demos.run(rounds=rounds or demos.ROUNDS))),
         **_models(rounds or models.ROUNDS),
         "observing": Suite(lambda: observing.run(rounds=rounds or _ROUNDS_OF_OBSERVING)),
+        "steps": Suite(lambda: stepping.run(rounds=rounds or _ROUNDS_OF_STEPS)),
         **_shipped(rounds),
         "clients": Suite(lambda: elsewhere.clients(rounds or overhead.ROUNDS)),
     }
@@ -123,7 +125,7 @@ def _shipped(rounds: int | None, only: tuple[str, ...] = ()) -> Suites:
     }
 
 
-_ROUNDS_OF_REFERENCE, _ROUNDS_OF_OBSERVING = 7, 9
+_ROUNDS_OF_REFERENCE, _ROUNDS_OF_OBSERVING, _ROUNDS_OF_STEPS = 7, 9, 9
 """Fewer than by themselves: all of it is to end within twenty minutes."""
 
 
@@ -149,6 +151,22 @@ def _demos(rounds: int, output: Output) -> None:
 def _observing(rounds: int, output: Output) -> None:
     """What watching a training step costs: traced, counted, monitored."""
     _measure({"observing": Suite(lambda: observing.run(rounds=rounds))}, output)
+
+
+@main.command("steps")
+@_rounds(stepping.ROUNDS)
+@click.option(
+    "--millions", multiple=True, type=float, help="Of numbers that are stepped; 10, 25 and 100."
+)
+@click.option("--steps-only", is_flag=True, help="No training steps.")
+@_output
+def _steps(rounds: int, millions: tuple[float, ...], steps_only: bool, output: Output) -> None:
+    """An optimizer's step in one pass beside PyTorch's, alone and in the training of a decoder."""
+    shapes = () if steps_only else stepping.SHAPES
+    run = partial(
+        stepping.run, rounds=rounds, millions=millions or stepping.MILLIONS, shapes=shapes
+    )
+    _measure({"steps": Suite(run)}, output)
 
 
 @main.command("shipping")

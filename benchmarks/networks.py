@@ -114,17 +114,15 @@ def mlp(width: int = 16, batch: int = 8, *, layers: int = 32) -> Network:
     )
 
 
-def demo(task: str, device: torch.device) -> Network:
-    """The network of `precast demo`, at the size that the demo has on this device."""
+def demo(task: str, device: torch.device, batches: int = MOST_BATCHES) -> Network:
+    """The network of `precast demo`, at the size that the demo has on this device, and so many batches of its data."""
     chosen = settings(task, device=str(device))
     made = chosen.make_task()
-    batches = [
-        made.batch(step) for step in range(MOST_BATCHES)
-    ]  # drawn once: it has its own generator
+    drawn = [made.batch(step) for step in range(batches)]  # once: it has its own generator
     return Network(
         f"{task} {chosen.size}",
         lambda: seeded_model(made, chosen),
-        batches.__getitem__,
+        drawn.__getitem__,
         made.loss,
         {"network": task, "size": chosen.size},
     )

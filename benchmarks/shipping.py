@@ -32,7 +32,7 @@ _DTYPE = torch.bfloat16
 _TURN = 0.06
 """Seconds that a variant works in a turn, if a call is not longer."""
 _NAMED = 5
-_CONVERTS = "the model is converted"
+_MEASURED = "what is measured"
 
 CASES: Mapping[str, Callable[[], Network]] = {
     "decoder 512, 1x1": partial(networks.decoder, 512, 1, 1),
@@ -56,6 +56,7 @@ def _measure(case: str, network: Network, rounds: int) -> Iterator[dict[str, Any
     lowered = inputs.to(_DTYPE) if inputs.is_floating_point() else inputs
     by_hand = model.to(_DTYPE).requires_grad_(False)
     works, reports, peaks = {BY_HAND: called(by_hand, lowered)}, {}, {}
+    call_peaks = {kind: _peak(network, _called_in(policy))[1] for kind, policy in KINDS.items()}
     for kind, policy in KINDS.items():
         converted, peaks[kind] = _converted(network, policy)
         works[kind] = called(converted, inputs)
@@ -77,6 +78,7 @@ def _measure(case: str, network: Network, rounds: int) -> Iterator[dict[str, Any
             "weights": report.bytes / _bytes(by_hand),
             "weights_without_islands": (report.bytes - report.extra_bytes) / _bytes(by_hand),
             "peak": peaks[kind],
+            "call_peak": call_peaks[kind],
             "islands": [*islands[:_NAMED], *["..."] * (len(islands) > _NAMED)],
             "rounds": rounds,
             "calls": calls,
@@ -107,24 +109,45 @@ def _bytes(model: nn.Module) -> int:
 def _converted(network: Network, policy: str) -> tuple[Any, float]:
     """A model converted in place, and the most memory meanwhile, of that of its float32 weights.
 
-    What the model computes on the example counts, too. It is made under the profiler, which otherwise would not see
-    that its weights are freed.
+    What the model computes on the example counts, too.
+    """
+
+    def convert(model: nn.Module, inputs: Tensor) -> nn.Module:
+        return precast.convert(model, policy, _DTYPE, example=inputs, in_place=True)
+
+    return _peak(network, convert)
+
+
+def _called_in(policy: str) -> Callable[[nn.Module, Tensor], object]:
+    """A call of the float32 model in a region that keeps no copies of weights, the least that converting has to run."""
+
+    def call(model: nn.Module, inputs: Tensor) -> object:
+        with torch.no_grad(), precast.autocast("cpu", _DTYPE, cache_enabled=False, policy=policy):
+            return model(inputs)
+
+    return call
+
+
+def _peak(network: Network, work: Callable[[nn.Module, Tensor], Any]) -> tuple[Any, float]:
+    """What work gives for a fresh model and its inputs, and the most memory meanwhile, of that of the float32 weights.
+
+    The model is made under the profiler, which otherwise would not see that its weights are freed.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(use_kineto=True, profile_memory=True, acc_events=True) as profiler:
         model, inputs = fresh(network)
         before = _bytes(model)
-        with record_function(_CONVERTS):
-            converted = precast.convert(model, policy, _DTYPE, example=inputs, in_place=True)
+        with record_function(_MEASURED):
+            result = work(model, inputs)
     events = list(profiler.kineto_results.events())
-    begin = next(event.start_ns() for event in events if event.name() == _CONVERTS)
+    begin = next(event.start_ns() for event in events if event.name() == _MEASURED)
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     now = highest = sum(change for when, change in changes if when < begin)
     for when, change in changes:
         if when >= begin:
             now += change
             highest = max(highest, now)
-    return converted, highest / before
+    return result, highest / before
 
 
 def seconds_of(work: Callable[[], object]) -> float:

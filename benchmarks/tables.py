@@ -56,6 +56,7 @@ def print_rows(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "models": _models,
         "models growth": _models_growth,
         "observing": _observing,
+        "steps": _steps,
         "shipping": _shipping,
         "packages": _packages,
         "start": _start,
@@ -182,6 +183,16 @@ def _observing(rows: list[dict[str, Any]]) -> Table:
         target = "" if row["target"] is None else f"{row['target']:.2f}"
         time = "" if row["median_ms"] is None else f"{row['median_ms']:.2f}"
         table.add_row(row["case"], row["kind"], time, _ratio(row), target)
+    return table
+
+
+def _steps(rows: list[dict[str, Any]]) -> Table:
+    title = "A step in one pass (ratio: to what is named, and its spread)"
+    table = _table(title, ("of", "way"), ("ms", "ratio", "to", "peak, MiB"))
+    for row in rows:
+        peak = f"{row['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in row else ""
+        figures = f"{row['median_ms']:.2f}", _ratio(row), row["baseline"], peak
+        table.add_row(row["case"], row["kind"], *figures)
     return table
 
 

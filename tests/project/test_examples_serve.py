@@ -21,7 +21,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the commands have run."""
     folder = tmp_path_factory.mktemp("serve")
     shutil.copytree(SERVE, folder, dirs_exist_ok=True)
-    torch.save(torch.randn(8, 32, 2), folder / "points.pt")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["sh", "commands.sh"],
@@ -47,6 +46,13 @@ def test_the_five_commands_lead_to_an_answer_without_precast(served: Path) -> No
     printed = (served / "printed").read_text(encoding="utf-8")
     assert "weights in bfloat16: weight, bias" in printed
     assert "(8, 4) in torch.bfloat16, precast imported: False" in printed
+
+
+def test_the_recipe_prints_these_commands() -> None:
+    commands = (SERVE / "commands.sh").read_text(encoding="utf-8").partition("set -e\n")[2]
+    for page in ("serve.md", "serve.zh.md"):
+        text = (SERVE.parents[1] / "docs" / "recipes" / page).read_text(encoding="utf-8")
+        assert f"```text\n{commands}```" in text
 
 
 def test_the_package_gives_the_bits_of_the_program(served: Path) -> None:

@@ -53,14 +53,15 @@ def test_every_part_starts_a_command_that_exists() -> None:
     from click.testing import CliRunner
 
     from benchmarks.__main__ import main as benchmarks
+    from benchmarks.float8 import main as float8
     from precast.cli.main import main as precast
 
     for part in gpu.parts():
         module, *rest = part.arguments[1:]
         if module != "pytest":
-            asked = CliRunner().invoke(
-                {"precast": precast, "benchmarks": benchmarks}[module], [rest[0], "--help"]
-            )
+            mains = {"precast": precast, "benchmarks": benchmarks, "benchmarks.float8": float8}
+            commands = [word for word in rest[:1] if not word.startswith("-")]
+            asked = CliRunner().invoke(mains[module], [*commands, "--help"])
             assert asked.exit_code == 0, asked.output
             assert all(a in asked.output for a in rest if a.startswith("--"))
 

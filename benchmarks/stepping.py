@@ -1,0 +1,176 @@
+"""What a step in one pass takes: beside PyTorch's own with the casts that they need, and in the training of a decoder.
+
+The step alone: AdamW on 48 weights, gradients in bfloat16, weights used in bfloat16. PyTorch's fused and foreach steps
+need the gradients in float32, and the weights cast again afterwards: both are fused copies of a whole list. The ratio
+is to the faster of the two. All have numbers of their own, so that none finds the other's in the processor's caches.
+
+A training step: forward, backward and step of a decoder of width 512 with AdamW, whose baseline is torch.autocast with
+`fused=True`. "attached" is what there is without one pass: it says how much memory that takes at its peak.
+
+Compiling is over before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import precast
+from benchmarks import networks
+from benchmarks.interleave import Comparison, Variant, compare
+from benchmarks.networks import Network
+from benchmarks.observe import observe
+from benchmarks.variants import Prepared
+
+__all__ = ["AUTOCAST", "MILLIONS", "ONE_PASS", "ROUNDS", "SHAPES", "case_of_step", "run"]
+
+ROUNDS: Final = 15
+MILLIONS: Final = (10, 25, 100)
+SHAPES: Final = ((1, 1), (1, 16), (8, 128))
+"""Batch and length."""
+ONE_PASS, AUTOCAST, ATTACHED = "one pass", "torch.autocast, fused", "attached"
+_FUSED, _FOREACH = "fused, with casts", "foreach, with casts"
+_WEIGHTS, _WIDTH = 48, 1024
+_CALLS = 2
+_LOW: Final = torch.bfloat16
+
+
+def case_of_step(millions: float) -> str:
+    """What a row of the step alone is called."""
+    return f"AdamW, {millions:g} million in {_WEIGHTS} weights"
+
+
+def run(
+    *,
+    rounds: int = ROUNDS,
+    millions: tuple[float, ...] = MILLIONS,
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    width: int = 512,
+) -> Iterator[dict[str, Any]]:
+    """A row for each size and each way to take the step; then for each shape and each way to train."""
+    for many in millions:
+        yield from _steps(many, rounds)
+    for batch, length in shapes:
+        yield from _trainings(networks.decoder(width, batch, length), rounds)
+
+
+def _steps(millions: float, rounds: int) -> Iterator[dict[str, Any]]:
+    rows = max(1, round(millions * 1e6 / _WEIGHTS / _WIDTH))
+    works: dict[str, Callable[[], object]] = {
+        ONE_PASS: _one_pass(rows),
+        _FUSED: _pytorchs(rows, fused=True),
+        _FOREACH: _pytorchs(rows, foreach=True),
+    }
+    found = compare(
+        {name: Variant(work) for name, work in works.items()}, rounds=rounds, calls=_CALLS
+    )
+    best = min((_FUSED, _FOREACH), key=found.median)
+    for name in works:
+        yield _row(case_of_step(millions), name, found, best)
+
+
+def _layers(rows: int) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(_WIDTH, rows, bias=False) for _ in range(_WEIGHTS))
+
+
+def _one_pass(rows: int) -> Callable[[], object]:
+    layers = _layers(rows)
+    optimizer = AdamW(layers.parameters(), lr=1e-5)
+    attachment = precast.attach(layers, optimizer=optimizer, grad_dtype=_LOW, step="one-pass")
+    with precast.autocast("cpu", dtype=_LOW):
+        torch.stack([layer(torch.ones(1, _WIDTH)).sum() for layer in layers]).sum().backward()
+    for _ in range(2):  # the first is the optimizer's own, the second compiles
+        optimizer.step()
+
+    def step() -> None:
+        assert attachment is not None  # which keeps it
+        optimizer.step()
+
+    return step
+
+
+def _pytorchs(rows: int, **how: bool) -> Callable[[], object]:
+    layers = _layers(rows)
+    weights: list[Tensor] = list(layers.parameters())
+    low = [torch.randn_like(weight, dtype=_LOW) for weight in weights]
+    copies: list[Tensor] = [weight.detach().to(_LOW) for weight in weights]
+    gradients = [torch.zeros_like(weight) for weight in weights]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    optimizer = AdamW(weights, lr=1e-5, **how)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step() -> None:
+        torch._foreach_copy_(gradients, low)
+        optimizer.step()
+        torch._foreach_copy_(copies, weights)
+
+    step()
+    return step
+
+
+def _trainings(network: Network, rounds: int) -> Iterator[dict[str, Any]]:
+    ways: Mapping[str, Callable[[], Prepared]] = {
+        AUTOCAST: partial(_training, network, partial(torch.autocast, "cpu", dtype=_LOW)),
+        ATTACHED: partial(_training, network, _region, {"grad_dtype": _LOW}),
+        ONE_PASS: partial(_training, network, _region, {"grad_dtype": _LOW, "step": "one-pass"}),
+    }
+    prepared = {name: make() for name, make in ways.items()}
+    variants = {name: Variant(each.work) for name, each in prepared.items()}
+    found = compare(variants, rounds=rounds, calls=_CALLS)
+    for each in prepared.values():
+        each.close()
+    prepared.clear()
+    peaks = {name: observe(make, torch.device("cpu")).peak_bytes for name, make in ways.items()}
+    for name in ways:
+        row = _row(network.case, name, found, AUTOCAST)
+        yield {**row, "peak_bytes": peaks[name], "grown_bytes": peaks[name] - peaks[ATTACHED]}
+
+
+_region: Final = partial(precast.autocast, "cpu", dtype=_LOW)
+
+
+def _training(
+    network: Network, region: Callable[[], Any], attached: Mapping[str, Any] | None = None
+) -> Prepared:
+    model, [(inputs, target)] = network.seeded(torch.device("cpu"), 1)
+    optimizer = AdamW(model.parameters(), lr=1e-5, fused=True)
+    end: Callable[[], object] = lambda: None  # noqa: E731
+    if attached is not None:
+        end = precast.attach(model, optimizer=optimizer, **attached).detach
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with region():
+            loss = network.loss(model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for _ in range(2):
+        step()
+    return Prepared(step, end)
+
+
+def _row(case: str, name: str, found: Comparison, to: str) -> dict[str, Any]:
+    ratio, spread = found.ratio(name, to)
+    figure = "of_autocast" if to == AUTOCAST else "of_best"
+    return {
+        "benchmark": "steps",
+        "case": case,
+        "kind": name,
+        "device": "cpu",
+        "median_ms": found.median(name) * 1e3,
+        "iqr_ms": found.spread(name) * 1e3,
+        "baseline": to,
+        "ratio": ratio,
+        "ratio_iqr": spread,
+        figure: ratio,
+        f"{figure}_iqr": spread,
+    }
