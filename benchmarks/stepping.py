@@ -89,8 +89,8 @@ def _one_pass(rows: int) -> Callable[[], object]:
         optimizer.step()
 
     def step() -> None:
-        assert attachment is not None  # which keeps it
         optimizer.step()
+        assert attachment and layers  # an attachment ends with its model: both live as long as the work
 
     return step
 
