@@ -87,10 +87,11 @@ def _one_pass(rows: int) -> Callable[[], object]:
         torch.stack([layer(torch.ones(1, _WIDTH)).sum() for layer in layers]).sum().backward()
     for _ in range(2):  # the first is the optimizer's own, the second compiles
         optimizer.step()
+    alive = attachment, layers
 
     def step() -> None:
         optimizer.step()
-        assert attachment and layers  # an attachment ends with its model: both live as long as the work
+        assert all(alive)  # an attachment ends with its model
 
     return step
 
