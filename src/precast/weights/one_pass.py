@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from precast.weights.partial_steps import (
     without_scaler,
 )
 from precast.weights.rounding import REST, Rounding, seeds
-from precast.weights.step_program import ProgramKey, program
+from precast.weights.step_program import ProgramKey, program, row
 from precast.weights.step_recorder import NotElementwiseError
 from precast.weights.step_recording import Recording, alike, has_states
 from precast.weights.stored_weights import StoredWeights
@@ -248,19 +248,19 @@ class OnePassStep:
             key, run, numbers = found
             count = parameter.numel()
             low = (parameter,) if rounding != "kahan" else (its[REST], parameter)
-            for part in _parts(count, _PART if key.writes_elsewhere else count):
-                written = [_numbers(each, part) for each in low] if key.writes_elsewhere else []
-                elsewhere = [torch.empty_like(each) for each in written]
-                run(
-                    *[_numbers(each, part) for each in tensors],
-                    numbers,
-                    *((seeds(its, (len(key.stored) + 1) // 2),) if key.takes_seeds else ()),
-                    *[_numbers(each, part) for each in low[:-1]],
-                    *elsewhere,
-                    *[_numbers(copy.tensor, part) for copy in copies],
-                )
-                for each, made in zip(written, elsewhere, strict=True):
-                    each.copy_(made)
+            chance = (seeds(its, (len(key.stored) + 1) // 2),) if key.takes_seeds else ()
+            others = [copy.tensor for copy in copies]
+            if key.writes_elsewhere:
+                for part in _parts(count, _PART):
+                    written = [row(each, part) for each in low]
+                    elsewhere = [torch.empty_like(each) for each in written]
+                    given = [row(each, part) for each in tensors]
+                    to = *elsewhere, *[row(each, part) for each in others]
+                    run((*given, numbers, *chance, *written[:-1], *to), len(part))
+                    for each, made in zip(written, elsewhere, strict=True):
+                        each.copy_(made)
+            else:
+                run((*tensors, numbers, *chance, *low[:-1], *others), count)
             torch.autograd.graph.increment_version(states)
         if (
             like not in runs
@@ -282,7 +282,7 @@ class _Run(NamedTuple):
     """What carries out a step for parameters that are alike."""
 
     key: ProgramKey
-    run: Callable[..., Any]
+    run: Callable[[Sequence[Tensor], int], None]
     numbers: Tensor
     """The scalars, float32 (k,)."""
 
@@ -332,12 +332,6 @@ def _parts(count: int, size: int) -> Iterator[range]:
     """Which numbers of a row of `count` a program is called for at a time."""
     for start in range(0, count, size):
         yield range(start, min(count, start + size))
-
-
-def _numbers(tensor: Tensor, part: range) -> Tensor:
-    """Numbers of a tensor in a row, as they lie in memory; no view, of which a program would see the base."""
-    row, start = torch.empty(0, dtype=tensor.dtype), tensor.storage_offset() + part.start
-    return row.set_(tensor.untyped_storage(), start, (len(part),), (1,))
 
 
 def _reason(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- a program serves all parameters to which the same is done, whatever their size: they are given as rows of numbers;
+- a program serves all parameters to which the same is done, whatever their size and shape: they are rows of numbers;
 - it reads what is stored in 16 bits, computes as the optimizer does, and writes parameter, states and copies;
 - whatever it is to write, it has written when it returns; where it cannot be compiled, it has written nothing.
 """
@@ -12,19 +12,19 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from precast._torch import COPY_IN_DTYPE
+from precast._torch import COPY_IN_DTYPE, CompiledKernel, kernel_of
 from precast.weights import rounding
 from precast.weights.rounding import Rounding
 from precast.weights.step_recorder import Argument, Call, Recorded
 
-__all__ = ["ProgramKey", "program"]
+__all__ = ["Program", "ProgramKey", "program", "row"]
 
 _aten: Final[Any] = torch.ops.aten
 _GRADIENT: Final = 1
@@ -60,15 +60,72 @@ class ProgramKey(NamedTuple):
         return self.rounding == "stochastic" or torch.bfloat16 in states
 
 
-_programs: Final[dict[ProgramKey, Callable[..., Any]]] = {}
-
-
-def program(key: ProgramKey, name: str) -> Callable[..., Any]:
+class Program:
     """What carries out a recorded step.
 
-    It is called with its tensors as rows of numbers (n,), one tensor of float32 scalars (k,), a seed for each two
-    tensors (int32) if it takes seeds, what was rounded away of the parameter (n,) with "kahan", where the parameter and
-    that are written (n,) if they are written elsewhere, and the copies (n,).
+    It is called with its tensors, which lie side by side in memory, whatever their shape is, and with how many numbers
+    of each it goes through: those of the recording, one tensor of float32 scalars (k,), a seed for each two tensors
+    (int32) if it takes seeds, what was rounded away of the parameter with "kahan", where the parameter and that are
+    written if they are written elsewhere, and the copies.
+
+    Args:
+        compiled: called with the same tensors as rows (n,).
+        numbered: which of the tensors have as many numbers as it goes through.
+        kernel: what that comes down to, where it is known.
+    """
+
+    __slots__ = ("_compiled", "_kernel", "_numbered")
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        numbered: Sequence[bool],
+        kernel: CompiledKernel | None = None,
+    ) -> None:
+        self._compiled, self._numbered, self._kernel = compiled, numbered, kernel
+
+    def __call__(self, tensors: Sequence[Tensor], count: int) -> None:
+        """Takes the step."""
+        if self._kernel is not None:
+            self._kernel(tensors, count)
+            return
+        each = zip(tensors, self._numbered, strict=True)
+        self._compiled(*[row(t, range(count)) if is_row else t for t, is_row in each])
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is called without what a compiler puts around it."""
+        return self._kernel is not None
+
+    def with_kernel(self, tensors: Sequence[Tensor]) -> Program:
+        """The same, called directly where that gives the same bits; `tensors` are some that it has been called with."""
+        kernel = kernel_of(self._compiled, self._tried(tensors), _TRIED)
+        if kernel is None:
+            return self
+        expected, found = self._tried(tensors), self._tried(tensors)
+        self._compiled(*expected)
+        kernel(found, _TRIED)
+        same = all(map(_has_bits_of, expected, found))
+        return Program(self._compiled, self._numbered, kernel) if same else self
+
+    def _tried(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A few numbers for each of these tensors, the same at each call."""
+        made = []
+        for number, (tensor, is_row) in enumerate(zip(tensors, self._numbered, strict=True), 1):
+            numbers = torch.arange(1, 1 + (_TRIED if is_row else tensor.numel())).mul_(number)
+            made.append(numbers.remainder_(97).div(97).to(tensor.dtype))
+        return made
+
+
+_TRIED: Final = 1009
+"""Numbers of a row on which a program is tried: several vectors, and a rest."""
+
+_programs: Final[dict[ProgramKey, Program]] = {}
+
+
+def program(key: ProgramKey, name: str) -> Callable[[Sequence[Tensor], int], None]:
+    """What carries out a recorded step: called as a `Program` is.
+
     The first call compiles it, which raises what the compiler raises; `name` is the optimizer's, for what is said then.
     """
     made = _programs.get(key)
@@ -80,14 +137,30 @@ def program(key: ProgramKey, name: str) -> Callable[..., Any]:
             # What PyTorch would look at before each call is in the key; the number of numbers is an argument.
             options={"guard_filter_fn": lambda guards: [False for _ in guards]},
         )
+        recorded = len(key.stored)
+        small = {recorded, recorded + 1} if key.takes_seeds else {recorded}
 
-        def first(*tensors: Tensor) -> None:
+        def first(tensors: Sequence[Tensor], count: int) -> None:
+            made = Program(compiled, [number not in small for number in range(len(tensors))])
             with _said(name):
-                compiled(*tensors)
-            _programs[key] = compiled
+                made(tensors, count)
+            _programs[key] = made.with_kernel(tensors)
 
         return first
     return made
+
+
+def row(tensor: Tensor, part: range) -> Tensor:
+    """Numbers of a tensor as they lie in memory; no view, of which a program would see the base.
+
+    The storage is not asked for: it would count as one that somebody keeps, and a copy that somebody reads is written
+    into new memory.
+    """
+    return tensor.data.as_strided_((len(part),), (1,), tensor.storage_offset() + part.start)
+
+
+def _has_bits_of(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _module(key: ProgramKey) -> fx.GraphModule:

@@ -1,0 +1,109 @@
+"""A compiled step is called below what the compiler puts around it, and gives the same bits wherever that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import precast
+from precast._torch import kernel_of
+from precast.weights import held, step_program
+
+BF16 = torch.bfloat16
+COUNT = 1009
+
+
+def steps(
+    monkeypatch: pytest.MonkeyPatch, shapes: list[tuple[int, int]]
+) -> tuple[Any, nn.ParameterList]:
+    """A training whose steps are compiled anew: its programs, and its weights, one of which is a transpose."""
+    made: dict[Any, step_program.Program] = {}
+    monkeypatch.setattr(step_program, "_programs", made)
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+    model[0].data = model[0].data.t().contiguous().t()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    precast.attach(model, optimizer=optimizer, step="one-pass")
+    use(model)
+    places = []
+    for step in range(5):  # the first is the optimizer's own
+        for p in model:
+            p.grad = torch.randn(p.shape).as_strided(p.shape, p.stride())
+        optimizer.step()
+        assert not step or all(torch.equal(copy_of(p), p.to(BF16)) for p in model)
+        places.append([copy_of(p).data_ptr() for p in model])
+    assert (
+        places[2] == places[3] == places[4]
+    )  # a compiler keeps what it has seen first, and nobody else reads them
+    return made, model
+
+
+def use(model: nn.ParameterList) -> None:
+    with precast.autocast("cpu", dtype=BF16):
+        for p in model:
+            nn.functional.linear(torch.ones(1, p.shape[1]), p)
+
+
+def copy_of(parameter: Tensor) -> Tensor:
+    (copy,) = held.held_parameters[id(parameter)].copies.values()
+    return copy.tensor
+
+
+def test_a_step_has_the_bits_of_the_program_that_is_called_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [(128, 130), (131, 127), (16411, 1)]
+    made, model = steps(monkeypatch, shapes)
+    monkeypatch.setattr(step_program, "kernel_of", lambda *_: None)
+    others, other = steps(monkeypatch, shapes)
+    assert [program.is_kernel for program in made.values()] == [True]
+    assert [program.is_kernel for program in others.values()] == [False]
+    assert all(map(torch.equal, model, other))
+
+
+def test_a_kernel_that_gives_other_bits_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: Any) -> Any:
+        kernel = kernel_of(*arguments)
+        assert kernel is not None
+        swapped = {number: number for number in kernel.order} | {0: 1, 1: 0}
+        return kernel._replace(order=tuple(swapped[number] for number in kernel.order))
+
+    monkeypatch.setattr(step_program, "kernel_of", wrong)
+    made, _ = steps(monkeypatch, [(128, 130)])
+    assert [program.is_kernel for program in made.values()] == [False]
+
+
+def adds(x: Tensor, y: Tensor) -> None:
+    x.add_(y)
+
+
+def normalizes(x: Tensor, y: Tensor) -> None:
+    x.div_(y.sum())
+
+
+@pytest.mark.parametrize(("function", "is_known"), [(adds, True), (normalizes, False)])
+def test_what_is_more_than_one_kernel_over_what_it_is_given_is_not_known(
+    function: Callable[[Tensor, Tensor], None], is_known: bool
+) -> None:
+    run = torch.compile(function, dynamic=True, fullgraph=True)
+    rows = [torch.ones(COUNT), torch.ones(COUNT)]
+    for row in rows:
+        torch._dynamo.mark_dynamic(row, 0)
+    run(*rows)
+    kernel = kernel_of(run, rows, COUNT)
+    assert (kernel is not None) is is_known
+    if kernel is not None:
+        x, y = torch.ones(3, 7), torch.full((3, 7), 2.0)
+        kernel((x, y), 21)
+        assert torch.equal(x, torch.full((3, 7), 3.0))
+
+
+def test_what_is_not_compiled_has_no_kernel() -> None:
+    rows = [torch.ones(COUNT), torch.ones(COUNT)]
+    assert kernel_of(adds, rows, COUNT) is None
+    assert torch.equal(rows[0], torch.full((COUNT,), 2.0))
