@@ -3,6 +3,8 @@
 Invariants:
 - seeds, batches and first weights are the same for all that are compared, so differences are taken in pairs;
 - data is real, and ships with what is installed: scikit-learn's digits, and the texts of Python's `pydoc`;
+- the vision transformer has begun to learn in float32, alike in all variants: at its first steps two seeds differ more
+  than two precisions;
 - the losses at the end are those of the same batches for all, in a region with the policy that was trained under; for
   digits they are images that no training saw;
 - whether 8 bits are emulated changes how long this takes, and nothing that it measures. It reports no times.
@@ -50,6 +52,8 @@ _EVALUATED: Final = 16
 """Batches that the final loss is a mean of."""
 _BEFORE: Final = 100
 """Steps in bfloat16 before a layer is run alone."""
+_BEGUN: Final = 150
+"""Steps in float32 with which the vision transformer begins."""
 _POINT: Final = 20
 """Steps whose mean is a point of a curve."""
 
@@ -86,6 +90,7 @@ class Case(NamedTuple):
         rate: its learning rate.
         first: the linear layer that is called first.
         last: the one that is called last.
+        before: steps at a rate of 1e-3, in float32, which come before in all variants alike.
     """
 
     model: Callable[[], nn.Module]
@@ -95,6 +100,7 @@ class Case(NamedTuple):
     rate: float
     first: str
     last: str
+    before: int = 0
 
 
 class Patches(nn.Module):
@@ -153,7 +159,7 @@ CASES: Final[dict[str, Callable[[], Case]]] = {
         _decoder, text(0, 4), text(0, 4), 300, 1e-3, "blocks.0.attend", "head"
     ),
     "ViT on digits": lambda: Case(
-        Patches, _images(False), _images(True), 200, 1e-3, "patches", "head"
+        Patches, _images(False), _images(True), 200, 1e-4, "patches", "head", _BEGUN
     ),
 }
 
@@ -165,8 +171,7 @@ def policy_of(case: Case, variant: Variant) -> precast.Policy:
 
 def train(case: Case, variant: Variant, seed: int, *, steps: int | None = None) -> dict[str, Any]:
     """One training: the mean loss afterwards, and those of every 20 steps on the way."""
-    torch.manual_seed(seed)
-    model, policy = case.model(), policy_of(case, variant)
+    model, policy = _begun(case, seed), policy_of(case, variant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.rate)
     attachment = precast.attach(model, policy, hold=False)
     torch.manual_seed(1000 + seed)
@@ -194,8 +199,7 @@ def sensitivity(case: Case, rule: str, seed: int, *, steps: int | None = None) -
     The change is in proportion to the gradient, both of all parameters together, beside bfloat16 everywhere; the mean
     of four batches.
     """
-    torch.manual_seed(seed)
-    model = case.model()
+    model = _begun(case, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.rate)
     torch.manual_seed(1000 + seed)
     for _ in range(case.steps if steps is None else steps):
@@ -211,6 +215,18 @@ def sensitivity(case: Case, rule: str, seed: int, *, steps: int | None = None) -
         pairs = zip(found, exact, strict=True)
         changes[layer] = statistics.fmean(((a - b).norm() / b.norm()).item() for a, b in pairs)
     return changes
+
+
+def _begun(case: Case, seed: int) -> nn.Module:
+    """The model, which has taken the steps that come before."""
+    torch.manual_seed(seed)
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(case.before):
+        optimizer.zero_grad()
+        cross_entropy(model, *case.batch()).backward()
+        optimizer.step()
+    return model
 
 
 def _policy(rule: str | None, in_16_bits: list[str]) -> precast.Policy:
@@ -311,6 +327,8 @@ def _png(losses: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> bytes:
                 reach = [[it.middle - it.low], [it.high - it.middle]]
                 more.errorbar([it.middle], [place], xerr=reach, fmt="o", color=color, capsize=3)
         curves.set(title=case, xlabel="step", ylabel="loss", yscale="log")
+        for axis in ("major", "minor"):  # plain numbers, not powers of ten
+            getattr(curves.yaxis, f"set_{axis}_formatter")("{x:g}")
         curves.legend(frameon=False, fontsize=8)
         more.axvline(0, color="#8c959f", linewidth=0.8)
         names = [name for name in variants if name != REFERENCE]

@@ -64,8 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = pytest.mark.skip(reason=f"needs the native engine: {_native.reason}")
         for item in items:
             parameters = getattr(item, "callspec", None)
-            named = "" if parameters is None else " ".join(map(str, parameters.params.values()))
-            if "native" in named.split():
+            given = () if parameters is None else parameters.params.values()
+            if any("native" in value.split() for value in given if isinstance(value, str)):
                 item.add_marker(reason)
 
 

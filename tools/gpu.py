@@ -34,6 +34,8 @@ __all__ = ["Part", "main", "parts", "run", "table"]
 
 ROOT = Path(__file__).parent.parent
 _GRACE = 30  # seconds that an interrupted part has to write its rows
+_FILES = "{files}"
+"""In a part's arguments: the files with tests marked gpu. Others may need packages that a GPU machine lacks."""
 _HEAD = """# On a GPU
 
 What ran on a GPU, and how it went; `python -m tools.gpu` runs all of it and writes this page.
@@ -47,7 +49,7 @@ class Part:
 
     Attributes:
         name: what it shows.
-        arguments: of Python; `{out}` is the folder for files.
+        arguments: of Python; `{out}` is the folder for files, and a last `{files}` the files with tests marked gpu.
         share: of the time that is left, the most that it takes.
         read: from its output file and exit code to one line on how it went.
     """
@@ -73,7 +75,7 @@ def parts() -> tuple[Part, ...]:
     """All parts, in the order in which they run."""
     junit, models, demos = "{out}/tests.xml", "{out}/models.json", "{out}/demo"
     products = "{out}/float8.json"
-    pytest = ("-m", "pytest", "-m", "gpu", "--numprocesses", "0", "--quiet", "--junit-xml", junit)
+    pytest = ("-m", "pytest", "-m", "gpu", "--quiet", "--junit-xml", junit, _FILES)
     precast = ("-m", "precast")
     return (
         Part("doctor", (*precast, "doctor", "--json"), 0.1, _doctor),
@@ -114,7 +116,8 @@ def run(these: Sequence[Part], out: Path, seconds: float) -> Iterator[Done]:
     ends = time.monotonic() + seconds
     for part in these:
         limit = max((ends - time.monotonic()) * part.share, 1.0)
-        command = [argument.format(out=out) for argument in part.arguments]
+        command = [a.format(out=out) for a in part.arguments if a != _FILES]
+        command += _files_of_tests() if _FILES in part.arguments else []
         begun = time.monotonic()
         log = out / f"gpu {part.name}.txt".replace(" ", "-")
         with log.open("w", encoding="utf-8") as file:
@@ -175,7 +178,12 @@ def _result(part: Part, out: Path, log: Path, code: int) -> str:
     ended = {0: "", 124: "out of time; "}.get(code, f"exit code {code}; ")
     try:
         return ended + part.read(log if part.read is _doctor else out)
-    except (OSError, ValueError, KeyError) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        KeyError,
+    ) as error:  # XML that ends too early is a SyntaxError
         return f"{ended}no result: {type(error).__name__}"
 
 
@@ -203,6 +211,12 @@ def _models(out: Path) -> str:
     return (
         f"{len(rows)} rows; attached takes {min(ratios):.2f} to {max(ratios):.2f} of torch.autocast"
     )
+
+
+def _files_of_tests() -> list[str]:
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    marked = [path for path in tests if "mark.gpu" in path.read_text(encoding="utf-8")]
+    return [str(path.relative_to(ROOT)) for path in marked]
 
 
 def _machine() -> dict[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor
 
 from benchmarks import float8
 from benchmarks.float8 import LLAMA, RULES, Shape, measured, pays_from, reason_to_skip, run, said
@@ -50,11 +52,16 @@ def test_a_device_with_a_kernel_is_not_skipped() -> None:
         assert reason_to_skip(CPU) is None
 
 
-@pytest.mark.parametrize("compiled", [False])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_every_rule_has_a_row_for_every_shape(compiled: bool) -> None:
-    rows = [*run(CPU, SMALL, rounds=3, compiles=(compiled,))]
+    shapes = SMALL[:1] if compiled else SMALL
+    rows = [*run(CPU, shapes, rounds=3, compiles=(compiled,))]
     ours = [each for each in rows if each["kind"] in RULES]
-    assert len(ours) == len(RULES) * len(SMALL)
+    assert len(ours) == len(RULES) * len(shapes)
+    # What there is no time for is smaller than what there was.
+    assert [Shape(r["tokens"], r["inputs"], r["outputs"]) for r in ours[:: len(RULES)]] == [
+        *shapes[::-1]
+    ]
     for each in ours:
         assert each["compiled"] is compiled
         assert 0 < each["ratio_low"] <= each["ratio"] <= each["ratio_high"]
@@ -73,7 +80,101 @@ def test_what_cannot_run_is_a_row_with_its_error(monkeypatch: pytest.MonkeyPatch
     rows = [*run(CPU, SMALL[:1], rounds=3, compiles=(False,))]
     [broken] = [each for each in rows if each["kind"] == "float8"]
     assert broken["error"] == "no kernel"
-    assert {"kind": "float8", "compiled": False, "from": None} in pays_from(rows)
+    assert {"kind": "float8", "compiled": False, "from": None, "shapes": 1} in pays_from(rows)
+    assert len([each for each in rows if "ratio" in each and each["kind"] in RULES]) == 2
+
+
+def failing(after: int, kind: str) -> Any:
+    """Makers of layers, of which one raises an error from some call on."""
+    plain = float8._under
+
+    def under(shape: Shape, device: torch.device, rule: str, *, compiled: bool) -> Any:
+        made, calls = plain(shape, device, rule, compiled=compiled), 0
+
+        def call(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if rule == kind and calls > after:
+                raise RuntimeError("out of memory")
+            result: Tensor = made(x)
+            return result
+
+        return call
+
+    return under
+
+
+def test_an_error_in_a_later_round_takes_no_other_row_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(float8, "_under", failing(3, "float8_rowwise"))
+    rows = {each["kind"]: each for each in run(CPU, SMALL[:1], rounds=3, compiles=(False,))}
+    assert rows["float8_rowwise"]["error"] == "out of memory"
+    assert {"ratio", "faster"} <= rows["float8"].keys()
+    assert {"ratio", "faster"} <= rows["float8_hp_grad"].keys()
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_without_bfloat16_there_is_no_ratio_and_the_next_shape_is_measured(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float8, "_under", failing(after, "bfloat16"))
+    rows = [*run(CPU, SMALL, rounds=3, compiles=(False,))]
+    assert {each["tokens"] for each in rows} == {16, 32}
+    assert all("out of memory" in each["error"] for each in rows)
+    assert {each["kind"] for each in pays_from(rows)} >= {*RULES}
+
+
+def test_it_can_be_tried_out_where_float8_is_emulated(tmp_path: Path) -> None:
+    file = tmp_path / "float8.json"
+    asked = [
+        "--device",
+        "cpu",
+        "--emulated",
+        "--rounds",
+        "2",
+        "--way",
+        "eager",
+        "--shape",
+        "16x32x48",
+    ]
+    done = CliRunner().invoke(float8.main, [*asked, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "emulated, which tells nothing" in done.output
+    document = json.loads(file.read_text())
+    assert document["emulated"] is True
+    assert {each["kind"] for each in document["rows"]} >= {*RULES}
+    installed = importlib.util.find_spec("torchao") is not None
+    assert (document["torchao"] is not None) is installed
+    assert ("torchao is not installed" in done.output) is not installed
+
+
+def test_what_ends_it_early_leaves_the_rows_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {**row("float8", SMALL[0], 1.0), "benchmark": "float8"}
+
+    def some(*_: Any, **__: Any) -> Iterator[dict[str, Any]]:
+        yield first
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(float8, "run", some)
+    file = tmp_path / "float8.json"
+    asked = ["--device", "cpu", "--emulated", "--json", str(file)]
+    done = CliRunner().invoke(float8.main, asked)
+    assert done.exit_code == 0
+    document = json.loads(file.read_text())
+    assert document["rows"] == [first]
+    assert "the driver is gone" in document["ended"]
+    assert "float8 (eager) from 16 x 32 -> 48 of 1" in done.output
+    assert "ended early" in done.output
+
+
+@pytest.mark.parametrize("shape", ["", "16", "16x32", "16x32xmany"])
+def test_a_shape_is_three_numbers(shape: str) -> None:
+    done = CliRunner().invoke(float8.main, ["--shape", shape])
+    assert done.exit_code == 2
+    assert "a shape is three numbers" in done.output
 
 
 def test_ratios_are_taken_within_rounds() -> None:
@@ -98,9 +199,10 @@ def test_a_rule_pays_from_the_smallest_shape_above_which_all_are_faster() -> Non
         ("float8_hp_grad", False): None,
         ("float8", True): small._asdict(),
     }
-    words = said({"pays_from": pays_from(rows)})
-    assert "float8 (eager) from 2 x 2 -> 2" in words
-    assert "float8_hp_grad (eager) at no size" in words
+    words = said({"pays_from": pays_from(rows), "rows": rows, "torchao": "0.18.0"})
+    assert "float8 (eager) from 2 x 2 -> 2 of 3" in words
+    assert "float8_hp_grad (eager) at no size of 2" in words
+    assert "torchao" not in words
 
 
 def test_the_shapes_are_those_of_large_models() -> None:

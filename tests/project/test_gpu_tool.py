@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,30 @@ def test_every_part_starts_a_command_that_exists() -> None:
             asked = CliRunner().invoke(mains[module], [*commands, "--help"])
             assert asked.exit_code == 0, asked.output
             assert all(a in asked.output for a in rest if a.startswith("--"))
+
+
+def test_tests_are_those_of_the_files_that_have_one_for_a_gpu() -> None:
+    """Other files may import what a GPU machine lacks, and one that cannot be read ends the whole run."""
+    files = gpu._files_of_tests()
+    assert "tests/float8/test_gpu.py" in files
+    [part] = [part for part in gpu.parts() if part.name == "tests marked gpu"]
+    assert part.arguments[-1] == "{files}"
+    asked = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "--quiet"]
+    said = subprocess.run(
+        [*asked, *files], cwd=gpu.ROOT, capture_output=True, text=True, check=True
+    )
+    found = {line.partition("::")[0] for line in said.stdout.splitlines() if "::" in line}
+    assert found == {*files}
+
+
+def test_files_are_put_in_place_of_the_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_files_of_tests", lambda: ["one", "two"])
+    part = Part("all", ("-c", "import sys; print(sys.argv[1:])", "{files}"), 1.0)
+    [done] = gpu.run([part], tmp_path, seconds=30)
+    assert (tmp_path / "gpu-all.txt").read_text() == "['one', 'two']\n"
+    assert done.command.endswith("{files}")
 
 
 def test_what_was_measured_is_read(tmp_path: Path) -> None:
