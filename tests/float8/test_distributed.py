@@ -1,9 +1,13 @@
-"""Float8 rules under DDP and FSDP2, one process on gloo: what they train is what is trained without a wrapper."""
+"""Float8 rules under DDP and FSDP2, one and two processes on gloo: they train what is trained without a wrapper."""
 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,3 +83,23 @@ def test_fsdp2(rule: str) -> None:
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     for one, other in zip(trained(sharded, rule), trained(plain, rule), strict=True):
         assert one.equal(other)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.float8.two_processes"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "".join(said)[-3000:]
