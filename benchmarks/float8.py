@@ -315,7 +315,7 @@ def main(
     where = torch.device(device)
     reason = reason_to_skip(where)
     if reason is not None and not (emulated and where.type != "cuda"):
-        document = {"machine": about(), "skipped": reason}
+        document: dict[str, Any] = {"machine": about(), "skipped": reason}
         _write(path, document)
     else:
         compiles = (False, True) if way is None else (way == "compiled",)
