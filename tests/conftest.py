@@ -84,6 +84,16 @@ def _one_seed_repeats_all_draws() -> None:
     torch.manual_seed(random.getrandbits(32))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collections_look_at_what_tests_make() -> None:
+    """Many tests ask for a collection, which looks at all that is loaded: half of what tests of weights took.
+
+    What is there when the tests of a file begin is left out from then on; it has just been collected.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_region_is_left_open() -> Iterator[None]:
     yield
