@@ -7,18 +7,20 @@ is to the faster of the two. All have numbers of their own, so that none finds t
 A training step: forward, backward and step of a decoder of width 512 with AdamW, whose baseline is torch.autocast with
 `fused=True`. "attached" is what there is without one pass: it says how much memory that takes at its peak.
 
-Compiling is over before anything is timed.
+Compiling is over before anything is timed, and a step that is not taken in one pass, where it is said to be, raises.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 import precast
 from benchmarks import networks
@@ -26,6 +28,8 @@ from benchmarks.interleave import Comparison, Variant, compare
 from benchmarks.networks import Network
 from benchmarks.observe import observe
 from benchmarks.variants import Prepared
+from precast.errors import PrecastWarning
+from precast.weights.held import MIN_ELEMENTS_FOR_NODE
 
 __all__ = ["AUTOCAST", "MILLIONS", "ONE_PASS", "ROUNDS", "SHAPES", "case_of_step", "run"]
 
@@ -37,6 +41,8 @@ ONE_PASS, AUTOCAST, ATTACHED = "one pass", "torch.autocast, fused", "attached"
 _FUSED, _FOREACH = "fused, with casts", "foreach, with casts"
 _WEIGHTS, _WIDTH = 48, 1024
 _CALLS = 2
+_STEPS_BEFORE: Final = 3
+"""The first is the optimizer's own, the second compiles."""
 _LOW: Final = torch.bfloat16
 
 
@@ -83,10 +89,12 @@ def _one_pass(rows: int) -> Callable[[], object]:
     layers = _layers(rows)
     optimizer = AdamW(layers.parameters(), lr=1e-5)
     attachment = precast.attach(layers, optimizer=optimizer, grad_dtype=_LOW, step="one-pass")
+    _check_that_nothing_is_left(optimizer)
     with precast.autocast("cpu", dtype=_LOW):
         torch.stack([layer(torch.ones(1, _WIDTH)).sum() for layer in layers]).sum().backward()
-    for _ in range(2):  # the first is the optimizer's own, the second compiles
-        optimizer.step()
+    with _refusing_to_step_as_before():
+        for _ in range(_STEPS_BEFORE):
+            optimizer.step()
     alive = attachment, layers
 
     def step() -> None:
@@ -145,6 +153,8 @@ def _training(
     end: Callable[[], object] = lambda: None  # noqa: E731
     if attached is not None:
         end = precast.attach(model, optimizer=optimizer, **attached).detach
+        if "step" in attached:
+            _check_that_nothing_is_left(optimizer)
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -154,9 +164,37 @@ def _training(
         optimizer.step()
         return loss.detach()
 
-    for _ in range(2):
-        step()
+    with _refusing_to_step_as_before():
+        for _ in range(_STEPS_BEFORE):
+            step()
     return Prepared(step, end)
+
+
+def _check_that_nothing_is_left(optimizer: AdamW) -> None:
+    """Has a step raise where the optimizer itself would still step a large weight, after its first step.
+
+    What an attachment steps has no gradient by then; one that has ended, as with its model, steps nothing.
+    """
+
+    def check(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        left = [p for p in _weights_of(optimizer) if p.grad is not None and optimizer.state.get(p)]
+        if left:
+            raise RuntimeError(f"{len(left)} weights are not stepped in one pass.")
+
+    optimizer.register_step_pre_hook(check)
+
+
+def _weights_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from (p for p in group["params"] if p.numel() >= MIN_ELEMENTS_FOR_NODE)
+
+
+@contextmanager
+def _refusing_to_step_as_before() -> Iterator[None]:
+    """A block in which an attachment that cannot step in one pass, and says so, is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecastWarning)
+        yield
 
 
 def _row(case: str, name: str, found: Comparison, to: str) -> dict[str, Any]:

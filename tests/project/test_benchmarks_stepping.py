@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+import precast
 from benchmarks import stepping
 from benchmarks.targets import NOT_JUDGED, TARGETS, judged
+from precast.errors import PrecastWarning
 from precast.weights import step_program
 
 
@@ -56,3 +58,20 @@ def test_every_target_finds_its_row(rows: list[dict[str, Any]]) -> None:
     assert len(found) == len(mine) == 9
     assert all(row["value"] is not None for row in found)
     assert NOT_JUDGED not in {row["verdict"] for row in found}
+
+
+def test_what_is_not_stepped_in_one_pass_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    attach = precast.attach
+    monkeypatch.setattr(precast, "attach", lambda *a, **k: attach(*a, **k).detach())
+    with pytest.raises(RuntimeError, match="48 weights are not stepped in one pass"):
+        stepping._one_pass(20)
+
+
+def test_a_compiler_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(step_program, "_programs", {})
+    monkeypatch.setattr(step_program.torch, "compile", lambda *_, **__: fails)
+    with pytest.raises(PrecastWarning, match="no compiler"):
+        stepping._one_pass(20)

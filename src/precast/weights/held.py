@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -198,18 +198,21 @@ def renew(copies: Iterable[Copy]) -> None:
 
 
 @contextmanager
-def written_together(parameter: Tensor) -> Iterator[list[Copy]]:
-    """A block that writes a parameter and, with the same numbers, the copies that it gets; these are then current."""
+def written_together(parameter: Tensor, others: Sequence[Tensor] = ()) -> Iterator[list[Copy]]:
+    """A block that writes a parameter and, with the same numbers, the copies that it gets; these are then current.
+
+    The version counters of what else it writes move too: they do before the write, as the parameter's does.
+    """
     with lock:
         held_parameter = held_parameters.get(id(parameter))
-        copies = [] if held_parameter is None else list(held_parameter.copies.values())
+        its = () if held_parameter is None else held_parameter.copies.values()
         # Copies in 8 bits need the largest number first: they are written at their next use.
-        copies = [c for c in copies if c.fits(parameter) and not isinstance(c, QuantisedCopy)]
+        copies = [c for c in its if c.fits(parameter) and not isinstance(c, QuantisedCopy)]
         stream = stream_of(parameter.device)
         for copy in copies:
             copy.join(stream)
             copy.make_room(parameter)
-        torch.autograd.graph.increment_version(parameter)
+        torch.autograd.graph.increment_version((parameter, *others))
         # As it is before the write: what another thread writes meanwhile is found at the next use.
         version, pointer = version_of(parameter), parameter.data_ptr()
         yield copies

@@ -163,9 +163,9 @@ class Copy:
 
     @circumstances.setter
     def circumstances(self, noted: Circumstances) -> None:
-        self._circumstances = noted
-        self.record.received_then, self.record.had_gradient = noted.received, noted.has_gradient
-        self.record.is_kernels = False
+        self._circumstances, record = noted, self.record
+        record.received_then, record.had_gradient = noted.received, noted.has_gradient
+        record.is_kernels = False
 
     def lend(self, parameter: Tensor) -> None:
         """Lets this thread's kernels use the copy and renew it by themselves; the caller has the lock."""
@@ -234,12 +234,13 @@ class Copy:
 
     def written(self, parameter: Tensor, version: int, pointer: int, stream: Any) -> None:
         """Notes that a stream has been given a write to do: what the parameter was then."""
-        if pointer != self.pointer:
+        record = self.record
+        if pointer != record.pointer:
             # An address is given out again when its storage is freed.
             forget = _forgetting_address(weakref.ref(self))
             self._storage = weakref.ref(parameter.untyped_storage(), forget)
-        self.record.version, self.record.pointer = version, pointer
-        self.record.writes += 1
+        record.version, record.pointer = version, pointer
+        record.writes += 1
         self.stream = stream
         self._event = None if stream is None else stream.record_event()
 

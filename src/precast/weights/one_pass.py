@@ -173,7 +173,7 @@ class OnePassStep:
         gradient = parameter.grad
         if gradient is None or not self._is_stepped(parameter):
             return False
-        if not has_states(optimizer, parameter) and id(parameter) not in self._begun:
+        if id(parameter) not in self._begun and not has_states(optimizer, parameter):
             self._begun.add(id(parameter))
             return False
         reason = _why_not(parameter, gradient)
@@ -233,7 +233,7 @@ class OnePassStep:
         states, rounding = recording.states_of(parameter), self._stored.get(id(parameter))
         tensors = parameter, gradient, *states
         its = optimizer.state.get(parameter, {})
-        with held.written_together(parameter) as copies:
+        with held.written_together(parameter, states) as copies:
             stored = tuple([tensor.dtype for tensor in tensors])
             low_copies = tuple([copy.tensor.dtype for copy in copies])
             like = stored, low_copies, factor, rounding
@@ -261,7 +261,6 @@ class OnePassStep:
                         each.copy_(made)
             else:
                 run((*tensors, numbers, *chance, *low[:-1], *others), count)
-            torch.autograd.graph.increment_version(states)
         if (
             like not in runs
         ):  # it is compiled now; a key is asked for once, as its recording is long
@@ -304,7 +303,9 @@ def _why_not(parameter: Tensor, gradient: Tensor) -> str | None:
         return f"it has been tried on the CPU alone, and a weight is on {parameter.device}"
     if type(gradient) is not Tensor or gradient.stride() != parameter.stride():
         return "a gradient has another layout than its weight"
-    if parameter.untyped_storage().nbytes() == 0 or not _is_dense(parameter):
+    if parameter.untyped_storage().nbytes() == 0 or not (
+        parameter.is_contiguous() or _is_dense(parameter)
+    ):
         return "the numbers of a weight do not lie side by side"
     if dispatch_modes():
         return "a mode watches its operations"

@@ -36,6 +36,11 @@ __all__ = [
 
 def _circumstances(held_parameter: HeldParameter, parameter: Tensor) -> Circumstances:
     """Those of this moment and thread."""
+    if not held_parameter.overlapping:
+        trains = parameter.requires_grad
+        received = sum([copy.record.received for copy in held_parameter.copies.values()])
+        has_gradient = trains and parameter.grad is not None
+        return Circumstances(trains and is_grad_enabled(), trains, received, has_gradient, ())
     overlapping = (h.parameter() for h in held_parameter.overlapping)
     others = [other for other in overlapping if other is not None]
     together = (parameter, *others)

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,12 @@ from precast.weights.step_recorder import NotElementwiseError, Recorded, StepRec
 __all__ = ["Recording", "alike", "has_states"]
 
 
-def alike(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+def alike(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
     """Parameters of one group, together where a step does the same to them."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return [[parameter] for parameter in parameters]
+    if len(parameters) < 2:
+        return [parameters] if parameters else []
     by_likeness: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         by_likeness.setdefault(_likeness(optimizer, parameter), []).append(parameter)
@@ -43,16 +45,16 @@ def has_states(optimizer: Optimizer, parameter: Tensor) -> bool:
 def _likeness(optimizer: Optimizer, parameter: Tensor) -> Any:
     """All that a step of PyTorch's asks of a parameter, besides the numbers that it treats one by one."""
     states = optimizer.state.get(parameter, {})
-    its = ((k, _seen(v, parameter)) for k, v in states.items() if k not in OF_ROUNDING)
+    geometry = parameter.shape, parameter.stride()
+    its = [(k, _seen(v, geometry)) for k, v in states.items() if k not in OF_ROUNDING]
     return parameter.dtype, *its
 
 
-def _seen(value: Any, parameter: Tensor) -> Any:
+def _seen(value: Any, geometry: tuple[Any, ...]) -> Any:
     if isinstance(value, Tensor):
         if value.numel() == 1:
             return value.dtype, value.item()
-        lies_alike = value.shape == parameter.shape and value.stride() == parameter.stride()
-        return value.dtype, lies_alike
+        return value.dtype, (value.shape, value.stride()) == geometry
     return value if isinstance(value, PLAIN) else id(value)
 
 
