@@ -335,6 +335,28 @@ def test_what_the_examples_did_not_show_gets_the_answer_too(how: str) -> None:
     assert is_same(converted(x), _in_region(model, x, "default", BF16))
 
 
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(8, 8), nn.Conv1d(8, 8, 1), nn.Conv1d(8, 8, 1, bias=False)]
+)
+@pytest.mark.parametrize("region", [torch.autocast, precast.autocast])
+def test_an_island_that_the_example_did_not_show_is_refused(region: Any, layer: nn.Module) -> None:
+    class Island(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.is_open = layer, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            with region("cpu", enabled=not self.is_open):
+                return self.layer(x)
+
+    x = torch.randn(2, 8, 3) if isinstance(layer, nn.Conv1d) else torch.randn(2, 8)
+    converted: Any = precast.convert(Island().eval(), example=x)
+    converted(x)
+    converted.is_open = True
+    with pytest.raises(ConversionError, match=r"'layer\.(weight|bias)' in torch\.bfloat16"):
+        converted(x)
+
+
 @pytest.mark.parametrize("how", ["new", "island"])
 def test_what_the_examples_did_not_show_is_refused_where_numbers_are_lost(how: str) -> None:
     model, x = Asks("").eval(), torch.randn(3, 8)
@@ -375,6 +397,36 @@ def test_a_part_of_a_converted_model_runs_in_a_region_of_the_program() -> None:
     with precast.autocast("cpu"), pytest.raises(ConversionError, match=r"'0\.weight'"):
         converted[0].weight + 1
     assert (converted[0].weight + 1).dtype is BF16
+
+
+@pytest.mark.parametrize("how", ["data", "set_", "copy_", "transpose_", "parameter", "load"])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_a_layer_computes_with_the_memory_that_its_weight_has_now(kind: str, how: str) -> None:
+    layer: nn.Module = nn.Linear(8, 8) if kind == "linear" else nn.Conv2d(8, 8, 1)
+    model = nn.Sequential(layer, nn.ReLU()).eval()
+    x = torch.randn(2, 8) if kind == "linear" else torch.randn(2, 8, 3, 3)
+    converted: Any = precast.convert(model, example=x)
+    before = converted(x)
+    weight = converted[0].weight
+    with torch.no_grad():
+        other = torch.randn_like(weight, dtype=BF16)
+        if how == "data":
+            weight.data = other
+        elif how == "set_":
+            weight.set_(other)
+        elif how == "copy_":
+            weight.copy_(other)
+        elif how == "transpose_":
+            other = weight.detach().clone().transpose(0, 1)
+            weight.transpose_(0, 1)
+        elif how == "parameter":
+            converted[0].weight = nn.Parameter(other, requires_grad=False)
+        else:
+            converted.load_state_dict({**converted.state_dict(), "0.weight": other})
+        layer.weight.copy_(other)
+    after = converted(x)
+    assert is_same(after, _in_region(model, x, "default", BF16))
+    assert not torch.equal(after, before)
 
 
 def test_methods_run_under_the_policy_too() -> None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import is_autocast_enabled, nn
+from torch.compiler import is_dynamo_compiling
 
 from precast.autocast_mode.region import autocast
 from precast.engine.thread_state import thread_state
@@ -40,12 +41,18 @@ class Carried:
         region: the region that its calls run in.
         report: what became of its weights.
         methods: the names of the methods that run in the region, too.
+        told: what a region around said that was told of.
     """
 
     region: autocast
     report: Conversion
     methods: tuple[str, ...]
-    _told: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    @functools.cached_property
+    def device(self) -> str:
+        """The device type of the region."""
+        return self.region.device
 
     def check(self, model: nn.Module) -> None:
         """Refuses training, and tells of a region around that says something else.
@@ -58,8 +65,8 @@ class Carried:
                 f"this {type(model).__name__} was converted for inference, and is in training mode. Call model.eval(), "
                 "or train the float32 model and convert it again."
             )
-        device = self.region.device
-        if not self._told and torch.is_autocast_enabled(device):
+        device = self.device
+        if not self.told and is_autocast_enabled(device):
             self._compare(torch.get_autocast_dtype(device), device)
 
     def _compare(self, dtype: torch.dtype, device: str) -> None:
@@ -73,7 +80,7 @@ class Carried:
         if dtype is self.region.fast_dtype and not other:
             return
         around = f"{dtype}" + (f" and the policy {bound.policy.name!r}" if bound and other else "")
-        self._told.append(around)
+        self.told.append(around)
         warnings.warn(
             f"the region around says {around}; the converted {self.report.model} follows what it was converted with: "
             f"{self.region.fast_dtype} and the policy {self.report.policy!r}. Convert the model anew for the other.",
@@ -131,13 +138,14 @@ def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         carried: Carried = self.__dict__[_KEY]
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             with carried.region.anew():
                 return method(self, *args, **kwargs)
         models = inside.models
         if models and models[-1] is self:
             return method(self, *args, **kwargs)
-        carried.check(self)
+        if self.training or (not carried.told and is_autocast_enabled(carried.device)):
+            carried.check(self)
         models.append(self)
         try:
             with carried.region:

@@ -4,7 +4,13 @@ A stored weight makes sure at each use that its rounding shows in no result, whi
 These modules do one thing with their weights, so two questions are enough: does the region cast to the dtype that the
 weight is stored in, and is the input one that it casts?
 
-Invariant: where an answer is no, or a compiler traces, the module does what its base class does.
+Much of a small layer's time goes into what is asked, so each question is written out here, the cheap ones first, and
+the function gets weights of PyTorch's own class.
+
+Invariants:
+
+- where an answer is no, or a compiler traces, the module does what its base class does;
+- where the program has switched autocast off, 16-bit inputs are taken too; the float32 weights raise an error on these.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from torch import Tensor, is_autocast_enabled, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
-from precast._torch import innermost_transform, without_subclass_functions
+from precast._torch import innermost_transform
 from precast.engine.thread_state import thread_state
 from precast.shipping.function_calls import lowers
 from precast.shipping.stored_weights import StoredParameter
@@ -31,8 +37,8 @@ class _Lowering(set[int]):
         self.function = function
 
     def learns(self, device_type: str) -> bool:
-        """Whether the policy in force is one of them; what is not known yet is noted."""
-        found = lowers(self.function, device_type)
+        """Whether autocast is on, and the policy in force is one of them; what is not known yet is noted."""
+        found = lowers(self.function, device_type) and is_autocast_enabled(device_type)
         number = thread_state(device_type).state.number.value
         if found and number:
             if len(self) >= _MOST_KNOWN:
@@ -42,23 +48,7 @@ class _Lowering(set[int]):
 
 
 _MOST_KNOWN: Final = 4096
-
-
-def _casts(weight: Any, lowering: _Lowering, value: Any) -> bool:
-    """Whether the region in force casts an input, and the weights of a function to the dtype of the region.
-
-    That the region's dtype is that of the weights the result says, which costs less than to ask for it. Each part of a
-    layer's time is here, so there is no call of Python's more than it takes.
-    """
-    return (
-        type(weight) is StoredParameter  # the program may have given it another one
-        and type(value) is Tensor
-        and not is_dynamo_compiling()
-        and value.dtype is not torch.float64
-        and (weight.thread.state.number.value in lowering or lowering.learns(weight.device_type))
-        and is_autocast_enabled(weight.device_type)
-        and innermost_transform() is None
-    )
+_FLOAT64: Final = torch.float64
 
 
 class Linear(nn.Linear):
@@ -66,10 +56,21 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         parameters: Any = self._parameters
-        weight = parameters["weight"]
-        if _casts(weight, _LINEAR, input):
-            with without_subclass_functions():
-                result = linear(input, weight, parameters["bias"])
+        weight, bias = parameters["weight"], parameters["bias"]
+        if (
+            type(weight) is StoredParameter  # the program may have given it another one
+            and type(input) is Tensor
+            and (bias is None or type(bias) is StoredParameter)
+            and not is_dynamo_compiling()
+            and input.dtype is not _FLOAT64
+            and (weight.thread.state.number.value in _LINEAR or _LINEAR.learns(weight.device_type))
+            and innermost_transform() is None
+        ):
+            try:
+                result = linear(input, weight.plain, None if bias is None else bias.plain)
+            except RuntimeError:  # autocast is off here: float32 and 16 bits cannot be multiplied
+                return super().forward(input)
+            # The region's dtype is then that of the weights, which costs less than to ask for it.
             if result.dtype is weight.stored_dtype:
                 return result
         return super().forward(input)
@@ -85,14 +86,29 @@ class _Convolution:
     _parameters: dict[str, Any]
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self._parameters["weight"]
-        if _casts(weight, self.lowering, input):
-            with without_subclass_functions():
-                result: Tensor = super().forward(input)  # type: ignore[misc]
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        lowering = self.lowering
+        base: Any = super()
+        if (
+            type(weight) is StoredParameter
+            and type(input) is Tensor
+            and (bias is None or type(bias) is StoredParameter)
+            and not is_dynamo_compiling()
+            and input.dtype is not _FLOAT64
+            and (
+                weight.thread.state.number.value in lowering or lowering.learns(weight.device_type)
+            )
+            and innermost_transform() is None
+        ):
+            try:
+                result: Tensor = base._conv_forward(
+                    input, weight.plain, None if bias is None else bias.plain
+                )
+            except RuntimeError:
+                return base.forward(input)  # type: ignore[no-any-return]
             if result.dtype is weight.stored_dtype:
                 return result
-        plain: Tensor = super().forward(input)  # type: ignore[misc]
-        return plain
+        return base.forward(input)  # type: ignore[no-any-return]
 
 
 class Conv1d(_Convolution, nn.Conv1d):

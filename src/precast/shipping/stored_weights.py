@@ -57,9 +57,12 @@ class StoredWeight(Tensor):
         device_type: where it was converted for.
         thread: what is in force there in the thread that asks.
         is_dense: whether its numbers lie in memory as a cast would put them; False where that is to be asked.
+        plain: the same numbers in the same memory as a tensor of PyTorch's own class, which its functions take without
+            asking anything; a weight that is given other memory gets another one.
     """
 
     is_dense: bool = False
+    plain: Tensor
     weight_name: str
     stored_dtype: torch.dtype
     device_type: str
@@ -84,6 +87,8 @@ class StoredWeight(Tensor):
         with _torch.without_subclass_functions():
             if torch.compiler.is_dynamo_compiling():
                 return func(*args, **(kwargs or {}))
+            if func in _GIVE_OTHER_MEMORY:
+                return _with_other_memory(func, args, kwargs or {})
             if not kwargs and _is_common(func, args):
                 return func(*args)
             kwargs = kwargs or {}
@@ -128,14 +133,41 @@ def _is_common(func: Any, args: tuple[Any, ...]) -> bool:
 _NO_TENSORS: Final = frozenset({type(None), int, float, bool, str, torch.Size})
 
 
+_GIVE_OTHER_MEMORY: Final[frozenset[Any]] = frozenset(
+    [Tensor.data.__set__]  # type: ignore[attr-defined]
+    + [getattr(Tensor, name) for name in ("resize_", "resize_as_", "as_strided_", "t_")]
+    + [getattr(Tensor, name) for name in ("transpose_", "swapaxes_", "swapdims_")]
+    + [getattr(Tensor, name) for name in ("squeeze_", "unsqueeze_")]
+)
+"""What gives a tensor other memory, or lays the same out otherwise."""
+
+
+def _with_other_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    weight = args[0]
+    if isinstance(weight, StoredParameter):
+        weight.take_note()
+    return result
+
+
 class StoredParameter(StoredWeight, nn.Parameter):
     """A parameter that is stored in 16 bits."""
 
     def __new__(cls, data: Tensor, name: str, device_type: str) -> StoredParameter:  # noqa: D102
         parameter = nn.Parameter.__new__(cls, data, False)
         described: StoredParameter = _described(parameter, name, data.dtype, device_type)
-        described.is_dense = data.is_contiguous() or _is_dense(data)
+        described.take_note()
         return described
+
+    def take_note(self) -> None:
+        """Notes which memory the parameter has, and how its numbers lie there."""
+        with _torch.without_subclass_functions():
+            self.plain = self.data
+            self.is_dense = self.plain.is_contiguous() or _is_dense(self.plain)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every tensor; this method alone does not ask `__torch_function__` (2.13)."""
+        return _with_other_memory(Tensor.set_, (self, *args), kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _deep_copied(self, memo)
