@@ -1,7 +1,8 @@
 """Exported programs and packages of AOTInductor beside the same model in 16 bits by hand, shipped the same way.
 
 By hand is `model.to(dtype)`, exported, and compiled with AOTInductor's own settings. Those leave out roundings between
-operations that the compiler joins; a policy's package is compiled so that it rounds where the program does.
+operations that the compiler joins; a policy's package is compiled so that it rounds where the program does. What the
+policy keeps in float32 is written by hand too (`benchmarks/islands.py`), so that it does not count as precast's cost.
 
 Invariants:
     - A row compares two things that were shipped alike, in one process, in turns.
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from benchmarks import networks
+from benchmarks import islands, networks
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
 from benchmarks.shipping import called, fresh, repeats, seconds_of
@@ -78,58 +79,71 @@ def _measure(case: str, network: Network, rounds: int, folder: Path) -> Iterator
         end: precast.export(model, (inputs,), policy=policy, dtype=_DTYPE)
         for end, policy in POLICIES.items()
     }
+    first = {end: _first_alike(programs, end) for end in programs}
     lowered = inputs.to(_DTYPE) if inputs.is_floating_point() else inputs
-    plain = _exported_by_hand(model.to(_DTYPE).requires_grad_(False), lowered)
-    packages, why_not = _packaged(programs, plain, folder)
+    by_hand = {"": _exported_by_hand(model.to(_DTYPE).requires_grad_(False), lowered)}
+    for end in dict.fromkeys(first.values()):
+        low = [name for name, weight in programs[end].state_dict.items() if weight.dtype is _DTYPE]
+        alike = islands.in_16_bits(network, low, _DTYPE)
+        by_hand[_alike(end)] = _exported_by_hand(alike, inputs)
+    packages, why_not = _packaged({end: programs[end] for end in first.values()}, by_hand, folder)
 
-    works = {_BY_HAND[EXPORTED]: called(plain.module(), lowered)}
-    against, alike = {}, {}
+    works = {}
+    for end, program in by_hand.items():
+        given = inputs if end else lowered
+        works[_BY_HAND[EXPORTED] + end] = called(program.module(), given)
+        if packages:
+            works[_BY_HAND[PACKAGE] + end] = called(packages[_BY_HAND[PACKAGE] + end].run, given)
     for end, program in programs.items():
         works[EXPORTED + end] = called(program.module(), inputs)
-        against[EXPORTED + end] = _BY_HAND[EXPORTED]
-        against[PACKAGE + end] = _BY_HAND[PACKAGE]
-        alike[PACKAGE + end] = alike[EXPORTED + end] = _first_alike(programs, end)
-    for kind, package in packages.items():
-        works[kind] = called(package.run, lowered if kind.endswith(BY_HAND) else inputs)
+        if packages:
+            works[PACKAGE + end] = called(packages[PACKAGE + first[end]].run, inputs)
     calls = repeats(seconds_of(works[_BY_HAND[EXPORTED]]))
     result = compare(
         {kind: Variant(work) for kind, work in works.items()}, rounds=rounds, calls=calls
     )
-    for kind, other in against.items():
-        row = {"benchmark": "packages", "case": case, "kind": kind, "rounds": rounds}
-        row |= {"calls": calls, "against": other, "same_as": POLICIES[alike[kind]]}
-        if kind not in works:
-            yield row | {"skipped": why_not}
-            continue
-        ratio, spread = result.ratio(kind, other)
-        row |= {"median_ms": result.median(kind) * 1e3, "by_hand": ratio, "by_hand_iqr": spread}
-        if kind in packages:
-            row["file"] = packages[kind].bytes / packages[other].bytes
-        yield row
+    for end in programs:
+        for shipped in (EXPORTED, PACKAGE):
+            kind, other = shipped + end, _BY_HAND[shipped]
+            row = {"benchmark": "packages", "case": case, "kind": kind, "rounds": rounds}
+            row |= {"calls": calls, "against": other, "same_as": POLICIES[first[end]]}
+            if kind not in works:
+                yield row | {"skipped": why_not}
+                continue
+            ratio, spread = result.ratio(kind, other)
+            row |= {"median_ms": result.median(kind) * 1e3, "by_hand": ratio, "by_hand_iqr": spread}
+            same = other + _alike(first[end])
+            row["same_islands"], row["same_islands_iqr"] = result.ratio(kind, same)
+            if shipped == PACKAGE:
+                size = packages[shipped + first[end]].bytes
+                row["file"] = size / packages[other].bytes
+                row["file_same_islands"] = size / packages[same].bytes
+            yield row
+
+
+def _alike(end: str) -> str:
+    return f", with the float32 of {POLICIES[end]}"
 
 
 def _packaged(
     programs: Mapping[str, torch.export.ExportedProgram],
-    by_hand: torch.export.ExportedProgram,
+    by_hand: Mapping[str, torch.export.ExportedProgram],
     folder: Path,
 ) -> tuple[dict[str, _Package], str]:
-    """The package of each program and of the model by hand; none, and the reason, where nothing can be compiled."""
+    """The package of each program and of the models by hand; none, and the reason, where nothing can be compiled."""
     packages: dict[str, _Package] = {}
     for end, program in programs.items():
-        first = _first_alike(programs, end)
-        if first != end:
-            packages[PACKAGE + end] = packages[PACKAGE + first]
-            continue
-        path = folder / f"policy{len(packages)}.pt2"
+        path = folder / f"{len(packages)}.pt2"
         try:
             write_package(program, path)
         except ExportError as error:
             return {}, str(error)
         packages[PACKAGE + end] = _loaded(path)
-    path = folder / "by_hand.pt2"
-    with torch.no_grad(), _without_deprecations():
-        torch._inductor.aoti_compile_and_package(by_hand, package_path=str(path))
-    packages[_BY_HAND[PACKAGE]] = _loaded(path)
+    for end, program in by_hand.items():
+        path = folder / f"{len(packages)}.pt2"
+        with torch.no_grad(), _without_deprecations():
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        packages[_BY_HAND[PACKAGE] + end] = _loaded(path)
     return packages, ""
 
 

@@ -1,7 +1,8 @@
 """A converted model beside the same model in 16 bits by hand: time, weights, and the peak while it is converted.
 
 By hand is `model.to(dtype)`, which rounds every weight. What the policy keeps in float32 is named in each row, because
-that is what the two differ by.
+that is what the two differ by; and the same is written by hand too (`benchmarks/islands.py`), which shows what precast
+itself costs.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
 
 import precast
-from benchmarks import networks
+from benchmarks import islands, networks
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
 from benchmarks.variants import BY_HAND
 
-__all__ = ["CASES", "KINDS", "ROUNDS", "called", "fresh", "repeats", "run", "seconds_of"]
+__all__ = ["CASES", "KINDS", "ROUNDS", "SAME_ISLANDS", "called", "fresh", "repeats", "run"]
+__all__ += ["seconds_of"]
 
 ROUNDS = 21
 KINDS: Mapping[str, str] = {"converted": "default", "converted + lean": "lean"}
 """What is measured -> the policy."""
+SAME_ISLANDS = "by hand, same float32"
+"""In 16 bits by hand, with what the policy keeps in float32."""
 _DTYPE = torch.bfloat16
 _TURN = 0.06
 """Seconds that a variant works in a turn, if a call is not longer."""
@@ -55,19 +59,24 @@ def _measure(case: str, network: Network, rounds: int) -> Iterator[dict[str, Any
     model, inputs = fresh(network)
     lowered = inputs.to(_DTYPE) if inputs.is_floating_point() else inputs
     by_hand = model.to(_DTYPE).requires_grad_(False)
-    works, reports, peaks = {BY_HAND: called(by_hand, lowered)}, {}, {}
+    works, reports, peaks, bytes_alike = {BY_HAND: called(by_hand, lowered)}, {}, {}, {}
     call_peaks = {kind: _peak(network, _called_in(policy))[1] for kind, policy in KINDS.items()}
+    float32_peak = _peak(network, _called)[1]
     for kind, policy in KINDS.items():
         converted, peaks[kind] = _converted(network, policy)
         works[kind] = called(converted, inputs)
-        reports[kind] = converted.precast_report
+        reports[kind] = report = converted.precast_report
+        low = [weight.name for weight in report.weights if weight.dtype == "bfloat16"]
+        alike = islands.in_16_bits(network, low, _DTYPE)
+        works[_alike(kind)], bytes_alike[kind] = called(alike, inputs), _bytes(alike)
     calls = repeats(seconds_of(works[BY_HAND]))
     result = compare(
         {kind: Variant(work) for kind, work in works.items()}, rounds=rounds, calls=calls
     )
     for kind, report in reports.items():
         ratio, spread = result.ratio(kind, BY_HAND)
-        islands = [weight.name for weight in report.kept if weight.dtype == "float32"]
+        ratio_alike, spread_alike = result.ratio(kind, _alike(kind))
+        kept = [weight.name for weight in report.kept if weight.dtype == "float32"]
         yield {
             "benchmark": "shipping",
             "case": case,
@@ -75,15 +84,22 @@ def _measure(case: str, network: Network, rounds: int) -> Iterator[dict[str, Any
             "median_ms": result.median(kind) * 1e3,
             "by_hand": ratio,
             "by_hand_iqr": spread,
+            "same_islands": ratio_alike,
+            "same_islands_iqr": spread_alike,
             "weights": report.bytes / _bytes(by_hand),
-            "weights_without_islands": (report.bytes - report.extra_bytes) / _bytes(by_hand),
+            "weights_same_islands": report.bytes / bytes_alike[kind],
             "peak": peaks[kind],
             "call_peak": call_peaks[kind],
-            "islands": [*islands[:_NAMED], *["..."] * (len(islands) > _NAMED)],
+            "peak_of_call": peaks[kind] / float32_peak,
+            "islands": [*kept[:_NAMED], *["..."] * (len(kept) > _NAMED)],
             "rounds": rounds,
             "calls": calls,
         }
     gc.collect()
+
+
+def _alike(kind: str) -> str:
+    return f"{SAME_ISLANDS}: {kind}"
 
 
 def fresh(network: Network) -> tuple[nn.Module, Tensor]:
@@ -116,6 +132,12 @@ def _converted(network: Network, policy: str) -> tuple[Any, float]:
         return precast.convert(model, policy, _DTYPE, example=inputs, in_place=True)
 
     return _peak(network, convert)
+
+
+def _called(model: nn.Module, inputs: Tensor) -> object:
+    """A call of the float32 model in float32."""
+    with torch.no_grad():
+        return model(inputs)
 
 
 def _called_in(policy: str) -> Callable[[nn.Module, Tensor], object]:

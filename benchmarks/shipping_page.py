@@ -27,28 +27,32 @@ def shipped(
 
 
 def _converted(rows: Sequence[Row]) -> Iterator[str]:
-    yield "A converted model beside `model.to(torch.bfloat16)`. The peak is while it is converted in place, with what"
-    yield "the model computes on the example; in brackets is that of one call of the float32 model in a region, which"
-    yield "converting needs."
+    yield "A converted model beside `model.to(torch.bfloat16)`, and beside the same with the policy's float32 written"
+    yield "by hand too: its float32 weights, which the last column names, and casts before layers that get float32."
+    yield "The peak is while it is converted in place, with what the model computes on the example; in brackets is that"
+    yield "of one call of the float32 model in a region, which converting needs. The next column compares the peak with"
+    yield "that of one call in float32."
     yield ""
     heads = [
         "network",
         "model",
         "ms",
         "time, of by hand",
+        "with the same float32",
         "weights, of by hand",
-        "without the islands",
+        "with the same float32",
     ]
-    heads += ["peak, of float32", "float32 islands"]
+    heads += ["peak, of the float32 weights", "of the float32 call", "float32 weights"]
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     for row in rows:
         peak = f"{row['peak']:.2f}"
         if "call_peak" in row:
             peak += f" ({row['call_peak']:.2f})"
-        weights = f"{row['weights']:.3f} | {row['weights_without_islands']:.3f} | {peak}"
+        peak += f" | {_figure(row, 'peak_of_call', 2)}"
+        weights = f"{row['weights']:.3f} | {_figure(row, 'weights_same_islands')} | {peak}"
         islands = ", ".join(f"`{name}`" if name != "..." else name for name in row["islands"])
-        time = f"{row['median_ms']:.2f} | {_ratio(row, 'by_hand')}"
+        time = f"{row['median_ms']:.2f} | {_ratio(row, 'by_hand')} | {_ratio(row, 'same_islands')}"
         yield f"| {row['case']} | {row['kind']} | {time} | {weights} | {islands} |"
     yield ""
 
@@ -57,16 +61,20 @@ def _packages(rows: Sequence[Row]) -> Iterator[str]:
     yield "Exported programs, run eagerly, and packages of AOTInductor, beside the 16-bit model exported and compiled"
     yield "likewise by hand. A package is compiled so that it rounds where the program does, and by hand as the"
     yield "compiler is set by itself."
+    yield "The policy's float32 written by hand too is exported and compiled as by hand."
     yield ""
-    yield "| network | shipped as | ms | time, of by hand | file, of by hand |"
-    yield "|---|---|---|---|---|"
+    heads = ["network", "shipped as", "ms", "time, of by hand", "with the same float32"]
+    heads += ["file, of by hand", "with the same float32"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
     for row in rows:
         start = f"| {row['case']} | {_kind(row)} |"
         if "by_hand" not in row:
-            yield f"{start} skipped: {row['skipped']} | | |"
+            yield f"{start} skipped: {row['skipped']} | | | | |"
             continue
-        file = f"{row['file']:.3f}" if "file" in row else ""
-        yield f"{start} {row['median_ms']:.2f} | {_ratio(row, 'by_hand')} | {file} |"
+        times = f"{_ratio(row, 'by_hand')} | {_ratio(row, 'same_islands')}"
+        files = [_figure(row, name) for name in ("file", "file_same_islands")]
+        yield f"{start} {row['median_ms']:.2f} | {times} | {' | '.join(files)} |"
     yield ""
 
 
@@ -91,5 +99,11 @@ def _started(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
 
 
+def _figure(row: Row, name: str, digits: int = 3) -> str:
+    return f"{row[name]:.{digits}f}" if name in row else ""
+
+
 def _ratio(row: Row, figure: str) -> str:
+    if figure not in row:
+        return ""
     return f"{row[figure]:.3f} ({row[f'{figure}_iqr']:.3f})"

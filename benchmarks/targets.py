@@ -32,10 +32,11 @@ _FIGURES = {
     "difference_us": f"us more than {BASELINE}",
     "ratio_to_first": "of the first size",
     "grown_bytes": "bytes more",
-    "weights": f"of the weights of {BY_HAND}",
+    "same_islands": f"of {BY_HAND}, with the same float32",
+    "weights_same_islands": f"of the weights of {BY_HAND}, with the same float32",
     "of_best": "of PyTorch's fused or foreach, the faster one, with casts",
     "of_autocast": f"of {stepping.AUTOCAST}",
-    "peak": "of the float32 weights, at the peak",
+    "peak_of_call": "of the peak of a call in float32",
 }
 """What each figure of a row is, as the tables say it."""
 
@@ -177,15 +178,13 @@ _MANY = 128
 def _shipping() -> Iterator[Target]:
     for case in shipping.CASES:
         row = {"benchmark": "shipping", "kind": "converted", "case": case}
-        yield Target("converted", row, "by_hand", 1.03, needs_units=True)
-        yield Target("converted, weights", row, "weights", 1.02)
-        if case.endswith(
-            "1x1"
-        ):  # in the others, what the example computes takes more than the weights
-            yield Target("converting in place", row, "peak", 1.1)
+        yield Target("converted", row, "same_islands", 1.03, needs_units=True)
+        yield Target("converted, weights", row, "weights_same_islands", 1.02)
+        if case != "MLP":  # of whose 35 KB the state of PyTorch's random numbers, 5 KB, is a seventh
+            yield Target("converting in place", row, "peak_of_call", 1.1)
     for case in packages.CASES:
         row = {"benchmark": "packages", "kind": packages.PACKAGE, "case": case}
-        yield Target("a package of AOTInductor", row, "by_hand", 1.02, needs_units=True)
+        yield Target("a package of AOTInductor", row, "same_islands", 1.02, needs_units=True)
 
 
 _NO_GROWTH = 10 * MANY_REGIONS

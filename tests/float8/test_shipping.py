@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import precast
 from precast.engine import float8_kernels
 from precast.policy.policy import Policy
 from precast.policy.rows import FLOAT8_OPERATIONS, FLOAT8_RULES
+from precast.shipping.exported_onnx import write_onnx
+from precast.shipping.exported_package import write_package
 
 BF16 = torch.bfloat16
 rules = pytest.mark.parametrize("rule", FLOAT8_RULES)
@@ -91,7 +95,67 @@ def test_a_converted_model_quantises_the_weights_that_it_keeps(rule: str) -> Non
     wanted = in_region(model, x, rule)
     converted = precast.convert(model, policy(rule), BF16, example=(x,))
     assert_equal(converted(x), wanted)
+    kept = {weight.name: weight.why for weight in converted.precast_report.kept}
+    assert (
+        kept["first.weight"]
+        == "used in float32 by linear, which quantises it to 8 bits at each use"
+    )
     # `linear` quantises its weight from float32; any other operand is rounded to 16 bits first.
     dtypes = {name: parameter.dtype for name, parameter in converted.named_parameters()}
     assert dtypes["first.weight"] is torch.float32
     assert dtypes["weight"] is BF16
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler uses what PyTorch has deprecated
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
+@pytest.mark.parametrize("rule", ["float8", "float8_rowwise"])
+def test_a_package_gives_the_bits_of_a_region(rule: str, tmp_path: Path) -> None:
+    model, x = Net().eval(), torch.randn(3, 9, 40)
+    write_package(
+        precast.export(model, (x,), policy=policy(rule), dtype=BF16), tmp_path / "net.pt2"
+    )
+    run = torch._inductor.aoti_load_package(str(tmp_path / "net.pt2"))
+    assert_equal(tuple(run(x)), in_region(model, x, rule))
+
+
+@pytest.mark.filterwarnings("ignore")  # so does its exporter
+@rules
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+def test_onnx_has_the_weights_and_the_inputs_in_8_bits(
+    rule: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 48), nn.ReLU(), nn.Linear(48, 24)).eval()
+    x = torch.randn(9, 40) * torch.logspace(-6, 3, 9)[:, None]  # each row has another power of two
+    x[4] = 0
+    program = precast.export(model, (x,), policy=policy(rule), dtype=dtype)
+    written = write_onnx(program, tmp_path / "net.onnx")
+    graph = onnx.load(written.path).graph
+    types = onnx.TensorProto
+    stored = [list(each.dims) for each in graph.initializer if each.data_type == types.FLOAT8E4M3FN]
+    assert sorted(stored) == [[24, 48], [48, 40]]
+    assert (
+        sum(node.op_type == "Cast" and _to(node) == types.FLOAT8E4M3FN for node in graph.node) == 2
+    )
+    found = torch.from_numpy(_run(written.path, x, dtype).astype("float32"))
+    # Sums in another order put a number now and then on the other side of a step in 8 bits, a sixteenth of it.
+    wanted = program.module()(x).float()
+    assert bool(((found - wanted).abs() <= wanted.abs().amax(1, keepdim=True) / 32).all())
+
+
+def _to(node: Any) -> int:
+    return next(each.i for each in node.attribute if each.name == "to")
+
+
+def _run(path: Path, x: Tensor, dtype: torch.dtype) -> Any:
+    """On onnxruntime where its CPU provider has the kernels, and elsewhere on the evaluator of onnx itself."""
+    feed = {"input": x.numpy()}
+    if dtype is torch.float16:
+        onnxruntime = pytest.importorskip("onnxruntime")
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        return session.run(None, feed)[0]
+    from onnx.reference import ReferenceEvaluator
+
+    return ReferenceEvaluator(str(path)).run(None, feed)[0]

@@ -15,6 +15,7 @@ import torch
 
 __all__ = [
     "MODULE_CALL",
+    "convolved",
     "drop_forward_hook",
     "forward_hooks",
     "on_call_without_hooks",
@@ -23,6 +24,14 @@ __all__ = [
 MODULE_CALL: Final = torch.nn.Module._call_impl.__code__
 """The code that is on the stack while a module runs; its `self` is the module. Hooks for all modules would say the
 same, but with them `torch.compile` warns (2.13)."""
+
+
+def convolved(
+    module: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """What a convolution of PyTorch's computes with other tensors than its own; nothing public takes these (2.13)."""
+    result: torch.Tensor = module._conv_forward(input, weight, bias)
+    return result
 
 
 def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Any]]:

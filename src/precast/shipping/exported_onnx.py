@@ -44,6 +44,9 @@ _SPLITS = tuple(
         ("chunk", "default"),
     )
 )
+_AMAX, _VIEW_AS = torch.ops.aten.amax.default, torch.ops.aten.view.dtype
+_EXPONENT_BITS = 0x7F800000
+"""The bits of a float32 number that are left of it where it is rounded down to a power of two."""
 _LARGE = 2_000_000_000  # bytes; protobuf ends at 2 GiB
 
 
@@ -139,6 +142,12 @@ def _as_onnx_takes_it(program: torch.export.ExportedProgram) -> torch.export.Exp
             _widen_norm(module.graph, node, signature)
         elif node.target in _SPLITS:
             _slice(module.graph, node)
+        elif (
+            node.target is _AMAX and len(node.args) < 2
+        ):  # the exporter has it with dimensions only
+            node.args = (node.args[0], list(range(value_of(node.all_input_nodes[0]).dim())))
+        elif node.target is _VIEW_AS:
+            _power_of_two(module.graph, node)
     module.recompile()
     found: torch.export.ExportedProgram = _torch.updated_program(
         program, graph_module=module, graph_signature=signature
@@ -194,6 +203,48 @@ def _slice(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
+def _power_of_two(graph: fx.Graph, node: fx.Node) -> None:
+    """Rounds numbers down to a power of two by arithmetic, where the program clears bits of theirs.
+
+    ONNX has no operator that reads a number's bits before opset 26. Dekker's splitting leaves one bit of a number,
+    rounded to the nearest, and where that is above the number its half is at or below. Nothing of it is rounded twice
+    or overflows between 2 ** -126 and 2 ** 100, where the scales of the float8 rules are.
+    """
+    masked = _before_detach(node)
+    bits = _before_detach(masked) if masked.target is _MASK else masked
+    if masked.args[1:] != (_EXPONENT_BITS,) or bits.target is not _VIEW_AS:
+        return
+    number = bits.all_input_nodes[0]
+
+    def written(name: str, *args: Any) -> fx.Node:
+        operation = getattr(torch.ops.aten, name.partition(".")[0])
+        made = graph.call_function(getattr(operation, name.partition(".")[2]), args)
+        made.meta["val"] = value_of(number) if name != "gt.Tensor" else value_of(number).bool()
+        return made
+
+    with graph.inserting_before(node):
+        large = written("mul.Tensor", number, float(2**23 + 1))
+        nearest = written("add.Tensor", large, written("sub.Tensor", number, large))
+        half = written("mul.Tensor", nearest, 0.5)
+        is_above = written("gt.Tensor", nearest, number)
+        power = written("where.self", is_above, half, nearest)
+    node.replace_all_uses_with(power)
+    unused = node
+    while not unused.users and unused is not number:
+        source = unused.all_input_nodes[0]
+        graph.erase_node(unused)
+        unused = source
+
+
+_MASK = torch.ops.aten.bitwise_and.Scalar
+
+
+def _before_detach(node: fx.Node) -> fx.Node:
+    """What a node is computed from, without what only detaches it."""
+    source = node.all_input_nodes[0]
+    return _before_detach(source) if source.target is torch.ops.aten.detach.default else source
+
+
 def _floating(node: fx.Node) -> set[torch.dtype]:
     values = map(value_of, node.all_input_nodes)
     return {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
@@ -230,6 +281,7 @@ def _check(onnx: Any, model: Any, program: torch.export.ExportedProgram) -> int:
         ) from error
     graph = inferred.graph
     of_type = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16}
+    of_type |= {torch.float8_e4m3fn: 17, torch.float8_e4m3fnuz: 18}
     types = {v.name: v.type.tensor_type.elem_type for v in [*graph.value_info, *graph.output]}
     compared = 0
     for node in program.graph.nodes:

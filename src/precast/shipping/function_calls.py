@@ -26,6 +26,7 @@ from precast.engine.operator_kinds import kind_of
 from precast.engine.thread_state import installed, thread_state
 from precast.errors import PolicyError
 from precast.policy.policy import Policy, Rule
+from precast.policy.rows import FLOAT8_RULES
 
 __all__ = [
     "LOW",
@@ -36,6 +37,7 @@ __all__ = [
     "describe",
     "is_same",
     "lowers",
+    "quantises",
     "region_dtype",
     "watched",
 ]
@@ -133,14 +135,25 @@ def casts_by_rule(
 
 
 def _is_lowered(policy: Policy, func: Any, device_type: str) -> bool:
+    return _rule(policy, func, device_type) is Rule.LOWER
+
+
+def quantises(func: Any, device_type: str) -> bool:
+    """Whether a function is an operation that the policy in force has in 8 bits."""
+    bound = thread_state(device_type).state.bound_policy
+    return bound is not None and _rule(bound.policy, func, device_type) in FLOAT8_RULES
+
+
+def _rule(policy: Policy, func: Any, device_type: str) -> Rule | None:
+    """The rule of the operation that a function is; None where it is none, or its overloads differ."""
     if type(func) not in _BUILT_IN:
-        return False
+        return None
     for name in (func.__name__, f"{func.__name__}.default"):  # other overloads take a dtype more
         try:
-            return policy.resolve(name, device_type).rule is Rule.LOWER
-        except PolicyError:  # no operation has that name, or its overloads differ
+            return policy.resolve(name, device_type).rule
+        except PolicyError:
             continue
-    return False
+    return None
 
 
 def _is_plain(argument: Any) -> bool:

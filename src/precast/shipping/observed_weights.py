@@ -32,6 +32,7 @@ from precast.shipping.function_calls import (
     address,
     casts_by_rule,
     is_same,
+    quantises,
     region_dtype,
     watched,
 )
@@ -241,7 +242,10 @@ def _watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: list
         seen = uses.get(address(each))
         if seen is not None:
             each.weight.uses.dtypes |= seen.dtypes
-            for what in (*seen.computed, *seen.refused):
+            found_out = [*seen.computed, *seen.refused]
+            if seen.computed and quantises(func, each.device_type):
+                found_out = [f"{func.__name__}, which quantises it to 8 bits at each use"]
+            for what in found_out:
                 each.weight.uses.note(what)
     for each, version in zip(counted, versions, strict=True):
         if _torch.version_of(each) != version:

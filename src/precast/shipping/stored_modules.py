@@ -22,7 +22,7 @@ from torch import Tensor, is_autocast_enabled, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
-from precast._torch import innermost_transform
+from precast._torch import convolved, innermost_transform
 from precast.engine.thread_state import thread_state
 from precast.shipping.function_calls import lowers
 from precast.shipping.stored_weights import StoredParameter
@@ -101,9 +101,8 @@ class _Convolution:
             and innermost_transform() is None
         ):
             try:
-                result: Tensor = base._conv_forward(
-                    input, weight.plain, None if bias is None else bias.plain
-                )
+                plain_bias = None if bias is None else bias.plain
+                result = convolved(self, input, weight.plain, plain_bias)
             except RuntimeError:
                 return base.forward(input)  # type: ignore[no-any-return]
             if result.dtype is weight.stored_dtype:
