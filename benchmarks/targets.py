@@ -180,7 +180,8 @@ def _shipping() -> Iterator[Target]:
         row = {"benchmark": "shipping", "kind": "converted", "case": case}
         yield Target("converted", row, "same_islands", 1.03, needs_units=True)
         yield Target("converted, weights", row, "weights_same_islands", 1.02)
-        if case != "MLP":  # of whose 35 KB the state of PyTorch's random numbers, 5 KB, is a seventh
+        # Of the 35 KB of the MLP, the state of PyTorch's random numbers, 5 KB, is a seventh.
+        if case != "MLP":
             yield Target("converting in place", row, "peak_of_call", 1.1)
     for case in packages.CASES:
         row = {"benchmark": "packages", "kind": packages.PACKAGE, "case": case}
