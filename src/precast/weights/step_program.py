@@ -171,8 +171,8 @@ def _module(key: ProgramKey) -> fx.GraphModule:
     rest = graph.placeholder("rest") if key.rounding == "kahan" else None
     written = rest, tensors[0]
     if key.writes_elsewhere:
-        out = graph.placeholder("out")
-        written = (None if rest is None else graph.placeholder("rest_out")), out
+        rest_out = None if rest is None else graph.placeholder("rest_out")
+        written = rest_out, graph.placeholder("out")
     copies = [graph.placeholder(f"copy_{i}") for i in range(len(key.copies))]
     begun = int(key.is_scaled)
     values: dict[int, fx.Node] = {}
