@@ -5,7 +5,7 @@ Invariant: only calls of this file are seen; who asks says whether one of them i
 
 from __future__ import annotations
 
-from precast_lint.meaning.functions import called_function
+from precast_lint.meaning.functions import called_forward, called_function
 from precast_lint.meaning.regions import Region, region_in_force, regions_around
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
@@ -21,7 +21,7 @@ def calls_of(source: Source, function: cst.FunctionDef) -> list[cst.Call]:
     if known is None:
         table: dict[Node, list[cst.Call]] = {}
         for call in source.all(cst.Call):
-            target = called_function(source, call)
+            target = called_function(source, call) or called_forward(source, call)
             if target is not None:
                 table.setdefault(target, []).append(call)
         known = source.cache["calls of functions"] = table

@@ -17,8 +17,10 @@ __all__ = [
     "CUSTOM_FWD",
     "NEW_CUSTOM",
     "Method",
+    "called_forward",
     "called_function",
     "called_method",
+    "called_object",
     "followed_call",
     "functions",
     "methods_of",
@@ -83,7 +85,9 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
     if not isinstance(func, cst.Attribute):
         return None
     home = _class_of_receiver(source, func)
-    if home is None or func.attr.value in source.values.attributes(home):
+    if home is None:
+        return _method_of_object(source, func.value, func.attr.value)
+    if func.attr.value in source.values.attributes(home):
         return None
     known = source.cache.setdefault("methods of classes", {})
     assert isinstance(known, dict)
@@ -99,6 +103,57 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
     by_class = isinstance(func.value, cst.Name) and func.value.value != "self"
     is_bound = is_plain and (not by_class or bool(method.node.decorators))
     return method.node if is_bound else None
+
+
+def called_object(source: Source, call: Node) -> Node | None:
+    """What `self` is in the method of another object that a call runs: `amp` of `amp.step()` and `amp(loss)`."""
+    func = call.func if isinstance(call, cst.Call) else None
+    if isinstance(func, cst.Attribute) and _class_of_receiver(source, func) is None:
+        owner: Node | None = func.value
+    else:
+        owner = func
+    return owner if source.values.object_class(owner) is not None else None
+
+
+def _method_of_object(source: Source, owner: Node | None, name: str) -> cst.FunctionDef | None:
+    """The method that an object of a class of this file has, if no class that comes of that one has its own."""
+    if owner is None or name not in _method_names(source):
+        return None
+    home = source.values.object_class(owner)
+    if home is None:
+        return None
+    family = source.values.family
+    if family.is_overridden(home, name) or name in source.values.attributes(home):
+        return None
+    known = source.cache.setdefault("methods of classes", {})
+    assert isinstance(known, dict)
+    place: cst.ClassDef | None = home
+    if not any(isinstance(s, cst.FunctionDef) and s.name.value == name for s in home.body.body):
+        place = family.provider(home, name)
+    if place is None:
+        return None
+    if place not in known:
+        known[place] = methods_of(source, place)
+    method: Method | None = known[place].get(name)
+    if method is None or method.decorators or method.node.decorators:
+        return None
+    first = method.node.params.params[:1]
+    is_bound = bool(first) and first[0].name.value == "self"
+    return method.node if is_bound and method.node.asynchronous is None else None
+
+
+def _method_names(source: Source) -> set[str]:
+    """The names of the methods that classes of this file have; computed once."""
+    known = source.cache.get("names of methods")
+    if known is None:
+        known = source.cache["names of methods"] = {
+            line.name.value
+            for node in source.all(cst.ClassDef)
+            for line in node.body.body
+            if isinstance(line, cst.FunctionDef)
+        }
+    assert isinstance(known, set)
+    return known
 
 
 def _is_static(source: Source, function: cst.FunctionDef) -> bool:
@@ -149,13 +204,18 @@ def _followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[st
     params = [
         param.name.value for param in (*function.params.posonly_params, *function.params.params)
     ]
-    if isinstance(call.func, cst.Attribute) and not _is_static(source, function):
+    owner = called_object(source, call)
+    is_method = isinstance(call.func, cst.Attribute) or owner is not None
+    if is_method and not _is_static(source, function):
         params = params[1:]  # self
     plain: list[Node] = [arg.value for arg in call.args if arg.keyword is None]
     named: dict[str, Node] = {
         arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None
     }
-    return function, dict(zip(params, plain, strict=False)) | named
+    given = dict(zip(params, plain, strict=False)) | named
+    if owner is not None:
+        given["self"] = owner
+    return function, given
 
 
 def _yields(source: Source, function: cst.FunctionDef) -> bool:
@@ -173,9 +233,24 @@ def called_function(source: Source, call: Node) -> cst.FunctionDef | None:
     method = called_method(source, call)
     if method is not None:
         return method
+    if isinstance(call, cst.Call) and not isinstance(call.func, cst.Call):
+        method = _method_of_object(source, call.func, "__call__")
+        if method is not None:
+            return method
     binding = source.names.only_binding(call.func) if isinstance(call, cst.Call) else None
     node = binding.node if binding is not None else None
     return node if isinstance(node, cst.FunctionDef) and node.asynchronous is None else None
+
+
+def called_forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
+    """The `forward` that a call of a module of this file runs: `self.loss(output, target)`."""
+    home = source.values.object_class(call.func)
+    if home is None or "torch.nn.Module" not in [source.origin(b.value) for b in home.bases]:
+        return None
+    if source.values.family.is_overridden(home, "forward"):
+        return None
+    method = methods_of(source, home).get("forward")
+    return method.node if method is not None and not method.decorators else None
 
 
 def _decorators(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from precast_lint.meaning.assignments import the_value, values_seen
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, strings
+from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 
 __all__ = [
     "AUTOCASTS",
@@ -239,6 +239,10 @@ def _contexts(line: Node, stack: str) -> Iterator[cst.Call]:
 def _entered(source: Source, statement: Node, item: Node, depth: int = _DEEP) -> Region | None:
     """The region that a `with` item enters: a call, a name for one, or one side of `autocast() if amp else other`."""
     made = _made_by(source, item)
+    if (inner := _around_yield(source, item)) is not None and depth:
+        found = [_entered(source, at, one.item, depth - 1) for at, one in inner]
+        known = [replace(region, node=statement) for region in found if region is not None]
+        return known[0] if len(known) == 1 else None
     if len(made) > 1 and depth:
         sides = [_entered(source, statement, side, depth - 1) for side in made]
         known = [side for side in sides if side is not None]
@@ -251,6 +255,42 @@ def _entered(source: Source, statement: Node, item: Node, depth: int = _DEEP) ->
     if _is_trainers(source, call.func):
         return Region(statement, call, None, None, None, is_trainers=True)
     return region_of_call(source, statement, call)
+
+
+def _around_yield(source: Source, item: Node) -> list[tuple[cst.With, cst.WithItem]] | None:
+    """The `with` items around the one `yield` of a context manager of this file that a `with` item calls."""
+    function = _generator(source, item) if isinstance(item, cst.Call) else None
+    if function is None:
+        return None
+    yields = [node for node in walk(function.body) if isinstance(node, cst.Yield)]
+    if len(yields) != 1:
+        return None
+    found: list[tuple[cst.With, cst.WithItem]] = []
+    for outer in source.around(yields[0]):
+        if outer is function:
+            return found
+        if isinstance(outer, (cst.If, cst.Lambda, cst.FunctionDef)):
+            return None
+        if isinstance(outer, cst.With):
+            found += [(outer, one) for one in outer.items]
+    return None
+
+
+def _generator(source: Source, call: cst.Call) -> cst.FunctionDef | None:
+    """The function that `contextlib.contextmanager` decorates and a call runs."""
+    function = source.values.handed.function_called(call)
+    func = call.func
+    if function is None and isinstance(func, cst.Attribute):
+        made = source.values.object_class(func.value)
+        named = [
+            line
+            for line in (made.body.body if made is not None else ())
+            if isinstance(line, cst.FunctionDef) and line.name.value == func.attr.value
+        ]
+        function = named[0] if len(named) == 1 else None
+    decorators = function.decorators if function is not None else ()
+    origins = [source.origin(decorator.decorator) for decorator in decorators]
+    return function if origins == ["contextlib.contextmanager"] else None
 
 
 def _made_by(source: Source, item: Node) -> list[Node]:

@@ -49,6 +49,25 @@ class Family:
                 found += [one for one in (other, *above) if one not in found and one is not home]
         return found
 
+    def is_of_file(self, home: cst.ClassDef) -> bool:
+        """Whether all bases of a class are seen, or give it no method that a training step has."""
+        known = {home, *self.bases(home)}
+        return all(
+            self._class(arg.value) in known or self._is_harmless(arg.value)
+            for one in known
+            for arg in one.bases
+        )
+
+    def is_overridden(self, home: cst.ClassDef, name: str) -> bool:
+        """Whether a class of this file that comes of one has a method of its own by a name."""
+        return any(
+            home in self.bases(other)
+            and any(
+                isinstance(s, cst.FunctionDef) and s.name.value == name for s in other.body.body
+            )
+            for other in self._direct
+        )
+
     def provider(self, home: cst.ClassDef, name: str) -> cst.ClassDef | None:
         """The base of this file that gives a class a method; None if another base may give it."""
         waiting, seen = [arg.value for arg in reversed(home.bases)], {home}

@@ -20,7 +20,7 @@ from precast_lint.parsing.names import Names, canonical, is_none
 from precast_lint.parsing.scopes import Binding, elements
 from precast_lint.parsing.syntax import Node, children, cst, strings, walk
 
-__all__ = ["SCALERS", "Values"]
+__all__ = ["SCALERS", "Values", "returned_by"]
 
 SCALERS = frozenset(
     {
@@ -257,6 +257,18 @@ class Values:
             if self._options and self._objects[place] is None and self._is_namespace(node, _DEEP):
                 self._objects[place] = True
         return self._objects[place]
+
+    def object_class(self, node: Node | None) -> cst.ClassDef | None:
+        """The class of this file that an object is made of; None for the class itself, and where it is not known."""
+        if not isinstance(node, (cst.Name, cst.Attribute)) or self.names.path(node) is not None:
+            return None
+        if isinstance(node, cst.Attribute) and node.attr.value in self._stored_outside:
+            return None
+        binding = self.names.only_binding(node)
+        if _is_self(node) or (binding is not None and binding.kind == "class"):
+            return None
+        found = self._object(node)
+        return found if isinstance(found, cst.ClassDef) else None
 
     def _of_member(self, node: Node) -> list[tuple[Node | None, Node | None]]:
         """The value of a member of an enumeration: of `Precision.HALF`."""

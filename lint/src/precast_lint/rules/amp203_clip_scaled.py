@@ -19,8 +19,12 @@ from precast_lint.training_step.protocol import (
     only_here,
     scales_by_hand,
 )
+from precast_lint.training_step.trained import home, optimizers_of, trained
 
 __all__ = ["RULE"]
+
+_State = str | frozenset[cst.Call | None]
+"""What gradients are; or the optimizers whose gradients were unscaled after a scaled backward."""
 
 _SCALED, _UNSCALED, _UNKNOWN = "scaled", "unscaled", "unknown"
 # What depends on how large a gradient is; sums, copies, reductions over processes and `is None` do not.
@@ -41,7 +45,9 @@ _FUNCTIONS = {
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each clip and norm of gradients between a scaled backward and its step."""
 
-    def follow(flow: Flow, scaler: str) -> tuple[str, Callable[[str, Event, Say], str]] | None:
+    def follow(
+        flow: Flow, scaler: str
+    ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
         if scales_by_hand(flow, scaler) or not only_here(flow, scaler, "unscale_"):
             return None
         return _before(source, flow, scaler), _follower(source, scaler)
@@ -82,24 +88,53 @@ def _before(source: Source, flow: Flow, scaler: str) -> str:
     return _SCALED if len(made) == 1 and backwards and not others else _UNKNOWN
 
 
-def _follower(source: Source, scaler: str) -> Callable[[str, Event, Say], str]:
-    def on(state: str, event: Event, say: Say) -> str:
+def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _State]:
+    def on(state: _State, event: Event, say: Say) -> _State:
         if event.kind == "backward":
             return _SCALED if event.scaler == scaler else _UNKNOWN
         if event.kind == "unscale" and event.scaler == scaler:
-            return _UNSCALED
+            made = _optimizer_of(source, event)
+            if isinstance(state, str) and state != _SCALED:
+                return _UNSCALED  # nobody knows what was unscaled before
+            return (state if isinstance(state, frozenset) else frozenset()) | {made}
         if event.kind in ("scaler_step", "zero_grad", "optimizer_step"):
             return _UNKNOWN
         if hides(source, event, scaler):
             return _UNKNOWN
         if _needs_size(source, event):
-            if state == _SCALED:
+            is_other = isinstance(state, frozenset) and _is_of_other(source, event, state)
+            if state == _SCALED or is_other:
                 say.bad(event.node)
-            elif state == _UNSCALED:
+            elif state != _UNKNOWN:
                 say.good(event.node)
         return state
 
     return on
+
+
+def _optimizer_of(source: Source, event: Event) -> cst.Call | None:
+    """The call that makes the optimizer whose gradients are unscaled; None if it is not known."""
+    given = event.arguments.get("optimizer", 0) if event.arguments is not None else None
+    made = source.values.constructed(given)
+    return made if isinstance(made, cst.Call) else None
+
+
+def _is_of_other(source: Source, event: Event, unscaled: frozenset[cst.Call | None]) -> bool:
+    """Whether what is clipped are gradients of a model of another optimizer than those that were unscaled."""
+    given = event.arguments.get("parameters", 0) if event.arguments is not None else None
+    func = given.func if isinstance(given, cst.Call) else None
+    if event.kind != "clip" or not isinstance(func, cst.Attribute) or None in unscaled:
+        return False
+    if func.attr.value != "parameters":
+        return False
+    text = key(source, func.value) or ""
+    own = trained(source).get((text, home(source, func.value, text)))
+    makers = [call for _, call in optimizers_of(source)]
+    models = {call: {t for t, one in optimizers_of(source) if one is call} for call in makers}
+    if own is None or not all(call in models for call in unscaled):
+        return False
+    together = set().union(*(models[call] for call in unscaled if call is not None))
+    return own not in unscaled and not together & models[own]
 
 
 def _needs_size(source: Source, event: Event) -> bool:

@@ -10,9 +10,10 @@ from precast_lint.editing.lines import block_of, exchange, insert_after, line_of
 from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.values import SCALERS
 from precast_lint.rules.update_cases import HANDED, INVALID, VALID
 from precast_lint.training_step.flow import Flow, Say
-from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
     assigned_in,
     comes_each_time,
@@ -65,6 +66,7 @@ def check(source: Source) -> Iterator[Finding]:
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
         hidden = any(hides(source, event, scaler) for event in flow.events())
         owned = flow.is_seen(scaler, "update") and not hidden
+        never = "." in scaler and not _is_updated(source, scaler)
         updates = [e for e in flow.events() if e.kind == "update" and e.scaler == scaler]
         updating = {
             loop
@@ -82,7 +84,7 @@ def check(source: Source) -> Iterator[Finding]:
                 return replace(state, stepped=False) if event.node in updating else state
             if event.kind == "return":
                 for step in state.steps if owned else ():
-                    if loop_in(flow, step) is not None:
+                    if loop_in(flow, step) is not None or never:
                         say.bad(step, _MISSING.format(scaler))
                 return state
             return _on(flow, state, event, say, scaler)
@@ -97,6 +99,15 @@ def check(source: Source) -> Iterator[Finding]:
         fix = (_swap if is_early else _insert)(source, flow, scaler, node)
         yield source.find(RULE, node, message, fix)
     yield from _behind_loop(source)
+
+
+def _is_updated(source: Source, scaler: str) -> bool:
+    """Whether something in the file that is called as the attribute of a scaler is updated."""
+    last = scaler.rpartition(".")[2]
+    return any(
+        (key(source, owner) or "").rpartition(".")[2] == last or source.instance(owner) in SCALERS
+        for _, owner, _ in source.methods("update")
+    )
 
 
 def _behind_loop(source: Source) -> Iterator[Finding]:

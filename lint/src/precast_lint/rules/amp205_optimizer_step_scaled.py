@@ -16,12 +16,20 @@ from precast_lint.parsing.values import SCALERS
 from precast_lint.rules.optimizer_step_cases import INVALID, VALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
-from precast_lint.training_step.protocol import hides, is_plain, judged, only_here, scales_by_hand
+from precast_lint.training_step.protocol import (
+    hides,
+    is_plain,
+    judged,
+    leading_to,
+    only_here,
+    scales_by_hand,
+)
 
 __all__ = ["RULE"]
 
 _ADAMS = ("torch.optim.Adam", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.Adamax")
 _NO_EPS = 1e-12
+_STATEMENTS = (cst.BaseCompoundStatement, cst.SimpleStatementLine)
 _UNSKIPPED = "nothing skips this step where the unscaled gradients are inf or NaN: use `scaler.step(optimizer)`"
 _LOOKS = re.compile(
     r"isnan|isinf|finite|(^|_)(nan|inf|valid|check|skip|overflow)(_|s?$)|get_scale|_states$",
@@ -138,22 +146,36 @@ def _unless_unskipped(source: Source, flow: Flow, scaler: str, step: Node, say: 
 def _is_unskipped(source: Source, flow: Flow, scaler: str, step: Node) -> bool:
     """Whether a step follows `unscale_` in the same block, and nothing in the function asks if gradients are finite."""
     call = step if isinstance(step, cst.Call) else None
-    line = source.statement(step)
-    block = block_of(source, line)
     unscaled = [e.node for e in flow.events() if e.kind == "unscale" and e.scaler == scaler]
-    before = block[: block.index(line)] if line in block else []
-    places = [before.index(at) for n in unscaled if (at := source.statement(n)) in before]
-    if call is None or call.args or not places:
+    between = _since(flow, step, unscaled)
+    if call is None or call.args or not between:
         return False
-    between = before[max(places) :]
     leaves = (cst.Raise, cst.Return, cst.Continue, cst.Break, cst.Assert, cst.Try)
     if any(isinstance(inner, leaves) for part in between for inner in walk(part)):
         return False
-    names = [n.value for n in flow.nodes if isinstance(n, cst.Name)]
-    names += [n.attr.value for n in flow.nodes if isinstance(n, cst.Attribute)]
+    everywhere = [*flow.nodes, *(node for _, nodes in flow.called for node in nodes)]
+    names = [n.value for n in everywhere if isinstance(n, cst.Name)]
+    names += [n.attr.value for n in everywhere if isinstance(n, cst.Attribute)]
     return not any(map(_LOOKS.search, names)) and all(
         _is_of_torch(source, inner) for part in between for inner in walk(part)
     )
+
+
+def _since(flow: Flow, step: Node, unscaled: list[Node]) -> list[Node]:
+    """The statements between `unscale_` and a step, in the innermost block that has both; the first one unscales."""
+    source = flow.source
+    ways = [{at, *source.around(at)} for node in unscaled for at in leading_to(flow, node)]
+    inside: list[Node] = []
+    for outer in (step, *source.around(step)):
+        if isinstance(outer, (cst.FunctionDef, cst.For, cst.While)) and inside:
+            break
+        block = block_of(source, outer) if isinstance(outer, _STATEMENTS) else []
+        before = block[: block.index(outer)] if outer in block else []
+        places = [at for at, line in enumerate(before) if any(line in way for way in ways)]
+        if places:
+            return [*before[max(places) :], *inside]
+        inside = [*before, *inside]
+    return []
 
 
 def _is_of_torch(source: Source, node: Node) -> bool:

@@ -48,8 +48,11 @@ def check(source: Source) -> Iterator[Finding]:
         def on(state: _State, event: Event, say: Say) -> _State:
             if hides(source, event, scaler):
                 return replace(state, scaled=True)
+            if event.kind == "backward" and event.scaler in others:
+                return state  # gradients of another optimizer
             return _on(source, state, event, say, scaler)
 
+        others = {s for s in flow.scalers if s != scaler and not flow.leaks(s)}
         dropped = any(_is_dropped(source, node, scaler) for node in flow.nodes)
         if (
             dropped

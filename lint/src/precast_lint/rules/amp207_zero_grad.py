@@ -12,7 +12,7 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Flow, Say, flows
 from precast_lint.training_step.flow_events import Event, is_optimizer, key
-from precast_lint.training_step.protocol import followed, loops_around, may_backward
+from precast_lint.training_step.protocol import followed, loop_in, loops_around, may_backward
 
 __all__ = ["RULE"]
 
@@ -109,10 +109,17 @@ def _nowhere(source: Source, flow: Flow, scaler: str) -> Iterator[Finding]:
         if event.kind != "scaler_step" or event.scaler != scaler or event.optimizer is None:
             continue
         loops = loops_around(source, event.node)
-        together = any(loops_around(source, b.node)[:1] == loops[:1] for b in backwards)
+        home = loop_in(flow, event.node)
+        together = any(_is_for_step(flow, b.node, home) for b in backwards)
         is_step = loops or _comes(source, flow, event.optimizer)
         if is_step and together and _is_private(source, flow, event.optimizer):
             yield source.find(RULE, event.node, _NOWHERE, severity=Severity.WARNING)
+
+
+def _is_for_step(flow: Flow, backward: Node, loop: Node | None) -> bool:
+    """Whether a backward runs in the loop of a step, or in a loop in it that gathers gradients."""
+    own = loop_in(flow, backward)
+    return own is loop or (own is not None and loop in loops_around(flow.source, own))
 
 
 def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
@@ -133,7 +140,10 @@ def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
     if not all(_is_kept(source, n) for n in everywhere if key(source, n) in texts):
         return False
     return not any(
-        isinstance(n, (cst.FunctionDef, cst.Lambda)) and n is not flow.node for n in flow.nodes
+        isinstance(n, (cst.FunctionDef, cst.Lambda))
+        and n is not flow.node
+        and any(isinstance(inner, cst.Name) and inner.value == optimizer for inner in walk(n))
+        for n in flow.nodes
     )
 
 

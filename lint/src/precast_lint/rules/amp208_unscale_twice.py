@@ -16,6 +16,7 @@ from precast_lint.training_step.protocol import (
     followed,
     hides,
     loop_around,
+    loops_around,
     only_here,
 )
 
@@ -99,7 +100,8 @@ def _is_each_time(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
     updates = [e.node for e in flow.events() if e.kind == "update" and e.scaler == scaler]
     if loop is None or not updates:
         return False
-    if any(loop_around(source, update) is not loop for update in updates):
+    around = [loops_around(source, update) for update in updates]
+    if any(loop in loops and loops[0] is not loop for loops in around):
         return False
     return comes_each_time(source, node, loop)
 

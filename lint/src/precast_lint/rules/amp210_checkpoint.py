@@ -44,8 +44,46 @@ def check(source: Source) -> Iterator[Finding]:
                 if isinstance(place, cst.Call):
                     fix = _keyword(source, place, node)
                 yield source.find(RULE, place, fix=fix)
-            elif node is None and _is_saved_for_scaler(source, flow):
+            elif node is None and (
+                _is_saved_for_scaler(source, flow) or _is_of_object(source, flow)
+            ):
                 yield source.find(RULE, place)
+        yield from _apart(source, flow)
+
+
+def _apart(source: Source, flow: Flow) -> Iterator[Finding]:
+    """The file with an optimizer's state, beside one with a model's, where there is none with the scaler's."""
+    if any(flow_other is not flow and _saves(source, flow_other) for flow_other in flows(source)):
+        return
+    saved = _saves(source, flow)
+    optimizers = [owner for _, owner in saved if _is_optimizers(source, flow, owner)]
+    scaler = _scaler(source, flow)
+    if len(saved) < 2 or len(optimizers) != 1 or scaler is None or _is_off(source, scaler):
+        return
+    if _is_fixed(source) or any(_SCALER.search(key(source, o) or "") for _, o in saved):
+        return
+    yield source.find(RULE, next(call for call, owner in saved if owner is optimizers[0]))
+
+
+def _saves(source: Source, flow: Flow) -> list[tuple[cst.Call, Node]]:
+    """The calls of `torch.save` here that save one state alone, each with what it is the state of."""
+    found: list[tuple[cst.Call, Node]] = []
+    for call in [n for n in flow.nodes if isinstance(n, cst.Call)]:
+        if source.origin(call.func) != "torch.save" or not call.args:
+            continue
+        value = call.args[0].value
+        func = value.func if isinstance(value, cst.Call) else None
+        if isinstance(func, cst.Attribute) and func.attr.value == "state_dict":
+            found.append((call, func.value))
+    return found
+
+
+def _is_optimizers(source: Source, flow: Flow, owner: Node) -> bool:
+    return (
+        is_optimizer(source, owner)
+        or key(source, owner) in flow.optimizers
+        or _OPTIMIZER.search(key(source, owner) or "") is not None
+    )
 
 
 def _is_fixed(source: Source) -> bool:
@@ -137,13 +175,7 @@ def _is_training_state(source: Source, flow: Flow, saved: _Saved) -> bool:
         func = value.func if isinstance(value, cst.Call) else None
         if isinstance(func, cst.Attribute) and func.attr.value == "state_dict":
             states.append(func.value)
-    optimizers = [
-        owner
-        for owner in states
-        if is_optimizer(source, owner)
-        or key(source, owner) in flow.optimizers
-        or _OPTIMIZER.search(key(source, owner) or "")
-    ]
+    optimizers = [owner for owner in states if _is_optimizers(source, flow, owner)]
     whole = any(name in _MODELS for name, _ in saved.entries)  # `"model": deepcopy(model).half()`
     return bool(optimizers) and (len(states) > len(optimizers) or whole)
 
@@ -187,6 +219,25 @@ def _scaler(source: Source, flow: Flow) -> Node | None:
         if is_of_self and source.instance(node) in SCALERS:
             return node
     return None
+
+
+def _is_of_object(source: Source, flow: Flow) -> bool:
+    """Whether the class of a function has an object of another class of this file that makes a scaler and steps."""
+    home = source.values.enclosing_class(flow.node)
+    for node in walk(home) if home is not None else ():
+        if not isinstance(node, cst.Attribute) or key(source, node.value) != "self":
+            continue
+        other = source.values.object_class(node)
+        if other is None or other is home:
+            continue
+        steps = [
+            owner
+            for call, owner, _ in source.methods("step")
+            if source.values.enclosing_class(call) is other and source.instance(owner) in SCALERS
+        ]
+        if steps and not _is_off(source, steps[0]):
+            return True
+    return False
 
 
 def _is_off(source: Source, scaler: Node) -> bool:

@@ -31,6 +31,8 @@ def check(source: Source) -> Iterator[Finding]:
         made = source.values.constructed(owner)
         if source.instance(owner) not in SCALERS or not isinstance(made, cst.Call):
             continue
+        if _is_for_grad(source, call):
+            continue  # a penalty, which is often computed in float32
         if source.origin(made.func) not in SCALERS or Arguments.of(made).starred:
             continue
         found = _regions(source, call, arguments)
@@ -45,6 +47,12 @@ def check(source: Source) -> Iterator[Finding]:
             if node not in said:
                 said.add(node)
                 yield source.find(RULE, node, message, fix)
+
+
+def _is_for_grad(source: Source, scaled: Node) -> bool:
+    """Whether `torch.autograd.grad` takes gradients of a scaled value."""
+    outer = source.parents[source.parents[scaled]]
+    return isinstance(outer, cst.Call) and source.origin(outer.func) == "torch.autograd.grad"
 
 
 def _regions(source: Source, call: cst.Call, arguments: Arguments) -> list[Region]:

@@ -174,16 +174,26 @@ class Flow:
                 return True
             is_handed = binding is not None and values.handed.is_handed(binding)
             return is_handed and self.is_local(name) and not self.leaks(name)
-        home = values.enclosing_class(self.node) if name.startswith("self.") else None
+        home, attribute = self._home(name)
         if not isinstance(home, cst.ClassDef) or self.leaks(name):
             return False
-        bases = [
-            self.source.origin(b.value) or self.source.names.builtin(b.value) for b in home.bases
-        ]
-        made = values.attributes(home).get(name.removeprefix("self."), [])
-        return all(base in ("object", "torch.nn.Module") for base in bases) and any(
-            isinstance(value, cst.Call) for value, _ in made
-        )
+        made = values.attributes(home).get(attribute, [])
+        return values.family.is_of_file(home) and any(_is_made(value) for value, _ in made)
+
+    def _home(self, name: str) -> tuple[Node | None, str]:
+        """The class of this file to which an attribute belongs, of self or of another object, and the attribute."""
+        owner, _, attribute = name.rpartition(".")
+        if owner == "self":
+            return self.source.values.enclosing_class(self.node), attribute
+        for node in self._objects(owner):
+            return self.source.values.object_class(node), attribute
+        return None, attribute
+
+    def _objects(self, name: str) -> list[Node]:
+        """The nodes here that a key stands for, which may have methods."""
+        if not name:
+            return []
+        return [node for node in self.nodes if self._is(node, name)]
 
     def _is_of_top_level(self, name: cst.Name, binding: Binding) -> bool:
         """Whether the top level of the file makes it, and no place in the file hands it to others."""
@@ -210,13 +220,12 @@ class Flow:
         return any(
             (key(self.source, owner) or "").rpartition(".")[2] == last
             for call, owner, _ in self.source.methods(*methods)
-            if call not in self._methods_seen
-            and not (name.startswith("self.") and self._is_of_same_class(call))
+            if call not in self._methods_seen and not self._is_of_same_class(call, name)
         )
 
-    def _is_of_same_class(self, call: Node) -> bool:
-        """Whether a call is in a method of the class of this one: who calls that is seen, or hides what it does."""
-        home = self.source.values.enclosing_class(self.node)
+    def _is_of_same_class(self, call: Node, name: str) -> bool:
+        """Whether a call is in a method of the class that has the attribute: who calls that is seen, or hides it."""
+        home, _ = self._home(name)
         return home is not None and self.source.values.enclosing_class(call) is home
 
     def is_local(self, name: str) -> bool:
@@ -354,6 +363,13 @@ class Flow:
             if call not in own or followed_call(self.source, call) is None:
                 return False
         return True
+
+
+def _is_made(value: Node | None) -> bool:
+    """Whether a value comes of a call, on one side of a test at least."""
+    if isinstance(value, cst.IfExp):
+        return _is_made(value.body) or _is_made(value.orelse)
+    return isinstance(value, cst.Call)
 
 
 def flows(source: Source) -> list[Flow]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from precast_lint.meaning.functions import followed_call
 from precast_lint.meaning.regions import Region, region_of_call
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
-from precast_lint.parsing.values import SCALERS
+from precast_lint.parsing.values import SCALERS, returned_by
 from precast_lint.training_step.optimizers import acts_as_optimizer, is_scheduler
 
 __all__ = ["Event", "Known", "call_event", "is_optimizer", "key", "scaler_of"]
@@ -26,6 +27,7 @@ _CLIPS = {
     "torch.nn.utils.clip_grad.clip_grad_norm_",
     "torch.nn.utils.clip_grad.clip_grad_value_",
 }
+_SELF = cst.Name("self")
 _SCALER_METHODS = {
     "scale": "scale",
     "unscale_": "unscale",
@@ -131,12 +133,40 @@ def scaler_of(known: Known, node: Node | None, scaled: dict[str, str]) -> str | 
             owner = inner.func.value
             if inner.func.attr.value == "scale" and known.is_scaler(owner):
                 return known.named(owner)
+            if (found := _scaler_of_result(known, inner)) is not None:
+                return found
         if (
             isinstance(inner, (cst.Name, cst.Attribute))
             and (text := key(known.source, inner)) in scaled
         ):
             return scaled[text or ""]
     return None
+
+
+def _scaler_of_result(known: Known, call: cst.Call) -> str | None:
+    """The scaler by which what a function of this file returns was scaled: of `self.scaled(loss)`."""
+    source = known.source
+    found = followed_call(source, call)
+    if found is None or "scale" not in source.words:
+        return None
+    function, given = found
+    scalers: set[str | None] = set()
+    for returned in returned_by(function):
+        binding = source.names.only_binding(returned)
+        value = binding.value if binding is not None and binding.kind == "assign" else returned
+        func = value.func if isinstance(value, cst.Call) else None
+        is_scale = isinstance(func, cst.Attribute) and func.attr.value == "scale"
+        if not is_scale or not isinstance(func, cst.Attribute):
+            return None
+        text = key(source, func.value) or ""
+        root, dot, rest = text.partition(".")
+        if root in given:
+            text = f"{known.named(given[root])}{dot}{rest}"
+        elif root == "self":
+            text = f"{known.named(_SELF)}{dot}{rest}"
+        is_one = source.instance(func.value) in SCALERS or text in known.scalers
+        scalers.add(text if is_one else None)
+    return scalers.pop() if len(scalers) == 1 else None
 
 
 def call_event(known: Known, call: cst.Call, scaled: dict[str, str]) -> Event:

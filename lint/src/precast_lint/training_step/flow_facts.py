@@ -24,6 +24,10 @@ class Facts:
     def __len__(self) -> int:
         return len(self._places)
 
+    def texts(self) -> list[str]:
+        """The texts of the tests so far."""
+        return list(self._places)
+
     def place(self, text: str) -> int:
         """How far to the left the bits of a text are."""
         found = self._places.get(text)

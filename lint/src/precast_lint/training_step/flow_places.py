@@ -15,7 +15,7 @@ from precast_lint.training_step.flow_events import Event, Known, call_event, key
 from precast_lint.training_step.flow_facts import Facts
 from precast_lint.training_step.frames import Frame, frame_of
 
-__all__ = ["Place", "Scaled", "back", "root"]
+__all__ = ["Place", "Scaled", "root"]
 
 _DEEP = 3  # calls in functions that are called
 
@@ -49,6 +49,7 @@ class Place:
         *,
         deciding: frozenset[str],
         frame: Frame | None = None,
+        of_object: str | None = None,
     ) -> None:
         self.code = code_of(shared.source, function)
         self.facts = shared.facts
@@ -58,10 +59,12 @@ class Place:
         self._stack = stack
         self._deciding = deciding
         self._frame = frame
+        self._object = of_object  # what self is here, as the function that calls says it
         self._events: dict[object, Event] = {}
         self._called: dict[Follow, Place | None] = {}
         self._scaled: dict[object, Scaled] = {}
         self._asked = (-1, 0)
+        self._known_moves: tuple[int, tuple[_Ways, _Ways]] = (-1, ((), ()))
         self._in, self._out = _ways(shared.facts, frame)
 
     @property
@@ -87,7 +90,13 @@ class Place:
             known = replace(self._known, named=frame.named)
             deciding = {name for name, given in frame.names.items() if given in self._deciding}
             shared.places[same] = Place(
-                shared, function, known, stack, deciding=self._deciding | deciding, frame=frame
+                shared,
+                function,
+                known,
+                stack,
+                deciding=self._deciding | deciding,
+                frame=frame,
+                of_object=self._owner(follow),
             )
         return shared.places[same]
 
@@ -130,18 +139,69 @@ class Place:
             given = [(name, value) for name, value in follow.given.items() if is_loss(value)]
             scalers = [(n, scaler_of(self._known, value, dict(scaled))) for n, value in given]
             found = frozenset((name, scaler) for name, scaler in scalers if scaler is not None)
-            found |= _of_self(scaled)
+            owner = self._owner(follow)
+            if owner is None:
+                found |= _of_self(scaled)
+            else:
+                found |= {
+                    (f"self.{n[len(owner) + 1 :]}", s)
+                    for n, s in scaled
+                    if n.startswith(f"{owner}.")
+                }
             self._scaled[follow, scaled] = found
         return found
 
+    def returned(self, follow: Follow, before: Scaled, after: Scaled) -> Scaled:
+        """The names that hold scaled losses when a called function returns: the caller's own, and its object's."""
+        owner = self._owner(follow)
+        if owner is None:
+            return (before - _of_self(before)) | _of_self(after)
+        kept = frozenset(pair for pair in before if not pair[0].startswith(f"{owner}."))
+        return kept | {(owner + name[4:], scaler) for name, scaler in _of_self(after)}
+
+    def _owner(self, follow: Follow) -> str | None:
+        """The key here of the object whose method a call runs, if it is not self."""
+        return key(self._shared.source, follow.given["self"]) if "self" in follow.given else None
+
     def entered(self, known: int) -> int:
         """What is known in this function of what its caller knows: of self, and of what parameters get."""
+        if self._is_of_object:
+            return _moved(known, self._moves_of_object[0])
         return known & self.facts.of_self | _moved(known, self._in)
 
     def left(self, before: int, after: int) -> int:
         """What the caller knows then: its own as before, and of self and of what parameters got what is known here."""
+        if self._is_of_object:
+            into, out = self._moves_of_object
+            mine = 0
+            for place, _ in into:
+                mine |= 3 << place
+            return before & ~mine | _moved(after, out)
         own = self.facts.of_self
         return before & ~own | after & own | _moved(after, self._out)
+
+    @property
+    def _is_of_object(self) -> bool:
+        """Whether self is another object here than in the function that calls."""
+        return self._object is not None
+
+    @property
+    def _moves_of_object(self) -> tuple[_Ways, _Ways]:
+        """The ways of tests of the object, `amp.on` outside and `self.on` here, and of the other parameters."""
+        if self._known_moves[0] != len(self.facts):
+            owner = self._object or ""
+            known = self.facts.texts()
+            pairs = {(f"{owner}.{text[5:]}", text) for text in known if text.startswith("self.")}
+            pairs |= {
+                (t, f"self.{t[len(owner) + 1 :]}") for t in known if t.startswith(f"{owner}.")
+            }
+            ways = [
+                (self.facts.place(outer), self.facts.place(here)) for outer, here in sorted(pairs)
+            ]
+            into = (*ways, *(way for way in self._in if way not in ways))
+            out = (*((here, outer) for outer, here in ways), *self._out)
+            self._known_moves = len(self.facts), (into, out)
+        return self._known_moves[1]
 
     def asked(self) -> int:
         """The bits of all that this function, or one that it calls, may test, hand on or change."""
@@ -166,11 +226,6 @@ def root(
     place = Place(_Shared(source), function, known, (), deciding=scalers)
     place.asked()  # most texts get their bits now
     return place
-
-
-def back(before: Scaled, after: Scaled) -> Scaled:
-    """The names that hold scaled losses when a function returns: its caller's own, and of self what it left."""
-    return (before - _of_self(before)) | _of_self(after)
 
 
 def _of_self(scaled: Scaled) -> Scaled:

@@ -33,7 +33,7 @@ from precast_lint.training_step.flow_code import (
 )
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.flow_facts import joined
-from precast_lint.training_step.flow_places import Place, Scaled, back
+from precast_lint.training_step.flow_places import Place, Scaled
 
 __all__ = ["Run", "Say", "TooManyPaths"]
 
@@ -290,7 +290,7 @@ class Run:
             aside = known & ~asked
             for end in self._ends(inner, start):
                 left = inner.left(path.known, end.known | aside)
-                after[Path(end.state, left, back(path.scaled, end.scaled))] = None
+                after[Path(end.state, left, place.returned(part, path.scaled, end.scaled))] = None
         return _joined(after)
 
     def _ends(self, place: Place, start: Path) -> _Paths:

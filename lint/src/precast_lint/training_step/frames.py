@@ -30,6 +30,7 @@ __all__ = [
 
 _ROOT = re.compile(r"\w*")
 _DEEP = 3  # calls in functions that are called
+_SELF = cst.Name("self")
 _Named = Callable[[Node | None], str | None]
 
 MethodCall = tuple[cst.Call, str, Node]
@@ -80,6 +81,8 @@ def frame_of(
         for name, value in given.items()
         if isinstance(value, plain) and len(bindings.get(name, ())) == 1
     }
+    if "self" in bindings and "self" not in given and (owner := named(_SELF)) != "self":
+        names["self"] = owner or ""  # a method of the object whose method runs
     return Frame(source, function, names, frozenset(bindings) - names.keys() - {"self", "cls"})
 
 

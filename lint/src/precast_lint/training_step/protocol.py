@@ -14,6 +14,7 @@ from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import Flow, Say, flows
 from precast_lint.training_step.flow_events import Event, key
 
@@ -128,14 +129,47 @@ def _name_there(flow: Flow) -> str:
 
 def hides(source: Source, event: Event, scaler: str) -> bool:
     """Whether a call may use a scaler out of sight: it hands on the object that holds it."""
-    if event.kind != "call" or not scaler.startswith("self."):
+    if event.kind != "call" or "." not in scaler:
         return False
     known = source.cache.setdefault("calls that hide", {})
     assert isinstance(known, dict)
-    if event not in known:  # all rules ask it, in each of their states
-        known[event] = _hides(source, event.node)
-    found: bool = known[event]
+    owner = scaler.rpartition(".")[0]
+    if (event, owner) not in known:  # all rules ask it, in each of their states
+        is_one = owner.partition(".")[0] == "self" and _hides(source, event.node)
+        known[event, owner] = is_one or (owner != "self" and _uses_object(source, event, owner))
+    found: bool = known[event, owner]
     return found
+
+
+def _uses_object(source: Source, event: Event, owner: str) -> bool:
+    """Whether a call that is not followed runs a method of an object that holds a scaler, or hands the object on."""
+    call = event.node
+    if not isinstance(call, cst.Call):
+        return False
+    if any(key(source, arg.value) == owner for arg in call.args):
+        return True
+    if event.receiver != owner or not isinstance(call.func, cst.Attribute):
+        return False
+    home = source.values.object_class(call.func.value)
+    name = call.func.attr.value
+    found = [
+        line
+        for line in (home.body.body if home is not None else ())
+        if isinstance(line, cst.FunctionDef) and line.name.value == name
+    ]
+    return len(found) != 1 or any(
+        isinstance(node, cst.Name) and node.value == "self" and not _reads_setting(source, node)
+        for node in walk(found[0].body)
+    )
+
+
+def _reads_setting(source: Source, node: Node) -> bool:
+    """Whether self is there for an attribute that is only read, and is no scaler: `self.device`."""
+    outer = source.parents[node]
+    if not isinstance(outer, cst.Attribute) or source.instance(outer) in SCALERS:
+        return False
+    parent = source.parents[outer]
+    return not (isinstance(parent, cst.Call) and parent.func is outer)
 
 
 def _hides(source: Source, call: Node) -> bool:
@@ -324,9 +358,14 @@ def assigned_in(source: Source, loop: Node) -> set[str | None]:
             found |= {
                 key(source, n)
                 for n in walk(node.target)
-                if isinstance(n, (cst.Name, cst.Attribute))
+                if isinstance(n, (cst.Name, cst.Attribute)) and not _is_self(n)
             }
     return found
+
+
+def _is_self(node: Node) -> bool:
+    """Whether a node is the object that a method has: it stays the same when it gets an attribute."""
+    return isinstance(node, cst.Name) and node.value in ("self", "cls")
 
 
 def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
