@@ -49,6 +49,7 @@ class _State:
         unscaled: whether gradients were unscaled.
         stepped: the optimizers that the scaler has stepped.
         by_hand: the steps with unscaled gradients, each with its optimizer: right if the scaler does not step it too.
+        hidden: whether something ran that is not seen, which may have made the gradients.
     """
 
     scaled: bool = False
@@ -56,6 +57,7 @@ class _State:
     unscaled: bool = False
     stepped: frozenset[str] = frozenset()
     by_hand: frozenset[tuple[str, Node]] = frozenset()
+    hidden: bool = False
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -85,7 +87,9 @@ def check(source: Source) -> Iterator[Finding]:
                     event.receiver or "",
                     lambda step: _unless_unskipped(source, flow, scaler, step, say),
                 )
-            return _State() if hides(source, event, scaler) else _on(state, event, say, scaler)
+            if hides(source, event, scaler):
+                return _State(hidden=True)
+            return _on(state, event, say, scaler)
 
         return (_State(), on) if only_here(flow, scaler, "unscale_") else None
 
@@ -200,7 +204,7 @@ def _judge(state: _State, event: Event, say: Say) -> None:
         say.bad(event.node, _TWICE)
     elif state.scaled and not state.plain and not state.unscaled:
         say.bad(event.node)
-    else:
+    elif state.plain or state.hidden or state.unscaled:  # else a loop of backwards had no round
         say.good(event.node)
 
 
