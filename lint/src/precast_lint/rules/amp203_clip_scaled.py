@@ -39,6 +39,8 @@ _FUNCTIONS = {
     "torch.linalg.norm",
     "torch.linalg.vector_norm",
     "torch.nn.utils.get_total_norm",
+    "torch.nn.utils.clip_grad.get_total_norm",
+    "torch._foreach_norm",
 }
 
 
@@ -188,12 +190,30 @@ def _measures(source: Source, grad: Node) -> bool:
         return isinstance(outer, cst.Call) and any(_is_foreign(arg.value) for arg in outer.args)
     if isinstance(parent, cst.Attribute):
         return parent.attr.value in _MEASURES
+    if isinstance(parent, (cst.ListComp, cst.GeneratorExp)) and parent.elt is node:
+        return _is_measured(source, parent)
     call = source.parents.get(parent)
     return (
         isinstance(parent, cst.Arg)
         and isinstance(call, cst.Call)
         and (source.origin(call.func) in _FUNCTIONS)
     )
+
+
+def _is_measured(source: Source, grads: Node) -> bool:
+    """Whether the norm of a list of gradients is taken, where the list stands or of its name."""
+    uses = [grads]
+    statement = source.parents[grads]
+    if isinstance(statement, cst.Assign) and isinstance(statement.targets[0].target, cst.Name):
+        name = statement.targets[0].target
+        home = source.scope(name).home(name.value)
+        uses = list(source.scopes.references(home, name.value)) if home is not None else []
+    for use in uses:
+        parent = source.parents.get(use)
+        call = source.parents.get(parent) if isinstance(parent, cst.Arg) else None
+        if isinstance(call, cst.Call) and source.origin(call.func) in _FUNCTIONS:
+            return True
+    return False
 
 
 def _fix(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:

@@ -107,7 +107,7 @@ def _inputs(source: Source, models: Models, cast: set[_Known]) -> Iterator[Findi
         if not _is_trained_in_region(source, call, models) or _known_as(source, call.func) & cast:
             continue
         for arg in call.args:
-            inner = _input(source, arg.value, models)
+            inner = _element(_input(source, arg.value, models))
             if (
                 isinstance(inner, cst.Call)
                 and isinstance(inner.func, cst.Attribute)
@@ -125,6 +125,13 @@ def _is_trained_in_region(source: Source, call: Node, models: Models) -> bool:
     text = key(source, call.func) or ""
     is_trained = (text, home(source, call.func, text)) in models
     return is_trained and region_in_force(source, call) is not None
+
+
+def _element(node: Node) -> Node:
+    """What each element of a comprehension is: `{name: x.half() for name, x in batch.items()}`."""
+    if isinstance(node, cst.DictComp):
+        return node.value
+    return node.elt if isinstance(node, (cst.ListComp, cst.GeneratorExp)) else node
 
 
 def _input(source: Source, node: Node, models: Models) -> Node:

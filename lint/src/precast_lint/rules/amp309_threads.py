@@ -125,11 +125,14 @@ def _function(source: Source, target: Node) -> cst.FunctionDef | None:
     binding = source.names.only_binding(target)
     if binding is not None:
         return binding.node if isinstance(binding.node, cst.FunctionDef) else None
-    home = source.values.enclosing_class(target)
-    is_own = isinstance(target, cst.Attribute) and dotted(target.value) == "self"
-    if not is_own or not isinstance(home, cst.ClassDef):
+    if not isinstance(target, cst.Attribute):
         return None
-    assert isinstance(target, cst.Attribute)
+    is_own = dotted(target.value) == "self"
+    home: Node | None = source.values.object_class(target.value)
+    if is_own:
+        home = source.values.enclosing_class(target)
+    if not isinstance(home, cst.ClassDef):
+        return None
     method = methods_of(source, home).get(target.attr.value)
     return method.node if method is not None else None
 

@@ -39,6 +39,7 @@ def check(source: Source) -> Iterator[Finding]:
         return  # in regions AMP304 speaks of it
     if _HANDLED.search(source.words) or not _trains(source) or _widens(source, models):
         return
+    yield from _by_default(source, models)
     for call, model, dtype in _casts(source, models):
         name = key(source, model) or ""
         optimizer = models[name, home(source, model, name)]
@@ -51,6 +52,26 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, call, _ADAM.format(name=kind), severity=Severity.ERROR)
         else:
             yield source.find(RULE, call, _FLOAT16, severity=Severity.WARNING)
+
+
+def _by_default(source: Source, models: Models) -> Iterator[Finding]:
+    """The one default dtype of 16 bits with which the function, or the top level, makes a model that is trained."""
+    found = source.calls("torch.set_default_dtype", "torch.set_default_tensor_type")
+    calls = [(call, arguments.get("d", 0)) for call, arguments in found]
+    if len(calls) != 1 or _branches(source, calls[0][0]):
+        return
+    call, dtype = calls[0]
+    if source.origin(dtype) != "torch.bfloat16":
+        return
+    for text, _ in models:
+        for made in source.all(cst.Assign):
+            is_it = any(key(source, target.target) == text for target in made.targets)
+            is_here = source.function(made) is source.function(call)
+            is_after = source.span(made).start > source.span(call).start
+            is_made = isinstance(made.value, cst.Call) and not _branches(source, made)
+            if is_it and is_here and is_after and is_made:
+                yield source.find(RULE, call)
+                return
 
 
 def _casts(source: Source, models: Models) -> Iterator[tuple[cst.Call, Node, str]]:

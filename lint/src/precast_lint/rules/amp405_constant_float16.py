@@ -16,6 +16,7 @@ _TO_INFINITY = 65520.0  # rounded to infinity from here on
 _TO_ZERO = 2.0**-25
 _HALF = ("torch.float16", "torch.half")
 _CREATORS = {"torch.tensor": 0, "torch.as_tensor": 0, "torch.asarray": 0, "torch.full": 1}
+_FILLS = {"fill_": 0, "add_": 0, "add": 0, "sub_": 0, "sub": 0, "new_full": 1, "fill_diagonal_": 0}
 _VALUES = {"torch.full": "fill_value", "torch.asarray": "obj"}
 
 
@@ -30,11 +31,27 @@ def check(source: Source) -> Iterator[Finding]:
             for number in _numbers(value):
                 if _is_lost(source, number):
                     yield source.find(RULE, number)
+    for number, like in _filled(source):
+        if _is_lost(source, number) and is_half(source, like):
+            yield source.find(RULE, number)
     for node in source.all(cst.BinaryOperation):
         if isinstance(node.operator, (cst.Add, cst.Subtract)):
             for number, other in ((node.right, node.left), (node.left, node.right)):
                 if _is_infinite(source, number) and is_half(source, other):
                     yield source.find(RULE, number)
+
+
+def _filled(source: Source) -> Iterator[tuple[Node, Node]]:
+    """The numbers with which tensors are filled, or that are added in place, each with the tensor."""
+    for call, owner, arguments in source.methods(*_FILLS):
+        assert isinstance(call.func, cst.Attribute)
+        given = arguments.get("fill_value", _FILLS[call.func.attr.value])
+        if given is not None and arguments.get("dtype") is None:
+            yield given, owner
+    for _, arguments in source.calls("torch.full_like"):
+        given, like = arguments.get("fill_value", 1), arguments.get("input", 0)
+        if given is not None and like is not None and arguments.get("dtype") is None:
+            yield given, like
 
 
 def _is_cast(source: Source, call: cst.Call) -> bool:

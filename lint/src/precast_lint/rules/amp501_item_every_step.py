@@ -8,6 +8,7 @@ from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow import flows
+from precast_lint.training_step.flow_events import key
 from precast_lint.training_step.protocol import loop_around
 
 __all__ = ["RULE"]
@@ -21,10 +22,30 @@ def check(source: Source) -> Iterator[Finding]:
         for event in flow.events()
         if event.kind == "backward" and (loop := loop_around(source, event.node)) is not None
     }
-    for call, _, _ in source.methods("item"):
+    losses: set[tuple[str | None, Node | None]] = {
+        (event.receiver, source.function(event.node))
+        for flow in flows(source)
+        for event in flow.events()
+        if event.kind == "backward"
+    }
+    reads = [call for call, _, _ in source.methods("item") if not call.args]
+    reads += [call for call in source.all(cst.Call) if _reads_loss(source, call, losses)]
+    for call in reads:
         loop = loop_around(source, call)
-        if not call.args and loop in training and not _is_conditional(source, call, loop):
+        if loop in training and not _is_conditional(source, call, loop):
             yield source.find(RULE, call)
+
+
+def _reads_loss(
+    source: Source, call: cst.Call, losses: set[tuple[str | None, Node | None]]
+) -> bool:
+    """`float(loss)` of a loss whose backward runs in the same function."""
+    if source.names.builtin(call.func) != "float" or len(call.args) != 1:
+        return False
+    loss = call.args[0].value
+    if isinstance(loss, cst.Call) and isinstance(loss.func, cst.Attribute) and not loss.args:
+        loss = loss.func.value  # `loss.detach()`
+    return (key(source, loss), source.function(call)) in losses
 
 
 def _is_conditional(source: Source, node: Node, loop: Node | None) -> bool:

@@ -26,6 +26,8 @@ _CLIPS = {
     "torch.nn.utils.clip_grad_value_",
     "torch.nn.utils.clip_grad.clip_grad_norm_",
     "torch.nn.utils.clip_grad.clip_grad_value_",
+    "torch.nn.utils.clip_grads_with_norm_",
+    "torch.nn.utils.clip_grad.clip_grads_with_norm_",
 }
 _SELF = cst.Name("self")
 _SCALER_METHODS = {
@@ -202,6 +204,8 @@ def _method(known: Known, call: cst.Call, arguments: Arguments, scaled: dict[str
             optimizer = known.named(arguments.get("optimizer", 0))
     elif name == "backward" and not arguments.positional:
         kind, scaler = "backward", scaler_of(known, owner, scaled)
+    elif name == "clip_grad_norm_" and (instance or "").startswith("torch.distributed.fsdp."):
+        kind = "clip"
     elif name == "zero_grad":
         kind = "zero_grad"
         optimizer = receiver if is_optimizer(source, owner) or receiver in optimizers else None
