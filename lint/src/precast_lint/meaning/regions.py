@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from precast_lint.meaning.assignments import the_value, values_seen
 from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.names import canonical
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 
@@ -136,7 +137,7 @@ def region_in_force(source: Source, node: Node, trainers: bool = False) -> Regio
 
 def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
     """The region that a call makes; None if it makes none."""
-    origin = source.origin(call.func)
+    origin = source.origin(call.func) or _one_of_autocasts(source, call)
     arguments = _arguments(source, call)
     if origin is None and (made := source.values.filled_in(call.func)) is not None:
         origin = source.origin(made.args[0].value)
@@ -152,6 +153,18 @@ def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
         device = _device(source, arguments.get("device_type", 0))
     enabled = _flag(source, arguments.get("enabled", 0 if old else 2))
     return Region(node, call, device, _dtype(source, arguments.get("dtype", 1), device), enabled)
+
+
+def _one_of_autocasts(source: Source, call: cst.Call) -> str | None:
+    """The function that a name means that two imports bind: only the new one is given a device."""
+    found = {b.path and canonical(b.path) for b in source.names.bindings(call.func)}
+    if len(found) < 2 or not all(path in AUTOCASTS for path in found):
+        return None
+    is_new = "device_type" in Arguments.of(call).keywords or (
+        bool(call.args) and strings(call.args[0].value) is not None
+    )
+    old = [path for path in found if path is not None and path.startswith("torch.cuda.")]
+    return "torch.amp.autocast" if is_new or not old else old[0]
 
 
 def _arguments(source: Source, call: cst.Call) -> Arguments:

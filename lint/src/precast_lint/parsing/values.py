@@ -105,6 +105,7 @@ class Values:
             return _NOTHING
         if isinstance(node, cst.Call):
             known = self.names.path(node.func) or self._instance(_itself(node))
+            known = known or self._scaler_made(node.func)
             return known or _agreed(map(self._instance, self.returned(node))) or None
         if isinstance(node, cst.IfExp):
             return _agreed(map(self._instance, (node.body, node.orelse)))
@@ -113,6 +114,11 @@ class Values:
             known = _agreed(self._source(*source) for source in sources)
             return known or (self._by_use(node) if self._is_foreign(node, sources) else known)
         return None
+
+    def _scaler_made(self, func: Node) -> str | None:
+        """The class of a scaler that has two names, by the version of PyTorch or by a flag."""
+        found = {b.path and canonical(b.path) for b in self.names.bindings(func)}
+        return "torch.amp.GradScaler" if len(found) > 1 and found <= SCALERS else None
 
     def _by_use(self, node: Node) -> str | None:
         """A scaler, if it is used as one."""
@@ -269,6 +275,11 @@ class Values:
             return None
         found = self._object(node)
         return found if isinstance(found, cst.ClassDef) else None
+
+    def has_scaler(self, home: cst.ClassDef) -> bool:
+        """Whether objects of a class of this file have a scaler: one that it makes, or that is annotated."""
+        sources = [source for found in self.attributes(home).values() for source in found]
+        return any(canonical(self._source(*source) or "") in SCALERS for source in sources)
 
     def _of_member(self, node: Node) -> list[tuple[Node | None, Node | None]]:
         """The value of a member of an enumeration: of `Precision.HALF`."""
@@ -514,6 +525,8 @@ def _agreed(found: Iterable[str | None]) -> str | None:
         kinds.add(kind)
     if kinds != {_NOTHING}:
         kinds.discard(_NOTHING)
+    if len(kinds) > 1 and {canonical(kind) for kind in kinds} <= SCALERS:
+        return "torch.amp.GradScaler"  # of one kind or another, it is used as one
     return kinds.pop() if len(kinds) == 1 else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.meaning.guards import is_tried
+from precast_lint.meaning.guards import is_guarded, is_tried
 from precast_lint.meaning.kinds import is_dtype, is_flag, the_device
 from precast_lint.meaning.regions import AUTOCASTS, NEW_AUTOCASTS
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
@@ -60,6 +60,8 @@ def _one_of_several(source: Source) -> Iterator[tuple[cst.Call, Arguments]]:
             continue
         bindings = _in_force(source, bindings)
         origins = {canonical(binding.path or "") for binding in bindings}
+        if is_guarded(source, call):
+            continue  # `autocast("cuda") if NEW else autocast()`
         if origins <= set(AUTOCASTS) and origins & set(NEW_AUTOCASTS):
             yield call, Arguments.of(call)
 
@@ -160,6 +162,17 @@ VALID = (
         """,
         note="The second import takes the place of the first.",
     ),
+    Case("""
+        try:
+            from torch.amp import autocast
+            NEW = True
+        except ImportError:
+            from torch.cuda.amp import autocast
+            NEW = False
+
+        with autocast("cuda") if NEW else autocast():
+            loss = model(x)
+    """),
 )
 
 INVALID = (

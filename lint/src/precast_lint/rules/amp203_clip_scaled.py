@@ -9,6 +9,7 @@ from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.rules import clip_cases, clip_method_cases
+from precast_lint.rules.object_cases import CLIP_INVALID, CLIP_VALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
@@ -26,7 +27,7 @@ __all__ = ["RULE"]
 _State = str | frozenset[cst.Call | None]
 """What gradients are; or the optimizers whose gradients were unscaled after a scaled backward."""
 
-_SCALED, _UNSCALED, _UNKNOWN = "scaled", "unscaled", "unknown"
+_SCALED, _UNSCALED, _UNKNOWN, _HIDDEN = "scaled", "unscaled", "unknown", "hidden"
 # What depends on how large a gradient is; sums, copies, reductions over processes and `is None` do not.
 _MEASURES = {"clamp", "clamp_", "clip", "clip_", "norm", "square"}
 _ADDS = {"add", "add_", "sub", "sub_"}
@@ -102,12 +103,12 @@ def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _St
         if event.kind in ("scaler_step", "zero_grad", "optimizer_step"):
             return _UNKNOWN
         if hides(source, event, scaler):
-            return _UNKNOWN
+            return _HIDDEN if state in (_SCALED, _HIDDEN) else _UNKNOWN
         if _needs_size(source, event):
             is_other = isinstance(state, frozenset) and _is_of_other(source, event, state)
             if state == _SCALED or is_other:
                 say.bad(event.node)
-            elif state != _UNKNOWN:
+            elif state != _UNKNOWN:  # what is hidden may have unscaled them
                 say.good(event.node)
         return state
 
@@ -329,6 +330,6 @@ RULE = Rule(
     fine="The gradients are unscaled in code that the rule can't see.",
     words=("clip_grad scale(", ".grad scale("),
     check=check,
-    valid=(*_WITHOUT_SCALER, *clip_cases.VALID, *clip_method_cases.VALID),
-    invalid=(*clip_cases.INVALID, *clip_method_cases.INVALID),
+    valid=(*_WITHOUT_SCALER, *clip_cases.VALID, *clip_method_cases.VALID, *CLIP_VALID),
+    invalid=(*clip_cases.INVALID, *clip_method_cases.INVALID, *CLIP_INVALID),
 )

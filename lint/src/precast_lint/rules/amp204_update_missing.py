@@ -11,6 +11,7 @@ from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
+from precast_lint.rules.object_cases import UPDATE_INVALID
 from precast_lint.rules.update_cases import HANDED, INVALID, VALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event, key
@@ -232,5 +233,5 @@ RULE = Rule(
     ),
     check=check,
     valid=(*VALID, *HANDED),
-    invalid=INVALID,
+    invalid=(*INVALID, *UPDATE_INVALID),
 )

@@ -13,6 +13,7 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
+from precast_lint.rules.object_cases import STEP_INVALID
 from precast_lint.rules.optimizer_step_cases import INVALID, VALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
@@ -280,5 +281,5 @@ RULE = Rule(
     words=("scale( .step(",),
     check=check,
     valid=VALID,
-    invalid=INVALID,
+    invalid=(*INVALID, *STEP_INVALID),
 )

@@ -10,6 +10,7 @@ from precast_lint.editing.lines import block_of, line_of, remove
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
+from precast_lint.rules.object_cases import PLAIN_INVALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
@@ -421,5 +422,5 @@ RULE = Rule(
     ),
     check=check,
     valid=VALID,
-    invalid=INVALID,
+    invalid=(*INVALID, *PLAIN_INVALID),
 )

@@ -133,6 +133,8 @@ def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
     ]
     made = any(isinstance(source.parents[n], cst.AssignTarget) for n in names)
     handed = [value for name in names[:1] for value in _handed(source, name)]
+    if not made and not handed and names:
+        return _is_of_top_level(source, names[0])
     if not (made or handed) or not all(_is_kept(source, name) for name in names):
         return False
     texts = {key(source, value) for value in handed}
@@ -147,10 +149,22 @@ def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
     )
 
 
+def _is_of_top_level(source: Source, name: cst.Name) -> bool:
+    """Whether the top level of the file makes an optimizer once, and all of the file keeps it."""
+    home = source.scopes.scope_of[name].home(name.value)
+    binding = source.names.only_binding(name)
+    if home is not source.scopes.module or binding is None or binding.kind != "assign":
+        return False
+    places = source.scopes.references(home, name.value)
+    return isinstance(binding.value, cst.Call) and all(_is_kept(source, n) for n in places)
+
+
 def _comes(source: Source, flow: Flow, optimizer: str) -> bool:
     """Whether an optimizer was made before the function is called: then a step of it is one of many."""
     names = [n for n in flow.nodes if isinstance(n, cst.Name) and key(source, n) == optimizer]
-    return optimizer.startswith("self.") or any(_handed(source, name) for name in names[:1])
+    return optimizer.startswith("self.") or any(
+        _handed(source, name) or _is_of_top_level(source, name) for name in names[:1]
+    )
 
 
 def _handed(source: Source, name: Node) -> list[Node]:
@@ -511,6 +525,24 @@ INVALID = (
                     self.scaler.step(self.optimizer)
                     self.scaler.update()
     """),
+    Case(
+        """
+        import torch
+
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda")
+
+        def train(batches):
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        train(batches)
+        """,
+        count=1,
+    ),
 )
 
 RULE = Rule(

@@ -288,6 +288,20 @@ INVALID = (
         count=1,
         note="It raises whenever the first one ran.",
     ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        while True:
+            for micro in range(8):
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        count=1,
+    ),
 )
 
 RULE = Rule(

@@ -13,6 +13,7 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.rules.checkpoint_cases import INVALID, VALID
+from precast_lint.rules.object_cases import SAVE_INVALID
 from precast_lint.training_step.flow import Flow, flows
 from precast_lint.training_step.flow_events import is_optimizer, key
 from precast_lint.training_step.protocol import is_plain
@@ -27,7 +28,8 @@ _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each saved dictionary with states of a model and an optimizer alone."""
     if any(
-        _SCALER.search(key(source, owner) or "") for _, owner, _ in source.methods("state_dict")
+        _SCALER.search(key(source, owner) or "") and not _is_offered(source, call)
+        for call, owner, _ in source.methods("state_dict")
     ):
         return
     for flow in flows(source):
@@ -49,6 +51,14 @@ def check(source: Source) -> Iterator[Finding]:
             ):
                 yield source.find(RULE, place)
         yield from _apart(source, flow)
+
+
+def _is_offered(source: Source, call: Node) -> bool:
+    """Whether a class only offers a scaler's state, by a `state_dict` of its own."""
+    function = source.function(call)
+    home = source.values.enclosing_class(call)
+    is_own = function is not None and function.name.value == "state_dict"
+    return is_own and isinstance(home, cst.ClassDef) and source.function(home) is not function
 
 
 def _apart(source: Source, flow: Flow) -> Iterator[Finding]:
@@ -222,20 +232,20 @@ def _scaler(source: Source, flow: Flow) -> Node | None:
 
 
 def _is_of_object(source: Source, flow: Flow) -> bool:
-    """Whether the class of a function has an object of another class of this file that makes a scaler and steps."""
+    """Whether a function or its class has an object of a class of this file that has a scaler, which steps here."""
     home = source.values.enclosing_class(flow.node)
-    for node in walk(home) if home is not None else ():
-        if not isinstance(node, cst.Attribute) or key(source, node.value) != "self":
+    steps = [o for _, o, _ in source.methods("step") if source.instance(o) in SCALERS]
+    if not steps or _is_off(source, steps[0]):
+        return False
+    if isinstance(home, cst.ClassDef) and source.values.has_scaler(home):
+        return True
+    nodes: list[Node] = [n for n in flow.nodes if isinstance(n, cst.Name)]
+    nodes += [n for n in walk(home) if isinstance(n, cst.Attribute)] if home is not None else []
+    for node in nodes:
+        if isinstance(node, cst.Attribute) and key(source, node.value) != "self":
             continue
         other = source.values.object_class(node)
-        if other is None or other is home:
-            continue
-        steps = [
-            owner
-            for call, owner, _ in source.methods("step")
-            if source.values.enclosing_class(call) is other and source.instance(owner) in SCALERS
-        ]
-        if steps and not _is_off(source, steps[0]):
+        if other is not None and other is not home and source.values.has_scaler(other):
             return True
     return False
 
@@ -295,5 +305,5 @@ RULE = Rule(
     words=("GradScaler torch.save state_dict", "GradScaler import save state_dict"),
     check=check,
     valid=VALID,
-    invalid=INVALID,
+    invalid=(*INVALID, *SAVE_INVALID),
 )

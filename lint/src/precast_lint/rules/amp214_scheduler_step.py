@@ -10,7 +10,7 @@ from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow import Flow, Say, flows
-from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import asks_scale, followed, hides, loop_in
 
 __all__ = ["RULE"]
@@ -18,6 +18,7 @@ __all__ = ["RULE"]
 _STEP = r"(lr|sched|step|update|optim|batch|iter)"
 _SKIPS = re.compile(rf"found_inf|skipped|skip_?{_STEP}|{_STEP}\w*_skip|overflow", re.IGNORECASE)
 _BY_RESULT = ("ReduceLROnPlateau",)
+_FINITE = re.compile(r"finite|isnan|isinf|overflow", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def check(source: Source) -> Iterator[Finding]:
             return _on(state, event, say, scaler)
 
         for node, message in flow.run(_State(), on):
-            if _is_beside(flow, node, steps):
+            if _is_beside(flow, node, steps) and not _asks(source, node):
                 yield source.find(RULE, node, message)
 
 
@@ -61,6 +62,12 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
             say.bad(node)
         return _State(stepped=True)
     return state
+
+
+def _asks(source: Source, node: Node) -> bool:
+    """Whether a test around a scheduler's step asks if gradients are finite."""
+    tests = [outer.test for outer in source.around(node) if isinstance(outer, cst.If)]
+    return any(_FINITE.search(key(source, test) or "") for test in tests)
 
 
 def _is_beside(flow: Flow, node: object, steps: list[Event]) -> bool:
@@ -130,6 +137,20 @@ VALID = (
                 scaler.step(optimizer)
                 scaler.update()
                 schedule.step()
+    """),
+    Case("""
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        for batch in batches:
+            scaler.scale(model(batch)).backward()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            if norm.isfinite():
+                scheduler.step()
     """),
 )
 

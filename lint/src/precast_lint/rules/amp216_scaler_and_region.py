@@ -306,6 +306,20 @@ VALID = (
         """,
         note="The regions differ on purpose.",
     ),
+    Case(
+        """
+        import torch
+
+        def penalty(model, x, scaler: torch.amp.GradScaler):
+            with torch.autocast("cuda", enabled=False):
+                score = model(x.float())
+                (grad,) = torch.autograd.grad(scaler.scale(score.sum()), x, create_graph=True)
+            return (grad / scaler.get_scale()).norm()
+
+        scaler = torch.amp.GradScaler("cuda")
+        """,
+        note="A penalty may be computed in float32.",
+    ),
 )
 
 INVALID = (

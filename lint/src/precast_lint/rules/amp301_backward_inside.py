@@ -460,6 +460,43 @@ INVALID = (
         unsafe=True,
         count=1,
     ),
+    Case(
+        """
+        import contextlib
+
+        import torch
+
+        class Plugin:
+            @contextlib.contextmanager
+            def region(self):
+                with torch.autocast("cuda"):
+                    yield
+
+        def train(model, batches, plugin: Plugin):
+            for batch in batches:
+                with plugin.region():
+                    loss = model(batch)
+                    loss.backward()
+        """,
+        """
+        import contextlib
+
+        import torch
+
+        class Plugin:
+            @contextlib.contextmanager
+            def region(self):
+                with torch.autocast("cuda"):
+                    yield
+
+        def train(model, batches, plugin: Plugin):
+            for batch in batches:
+                with plugin.region():
+                    loss = model(batch)
+                loss.backward()
+        """,
+        unsafe=True,
+    ),
 )
 
 RULE = Rule(

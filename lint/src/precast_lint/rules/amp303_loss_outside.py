@@ -53,10 +53,16 @@ def _behind(source: Source, region: Region) -> Iterator[Finding]:
             continue
         used = [n for arg in call.args[:2] if (n := _plain(arg.value)) and n.value in outputs]
         fresh = all(_is_latest(source, function, outputs[n.value], call) for n in used)
-        if not used or not fresh or region_in_force(source, call) is not None:
+        if not used or _is_widened(call) or not fresh or region_in_force(source, call) is not None:
             continue
         if _is_propagated(source, function, call):
             yield source.find(RULE, call)
+
+
+def _is_widened(call: cst.Call) -> bool:
+    """Whether one of a loss's inputs is made float32, to which the other one is promoted."""
+    casts = [arg.value.func for arg in call.args[:2] if isinstance(arg.value, cst.Call)]
+    return any(isinstance(func, cst.Attribute) and func.attr.value == "float" for func in casts)
 
 
 def _outputs(source: Source, region: Region) -> Iterator[tuple[str, Node]]:
@@ -227,6 +233,14 @@ VALID = (
             other = model(x).softmax(-1)
         with torch.autocast("cuda"):
             loss = F.cross_entropy(out, y)
+        loss.backward()
+    """),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda"):
+            logits, y = model(x)
+        loss = torch.nn.functional.cross_entropy(logits.float(), y)
         loss.backward()
     """),
 )

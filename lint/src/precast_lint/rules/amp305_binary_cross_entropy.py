@@ -244,6 +244,27 @@ INVALID = (
         count=2,
         note="It does not help that the probabilities are float32.",
     ),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Loss(nn.Module):
+            def forward(self, p, y):
+                return nn.functional.binary_cross_entropy(p, y)
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.loss = Loss()
+
+            def step(self, x, y):
+                with torch.autocast("cuda"):
+                    loss = self.loss(self.model(x), y)
+                loss.backward()
+        """,
+        count=1,
+    ),
 )
 
 RULE = Rule(

@@ -425,6 +425,19 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        torch.set_default_dtype(torch.bfloat16)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            model(batch).sum().backward()
+            optimizer.step()
+        """,
+        count=1,
+    ),
 )
 
 RULE = Rule(

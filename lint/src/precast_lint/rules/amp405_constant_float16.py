@@ -108,6 +108,13 @@ VALID = (
 
         x = torch.zeros(3, dtype=torch.bfloat16) + 1e9
     """),
+    Case("""
+        import torch
+
+        mask = torch.zeros(8, dtype=torch.float16)
+        mask.fill_(1e4)
+        other = torch.full_like(mask, -1e9, dtype=torch.float32)
+    """),
 )
 
 INVALID = (
@@ -130,6 +137,16 @@ INVALID = (
         e = torch.tensor(-1e9).to("cuda", torch.float16)
         """,
         count=5,
+    ),
+    Case(
+        """
+        import torch
+
+        mask = torch.zeros(8, dtype=torch.float16)
+        mask.fill_(1e6)
+        other = torch.full_like(mask, -1e9)
+        """,
+        count=2,
     ),
 )
 

@@ -76,6 +76,14 @@ VALID = (
             for batch in batches:
                 total += model(batch).item()
     """),
+    Case("""
+        import torch
+
+        for batch in batches:
+            loss = model(batch)
+            loss.backward()
+            rate = float(schedule(step))
+    """),
 )
 
 INVALID = (
@@ -87,6 +95,17 @@ INVALID = (
             loss = model(batch)
             loss.backward()
             total += loss.item()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        for batch in batches:
+            loss = model(batch)
+            loss.backward()
+            total += float(loss)
         """,
         count=1,
     ),
@@ -104,7 +123,7 @@ RULE = Rule(
         "as mixed precision makes them, that is what a step costs."
     ),
     fine="The steps are long, or the value is needed at each of them.",
-    words=("item() backward(", "item() .grad("),
+    words=("item() backward(", "item() .grad(", "float( backward("),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -66,7 +66,7 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP404", "amp404_mask_constant", "mask-beyond-float16", "error", True, ("masked_fill", "autocast mask", "float16 mask", ".half() mask", "torch -1e", "torch -2e", "torch -3e", "torch -4e", "torch -5e", "torch -6e", "torch -7e", "torch -8e", "torch -9e", "torch full_like", "finfo(torch.float", "finfo(np.float", "torch -9999", "torch -100000", "torch 10**")),
     ("AMP405", "amp405_constant_float16", "constant-beyond-float16", "warning", True, ("torch .half", "torch .float16")),
     ("AMP406", "amp406_reduce_all", "reduction-without-dim", "information", False, ("torch forward", "torch .sum()", "torch .mean()", "torch .prod()", "torch .max()", "torch .min()", "torch .std()", "torch .var()", "torch .norm()", "torch .squeeze()", "torch.sum(", "torch.mean(", "torch.prod(", "torch.max(", "torch.min(", "torch.std(", "torch.var(", "torch.norm(", "torch.squeeze(")),
-    ("AMP501", "amp501_item_every_step", "item-every-step", "information", False, ("item() backward(", "item() .grad(")),
+    ("AMP501", "amp501_item_every_step", "item-every-step", "information", False, ("item() backward(", "item() .grad(", "float( backward(")),
     ("AMP502", "amp502_sliced_in_loop", "tensor-sliced-in-loop", "information", False, ("torch range(",)),
     ("AMP503", "amp503_iterable_not_sharded", "iterable-dataset-not-sharded", "warning", True, ("IterableDataset num_workers",)),
     ("AMP504", "amp504_repeat_broadcast", "repeat-instead-of-broadcast", "information", False, ("torch .repeat(", "torch .expand_as(")),

@@ -178,7 +178,18 @@ class Flow:
         if not isinstance(home, cst.ClassDef) or self.leaks(name):
             return False
         made = values.attributes(home).get(attribute, [])
-        return values.family.is_of_file(home) and any(_is_made(value) for value, _ in made)
+        is_made = any(_is_made(value) for value, _ in made) or (
+            any(note is not None for _, note in made) and self._is_constructed(home)
+        )
+        return values.family.is_of_file(home) and is_made
+
+    def _is_constructed(self, home: cst.ClassDef) -> bool:
+        """Whether this file makes objects of one of its classes."""
+        return any(
+            (binding := self.source.names.only_binding(call.func)) is not None
+            and binding.node is home
+            for call in self.source.all(cst.Call)
+        )
 
     def _home(self, name: str) -> tuple[Node | None, str]:
         """The class of this file to which an attribute belongs, of self or of another object, and the attribute."""

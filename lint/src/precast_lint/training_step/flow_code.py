@@ -250,6 +250,11 @@ class _Reader:
             self.parts.append(Line(tuple(self.steps), assigned))
             self.steps = []
 
+    def _ended(self) -> tuple[Part, ...]:
+        """Nothing, after the line so far has ended."""
+        self._end_line()
+        return ()
+
     def _add(self, part: Part) -> None:
         self._end_line()
         self.parts.append(part)
@@ -329,7 +334,9 @@ class _Reader:
         self._branch(statement.test, self._suite(statement.body), no)
 
     def _branch(self, test: Node, yes: Code, no: Code) -> None:
-        if yes or no:
+        if isinstance(test, cst.Name) and test.value == "True":
+            self.parts += [*self._ended(), *yes]
+        elif yes or no:
             text, holds = _condition(self.source, test)
             self.noted.tests.add(text)
             self._add(Branch(text, holds, yes, no))

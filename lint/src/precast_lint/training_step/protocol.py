@@ -152,6 +152,8 @@ def _uses_object(source: Source, event: Event, owner: str) -> bool:
         return False
     home = source.values.object_class(call.func.value)
     name = call.func.attr.value
+    if home is not None and name in source.values.attributes(home):
+        return False  # `state.model(batch)`
     found = [
         line
         for line in (home.body.body if home is not None else ())
