@@ -22,7 +22,7 @@ from precast_lint.training_step import flow, flow_code
 from precast_lint.training_step.flow_code import Ask, Code, Line, Put
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.flow_facts import joined
-from precast_lint.training_step.flow_places import Place, Scaled, back
+from precast_lint.training_step.flow_places import Place, Scaled
 from precast_lint.training_step.flow_run import Say
 
 CODES = frozenset(code for code in all_rules() if code.startswith("AMP2"))
@@ -100,7 +100,14 @@ class EachByItself:
             return self.Line(part.unfollowed, place, path)
         start = Path(path.state, inner.entered(path.known), place.handed(part, path.scaled))
         return [
-            ("", Path(p.state, inner.left(path.known, p.known), back(path.scaled, p.scaled)))
+            (
+                "",
+                Path(
+                    p.state,
+                    inner.left(path.known, p.known),
+                    place.returned(part, path.scaled, p.scaled),
+                ),
+            )
             for how, p in self._code(inner.code.parts, inner, start)
             if how != "raise"
         ]

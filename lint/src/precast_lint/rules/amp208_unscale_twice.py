@@ -199,6 +199,30 @@ VALID = (
         scaler.step(optimizers[1])
         scaler.update()
     """),
+    Case(
+        """
+        import torch
+
+        class Helper:
+            def __init__(self):
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, optimizer, parameters=None, limit=None):
+                if limit is not None:
+                    self.scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(parameters, limit)
+                self.scaler.step(optimizer)
+                self.scaler.update()
+
+        def train(model, batches, optimizer, helper: Helper):
+            for batch in batches:
+                helper.scaler.scale(model(batch)).backward()
+                helper.scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                helper.step(optimizer)
+        """,
+        note="A call that gives no limit does not unscale again.",
+    ),
 )
 
 INVALID = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node
+from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow_code import Ask, Follow, Line, Put, code_of, is_loss, reach_of
 from precast_lint.training_step.flow_events import Event, Known, call_event, key, scaler_of
 from precast_lint.training_step.flow_facts import Facts
@@ -50,6 +50,7 @@ class Place:
         deciding: frozenset[str],
         frame: Frame | None = None,
         of_object: str | None = None,
+        settled: frozenset[tuple[str, bool]] = frozenset(),
     ) -> None:
         self.code = code_of(shared.source, function)
         self.facts = shared.facts
@@ -60,6 +61,9 @@ class Place:
         self._deciding = deciding
         self._frame = frame
         self._object = of_object  # what self is here, as the function that calls says it
+        self._settled = 0  # what the call says of parameters: `limit=None`, or a default of None
+        for name, holds in settled:
+            self._settled |= (1 if holds else 2) << shared.facts.place(name)
         self._events: dict[object, Event] = {}
         self._called: dict[Follow, Place | None] = {}
         self._scaled: dict[object, Scaled] = {}
@@ -85,7 +89,8 @@ class Place:
         shared = self._shared
         frame = frame_of(shared.source, function, follow.given, self._known.named)
         stack = (*self._stack, function)
-        same = (stack, frozenset(frame.names.items()))
+        given = _settled(function, follow.given)
+        same = (stack, frozenset(frame.names.items()), given)
         if same not in shared.places:
             known = replace(self._known, named=frame.named)
             deciding = {name for name, given in frame.names.items() if given in self._deciding}
@@ -97,6 +102,7 @@ class Place:
                 deciding=self._deciding | deciding,
                 frame=frame,
                 of_object=self._owner(follow),
+                settled=given,
             )
         return shared.places[same]
 
@@ -166,8 +172,8 @@ class Place:
     def entered(self, known: int) -> int:
         """What is known in this function of what its caller knows: of self, and of what parameters get."""
         if self._is_of_object:
-            return _moved(known, self._moves_of_object[0])
-        return known & self.facts.of_self | _moved(known, self._in)
+            return _moved(known, self._moves_of_object[0]) | self._settled
+        return known & self.facts.of_self | _moved(known, self._in) | self._settled
 
     def left(self, before: int, after: int) -> int:
         """What the caller knows then: its own as before, and of self and of what parameters got what is known here."""
@@ -216,6 +222,16 @@ class Place:
                 found |= self.facts.bits(self._frame.names)
             self._asked = len(self.facts), found
         return self._asked[1]
+
+
+def _settled(function: cst.FunctionDef, given: dict[str, Node]) -> frozenset[tuple[str, bool]]:
+    """The parameters that a call leaves at, or sets to, None, False or True, and whether a test of them holds."""
+    found: set[tuple[str, bool]] = set()
+    for param in (*function.params.params, *function.params.kwonly_params):
+        value = given.get(param.name.value, param.default)
+        if isinstance(value, cst.Name) and value.value in ("None", "False", "True"):
+            found.add((param.name.value, value.value == "True"))
+    return frozenset(found)
 
 
 def root(
