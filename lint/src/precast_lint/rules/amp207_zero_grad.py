@@ -151,9 +151,15 @@ def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
 
 def _is_of_top_level(source: Source, name: cst.Name) -> bool:
     """Whether the top level of the file makes an optimizer once, and all of the file keeps it."""
-    home = source.scopes.scope_of[name].home(name.value)
+    scope = source.scopes.scope_of.get(name)  # a keyword has none
+    home = scope.home(name.value) if scope is not None else None
     binding = source.names.only_binding(name)
-    if home is not source.scopes.module or binding is None or binding.kind != "assign":
+    if (
+        home is None
+        or home is not source.scopes.module
+        or binding is None
+        or binding.kind != "assign"
+    ):
         return False
     places = source.scopes.references(home, name.value)
     return isinstance(binding.value, cst.Call) and all(_is_kept(source, n) for n in places)
