@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -107,3 +109,40 @@ def test_what_is_not_compiled_has_no_kernel() -> None:
     rows = [torch.ones(COUNT), torch.ones(COUNT)]
     assert kernel_of(adds, rows, COUNT) is None
     assert torch.equal(rows[0], torch.full((COUNT,), 2.0))
+
+
+THREADS = """
+import os
+import torch
+import precast
+
+torch.set_num_threads(1)
+layer = torch.nn.Linear(512, 512, bias=False)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+attachment = precast.attach(layer, optimizer=optimizer, step="one-pass")
+layer.weight.grad = torch.ones_like(layer.weight)
+
+
+def step():
+    with precast.autocast("cpu"):
+        layer(torch.ones(1, 512))
+    optimizer.step()
+
+
+for _ in range(3):
+    step()
+torch.set_num_threads(3)
+before = len(os.listdir("/proc/self/task"))
+optimizer.step()
+print(before, len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted as Linux lists them")
+def test_a_step_compiled_for_one_thread_uses_those_that_there_are_later() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = map(int, done.stdout.split())
+    assert after == before + 2

@@ -135,7 +135,11 @@ def program(key: ProgramKey, name: str) -> Callable[[Sequence[Tensor], int], Non
             dynamic=True,
             fullgraph=True,
             # What PyTorch would look at before each call is in the key; the number of numbers is an argument.
-            options={"guard_filter_fn": lambda guards: [False for _ in guards]},
+            # So is the number of threads, which may change after it was compiled.
+            options={
+                "guard_filter_fn": lambda guards: [False for _ in guards],
+                "cpp.dynamic_threads": True,
+            },
         )
         recorded = len(key.stored)
         small = {recorded, recorded + 1} if key.takes_seeds else {recorded}
