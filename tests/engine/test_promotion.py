@@ -35,11 +35,13 @@ UNREPEATABLE = {
     "aten::linalg_lstsq": "a LAPACK routine whose rounding depends on where its memory lies",
     "aten::mkldnn_rnn_layer": "returns a buffer that is scratch memory",
     "aten::multi_margin_loss": "returns memory that it has not written where there are no rows",
+    "aten::multilabel_margin_loss": "returns memory that it has not written where there are no rows",
     "aten::multilabel_margin_loss_forward": "returns memory that it has not written where there are no rows",
 }
 FRAGILE = {
     "aten::embedding_bag": "ends the process where there are no offsets",
     "aten::embedding_bag.padding_idx": "ends the process where there are no offsets",
+    "aten::scaled_dot_product_attention": "writes beyond its memory where values are longer than keys",
     "aten::pdist": "its backward divides by the number of rows, which ends the process where there are none",
 }
 """What PyTorch itself does not survive: their tensors keep their sizes."""

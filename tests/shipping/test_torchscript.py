@@ -53,8 +53,12 @@ def test_a_trace_of_an_exported_program_has_its_casts(model: nn.Module, tmp_path
 
 def test_what_is_converted_or_exported_cannot_be_scripted(model: nn.Module) -> None:
     x = torch.randn(3, 4)
-    with pytest.raises(RuntimeError):
-        torch.jit.script(precast.convert(model, example=x))
+    converted = precast.convert(model, example=x)
+    for refused in converted, nn.Sequential(converted):
+        with pytest.raises(
+            precast.errors.ConversionError, match="converted Sequential.*torch.jit.trace"
+        ):
+            torch.jit.script(refused)
     with pytest.raises(RuntimeError):
         torch.jit.script(precast.export(model, (x,)).module())
 

@@ -118,6 +118,7 @@ def converted_class(base: type[nn.Module], methods: tuple[str, ...]) -> type[nn.
             __qualname__=base.__qualname__,
             __doc__=base.__doc__,
             __reduce_ex__=_reduce_ex(base, methods),
+            __prepare_scriptable__=_not_scripted,
             precast_report=property(_report, doc="What `precast.convert` did to this model."),
         )
 
@@ -132,6 +133,14 @@ def carry(model: nn.Module, carried: Carried) -> None:
 
 def _report(model: nn.Module) -> Conversion:
     return carried_by(model).report
+
+
+def _not_scripted(model: nn.Module) -> nn.Module:
+    """What `torch.jit.script` asks a module for before it compiles it."""
+    raise ConversionError(
+        f"a converted {carried_by(model).report.model} cannot be compiled by torch.jit.script, which sees no region. Record "
+        "it with torch.jit.trace(model, example), or write a program with precast.export."
+    )
 
 
 def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
