@@ -56,7 +56,7 @@ def test_what_is_converted_or_exported_cannot_be_scripted(model: nn.Module) -> N
     converted = precast.convert(model, example=x)
     for refused in converted, nn.Sequential(converted):
         with pytest.raises(
-            precast.errors.ConversionError, match="converted Sequential.*torch.jit.trace"
+            precast.errors.ConversionError, match=r"converted Sequential.*torch\.jit\.trace"
         ):
             torch.jit.script(refused)
     with pytest.raises(RuntimeError):

@@ -138,8 +138,8 @@ def _report(model: nn.Module) -> Conversion:
 def _not_scripted(model: nn.Module) -> nn.Module:
     """What `torch.jit.script` asks a module for before it compiles it."""
     raise ConversionError(
-        f"a converted {carried_by(model).report.model} cannot be compiled by torch.jit.script, which sees no region. Record "
-        "it with torch.jit.trace(model, example), or write a program with precast.export."
+        f"a converted {carried_by(model).report.model} cannot be compiled by torch.jit.script, which sees no region. "
+        "Record it with torch.jit.trace(model, example), or write a program with precast.export."
     )
 
 
