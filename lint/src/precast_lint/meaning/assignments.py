@@ -107,6 +107,9 @@ def _last_in_straight_code(source: Source, name: Node, bindings: list[Binding]) 
     inner = source.statement(name)
     while True:
         block = source.parents[inner]
+        if isinstance(block, cst.If):  # an `elif`, which is a statement inside the one before it
+            inner = block
+            continue
         before = _before(block, inner)
         found = _in_block(before, inside)
         if isinstance(found, Binding):

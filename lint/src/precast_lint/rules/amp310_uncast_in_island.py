@@ -108,6 +108,31 @@ INVALID = (
         """
         import torch
 
+        if mode == "train":
+            h = c
+        elif mode == "eval":
+            with torch.autocast("cuda"):
+                h = a @ b
+                with torch.autocast("cuda", enabled=False):
+                    loss = torch.exp(h).sum()
+        """,
+        """
+        import torch
+
+        if mode == "train":
+            h = c
+        elif mode == "eval":
+            with torch.autocast("cuda"):
+                h = a @ b
+                with torch.autocast("cuda", enabled=False):
+                    loss = torch.exp(h.float()).sum()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
         with torch.autocast("cuda"):
             h = a @ b
             with torch.autocast("cuda", enabled=False):
