@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import get_context
 from typing import Any, Final
 
 import torch
@@ -62,7 +64,7 @@ def run(
     for many in millions:
         yield from _steps(many, rounds)
     for batch, length in shapes:
-        yield from _trainings(networks.decoder(width, batch, length), rounds)
+        yield from _in_a_process(_trainings, width, batch, length, rounds)
 
 
 def _steps(millions: float, rounds: int) -> Iterator[dict[str, Any]]:
@@ -124,7 +126,19 @@ def _pytorchs(rows: int, **how: bool) -> Callable[[], object]:
     return step
 
 
-def _trainings(network: Network, rounds: int) -> Iterator[dict[str, Any]]:
+def _in_a_process(rows: Callable[..., list[dict[str, Any]]], *args: object) -> list[dict[str, Any]]:
+    """Rows that a process of their own measures.
+
+    Memory that larger work has freed stays with a process. What a region of PyTorch allocates anew in each step would
+    find its pages there, which it does not in a training of one's own.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        made: list[dict[str, Any]] = pool.submit(rows, *args).result()
+    return made
+
+
+def _trainings(width: int, batch: int, length: int, rounds: int) -> list[dict[str, Any]]:
+    network = networks.decoder(width, batch, length)
     ways: Mapping[str, Callable[[], Prepared]] = {
         AUTOCAST: partial(_training, network, partial(torch.autocast, "cpu", dtype=_LOW)),
         ATTACHED: partial(_training, network, _region, {"grad_dtype": _LOW}),
@@ -137,9 +151,14 @@ def _trainings(network: Network, rounds: int) -> Iterator[dict[str, Any]]:
         each.close()
     prepared.clear()
     peaks = {name: observe(make, torch.device("cpu")).peak_bytes for name, make in ways.items()}
-    for name in ways:
-        row = _row(network.case, name, found, AUTOCAST)
-        yield {**row, "peak_bytes": peaks[name], "grown_bytes": peaks[name] - peaks[ATTACHED]}
+    return [
+        {
+            **_row(network.case, name, found, AUTOCAST),
+            "peak_bytes": peaks[name],
+            "grown_bytes": peaks[name] - peaks[ATTACHED],
+        }
+        for name in ways
+    ]
 
 
 _region: Final = partial(precast.autocast, "cpu", dtype=_LOW)
