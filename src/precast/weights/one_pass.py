@@ -40,6 +40,7 @@ from precast.weights.step_program import ProgramKey, program, row
 from precast.weights.step_recorder import NotElementwiseError
 from precast.weights.step_recording import Recording, alike, has_states
 from precast.weights.stored_weights import StoredWeights
+from precast.weights.view_cache import is_dense
 
 __all__ = ["OnePassStep"]
 
@@ -304,22 +305,12 @@ def _why_not(parameter: Tensor, gradient: Tensor) -> str | None:
     if type(gradient) is not Tensor or gradient.stride() != parameter.stride():
         return "a gradient has another layout than its weight"
     if parameter.untyped_storage().nbytes() == 0 or not (
-        parameter.is_contiguous() or _is_dense(parameter)
+        parameter.is_contiguous() or is_dense(parameter)
     ):
         return "the numbers of a weight do not lie side by side"
     if dispatch_modes():
         return "a mode watches its operations"
     return None
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _multiply(parameters: Iterable[Tensor], factors: Mapping[int, float]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["same_view"]
+__all__ = ["is_dense", "same_view"]
 
 
 def same_view(copy: Tensor, base: Tensor, view: Tensor) -> Tensor | None:
@@ -19,17 +19,17 @@ def same_view(copy: Tensor, base: Tensor, view: Tensor) -> Tensor | None:
     offset = view.storage_offset() - base.storage_offset()
     if (
         view.is_neg()
-        or not _is_dense(view)
+        or not is_dense(view)
         or copy.stride() != base.stride()
         or view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
         or not 0 <= offset <= copy.numel() - view.numel()
-        or not _is_dense(base)
+        or not is_dense(base)
     ):
         return None
     return copy.as_strided(view.shape, view.stride(), offset)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the numbers of a tensor lie side by side in memory, each once, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
