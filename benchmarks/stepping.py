@@ -32,6 +32,7 @@ from benchmarks.observe import observe
 from benchmarks.variants import Prepared
 from precast.errors import PrecastWarning
 from precast.weights.held import MIN_ELEMENTS_FOR_NODE
+from precast.weights.partial_steps import parameters_of
 
 __all__ = ["AUTOCAST", "MILLIONS", "ONE_PASS", "ROUNDS", "SHAPES", "case_of_step", "run"]
 
@@ -196,16 +197,12 @@ def _check_that_nothing_is_left(optimizer: AdamW) -> None:
     """
 
     def check(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        left = [p for p in _weights_of(optimizer) if p.grad is not None and optimizer.state.get(p)]
+        large = [p for p in parameters_of(optimizer) if p.numel() >= MIN_ELEMENTS_FOR_NODE]
+        left = [p for p in large if p.grad is not None and optimizer.state.get(p)]
         if left:
             raise RuntimeError(f"{len(left)} weights are not stepped in one pass.")
 
     optimizer.register_step_pre_hook(check)
-
-
-def _weights_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if p.numel() >= MIN_ELEMENTS_FOR_NODE)
 
 
 @contextmanager
