@@ -328,3 +328,53 @@ def test_tensors_of_a_checkpoint_are_pages_of_the_file(tmp_path: Path) -> None:
     tensors["body.bias"].zero_()  # the file stays as it is
     again = read_checkpoint(tmp_path)
     assert torch.equal(again["body.bias"], state["body.bias"])
+
+
+_STARTS = """
+import sys
+import torch
+import precast
+from torch import nn
+
+def make():
+    layers = nn.Embedding(11, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+    for weight in (layers[1].weight, layers[2].weight):
+        nn.init.trunc_normal_(weight) if weight is layers[1].weight else nn.init.kaiming_normal_(weight)
+    return nn.Sequential(*layers)
+
+known = set(sys.modules)
+model = precast.load(make, sys.argv[1], "default", torch.bfloat16)
+with torch.inference_mode():
+    model(torch.arange(11))
+print(sorted(name for name in set(sys.modules) - known if name in ("torch._dynamo", "sympy")))
+"""
+
+
+def test_no_compiler_is_imported_where_a_converted_model_is_loaded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 16), nn.Linear(16, 16)).eval()
+    converted = precast.convert(model, "default", BF16, example=torch.arange(11))
+    torch.save(converted.state_dict(), tmp_path / "model.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", _STARTS, str(tmp_path / "model.pt")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[]\n", done.stdout
+
+
+def test_numbers_that_are_drawn_outside_of_a_model_are_drawn(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    drawn = []
+
+    class Net(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(16, 16))
+            self.register_buffer("noise", torch.empty(3).normal_(), persistent=False)
+            drawn.append(self.noise)
+
+    torch.manual_seed(3)
+    loaded = precast.load(Net, tmp_path / "model.pt", dtype=BF16, example=torch.ones(2, 16))
+    assert torch.equal(loaded.noise.float(), drawn[0].to(loaded.noise.dtype).float())
+    assert drawn[0].std() > 0.1

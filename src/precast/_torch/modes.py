@@ -17,6 +17,7 @@ from precast._torch.dispatcher import dispatch_key, is_composite
 
 __all__ = [
     "ObservingMode",
+    "WithoutDraws",
     "cast_without_torch_function",
     "count_other_modes",
     "dispatch_modes",
@@ -60,6 +61,33 @@ class ObservingMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class WithoutDraws(TorchDispatchMode):
+    """A mode in which no numbers are drawn for tensors on the meta device, which have none.
+
+    To do nothing, PyTorch (2.13) runs them through Python that imports Dynamo, which takes longer than all else that a
+    process has to import. So would the mode, if its own code were protected from Dynamo.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and func._schema.is_mutable
+            and isinstance(args[0], torch.Tensor)
+            and args[0].is_meta
+        ):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def leave_mode(mode: ObservingMode) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from precast._torch import WithoutDraws
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError
 from precast.policy.module_names import named_tensors
@@ -110,7 +111,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
     handle = register_module_parameter_registration_hook(moved)
     try:
-        yield
+        with WithoutDraws():
+            yield
     finally:
         handle.remove()
 
