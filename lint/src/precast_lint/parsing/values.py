@@ -527,7 +527,18 @@ def _agreed(found: Iterable[str | None]) -> str | None:
         kinds.discard(_NOTHING)
     if len(kinds) > 1 and {canonical(kind) for kind in kinds} <= SCALERS:
         return "torch.amp.GradScaler"  # of one kind or another, it is used as one
+    if len(kinds) > 1 and all(kind.startswith("torch.optim.") for kind in kinds):
+        return _common_optimizer(kinds)
     return kinds.pop() if len(kinds) == 1 else None
+
+
+def _common_optimizer(kinds: set[str]) -> str | None:
+    """The base of several optimizers, or of several schedulers."""
+    are_schedulers = {kind.startswith("torch.optim.lr_scheduler.") for kind in kinds}
+    if are_schedulers == {True}:
+        return "torch.optim.lr_scheduler.LRScheduler"
+    are_others = any("swa_utils" in kind for kind in kinds)
+    return "torch.optim.Optimizer" if are_schedulers == {False} and not are_others else None
 
 
 def option(call: cst.Call) -> str | None:

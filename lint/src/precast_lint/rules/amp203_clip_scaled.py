@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from precast_lint.editing.lines import block_of, insert_before, line_of
+from precast_lint.editing.lines import block_of, insert_before, line_of, remove
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
@@ -237,7 +237,15 @@ def _fix(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:
     if not is_plain(optimizer):
         return None
     edit = insert_before(source, line, f"{scaler}.unscale_({optimizer})")
-    return source.fix("Unscale the gradients first", edit, unsafe=True)
+    late = [e.node for e in flow.events() if e.kind == "unscale" and e.scaler == scaler]
+    if not late:
+        return source.fix("Unscale the gradients first", edit, unsafe=True)
+    stands = line_of(source, late[0]) if len(late) == 1 else None
+    between = siblings[here[0] : there[0]]
+    taken = remove(source, stands) if stands in between and stands is not None else None
+    if taken is None or line not in siblings:
+        return None
+    return source.fix("Unscale the gradients before, once", edit, taken, unsafe=True)
 
 
 _WITHOUT_SCALER = (

@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.editing.lines import block_of, exchange, insert_after, line_of
+from precast_lint.editing.lines import block_of, exchange, insert_after, line_of, remove
 from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.rules.object_cases import UPDATE_INVALID
 from precast_lint.rules.update_cases import HANDED, INVALID, VALID
+from precast_lint.rules.update_several_cases import SEVERAL_INVALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
@@ -179,40 +180,71 @@ def _is_unconditional(flow: Flow, update: Node) -> bool:
         line = line_of(source, node)
         if line is None:
             return False
-        block = source.parents[source.parents[line]]
-        while isinstance(block, cst.With):
-            block = source.parents[source.parents[block]]
+        suite = source.parents[line]
+        while isinstance(block := source.parents.get(suite), cst.With):
+            suite = source.parents[block]
         loop = loop_around(source, node)
         if loop is not None or not isinstance(block, cst.FunctionDef):
-            return block is loop
+            return loop is not None and block is loop
     return False
 
 
 def _insert(source: Source, flow: Flow, scaler: str, step: Node) -> Fix | None:
-    """`update` after the step, if there is only one."""
-    steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+    """`update` after the step, or after the last of some steps in one block, each of an optimizer of its own."""
+    events = [e for e in flow.events() if e.scaler == scaler]
+    stepped = [e for e in events if e.kind == "scaler_step"]
+    lines = [line_of(source, e.node) for e in stepped]
     line = line_of(source, step)
-    if len(steps) != 1 or line is None or not is_plain(scaler):
+    if line is None or not is_plain(scaler):
+        return None
+    block = block_of(source, line)
+    places = [block.index(one) for one in lines if one is not None and one in block]
+    if len(places) != len(stepped) or len({e.optimizer for e in stepped}) != len(stepped):
+        return None
+    is_whole = any(e.kind == "backward" for e in events)
+    if not is_whole and _steps_elsewhere(source, scaler, flow):
         return None
     return source.fix(
         "Update the scale after the step",
-        insert_after(source, line, f"{scaler}.update()"),
+        insert_after(source, block[max(places)], f"{scaler}.update()"),
         unsafe=True,
     )
 
 
+def _steps_elsewhere(source: Source, scaler: str, flow: Flow) -> bool:
+    """Whether another function steps the same scaler: both may belong to one backward, which needs one update."""
+    return any(
+        key(source, owner) == scaler and call.args and source.function(call) is not flow.node
+        for call, owner, _ in source.methods("step")
+    )
+
+
 def _swap(source: Source, flow: Flow, scaler: str, update: Node) -> Fix | None:
-    """The update after the step, if they stand one after the other."""
+    """The update after the steps, if the first of them stands behind it, and the last in the same block."""
     line = line_of(source, update)
     block = block_of(source, line) if line is not None else []
-    place = block.index(line) + 1 if line in block else len(block)
-    if line is None or place >= len(block):
+    behind = block[block.index(line) + 1 :] if line in block else []
+    events = [e for e in flow.events() if e.scaler == scaler]
+    steps = [line_of(source, e.node) for e in events if e.kind == "scaler_step"]
+    if line is None or not behind or behind[0] not in steps:
         return None
-    steps = [e.node for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
-    following = next((s for s in steps if line_of(source, s) is block[place]), None)
-    if following is None:
+    scaled = {outer for e in events if e.kind == "backward" for outer in source.around(e.node)}
+    until = next((place for place, one in enumerate(behind) if one in scaled), len(behind))
+    last = [one for one in behind[:until] if one in steps][-1]
+    if {e.node for e in events if e.kind == "scaler_step"} & _inside(behind[:until], steps):
+        return None  # a step under a test: nobody knows where the last one is
+    if last is behind[0]:
+        return source.fix("Step before the update", exchange(source, line, last), unsafe=True)
+    taken = remove(source, line)
+    if taken is None:
         return None
-    return source.fix("Step before the update", exchange(source, line, block[place]), unsafe=True)
+    put = insert_after(source, last, source.code(line))
+    return source.fix("Update the scale after the steps", taken, put, unsafe=True)
+
+
+def _inside(block: list[Node], steps: list[cst.SimpleStatementLine | None]) -> set[Node]:
+    """The nodes in the statements of a block that are no steps themselves."""
+    return {inner for one in block if one not in steps for inner in walk(one)}
 
 
 RULE = Rule(
@@ -233,5 +265,5 @@ RULE = Rule(
     ),
     check=check,
     valid=(*VALID, *HANDED),
-    invalid=(*INVALID, *UPDATE_INVALID),
+    invalid=(*INVALID, *SEVERAL_INVALID, *UPDATE_INVALID),
 )

@@ -33,7 +33,7 @@ _NO_EPS = 1e-12
 _STATEMENTS = (cst.BaseCompoundStatement, cst.SimpleStatementLine)
 _UNSKIPPED = "nothing skips this step where the unscaled gradients are inf or NaN: use `scaler.step(optimizer)`"
 _LOOKS = re.compile(
-    r"isnan|isinf|finite|(^|_)(nan|inf|valid|check|skip|overflow)(_|s?$)|get_scale|_states$",
+    r"isnan|isinf|finite|(^|_)(nan|inf|valid|check|skip|overflow)(_|s?$)|_states$",
     re.IGNORECASE,
 )
 _TWICE = "`scaler.step` has made this optimizer's step already"
@@ -161,6 +161,9 @@ def _is_unskipped(source: Source, flow: Flow, scaler: str, step: Node) -> bool:
     everywhere = [*flow.nodes, *(node for _, nodes in flow.called for node in nodes)]
     names = [n.value for n in everywhere if isinstance(n, cst.Name)]
     names += [n.attr.value for n in everywhere if isinstance(n, cst.Attribute)]
+    updates = {e.node for e in flow.events() if e.kind == "update" and e.scaler == scaler}
+    if "get_scale" in names and updates & {inner for part in between for inner in walk(part)}:
+        return False  # a scale that the update has made smaller says that gradients were not finite
     return not any(map(_LOOKS.search, names)) and all(
         _is_of_torch(source, inner) for part in between for inner in walk(part)
     )

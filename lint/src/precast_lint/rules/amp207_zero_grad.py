@@ -549,6 +549,25 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            optimizer: torch.optim.Optimizer | None = None
+
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def train(self, loader):
+                for x in loader:
+                    self.scaler.scale(self.model(x)).backward()
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+        """,
+    ),
 )
 
 RULE = Rule(

@@ -23,12 +23,13 @@ def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each scaler that is made in the loop of its backward and step."""
     for flow, scaler in followed(source):
         made = [e for e in flow.nodes if isinstance(e, cst.Assign) and _makes(source, e, scaler)]
-        if len(made) != 1 or _is_under_test(source, made[0]):
+        if any(_is_under_test(source, one) for one in made):
             continue
-        loop = loop_around(source, made[0])
-        if loop is not None and _is_used_in(source, flow, scaler, loop):
-            yield source.find(RULE, made[0].value)
-        elif loop is None and _is_used_in(source, flow, scaler, None):
+        again = [one for one in made if loop_around(source, one) is not None]
+        for one in again if len(again) == 1 else ():
+            if _is_used_in(source, flow, scaler, loop_around(source, one)):
+                yield source.find(RULE, one.value)
+        if len(made) == 1 and not again and _is_used_in(source, flow, scaler, None):
             steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
             roots = {_root(e.optimizer) for e in steps}
             bound = source.scopes.owned[flow.node].bindings
@@ -173,6 +174,21 @@ VALID = (
         for model in models:
             train(model, batches)
     """),
+    Case(
+        """
+        import torch
+
+        def train(model, opt, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                if scaler.get_scale() < 1:
+                    scaler = torch.amp.GradScaler("cuda", init_scale=1024)
+                scaler.scale(model(batch)).backward()
+                scaler.step(opt)
+                scaler.update()
+        """,
+        note="Made anew when the scale has become too small.",
+    ),
 )
 
 INVALID = (
@@ -241,6 +257,23 @@ INVALID = (
                     self.scaler.scale(self.model(batch)).backward()
                     self.scaler.step(self.optimizer)
                     self.scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, loader, opt):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                scaler = torch.amp.GradScaler("cuda")
+                opt.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = model(x).mean()
+                scaler.scale(loss).backward()
+                scaler.step(opt)
+                scaler.update()
         """,
         count=1,
     ),

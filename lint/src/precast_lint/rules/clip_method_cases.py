@@ -108,6 +108,42 @@ VALID = (
                     torch.nn.utils.clip_grad_norm_(self.params, 1.0)
                     self.optimizer.step()
     """),
+    Case(
+        """
+        import torch
+
+        def train(model, loader, opt):
+            scaler = torch.amp.GradScaler("cuda")
+            clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = model(x)
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                clip()
+                scaler.step(opt)
+                scaler.update()
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, loader, opt):
+            scaler = torch.amp.GradScaler("cuda")
+            unscale = lambda: scaler.unscale_(opt)
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = model(x)
+                scaler.scale(loss).backward()
+                unscale()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(opt)
+                scaler.update()
+        """,
+    ),
 )
 
 INVALID = (
@@ -268,6 +304,109 @@ INVALID = (
             torch.nn.utils.clip_grad_norm_(G.parameters(), 1.0)
             scaler_g.step(g)
             scaler_g.update()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(g, loader, opt):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = g(x)
+                scaler.scale(loss).backward()
+                torch.nn.utils.clip_grad_norm_(g.parameters(), 1.0)
+                scaler.unscale_(opt)
+                scaler.step(opt)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(g, loader, opt):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = g(x)
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                torch.nn.utils.clip_grad_norm_(g.parameters(), 1.0)
+                scaler.step(opt)
+                scaler.update()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, loader, opt):
+            scaler = torch.amp.GradScaler("cuda")
+            clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = model(x)
+                scaler.scale(loss).backward()
+                clip()
+                scaler.step(opt)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, loader, opt):
+            scaler = torch.amp.GradScaler("cuda")
+            clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = model(x)
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                clip()
+                scaler.step(opt)
+                scaler.update()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        def train(model: FSDP, opt, loader):
+            scaler = ShardedGradScaler()
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = model(x).mean()
+                scaler.scale(loss).backward()
+                model.clip_grad_norm_(1.0)
+                scaler.step(opt)
+                scaler.update()
+        """,
+        """
+        import torch
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        def train(model: FSDP, opt, loader):
+            scaler = ShardedGradScaler()
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = model(x).mean()
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                model.clip_grad_norm_(1.0)
+                scaler.step(opt)
+                scaler.update()
         """,
         unsafe=True,
     ),

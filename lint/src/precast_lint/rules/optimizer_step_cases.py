@@ -150,6 +150,22 @@ VALID = (
                 optimizer.step()
             optimizer.zero_grad()
     """),
+    Case(
+        """
+        import torch
+
+        def train(model, opt, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(opt)
+                old = scaler.get_scale()
+                scaler.update()
+                if scaler.get_scale() >= old:
+                    opt.step()
+        """,
+        note="A scale that got smaller says that there was an overflow.",
+    ),
 )
 
 INVALID = (
@@ -372,5 +388,44 @@ INVALID = (
         unsafe=True,
         count=1,
         note="Unscaled, but nobody skips the step after an overflow.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, loader, opt, sched):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = model(x)
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                old = scaler.get_scale()
+                opt.step()
+                scaler.update()
+                if old <= scaler.get_scale():
+                    sched.step()
+        """,
+        """
+        import torch
+
+        def train(model, loader, opt, sched):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                opt.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = model(x)
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                old = scaler.get_scale()
+                scaler.step(opt)
+                scaler.update()
+                if old <= scaler.get_scale():
+                    sched.step()
+        """,
+        unsafe=True,
     ),
 )

@@ -181,6 +181,9 @@ def call_event(known: Known, call: cst.Call, scaled: dict[str, str]) -> Event:
         arguments = Arguments.of_partial(made, call)
     if origin in _CLIPS:
         return Event("clip", call, arguments=arguments)
+    inner = _lambda_call(source, call)
+    if inner is not None and source.origin(inner.func) in _CLIPS:
+        return Event("clip", call, arguments=Arguments.of(inner))
     if origin in ("torch.autograd.backward", "torch.autograd.grad"):
         kind = "backward" if origin.endswith("backward") else "autograd_grad"
         loss = arguments.get("tensors" if kind == "backward" else "outputs", 0)
@@ -188,6 +191,16 @@ def call_event(known: Known, call: cst.Call, scaled: dict[str, str]) -> Event:
     if isinstance(call.func, cst.Attribute):
         return _method(known, call, arguments, scaled)
     return Event("call", call, arguments=arguments)
+
+
+def _lambda_call(source: Source, call: cst.Call) -> cst.Call | None:
+    """The call that a `lambda` comes to, of a name or an attribute of self that stands for that alone."""
+    if not isinstance(call.func, (cst.Name, cst.Attribute)) or not source.all(cst.Lambda):
+        return None
+    given = source.values.sources(call.func)
+    made = given[0][0] if len(given) == 1 else None
+    inner = made.body if isinstance(made, cst.Lambda) else None
+    return inner if isinstance(inner, cst.Call) else None
 
 
 def _method(known: Known, call: cst.Call, arguments: Arguments, scaled: dict[str, str]) -> Event:

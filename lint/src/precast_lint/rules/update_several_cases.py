@@ -1,0 +1,122 @@
+"""The cases of AMP204 about scalers that step several optimizers, and scripts without functions."""
+
+from __future__ import annotations
+
+from precast_lint.model import Case
+
+__all__ = ["SEVERAL_INVALID"]
+
+SEVERAL_INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(g, d, loader, opt_g, opt_d):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                opt_g.zero_grad()
+                opt_d.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = g(x) + d(x)
+                scaler.scale(loss).backward()
+                scaler.update()
+                scaler.step(opt_g)
+                scaler.step(opt_d)
+        """,
+        """
+        import torch
+
+        def train(g, d, loader, opt_g, opt_d):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                opt_g.zero_grad()
+                opt_d.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = g(x) + d(x)
+                scaler.scale(loss).backward()
+                scaler.step(opt_g)
+                scaler.step(opt_d)
+                scaler.update()
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(g, d, loader, opt_g, opt_d):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                opt_g.zero_grad()
+                opt_d.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = g(x) + d(x)
+                scaler.scale(loss).backward()
+                scaler.step(opt_g)
+                scaler.step(opt_d)
+                print(loss)
+        """,
+        """
+        import torch
+
+        def train(g, d, loader, opt_g, opt_d):
+            scaler = torch.amp.GradScaler("cuda")
+            for x in loader:
+                opt_g.zero_grad()
+                opt_d.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = g(x) + d(x)
+                scaler.scale(loss).backward()
+                scaler.step(opt_g)
+                scaler.step(opt_d)
+                scaler.update()
+                print(loss)
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        class T:
+            def __init__(self, g, d):
+                self.g, self.d = g, d
+                self.opt_g = torch.optim.SGD(g.parameters(), 0.1)
+                self.opt_d = torch.optim.SGD(d.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step_g(self):
+                self.scaler.step(self.opt_g)
+
+            def step_d(self):
+                self.scaler.step(self.opt_d)
+
+            def train(self, loader):
+                for x in loader:
+                    self.opt_g.zero_grad()
+                    self.opt_d.zero_grad()
+                    with torch.autocast("cuda"):
+                        loss = self.g(x) + self.d(x)
+                    self.scaler.scale(loss).backward()
+                    self.step_g()
+                    self.step_d()
+        """,
+        note="One update for both: where it belongs is not said.",
+    ),
+    Case(
+        """
+        import torch
+        model = torch.nn.Linear(3, 3).cuda()
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            opt.zero_grad()
+            with torch.autocast("cuda"):
+                loss = model(x).mean()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+        scaler.update()
+        """,
+        count=1,
+    ),
+)
