@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import get_context
 from typing import Any, Final
@@ -65,7 +65,7 @@ def run(
     for many in millions:
         yield from _steps(many, rounds)
     for batch, length in shapes:
-        yield from _in_a_process(_trainings, width, batch, length, rounds)
+        yield from _trainings(width, batch, length, rounds)
 
 
 def _steps(millions: float, rounds: int) -> Iterator[dict[str, Any]]:
@@ -127,42 +127,64 @@ def _pytorchs(rows: int, **how: bool) -> Callable[[], object]:
     return step
 
 
-def _in_a_process(rows: Callable[..., list[dict[str, Any]]], *args: object) -> list[dict[str, Any]]:
-    """Rows that a process of their own measures.
+def _trainings(width: int, batch: int, length: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Rows of trainings that take their turns in processes of their own.
 
-    Memory that larger work has freed stays with a process. What a region of PyTorch allocates anew in each step would
+    Memory that other work has freed stays with a process. What a region of PyTorch allocates anew in each step would
     find its pages there, which it does not in a training of one's own.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        made: list[dict[str, Any]] = pool.submit(rows, *args).result()
-    return made
-
-
-def _trainings(width: int, batch: int, length: int, rounds: int) -> list[dict[str, Any]]:
-    network = networks.decoder(width, batch, length)
-    ways: Mapping[str, Callable[[], Prepared]] = {
-        AUTOCAST: partial(_training, network, partial(torch.autocast, "cpu", dtype=_LOW)),
-        ATTACHED: partial(_training, network, _region, {"grad_dtype": _LOW}),
-        ONE_PASS: partial(_training, network, _region, {"grad_dtype": _LOW, "step": "one-pass"}),
-    }
-    prepared = {name: make() for name, make in ways.items()}
-    variants = {name: Variant(each.work) for name, each in prepared.items()}
-    found = compare(variants, rounds=rounds, calls=_CALLS)
-    for each in prepared.values():
-        each.close()
-    prepared.clear()
-    peaks = {name: observe(make, torch.device("cpu")).peak_bytes for name, make in ways.items()}
-    return [
-        {
-            **_row(network.case, name, found, AUTOCAST),
-            "peak_bytes": peaks[name],
-            "grown_bytes": peaks[name] - peaks[ATTACHED],
+    with ExitStack() as stack:
+        processes = {
+            way: stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
+            for way in _WAYS
         }
-        for name in ways
-    ]
+        for way, process in processes.items():
+            process.submit(_begin, way, width, batch, length).result()
+        found = compare(
+            {way: Variant(partial(_wait_for, process)) for way, process in processes.items()},
+            rounds=rounds,
+            calls=_CALLS,
+        )
+        peaks = {way: process.submit(_peak).result() for way, process in processes.items()}
+    case = networks.decoder(width, batch, length).case
+    for way in _WAYS:
+        peak = {"peak_bytes": peaks[way], "grown_bytes": peaks[way] - peaks[ATTACHED]}
+        yield {**_row(case, way, found, AUTOCAST), **peak}
+
+
+def _wait_for(process: ProcessPoolExecutor) -> None:
+    process.submit(_take_step).result()
+
+
+_begun: Final[list[tuple[Callable[[], Prepared], Prepared]]] = []
+"""How the training of this process is made, and that training; in a process that trains."""
+
+
+def _begin(way: str, width: int, batch: int, length: int) -> None:
+    network = networks.decoder(width, batch, length)
+    make = partial(_training, network, *_WAYS[way])
+    _begun.append((make, make()))
+
+
+def _take_step() -> None:
+    [(_, training)] = _begun
+    training.work()
+
+
+def _peak() -> int:
+    """Ends the training, and gives the bytes that one more needs at its peak."""
+    make, training = _begun.pop()
+    training.close()
+    return observe(make, torch.device("cpu")).peak_bytes
 
 
 _region: Final = partial(precast.autocast, "cpu", dtype=_LOW)
+_WAYS: Final[Mapping[str, tuple[Any, ...]]] = {
+    AUTOCAST: (partial(torch.autocast, "cpu", dtype=_LOW),),
+    ATTACHED: (_region, {"grad_dtype": _LOW}),
+    ONE_PASS: (_region, {"grad_dtype": _LOW, "step": "one-pass"}),
+}
+"""What a training is called -> its region, and how its model is attached."""
 
 
 def _training(
