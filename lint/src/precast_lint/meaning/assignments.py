@@ -12,7 +12,7 @@ from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
-__all__ = ["the_value", "value_stored", "values_seen"]
+__all__ = ["default_of_field", "the_value", "value_stored", "values_seen"]
 
 _Inside = list[tuple[Binding, set[Node]]]  # bindings, each with the nodes around it
 _DEEP = 4  # calls that hand an object on
@@ -53,6 +53,36 @@ def the_value(source: Source, node: Node | None) -> Node | None:
             return node
         node = found
     return node
+
+
+def default_of_field(source: Source, attribute: cst.Attribute) -> Node | None:
+    """The default value of a class's field, `cfg.eps` of `eps: float = 1e-8`, if nothing here gives another."""
+    found = source.values.sources(attribute)
+    value, note = found[0] if len(found) == 1 else (None, None)
+    line = source.parents.get(value) if value is not None and note is not None else None
+    if not isinstance(line, cst.AnnAssign) or not isinstance(line.target, cst.Name):
+        return None
+    home = source.values.enclosing_class(line)
+    assert home is not None
+    names, classes = _given_in_calls(source)
+    return None if attribute.attr.value in names or home in classes else value
+
+
+def _given_in_calls(source: Source) -> tuple[set[str], set[Node]]:
+    """The keywords of all calls of a file, and the classes that are called with arguments that have none."""
+    known = source.cache.get("given in calls")
+    if known is None:
+        names: set[str] = set()
+        classes: set[Node] = set()
+        for call in source.all(cst.Call):
+            if not (source.origin(call.func) or "").startswith("torch."):
+                names.update(arg.keyword.value for arg in call.args if arg.keyword is not None)
+            binding = source.names.only_binding(call.func)
+            if binding is not None and any(arg.keyword is None for arg in call.args):
+                classes.add(binding.node)
+        known = source.cache["given in calls"] = names, classes
+    assert isinstance(known, tuple)
+    return known
 
 
 def value_stored(source: Source, attribute: cst.Attribute) -> Node | None:

@@ -10,9 +10,10 @@ import math
 import re
 from dataclasses import dataclass
 
-from precast_lint.meaning.assignments import the_value, values_seen
+from precast_lint.meaning.assignments import default_of_field, the_value, values_seen
 from precast_lint.meaning.regions import regions_around
 from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 
@@ -23,6 +24,7 @@ __all__ = [
     "is_half",
     "is_lowered",
     "operation",
+    "starts_with_layer",
     "value_of",
     "written",
 ]
@@ -34,6 +36,7 @@ LAYERS = re.compile(r"torch\.nn\.(modules\.\w+\.)?(Linear|Bilinear|Conv(Transpos
 _ACTIVATIONS = re.compile(
     r"torch\.nn\.(modules\.\w+\.)?(ReLU6?|LeakyReLU|GELU|SiLU|Tanh|Dropout[123]?d?|Identity|Flatten)$"
 )
+_SEQUENTIALS = ("torch.nn.Sequential", "torch.nn.modules.container.Sequential")
 _UNARY = ("exp", "log", "sigmoid")
 _SAME_DTYPE = (
     "abs",
@@ -57,7 +60,25 @@ _SAME_DTYPE = (
 )
 
 
-_SUMS = ("mean", "norm", "pow", "prod", "rsqrt", "sqrt", "square", "std", "sum", "var")
+_SUMS = (
+    *(
+        "cosh",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "log_softmax",
+        "mean",
+        "norm",
+        "pow",
+    ),
+    *("prod", "rsqrt", "sigmoid", "softmax", "sqrt", "square", "std", "sum", "tanh", "var"),
+)
+_LOWERED_TOO = ("amax", "amin", "clamp", "clamp_min", "mean", "sigmoid", "t", "tanh")
+_LIMITS = ("amax", "amin", "clamp", "clamp_max", "clamp_min", "max", "min", "neg", "relu_")
+_TABLED = ("max", "min")  # with a dim they give the values and the places
 
 
 @dataclass(frozen=True)
@@ -178,11 +199,23 @@ def constant(source: Source, node: Node | None, depth: int = 8) -> float | None:
                 if isinstance(binding.value, cst.Name)
                 else constant(source, binding.value, depth - 1)
             )
+        return _default(source, binding, depth) if binding is not None else None
     if isinstance(node, (cst.Attribute, cst.Subscript)):
         given = the_value(source, node)
-        is_other = given is not node and not isinstance(given, (cst.Name, cst.Attribute))
+        if given is node and isinstance(node, cst.Attribute):
+            given = default_of_field(source, node) or node
+        is_other = given is not node and not isinstance(given, cst.Attribute)
         return constant(source, given, depth - 1) if is_other else None
     return None
+
+
+def _default(source: Source, binding: Binding, depth: int) -> float | None:
+    """The number that a parameter is: its default value, if no call of this file gives another one."""
+    if binding.kind != "param":
+        return None
+    given = source.values.handed.whatever_to(binding) or [binding.value]
+    numbers = {constant(source, value, depth - 1) for value in given}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def _parsed(text: str) -> float | None:
@@ -194,7 +227,7 @@ def _parsed(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def is_half(source: Source, node: Node, depth: int = 6) -> bool:
+def is_half(source: Source, node: Node, depth: int = 10) -> bool:
     """Whether a tensor is float16 for certain."""
     if depth == 0:
         return False
@@ -220,9 +253,12 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
     arguments = Arguments.of(call)
     path = source.origin(call.func) or ""
     if path.startswith("torch."):
-        if source.origin(arguments.get("dtype")) in _HALF:
-            return path.count(".") == 1
-        return path.rpartition(".")[2] in _PRODUCTS and _in_float16(source, call)
+        if "dtype" in arguments.keywords:
+            is_half_given = source.origin(arguments.keywords["dtype"]) in _HALF
+            return is_half_given and path.count(".") == 1
+        if path.rpartition(".")[2] in _PRODUCTS:
+            return _in_float16(source, call)
+        return _keeps_half(source, call, depth)
     if LAYERS.match(source.instance(call.func) or ""):
         return _in_float16(source, call)
     if not isinstance(call.func, cst.Attribute) or path:
@@ -238,9 +274,19 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
         return any(source.origin(v) in _HALF for v in given) and _is_tensor(source, owner)
     if name in ("matmul", "mm", "bmm"):
         return _in_float16(source, call)
-    if name in _SUMS and any(regions_around(source, call)):
+    return "dtype" not in arguments.keywords and _keeps_half(source, call, depth)
+
+
+def _keeps_half(source: Source, call: cst.Call, depth: int) -> bool:
+    """Whether a call of an operation gives the dtype of its operand, which is float16."""
+    found = operation(source, call, *_SAME_DTYPE, *_SUMS, *_LIMITS)
+    if found is None:
+        return False
+    if found.name in _SUMS and any(regions_around(source, call)):
         return False  # float32 in a region
-    return name in (*_SAME_DTYPE, *_SUMS) and is_half(source, owner, depth - 1)
+    if found.name in _TABLED and (found.positional or found.keywords):
+        return False
+    return is_half(source, found.operand, depth - 1)
 
 
 def _is_tensor(source: Source, node: Node) -> bool:
@@ -267,8 +313,15 @@ def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
         if len(values) > 1 and any(_casts(value) for value in values):
             return False
         return any(is_lowered(source, value, depth - 1) for value in values)
-    if not isinstance(node, cst.Call):
-        return False
+    if isinstance(node, cst.Subscript) or (
+        isinstance(node, cst.Attribute) and node.attr.value in ("T", "mT")
+    ):
+        return is_lowered(source, node.value, depth - 1)
+    return isinstance(node, cst.Call) and _is_lowered_call(source, node, depth)
+
+
+def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
+    """Whether a call multiplies matrices, or gives a product of them in another shape."""
     alike = _made_like(source, node)
     if alike is not None:
         return is_lowered(source, alike, depth - 1)
@@ -279,10 +332,39 @@ def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
     instance = source.instance(node.func) or ""
     if operation(source, node, *_PRODUCTS) is not None or LAYERS.match(instance):
         return True
+    if instance in _SEQUENTIALS:
+        return _ends_with_layer(source, node.func)
     if _ACTIVATIONS.match(instance):
         return bool(node.args) and is_lowered(source, node.args[0].value, depth - 1)
-    same = operation(source, node, *_SAME_DTYPE)
+    same = operation(source, node, *_SAME_DTYPE, *_LOWERED_TOO)
     return same is not None and is_lowered(source, same.operand, depth - 1)
+
+
+def starts_with_layer(source: Source, module: Node) -> bool:
+    """Whether a module first multiplies its input by weights: a layer, or `nn.Sequential(layer, ...)`."""
+    instance = source.instance(module) or ""
+    if instance not in _SEQUENTIALS:
+        return bool(LAYERS.match(instance))
+    inner = _modules_in(source, module)
+    return bool(inner) and bool(LAYERS.match(source.instance(inner[0]) or ""))
+
+
+def _ends_with_layer(source: Source, module: Node) -> bool:
+    """Whether `nn.Sequential(...)` ends with a layer, or with what keeps the dtype behind one."""
+    for inner in reversed(_modules_in(source, module)):
+        instance = source.instance(inner) or ""
+        if not _ACTIVATIONS.match(instance):
+            return bool(LAYERS.match(instance))
+    return False
+
+
+def _modules_in(source: Source, module: Node) -> list[Node]:
+    """The modules of `nn.Sequential(...)`; none where they are not all written there."""
+    made = source.values.constructed(module)
+    if not isinstance(made, cst.Call) or source.origin(made.func) not in _SEQUENTIALS:
+        return []
+    plain = all(not arg.star and arg.keyword is None for arg in made.args)
+    return [arg.value for arg in made.args] if plain else []
 
 
 def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int) -> bool:
@@ -294,7 +376,9 @@ def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int
     if not isinstance(node.operator, (cst.Multiply, cst.Divide)):
         return False
     if constant(source, node.left) is not None:
-        return is_lowered(source, node.right, depth - 1)
+        # `1 / x` is a reciprocal, which is float32
+        is_product = isinstance(node.operator, cst.Multiply)
+        return is_product and is_lowered(source, node.right, depth - 1)
     other = not isinstance(node.right, cst.Call) or _is_number(source, node.right)
     return other and is_lowered(source, node.left, depth - 1)
 

@@ -27,7 +27,11 @@ class Handed:
 
     def to(self, binding: Binding) -> list[Node | None]:
         """The values that a parameter gets, one for each call; nothing where calls are not known."""
-        if binding.kind != "param" or binding.annotation is not None:
+        return self.whatever_to(binding) if binding.annotation is None else []
+
+    def whatever_to(self, binding: Binding) -> list[Node | None]:
+        """The same, also where an annotation says what the parameter is."""
+        if binding.kind != "param":
             return []
         function = self._function(binding.node)
         if function is None:

@@ -107,7 +107,7 @@ def _inputs(source: Source, models: Models, cast: set[_Known]) -> Iterator[Findi
         if not _is_trained_in_region(source, call, models) or _known_as(source, call.func) & cast:
             continue
         for arg in call.args:
-            inner = _element(_input(source, arg.value, models))
+            inner = _element(source, _input(source, arg.value, models))
             if (
                 isinstance(inner, cst.Call)
                 and isinstance(inner.func, cst.Attribute)
@@ -127,8 +127,11 @@ def _is_trained_in_region(source: Source, call: Node, models: Models) -> bool:
     return is_trained and region_in_force(source, call) is not None
 
 
-def _element(node: Node) -> Node:
-    """What each element of a comprehension is: `{name: x.half() for name, x in batch.items()}`."""
+def _element(source: Source, node: Node) -> Node:
+    """What each element of a comprehension is: `{name: x.half() for name, x in batch.items()}`, `tuple(...)` of one."""
+    if isinstance(node, cst.Call) and len(node.args) == 1:
+        is_made = source.names.builtin(node.func) in ("tuple", "list", "dict")
+        node = node.args[0].value if is_made else node
     if isinstance(node, cst.DictComp):
         return node.value
     return node.elt if isinstance(node, (cst.ListComp, cst.GeneratorExp)) else node

@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from precast_lint.meaning.callers import regions_of_callers
 from precast_lint.meaning.guards import is_tried
-from precast_lint.meaning.lowered import consumer, lowered_reads
-from precast_lint.meaning.regions import Region, regions_around
-from precast_lint.meaning.tensors import LAYERS, value_of
+from precast_lint.meaning.low_values import casts_modules, is_float32, lowered_by
+from precast_lint.meaning.regions import regions, regions_around
+from precast_lint.meaning.tensors import starts_with_layer
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["RULE"]
 
+_NO_KERNEL_NAMES = "cholesky|det|inverse|logdet|pinverse|qr|quantile|slogdet|svd"
 _DECOMPOSITIONS = re.compile(
-    r"torch\.linalg\.(cholesky|det|eig|eigh|eigvals|eigvalsh|inv|lstsq|pinv|qr|slogdet|solve|svd|svdvals)|"
-    r"torch\.(inverse|cholesky|svd|det|logdet|pinverse)"
+    r"torch\.linalg\.(cholesky(_ex)?|det|eig|eigh|eigvals|eigvalsh|inv|inv_ex|lstsq|lu|lu_factor|matrix_rank|pinv|qr|"
+    rf"slogdet|solve|solve_triangular|svd|svdvals)|torch\.({_NO_KERNEL_NAMES}|nanquantile)"
 )
+_METHODS = re.compile(_NO_KERNEL_NAMES)
 _NO_NUMPY = "NumPy has no bfloat16: this raises; cast it with `.float()` before"
 _NO_KERNEL = (
     "this operation has no lower precision: it raises; cast the tensor with `.float()` before"
@@ -31,56 +34,118 @@ _NO_PRODUCT = (
 _PRODUCTS = re.compile(
     r"torch\.(mm|matmul|bmm|addmm|baddbmm|mv|einsum|nn\.functional\.(linear|conv[123]d))"
 )
-_PARAMETERS = ("torch.nn.Parameter", "torch.nn.parameter.Parameter")
-_MAKERS = {"torch.rand", "torch.randn", "torch.zeros", "torch.ones", "torch.eye"}
+_PRODUCT_METHODS = re.compile("mm|matmul|bmm|mv")
+_ARRAYS = ("numpy.asarray", "numpy.array", "numpy.ascontiguousarray")
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each such use."""
-    for name, made in lowered_reads(source):
-        if any(regions_around(source, name)) or is_tried(source, name):
-            continue
-        message = _refused(source, name, made)
-        if message is not None:
-            fix = source.fix("Cast it", source.after(name, ".float()"), unsafe=True)
-            yield source.find(RULE, name, message, fix)
+    if not regions(source):
+        return
+    for use in (*source.all(cst.BinaryOperation), *source.all(cst.Call)):
+        for operand, message in _refused(source, use):
+            if any(regions_around(source, use)) or is_tried(source, use):
+                continue
+            found = lowered_by(source, operand)
+            is_numpy = message is _NO_NUMPY
+            if found is None or (is_numpy and found[1].dtype != "torch.bfloat16"):
+                continue
+            if any(regions_of_callers(source, use)):
+                continue
+            tensor = found[0]
+            fix = source.fix("Cast it", source.after(tensor, ".float()"), unsafe=True)
+            yield source.find(RULE, tensor, message, fix)
 
 
-def _refused(source: Source, name: Node, made: Region) -> str | None:
-    parent, _ = consumer(source, name)
-    call = source.parents.get(parent)
-    if isinstance(parent, cst.BinaryOperation) and isinstance(parent.operator, cst.MatrixMultiply):
-        other = parent.right if parent.left is name else parent.left
-        return _NO_PRODUCT if _is_float32(source, other) else None
-    if not isinstance(call, cst.Call):
-        return None
-    if _PRODUCTS.fullmatch(source.origin(call.func) or ""):
-        others = [arg.value for arg in call.args if arg is not parent]
-        return _NO_PRODUCT if any(_is_float32(source, other) for other in others) else None
-    if isinstance(parent, cst.Attribute) and parent.attr.value == "numpy" and call.func is parent:
-        return _NO_NUMPY if made.dtype == "torch.bfloat16" else None
-    if not isinstance(parent, cst.Arg) or call.args[0] is not parent:
-        return None
-    if _DECOMPOSITIONS.fullmatch(source.origin(call.func) or ""):
-        return _NO_KERNEL
-    return _NO_MIX if LAYERS.match(source.instance(call.func) or "") else None
+def _refused(source: Source, use: Node) -> Iterator[tuple[Node, str]]:
+    """The operands of an operation that must not be of lower precision, each with what is said if it is."""
+    if isinstance(use, cst.BinaryOperation):
+        if isinstance(use.operator, cst.MatrixMultiply):
+            yield from _of_product(source, [use.left, use.right])
+        return
+    if not isinstance(use, cst.Call) or any(arg.star for arg in use.args):
+        return
+    values: list[Node] = [arg.value for arg in use.args]
+    origin = source.origin(use.func)
+    if origin is not None:
+        if _PRODUCTS.fullmatch(origin):
+            yield from _of_product(source, values)
+        elif values and _DECOMPOSITIONS.fullmatch(origin):
+            yield values[0], _NO_KERNEL
+        elif values and origin in _ARRAYS:
+            yield values[0], _NO_NUMPY
+    elif values and starts_with_layer(source, use.func):
+        if not casts_modules(source):
+            yield values[0], _NO_MIX
+    elif isinstance(use.func, cst.Attribute):
+        yield from _of_method(source, use.func, values)
 
 
-def _is_float32(source: Source, node: Node) -> bool:
-    """Whether a tensor is float32 for certain: `x.float()`, or one that was made without a dtype."""
-    call = source.values.constructed(node) if isinstance(node, cst.Attribute) else None
-    call = call or value_of(source, node)
-    if isinstance(call, cst.Call) and source.origin(call.func) in _PARAMETERS and call.args:
-        call = call.args[0].value
-    if not isinstance(call, cst.Call) or any(regions_around(source, call)):
-        return False
-    if isinstance(call.func, cst.Attribute) and call.func.attr.value == "float":
-        return source.origin(call.func) is None and not call.args
-    names = {arg.keyword.value for arg in call.args if arg.keyword}
-    return source.origin(call.func) in _MAKERS and "dtype" not in names
+def _of_method(
+    source: Source, method: cst.Attribute, values: list[Node]
+) -> Iterator[tuple[Node, str]]:
+    name, owner = method.attr.value, method.value
+    if name == "numpy":
+        yield owner, _NO_NUMPY
+    elif _METHODS.fullmatch(name):
+        yield owner, _NO_KERNEL
+    elif _PRODUCT_METHODS.fullmatch(name) and len(values) == 1:
+        yield from _of_product(source, [owner, *values])
+
+
+def _of_product(source: Source, operands: list[Node]) -> Iterator[tuple[Node, str]]:
+    """The operands of a product of which another one is float32."""
+    for operand in operands:
+        others = [other for other in operands if other is not operand]
+        if any(is_float32(source, other) for other in others):
+            yield operand, _NO_PRODUCT
 
 
 VALID = (
+    Case("""
+        import numpy as np
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+                self.head = nn.Linear(3, 3)
+                self.low = nn.Parameter(torch.zeros(3, 3, dtype=torch.float16))
+
+            def features(self, x):
+                with torch.autocast("cuda"):
+                    h = self.body(x)
+                    s = self.head(x)
+                other = s.to(self.low.dtype) @ self.low
+                return self.head(h), s @ torch.randn(3, 3, dtype=s.dtype), (1.0 / s), np.asarray(s)
+
+            def inner(self, x):
+                with torch.autocast("cuda"):
+                    h = self.head(x)
+                return self.head(h)
+
+            def forward(self, x):
+                with torch.autocast("cuda"):
+                    return self.inner(x)
+    """),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        model, head = nn.Linear(2, 2), nn.Linear(2, 2)
+        head.half()
+        with torch.autocast("cuda"):
+            z = model(x)
+            p = torch.softmax(z, -1)
+            r = 1.0 / (x @ y)
+        y = head(z)
+        p @ torch.rand(2, 2), r @ torch.rand(2, 2)
+        """,
+        note="The layer is cast, and softmax and a reciprocal are float32.",
+    ),
     Case("""
         import torch
 
@@ -124,6 +189,68 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import numpy as np
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+
+        class Head(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.body = nn.Sequential(nn.Linear(d, d), nn.ReLU())
+                self.out = nn.Sequential(nn.Linear(d, d), nn.ReLU())
+                self.centers = nn.Parameter(torch.empty(d, d) * 0.02)
+                self.table = nn.Embedding(d, d)
+
+            @torch.autocast("cuda", dtype=torch.bfloat16)
+            def features(self, x):
+                return self.body(x).mean(1)
+
+            def forward(self, x, y):
+                h = self.features(x)
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    s = x @ y
+                    self.s = x @ y
+                sims = s.softmax(-1) @ self.centers.t()
+                low = F.relu(s * 0.5)
+                low.mm(self.table.weight.T)
+                self.s @ y.float()
+                return self.out(h), self.out(low), np.asarray(s[0]), s.qr()
+        """,
+        """
+        import numpy as np
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+
+        class Head(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.body = nn.Sequential(nn.Linear(d, d), nn.ReLU())
+                self.out = nn.Sequential(nn.Linear(d, d), nn.ReLU())
+                self.centers = nn.Parameter(torch.empty(d, d) * 0.02)
+                self.table = nn.Embedding(d, d)
+
+            @torch.autocast("cuda", dtype=torch.bfloat16)
+            def features(self, x):
+                return self.body(x).mean(1)
+
+            def forward(self, x, y):
+                h = self.features(x)
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    s = x @ y
+                    self.s = x @ y
+                sims = s.float().softmax(-1) @ self.centers.t()
+                low = F.relu(s * 0.5)
+                low.float().mm(self.table.weight.T)
+                self.s.float() @ y.float()
+                return self.out(h.float()), self.out(low.float()), np.asarray(s.float()[0]), s.float().qr()
+        """,
+        unsafe=True,
+        count=7,
+    ),
     Case(
         """
         import torch

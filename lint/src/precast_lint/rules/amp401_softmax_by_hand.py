@@ -67,6 +67,12 @@ def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
     for division in source.all(cst.BinaryOperation):
         if isinstance(division.operator, cst.Divide):
             yield division, division.left, division.right
+        elif isinstance(division.operator, cst.Multiply):
+            sides = (division.left, division.right)
+            for one, factor in (sides, sides[::-1]):
+                below = _inverted(source, factor)
+                if below is not None:
+                    yield division, one, below
     for update in source.all(cst.AugAssign):
         if isinstance(update.operator, cst.DivideAssign):
             yield update, update.target, update.value
@@ -77,12 +83,26 @@ def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
             yield call, found.operand, other
 
 
+def _inverted(source: Source, node: Node) -> Node | None:
+    """The x of `1 / x`, `x.reciprocal()` and `x ** -1`, or of a name for one of them."""
+    node = value_of(source, node)
+    if isinstance(node, cst.BinaryOperation):
+        if isinstance(node.operator, cst.Divide):
+            return node.right if constant(source, node.left) == 1 else None
+        is_power = isinstance(node.operator, cst.Power) and constant(source, node.right) == -1
+        return node.left if is_power else None
+    found = operation(source, node, "reciprocal")
+    return found.operand if found is not None else None
+
+
 def _sum(source: Source, node: Node) -> Operation | None:
     """The sum in a denominator: it, or a name of it, with or without a small number beside it."""
     node = value_of(source, node)
     plus = node if isinstance(node, cst.BinaryOperation) else None
     if plus and isinstance(plus.operator, cst.Add) and constant(source, plus.right) is not None:
         node = value_of(source, plus.left)
+    limited = operation(source, node, "clamp", "clamp_min", "add")
+    node = value_of(source, limited.operand) if limited is not None else node
     if isinstance(node, cst.Subscript):
         node = node.value
     if (shape := operation(source, node, "unsqueeze", "view", "expand_as")) is not None:
@@ -141,6 +161,14 @@ def _fix(source: Source, division: Node, power: Operation, total: Operation) -> 
 
 
 VALID = (
+    Case("""
+        import torch
+
+        x = x * (1 / x.sum())
+        e = torch.exp(x - x.max())
+        p = e * e.sum().reciprocal()
+        q = torch.exp(x) * (2 / torch.exp(y).sum())
+    """),
     Case("""
         import torch
 
@@ -211,6 +239,22 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def attend(scores, mask):
+            e = scores.exp()
+            e = e.masked_fill(mask, 0)
+            return e / e.sum(1, keepdim=True).clamp(min=1e-6)
+
+        def alpha(energy):
+            alpha = torch.exp(energy)
+            other = torch.exp(energy) * torch.exp(energy).sum(-1, keepdim=True).reciprocal()
+            return alpha * (1 / alpha.sum(-1, keepdim=True))
+        """,
+        count=3,
+    ),
     Case(
         """
         import torch

@@ -236,6 +236,20 @@ VALID = (
 )
 
 INVALID = (
+    Case("""
+        import torch
+        from torch import nn
+
+        class Head(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.normalize = nn.Softmax(dim=-1)
+                self.gate = nn.Sigmoid()
+
+            def forward(self, x):
+                p = self.normalize(x)
+                return p.log() + torch.log(self.gate(x))
+    """),
     Case(
         """
         import torch
@@ -366,7 +380,10 @@ RULE = Rule(
         "NaN. `log_softmax`, `logsigmoid` and `logsumexp` compute the same without that step."
     ),
     fine="The probabilities are known to be far from zero.",
-    words=("torch log( softmax(", "torch log( sigmoid(", "torch log( exp( sum("),
+    words=tuple(
+        f"torch log( {inner}"
+        for inner in ("softmax(", "Softmax(", "sigmoid(", "Sigmoid(", "exp( sum(")
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.meaning.regions import regions_around
 from precast_lint.meaning.tensors import constant, is_half, operation
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
@@ -26,8 +27,34 @@ def check(source: Source) -> Iterator[Finding]:
         if found is None:
             continue
         value = found.get("min" if found.name.startswith("clamp") else "other", 0)
+        if found.name in ("add", "add_") and "alpha" in found.keywords:
+            continue
         if value is not None and _vanishes(source, value) and is_half(source, found.operand):
             yield source.find(RULE, value)
+    yield from _limits(source)
+
+
+def _limits(source: Source) -> Iterator[Finding]:
+    """`torch.maximum(x, torch.tensor(1e-9))`; `normalize(x, eps=1e-12)` behind regions, where the norm is float16."""
+    for call in source.all(cst.Call):
+        found = operation(source, call, "maximum", "normalize")
+        if found is None or (found.is_method and found.name == "normalize"):
+            continue
+        if found.name == "normalize":
+            value = found.get("eps", 2)
+            if any(regions_around(source, call)):
+                continue
+        else:
+            value = _number_in(source, found.get("other", 0))
+        if value is not None and _vanishes(source, value) and is_half(source, found.operand):
+            yield source.find(RULE, value)
+
+
+def _number_in(source: Source, node: Node | None) -> Node | None:
+    """The number in `torch.tensor(1e-9)`, which takes the dtype of the tensor beside it."""
+    if isinstance(node, cst.Call) and source.origin(node.func) == "torch.tensor":
+        return node.args[0].value if len(node.args) == 1 else None
+    return None
 
 
 def _vanishes(source: Source, node: Node) -> bool:
@@ -36,6 +63,32 @@ def _vanishes(source: Source, node: Node) -> bool:
 
 
 VALID = (
+    Case("""
+        import torch
+        from dataclasses import dataclass
+
+        @dataclass
+        class Config:
+            eps: float = 1e-8
+            low: float = 1e-8
+
+        def scale(x, config: Config, eps=1e-8):
+            h = x.half()
+            return h / (h.norm() + eps) + 1 / (h + config.eps)
+
+        scale(a, Config(eps=1e-3), eps=1e-4)
+        scale(b, Config(eps=1e-4), 1e-3)
+    """),
+    Case("""
+        import torch
+
+        h = x.half()
+        with torch.autocast("cuda", dtype=torch.float16):
+            z = torch.nn.functional.normalize(h, eps=1e-12)
+            u = torch.exp(h) + 1e-12
+        w = torch.sum(h, dtype=torch.float32) + 1e-9
+        c = torch.maximum(h, torch.full_like(h, 1e-3)) + torch.add(h, 1e-9, alpha=1000)
+    """),
     Case("""
         import torch
 
@@ -87,6 +140,39 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from dataclasses import dataclass
+
+        @dataclass
+        class Config:
+            eps: float = 1e-8
+
+        class RMSNorm(torch.nn.Module):
+            def __init__(self, d, eps: float = 1e-8):
+                super().__init__()
+                self.eps = eps
+
+            def forward(self, x, config: Config):
+                x = x.to(torch.float16)
+                y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+                return y / (y.amax() + config.eps)
+
+        norm = RMSNorm(8)
+
+        @torch.autocast("cuda", dtype=torch.float16)
+        def cosine(a, b):
+            c = torch.bmm(a, b)
+            return c / (torch.abs(c) + 1e-8) + c / (c.max() + 1e-9)
+
+        def entropy(logits):
+            p = torch.softmax(logits.half(), -1)
+            n = torch.nn.functional.normalize(p, dim=-1, eps=1e-12)
+            return (p + 1e-10).log(), torch.maximum(p, torch.tensor(1e-9))
+        """,
+        count=7,
+    ),
     Case("""
         import torch
 

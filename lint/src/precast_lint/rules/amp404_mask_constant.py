@@ -15,6 +15,12 @@ from precast_lint.parsing.syntax import Node, cst, walk
 
 __all__ = ["RULE"]
 
+_FILLS = {
+    **dict.fromkeys(("masked_fill", "masked_fill_"), ("value", 1)),
+    **dict.fromkeys(("index_fill", "index_fill_", "pad", "scatter", "scatter_"), ("value", 2)),
+    "fill_diagonal_": ("fill_value", 0),
+    "fill_": ("value", 0),
+}
 _LARGEST = 65504.0
 _INFINITE = "in float16 this is infinite, and a row of nothing else becomes NaN; use `torch.finfo(x.dtype).min`"
 _OPTIONAL = "with a mask this raises in float16; use `torch.finfo(x.dtype).min`, or -inf"
@@ -24,8 +30,8 @@ _WIDE = ("torch.float32", "torch.float", "torch.float64", "torch.double", "numpy
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `masked_fill` of a product of matrices with such a number."""
     for call in source.all(cst.Call):
-        fill = operation(source, call, "masked_fill", "masked_fill_")
-        value = fill.get("value", 1) if fill is not None else None
+        fill = operation(source, call, *_FILLS)
+        value = fill.get(*_FILLS[fill.name]) if fill is not None else None
         if fill is None or value is None:
             continue
         sign = _too_large(source, value)
@@ -280,6 +286,34 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def nearest(q, k, ids):
+            sims = torch.matmul(q, k.t())
+            sims.fill_diagonal_(-1e9)
+            return sims.index_fill(1, ids, -1e9)
+
+        def attend(q, k, mask):
+            s = torch.bmm(q, k)
+            return s - 1e9 * (1 - mask.type_as(s))
+        """,
+        """
+        import torch
+
+        def nearest(q, k, ids):
+            sims = torch.matmul(q, k.t())
+            sims.fill_diagonal_(torch.finfo(sims.dtype).min)
+            return sims.index_fill(1, ids, torch.finfo(sims.dtype).min)
+
+        def attend(q, k, mask):
+            s = torch.bmm(q, k)
+            return s - 1e9 * (1 - mask.type_as(s))
+        """,
+        unsafe=True,
+        count=3,
+    ),
     Case(
         """
         import torch
@@ -551,6 +585,8 @@ RULE = Rule(
         ".half() mask",
         *(f"torch -{digit}e" for digit in range(1, 10)),
         "torch full_like",
+        *(f"torch {name}" for name in ("index_fill", "fill_diagonal_")),
+        *(f"torch mask 1e{digit}" for digit in range(1, 10)),
         *("finfo(torch.float", "finfo(np.float", "torch -9999", "torch -100000", "torch 10**"),
     ),
     check=check,

@@ -1,0 +1,272 @@
+"""Which expressions behind a region are tensors that it computed in lower precision, and which are float32.
+
+Invariants: both are said only with evidence for each value that a name may have; what the tensor came through
+on its way keeps the dtype, and stands behind the region, where nothing is cast.
+"""
+
+from __future__ import annotations
+
+import re
+
+from precast_lint.meaning.assignments import value_stored, values_seen
+from precast_lint.meaning.kinds import is_device, is_number, is_text
+from precast_lint.meaning.regions import Region, region_in_force
+from precast_lint.meaning.tensors import constant, is_lowered, operation, value_of
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.scopes import Binding
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.parsing.values import returned_by
+
+__all__ = ["casts_modules", "is_float32", "lowered_by"]
+
+_DEEP = 8
+_SHAPES = (
+    *(
+        "clone",
+        "contiguous",
+        "cpu",
+        "cuda",
+        "detach",
+        "expand",
+        "expand_as",
+        "flatten",
+        "movedim",
+        "permute",
+    ),
+    *(
+        "repeat",
+        "reshape",
+        "squeeze",
+        "swapaxes",
+        "t",
+        "transpose",
+        "unflatten",
+        "unsqueeze",
+        "view",
+    ),
+)
+_KEEPS = (
+    *(
+        "abs",
+        "amax",
+        "amin",
+        "clamp",
+        "dropout",
+        "exp",
+        "gelu",
+        "leaky_relu",
+        "log",
+        "log_softmax",
+        "masked_fill",
+    ),
+    *(
+        "mean",
+        "neg",
+        "normalize",
+        "relu",
+        "sigmoid",
+        "silu",
+        "softmax",
+        "sqrt",
+        "square",
+        "sum",
+        "tanh",
+    ),
+)
+_VIEWS = ("T", "mT", "H", "mH", "data")
+_MAKERS = {f"torch.{name}" for name in ("empty", "eye", "ones", "rand", "randn", "zeros")}
+_PARAMETERS = ("torch.nn.Parameter", "torch.nn.parameter.Parameter")
+_WEIGHTED = re.compile(
+    r"torch\.nn\.(modules\.\w+\.)?(Linear|Bilinear|Embedding|Conv(Transpose)?[123]d)$"
+)
+_MODULE_NAMES = re.compile(
+    r"^self$|model|net|module|encoder|decoder|backbone|head|layer|proj", re.IGNORECASE
+)
+_LOW = ("torch.float16", "torch.half", "torch.bfloat16")
+_FLOAT32 = ("torch.float32", "torch.float")
+_DEFAULTS = ("torch.set_default_dtype", "torch.set_default_tensor_type")
+
+
+def casts_modules(source: Source) -> bool:
+    """Whether a file casts a module to 16 bits, so that weights may not be float32: `model.half()`, `Net().half()`."""
+    known = source.cache.get("casts modules")
+    if known is None:
+        known = any(
+            isinstance(source.parents[call], cst.Expr)
+            or isinstance(owner, cst.Call)
+            or _is_module(owner)
+            for call, owner, arguments in source.methods("half", "bfloat16", "to", "type")
+            if _is_low_cast(source, call, arguments)
+        )
+        source.cache["casts modules"] = known
+    return bool(known)
+
+
+def _is_module(owner: Node) -> bool:
+    """Whether a name says that it is a module."""
+    name = dotted(owner) or ""
+    return bool(_MODULE_NAMES.search(name.rpartition(".")[2]))
+
+
+def _is_low_cast(source: Source, call: cst.Call, arguments: Arguments) -> bool:
+    assert isinstance(call.func, cst.Attribute)
+    if call.func.attr.value in ("half", "bfloat16"):
+        return not call.args
+    given = [*arguments.positional, *arguments.keywords.values()]
+    return any(source.origin(value) in _LOW or "dtype" in source.code(value) for value in given)
+
+
+def lowered_by(source: Source, node: Node, depth: int = _DEEP) -> tuple[Node, Region] | None:
+    """The tensor in an expression that a region computed in lower precision, and that region."""
+    if depth == 0:
+        return None
+    if isinstance(node, cst.Name):
+        region = _of_name(source, node, depth)
+        return (node, region) if region is not None else None
+    if isinstance(node, cst.Attribute):
+        if node.attr.value in _VIEWS:
+            return lowered_by(source, node.value, depth - 1)
+        region = _of_attribute(source, node)
+        return (node, region) if region is not None else None
+    if isinstance(node, cst.Subscript):
+        return lowered_by(source, node.value, depth - 1)
+    if isinstance(node, cst.BinaryOperation):
+        if not isinstance(node.operator, (cst.Add, cst.Subtract, cst.Multiply, cst.Divide)):
+            return None
+        for side, other in ((node.left, node.right), (node.right, node.left)):
+            if constant(source, other) is not None or is_number(source, other):
+                return lowered_by(source, side, depth - 1)
+        return None
+    if not isinstance(node, cst.Call):
+        return None
+    kept = operation(source, node, *_SHAPES, *_KEEPS)
+    if kept is not None and "dtype" not in kept.keywords:
+        return lowered_by(source, kept.operand, depth - 1)
+    if (
+        isinstance(node.func, cst.Attribute)
+        and node.func.attr.value == "to"
+        and _is_moved(source, node)
+    ):
+        return lowered_by(source, node.func.value, depth - 1)
+    region = _of_call(source, node, depth)
+    return (node, region) if region is not None else None
+
+
+def _of_name(source: Source, name: cst.Name, depth: int) -> Region | None:
+    """The region in which all values that a name may have were computed; None where one was not."""
+    found: list[Region | None] = []
+    if name not in source.scopes.scope_of:
+        return None
+    for binding in values_seen(source, name):
+        if binding.kind != "assign" or binding.value is None or binding.node is name:
+            return None
+        region = _region_beside(source, name, binding)
+        if region is not None:
+            found.append(region if is_lowered(source, binding.value) else None)
+        elif source.function(binding.node) is source.function(name):
+            inner = lowered_by(source, binding.value, depth - 1)
+            found.append(inner[1] if inner is not None else None)
+        else:
+            return None
+    regions = [region for region in found if region is not None]
+    return regions[0] if regions and len(regions) == len(found) else None
+
+
+def _region_beside(source: Source, name: Node, binding: Binding) -> Region | None:
+    """The region in force around a binding, if it is in the function of a name."""
+    region = region_in_force(source, binding.node)
+    function = source.function(name)
+    is_beside = region is not None and function in (region.node, source.function(region.node))
+    return region if is_beside else None
+
+
+def _of_attribute(source: Source, node: cst.Attribute) -> Region | None:
+    """The region that computed an attribute, `self.hidden`, which is given one thing, or that last in straight code."""
+    values = source.values.sources(node)
+    value = values[0][0] if len(values) == 1 and values[0][1] is None else None
+    value = value if value is not None else value_stored(source, node)
+    region = region_in_force(source, value) if value is not None else None
+    return region if region is not None and is_lowered(source, value) else None  # type: ignore[arg-type]
+
+
+def _of_call(source: Source, call: cst.Call, depth: int) -> Region | None:
+    """The region in which a function of this file computes all that it returns."""
+    function = source.values.handed.function_called(call)
+    if function is None or function.asynchronous is not None:
+        return None
+    decorators = [d.decorator for d in function.decorators]
+    returned = returned_by(function)
+    made: list[Region] = []
+    for value in returned:
+        region = region_in_force(source, value)
+        if region is None and not decorators:
+            found = lowered_by(source, value, depth - 1)
+            region = found[1] if found is not None else None
+        elif not is_lowered(source, value):
+            return None
+        if region is None:
+            return None
+        made.append(region)
+    is_plain = all(any(d is region.call for region in made) for d in decorators)
+    return made[0] if made and is_plain else None
+
+
+def is_float32(source: Source, node: Node, depth: int = _DEEP) -> bool:
+    """Whether a tensor is float32 for certain: `x.float()`, or one that was made without a dtype."""
+    if depth == 0 or any(True for _ in source.calls(*_DEFAULTS)):
+        return False
+    if isinstance(node, cst.BinaryOperation):
+        for side, other in ((node.left, node.right), (node.right, node.left)):
+            if constant(source, other) is not None or is_number(source, other):
+                return is_float32(source, side, depth - 1)
+        return False
+    if isinstance(node, cst.Subscript):
+        return is_float32(source, node.value, depth - 1)
+    if isinstance(node, cst.Attribute):
+        if node.attr.value in _VIEWS:
+            return is_float32(source, node.value, depth - 1)
+        is_weight = node.attr.value == "weight" and not casts_modules(source)
+        if is_weight and _WEIGHTED.match(source.instance(node.value) or ""):
+            return True
+        made = source.values.constructed(node)
+        return made is not None and made is not node and is_float32(source, made, depth - 1)
+    if isinstance(node, cst.Name):
+        given = value_of(source, node)
+        return given is not node and is_float32(source, given, depth - 1)
+    return isinstance(node, cst.Call) and _makes_float32(source, node, depth)
+
+
+def _makes_float32(source: Source, call: cst.Call, depth: int) -> bool:
+    arguments = Arguments.of(call)
+    origin = source.origin(call.func)
+    if origin in _PARAMETERS:
+        return bool(call.args) and is_float32(source, call.args[0].value, depth - 1)
+    if origin is not None:
+        dtype = arguments.keywords.get("dtype")
+        is_plain = dtype is None or source.origin(dtype) in _FLOAT32
+        return origin in _MAKERS and is_plain and not arguments.starred
+    if not isinstance(call.func, cst.Attribute):
+        return False
+    name, owner = call.func.attr.value, call.func.value
+    if name == "float":
+        return not call.args
+    if name == "to" and any(source.origin(arg.value) in _FLOAT32 for arg in call.args):
+        return True
+    is_same = name in _SHAPES or (name == "to" and _is_moved(source, call))
+    return (is_same or name == "requires_grad_") and is_float32(source, owner, depth - 1)
+
+
+def _is_moved(source: Source, call: cst.Call) -> bool:
+    """Whether `x.to(...)` is told a device, and no dtype."""
+    for arg in call.args:
+        if arg.star:
+            return False
+        if arg.keyword is not None and arg.keyword.value in ("device", "non_blocking", "copy"):
+            continue
+        named = any(isinstance(n, cst.Name) and n.value == "device" for n in walk(arg.value))
+        if arg.keyword is not None or not (
+            named or is_device(source, arg.value) or is_text(source, arg.value)
+        ):
+            return False
+    return bool(call.args)
