@@ -11,11 +11,13 @@ import re
 from dataclasses import dataclass
 
 from precast_lint.meaning.assignments import default_of_field, the_value, values_seen
+from precast_lint.meaning.functions import called_forward
 from precast_lint.meaning.regions import regions_around
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.values import returned_by
 
 __all__ = [
     "LAYERS",
@@ -334,10 +336,23 @@ def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
         return True
     if instance in _SEQUENTIALS:
         return _ends_with_layer(source, node.func)
+    if _is_lowered_forward(source, node, depth):
+        return True
     if _ACTIVATIONS.match(instance):
         return bool(node.args) and is_lowered(source, node.args[0].value, depth - 1)
     same = operation(source, node, *_SAME_DTYPE, *_LOWERED_TOO)
     return same is not None and is_lowered(source, same.operand, depth - 1)
+
+
+def _is_lowered_forward(source: Source, call: cst.Call, depth: int) -> bool:
+    """Whether a module of this file ends with a product of matrices, in the region in which it is called."""
+    forward = called_forward(source, call)
+    returned = returned_by(forward) if forward is not None else []
+    return bool(returned) and all(
+        not any(True for _ in regions_around(source, value))
+        and is_lowered(source, value, depth - 1)
+        for value in returned
+    )
 
 
 def starts_with_layer(source: Source, module: Node) -> bool:

@@ -325,13 +325,22 @@ class Values:
             if returned:
                 found = {self._class_of(value, depth - 1) for value in returned}
                 return found.pop() if len(found) == 1 else None
-            return self._class_named(node.func)
+            inner = _itself(node)
+            made = self._class_of(inner, depth - 1) if inner is not None else None
+            return (
+                made if made is not None and self._is_module(made) else self._class_named(node.func)
+            )
         sources = [(v, n) for v, n in self.sources(node) if n is not None or not is_none(v)]
         found = {
             self._class_named(note) if note is not None else self._class_of(value, depth - 1)
             for value, note in sources
         }
         return found.pop() if len(found) == 1 else None
+
+    def _is_module(self, home: cst.ClassDef) -> bool:
+        """Whether a class is a module by its own base."""
+        bases = [self.names.path(base.value) or "" for base in home.bases]
+        return any(base in ("torch.nn.Module", "torch.nn.modules.module.Module") for base in bases)
 
     def _class_named(self, node: Node | None) -> cst.ClassDef | None:
         binding = self.names.only_binding(node)

@@ -47,10 +47,12 @@ def call_edits(
 def has_new_arguments(source: Source, call: cst.Call, kind: str) -> bool:
     """Whether a call of an old name gives the device, which only the new name takes."""
     arguments = Arguments.of(call)
-    if kind == "custom" or arguments.starred:
+    if kind == "custom":
         return "device_type" in arguments.keywords
     keyword = "device_type" if kind == "autocast" else "device"
-    return keyword in arguments.keywords or is_text(source, arguments.get(keyword, 0))
+    if keyword in arguments.keywords:
+        return True
+    return not arguments.starred and is_text(source, arguments.get(keyword, 0))
 
 
 def device_edits(

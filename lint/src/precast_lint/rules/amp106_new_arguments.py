@@ -72,6 +72,18 @@ VALID = (
 INVALID = (
     Case(
         """
+        import torch
+
+        scaler = torch.cuda.amp.GradScaler(device="cuda", **asdict(config))
+        """,
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler(device="cuda", **asdict(config))
+        """,
+    ),
+    Case(
+        """
         from torch.cuda.amp import GradScaler, autocast
 
         scaler = GradScaler(device="cuda", init_scale=1024)

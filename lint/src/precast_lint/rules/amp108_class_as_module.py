@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from precast_lint.editing.lines import remove
 from precast_lint.meaning.guards import is_tried
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
@@ -55,12 +56,25 @@ def _as_safe_as(source: Source, statement: Node, fix: Fix | None) -> Fix | None:
 def _plain_fix(source: Source, statement: cst.Import, alias: cst.ImportAlias) -> Fix | None:
     module, _, name = (dotted(alias.name) or "").rpartition(".")
     if alias.asname is None:
+        line = source.parents[statement]
+        if len(statement.names) == 1 and _is_imported_beside(source, line):
+            edit = remove(source, line)
+            return source.fix("Leave it out", edit) if edit is not None else None
         return source.fix("Import the module", source.replace(alias.name, module))
     if len(statement.names) > 1:
         return None
     bound = dotted(alias.asname.name)
     text = name if bound == name else f"{name} as {bound}"
     return source.fix("Import the name", source.replace(statement, f"from {module} import {text}"))
+
+
+def _is_imported_beside(source: Source, line: Node) -> bool:
+    """Whether `import torch`, which brings the modules of AMP along, stands in the same block."""
+    return any(
+        source.parents[source.parents[other]] is source.parents[line]
+        for other in source.all(cst.Import)
+        if any(dotted(alias.name) == "torch" and alias.asname is None for alias in other.names)
+    )
 
 
 def _from_fix(source: Source, statement: cst.ImportFrom) -> Fix | None:

@@ -115,7 +115,7 @@ def _inputs(source: Source, models: Models, cast: set[_Known]) -> Iterator[Findi
                 and cast_dtype(source, inner, Arguments.of(inner))
             ):
                 seen.add(inner)
-                fix = source.fix("Leave it to the region", _bare(source, inner), unsafe=True)
+                fix = _without(source, inner, inner.func.value)
                 yield source.find(RULE, inner, _INPUTS, fix)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from precast_lint.meaning.low_values import casts_modules
 from precast_lint.meaning.lowered import consumer, lowered_reads
 from precast_lint.meaning.regions import Region, regions_around
+from precast_lint.meaning.tensors import starts_with_layer
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
@@ -49,7 +51,14 @@ def _computes(source: Source, name: Node) -> bool:
         last = origin.rpartition(".")[2]
         wanted = origin.startswith("torch.") and bool(_OPERATIONS.fullmatch(last))
         wanted = wanted or origin.startswith(("torch.fft.", "torch.linalg."))
+        wanted = wanted or _is_layer(source, call)
     return wanted and isinstance(call, cst.Call) and "dtype" not in Arguments.of(call).keywords
+
+
+def _is_layer(source: Source, call: Node | None) -> bool:
+    """Whether a call runs a layer, whose weights are float32."""
+    is_call = isinstance(call, cst.Call) and starts_with_layer(source, call.func)
+    return is_call and not casts_modules(source)
 
 
 VALID = (
@@ -104,6 +113,39 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Policy(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.hidden, self.value = nn.Linear(d, d), nn.Sequential(nn.Linear(d, 1), nn.Tanh())
+
+            def forward(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    h = self.hidden(x)
+                    with torch.autocast("cuda", enabled=False):
+                        return self.value(h)
+        """,
+        """
+        import torch
+        from torch import nn
+
+        class Policy(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.hidden, self.value = nn.Linear(d, d), nn.Sequential(nn.Linear(d, 1), nn.Tanh())
+
+            def forward(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    h = self.hidden(x)
+                    with torch.autocast("cuda", enabled=False):
+                        return self.value(h.float())
+        """,
+        unsafe=True,
+    ),
     Case(
         """
         import torch

@@ -103,6 +103,34 @@ def _of_product(source: Source, operands: list[Node]) -> Iterator[tuple[Node, st
 
 VALID = (
     Case("""
+        import torch
+        from torch import nn
+
+        class Plain(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.proj, self.norm = nn.Linear(d, d), nn.LayerNorm(d)
+
+            def forward(self, x):
+                return self.norm(self.proj(x))
+
+        class Wide(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.proj = nn.Linear(d, d)
+
+            def forward(self, x):
+                with torch.autocast("cuda", enabled=False):
+                    return self.proj(x.float())
+
+        one, other, own = Plain(8).cuda(), Wide(8).cuda(), Wide(8).cuda().forward
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            a, b, c = one(x), other(x), own(x)
+            d = one(x)
+            e = other(x)
+        d.cpu().numpy(), e.cpu().numpy(), a.cpu().numpy()
+    """),
+    Case("""
         import numpy as np
         import torch
         from torch import nn
@@ -189,6 +217,70 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Embedder(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.bag, self.proj = nn.EmbeddingBag(d, d), nn.Linear(d, d)
+
+            def forward(self, ids):
+                return self.proj(self.bag(ids)).squeeze(1)
+
+        class Service:
+            def __init__(self, d):
+                self.model = Embedder(d).cuda().eval()
+
+            def encode(self, ids):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    vectors = self.model(ids.cuda())
+                return vectors.cpu().numpy()
+
+        def predict(model, loader):
+            for x in loader:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    logits = model(x.cuda())
+                yield logits.cpu().numpy()
+
+        model = Embedder(8).cuda()
+        predict(model, loader)
+        """,
+        """
+        import torch
+        from torch import nn
+
+        class Embedder(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.bag, self.proj = nn.EmbeddingBag(d, d), nn.Linear(d, d)
+
+            def forward(self, ids):
+                return self.proj(self.bag(ids)).squeeze(1)
+
+        class Service:
+            def __init__(self, d):
+                self.model = Embedder(d).cuda().eval()
+
+            def encode(self, ids):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    vectors = self.model(ids.cuda())
+                return vectors.float().cpu().numpy()
+
+        def predict(model, loader):
+            for x in loader:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    logits = model(x.cuda())
+                yield logits.float().cpu().numpy()
+
+        model = Embedder(8).cuda()
+        predict(model, loader)
+        """,
+        unsafe=True,
+        count=2,
+    ),
     Case(
         """
         import numpy as np

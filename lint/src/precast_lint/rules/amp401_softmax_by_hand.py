@@ -7,10 +7,17 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
 from precast_lint.meaning.assignments import values_seen
-from precast_lint.meaning.tensors import Operation, constant, operation, value_of, written
+from precast_lint.meaning.tensors import (
+    Operation,
+    constant,
+    operation,
+    starts_with_layer,
+    value_of,
+    written,
+)
 from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.syntax import Node, children, cst
 
 __all__ = ["RULE"]
 
@@ -134,13 +141,25 @@ def _says_small(source: Source, node: Node) -> bool:
     value = constant(source, first)
     if value is not None and value < 0:
         return True
-    return any(isinstance(inner, cst.Name) and _SMALL.search(inner.value) for inner in walk(node))
+    return any(_SMALL.search(inner.value) for inner in _names(source, node))
 
 
 def _given(source: Source, node: Node) -> set[Node]:
     """The values that the names in an expression are given."""
-    names = [inner for inner in walk(node) if isinstance(inner, cst.Name)]
-    return {b.value for name in names for b in source.names.bindings(name) if b.value is not None}
+    bound = [b for name in _names(source, node) for b in source.names.bindings(name)]
+    return {b.value for b in bound if b.value is not None}
+
+
+def _names(source: Source, node: Node) -> list[cst.Name]:
+    """The names in an expression, without those in what a layer gets: its weights may make that large."""
+    waiting, found = [node], []
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, cst.Name):
+            found.append(inner)
+        elif not (isinstance(inner, cst.Call) and starts_with_layer(source, inner.func)):
+            waiting += children(inner)
+    return found
 
 
 def _fix(source: Source, division: Node, power: Operation, total: Operation) -> Fix | None:
@@ -161,6 +180,13 @@ def _fix(source: Source, division: Node, power: Operation, total: Operation) -> 
 
 
 VALID = (
+    Case("""
+        import torch
+
+        score = torch.nn.Linear(8, 1)
+        e = torch.tanh(score(x))
+        weights = torch.exp(e) / torch.exp(e).sum(dim=1, keepdim=True)
+    """),
     Case("""
         import torch
 
@@ -239,6 +265,19 @@ VALID = (
 )
 
 INVALID = (
+    Case("""
+        import torch
+        from torch import nn
+
+        class Attention(nn.Module):
+            def __init__(self, h):
+                super().__init__()
+                self.query, self.score = nn.Linear(h, h), nn.Linear(h, 1)
+
+            def forward(self, hidden):
+                e = self.score(torch.tanh(self.query(hidden))).squeeze(-1)
+                return torch.exp(e) / torch.exp(e).sum(dim=1, keepdim=False)
+    """),
     Case(
         """
         import torch

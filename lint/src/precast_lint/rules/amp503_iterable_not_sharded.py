@@ -72,8 +72,15 @@ def _words(source: Source, home: cst.ClassDef) -> Iterator[str]:
     for node in walk(home):
         if isinstance(node, cst.Name):
             outer = source.parents[node]
-            if not (isinstance(outer, cst.Attribute) and node.value in _CUTS_TEXT):
+            is_shuffle = node.value == "random" and _shuffles(outer)
+            is_cut = isinstance(outer, cst.Attribute) and node.value in _CUTS_TEXT
+            if not is_cut and not is_shuffle:
                 yield node.value
+
+
+def _shuffles(node: Node) -> bool:
+    """`random.shuffle`, which changes the order alone."""
+    return isinstance(node, cst.Attribute) and node.attr.value == "shuffle"
 
 
 VALID = (
@@ -130,6 +137,20 @@ VALID = (
 )
 
 INVALID = (
+    Case("""
+        import random
+        from torch.utils.data import DataLoader, IterableDataset
+
+        class Lines(IterableDataset):
+            def __init__(self, lines):
+                self.lines = lines
+
+            def __iter__(self):
+                random.shuffle(self.lines)
+                yield from self.lines
+
+        loader = DataLoader(Lines(lines), num_workers=4)
+    """),
     Case(
         """
         from torch.utils.data import DataLoader, IterableDataset

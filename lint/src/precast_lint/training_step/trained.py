@@ -105,10 +105,24 @@ def _handed(source: Source, node: Node) -> Iterator[Node]:
             yield from source.values.returned(root) if isinstance(root, cst.Call) else ()
     else:
         found = [value for value, _ in source.values.sources(node)]
+        for value in found:
+            made = _root(value)
+            for returned in source.values.returned(made) if isinstance(made, cst.Call) else ():
+                yield _uncast(returned)
     for value in found:
         inner = _root(value)
         if isinstance(inner, (cst.Name, cst.Attribute)):
             yield inner
+
+
+def _uncast(node: Node) -> Node:
+    """The `model` of `model.cuda().half()`."""
+    inner: Node | None = _root(node)
+    while isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
+        if inner.func.attr.value not in _METHODS:
+            break
+        inner = _root(inner.func.value)
+    return node if inner is None or isinstance(inner, cst.Call) else inner
 
 
 def _moves(node: Node | None) -> bool:
@@ -214,7 +228,8 @@ def cast_model(source: Source, call: cst.Call, owner: Node, models: Models) -> N
         outer = source.parents[outer]
     parent = source.parents[outer]
     if isinstance(parent, cst.Return):
-        return outer if _is_one(source, outer, models) else None
+        root = _uncast(outer)
+        return next((one for one in (outer, root) if _is_one(source, one, models)), None)
     if not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
         return None
     target = parent.targets[0].target
