@@ -239,11 +239,3 @@ def test_weights_that_ddp_has_made_its_buffers_for_keep_their_dtype() -> None:
     with pytest.raises(precast.errors.AttachError, match="Attach the model first, and wrap it"):
         precast.attach(model, optimizer=optimizer, masters="kahan")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_parameters_of_fsdp_are_refused_where_they_would_be_stored_in_16_bits() -> None:
-    model = network().bfloat16()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(precast.errors.AttachError, match=r"0\.weight is a DTensor"):
-        precast.attach(model, optimizer=optimizer, masters="stochastic")

@@ -221,6 +221,18 @@ def test_weights_of_all_sizes_and_all_values_of_a_schedule_share_a_program(progr
     assert len(programs) == 1
 
 
+def test_an_optimizer_without_states_gets_none(programs: Any) -> None:
+    """Also of weights that are alike, of which one is recorded."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    precast.attach(model, optimizer=optimizer, step="one-pass")
+    for step in range(3):
+        give_gradients(model, step)
+        optimizer.step()
+    assert programs
+    assert not optimizer.state_dict()["state"]
+
+
 def test_states_go_on_in_a_plain_optimizer_and_come_back(programs: Any) -> None:
     model, optimizer, plain, other = both(lambda p: AdamW(p, lr=0.01), steps=3)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -23,6 +23,7 @@ __all__ = [
     "is_plain",
     "is_shared",
     "is_view",
+    "local_tensor_of",
     "sparse_values",
     "version_of",
 ]
@@ -64,6 +65,11 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a `DTensor`. Its module takes long to import, and where nobody has, there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+local_tensor_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
+"""The part of a `DTensor` that lies in this process. The public `to_local()` records a graph, or gives a new view of a
+parameter's at each call (2.13)."""
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

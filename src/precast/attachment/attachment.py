@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +27,7 @@ from torch.nn.modules.module import (
 from precast._internal.display import Card, Displayed, size
 from precast._torch import is_captured, on_collectives, runs_uncompiled
 from precast._torch.optimizer_hooks import on_optimizer_step
+from precast.attachment.fsdp import managed_by_fsdp, stepped_without_copies
 from precast.attachment.module_hooks import Applied, apply
 from precast.attachment.storage import Storage, check_states
 from precast.engine.thread_state import regions
@@ -36,6 +36,7 @@ from precast.policy.module_names import named_parameters, names_in
 from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy, as_policy
 from precast.weights import held
+from precast.weights.clipping import Clipping
 from precast.weights.held import Copy, HeldParameter
 from precast.weights.low_precision_gradients import LowPrecisionGradients, check_takes_one_gradient
 from precast.weights.one_pass import OnePassStep
@@ -189,6 +190,8 @@ class Attachment(Displayed):
             (lambda: None) if optimizer is None else weakref.ref(optimizer)
         )
         self._one_pass: OnePassStep | None = None
+        self._without_copies: set[int] = set()
+        """``id`` of parameters that are stepped in one pass and not held."""
         self._stored: StoredWeights | None = None
         self._gradients: LowPrecisionGradients | None = None
         self.plan = plan
@@ -257,8 +260,9 @@ class Attachment(Displayed):
             )
         if self._one_pass is not None and self._end.alive:
             return self._one_pass.clip(optimizer, max_norm, norm_type, error_if_nonfinite)
-        parameters = parameters_of(optimizer)
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return Clipping().clip(
+            parameters_of(optimizer), set(), max_norm, norm_type, error_if_nonfinite
+        )
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -337,7 +341,7 @@ class Attachment(Displayed):
             if model is None or not self._hold:
                 return
             self._modules = frozenset(map(id, model.modules()))
-            managed = _managed_by_fsdp(model)
+            managed = managed_by_fsdp(model)
             optimizer = self._optimizer()
             stepped = set() if optimizer is None else set(map(id, parameters_of(optimizer)))
             before, held_parameters, left_alone = self._held_parameters, {}, {}
@@ -355,7 +359,13 @@ class Attachment(Displayed):
             if self._gradients is not None:
                 self._gradients.ask_for(self._held_parameters.values())
             if self._one_pass is not None:
-                self._one_pass.ask_for(self._held_parameters.values())
+                its = (
+                    []
+                    if optimizer is None
+                    else stepped_without_copies(model, optimizer, self._without_copies)
+                )
+                self._without_copies = set(map(id, its))
+                self._one_pass.ask_for(self._held_parameters.values(), its)
 
     def _detach(self) -> None:
         """Ends the attachment; the model may be gone already."""
@@ -428,20 +438,6 @@ def _find_parameters_again(attachments: Iterable[Attachment] = held.attached) ->
     """Makes attachments look for parameters before the next region; a module does not have the new one yet."""
     for attachment in attachments:
         held.before_next_region[id(attachment)] = attachment._find_parameters
-
-
-def _managed_by_fsdp(model: nn.Module) -> dict[int, str]:
-    """``id`` of each parameter whose memory FSDP allocates and frees -> why it is not held."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return {}
-    kinds = fsdp.FullyShardedDataParallel, fsdp.FSDPModule
-    return {
-        id(parameter): "FSDP manages its memory, and writes it unseen"
-        for module in model.modules()
-        if isinstance(module, kinds)
-        for parameter in module.parameters()
-    }
 
 
 def _check(model: object, optimizer: object) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from precast._torch import is_dtensor
 from precast.errors import AttachError
 from precast.policy.module_names import named_parameters
 from precast.weights.partial_steps import is_large, parameters_of
@@ -70,6 +71,13 @@ class Storage(NamedTuple):
                 f'attach(masters="{how}") is to change the dtype of {changed[0]}, which DistributedDataParallel has '
                 "made its buffers for. Attach the model first, and wrap it then."
             )
+        for name, parameter in self._chosen(model, optimizer):
+            if self.masters == "float32" and is_dtensor(parameter):
+                raise AttachError(
+                    f'attach(masters="float32"): {name} is sharded and {parameter.dtype}, and what has sharded it has '
+                    "allocated its memory. Shard a float32 model, for FSDP2 with "
+                    "MixedPrecisionPolicy(param_dtype=torch.bfloat16): its shards are masters, and it gathers 16 bits."
+                )
         if self.masters in ("kahan", "stochastic"):
             check(optimizer, dict(self._chosen(model, optimizer)), self.masters)
 

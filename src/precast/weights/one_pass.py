@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from precast._internal.callers import callers_level
-from precast._torch import dispatch_modes, step_without_hooks
+from precast._torch import dispatch_modes, is_dtensor, step_without_hooks
 from precast.errors import AttachError, PrecastWarning
-from precast.weights import held
+from precast.weights import held, shards
 from precast.weights.clipping import Clipping
 from precast.weights.held import HeldParameter
 from precast.weights.low_precision_gradients import factors_of
@@ -57,6 +57,8 @@ class OnePassStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self._name = type(optimizer).__name__
         self._held_parameters: dict[int, HeldParameter] = {}
+        self._without_copies: set[int] = set()
+        """``id`` of float32 weights that are not held, and are stepped so all the same."""
         self._stored: Mapping[int, Rounding] = {}
         """``id`` of weights in bfloat16 -> how they are rounded."""
         self._stored_weights: StoredWeights | None = None
@@ -69,11 +71,14 @@ class OnePassStep:
         self._says = True
         self._hook = optimizer.register_step_pre_hook(_Before(self))
 
-    def ask_for(self, held_parameters: Iterable[HeldParameter]) -> None:
+    def ask_for(
+        self, held_parameters: Iterable[HeldParameter], without_copies: Iterable[Tensor] = ()
+    ) -> None:
         """Has these weights be stepped so, as far as the optimizer trains them."""
         self._held_parameters = {id(h.parameter()): h for h in held_parameters}
+        self._without_copies = set(map(id, without_copies))
         for known in (self._begun, self._refused):
-            known.intersection_update({*self._held_parameters, *self._stored})
+            known.intersection_update(self._asked_for())
 
     def ask_for_stored(self, weights: StoredWeights) -> None:
         """Has weights in bfloat16 be stepped so, too."""
@@ -119,7 +124,7 @@ class OnePassStep:
         factors = {key: float(factor) for key, factor in factors_of(optimizer).items()}
         if scale is not None:
             inverse = 1.0 / scale.double().item()
-            factors = dict.fromkeys({*self._held_parameters, *self._stored}, inverse)
+            factors = dict.fromkeys(self._asked_for(), inverse)
         for key, factor in clipped.items():
             factors[key] = factors.get(key, 1.0) * factor
         if self._stored_weights is not None:
@@ -148,7 +153,10 @@ class OnePassStep:
         taken, self._taken = self._taken, []
         for parameter, gradient in taken:
             set_gradient(parameter, gradient)
-        return {id(parameter) for parameter, _ in taken}
+        return {id(p) for p, _ in taken if id(p) not in self._without_copies}
+
+    def _asked_for(self) -> set[int]:
+        return {*self._held_parameters, *self._stored, *self._without_copies}
 
     def _has_sparse_gradient(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the optimizer has to look at all gradients first, as it may refuse some that are sparse.
@@ -189,9 +197,9 @@ class OnePassStep:
             held_parameter.overlapping or held_parameter.suspended
         )
         return (
-            (is_held or id(parameter) in self._stored)
+            (is_held or id(parameter) in self._stored or id(parameter) in self._without_copies)
             and id(parameter) not in self._refused
-            and parameter.numel() >= held.MIN_ELEMENTS_FOR_NODE
+            and shards.numbers_here(parameter) >= held.MIN_ELEMENTS_FOR_NODE
         )
 
     def _step(
@@ -232,9 +240,20 @@ class OnePassStep:
         gradient = parameter.grad
         assert gradient is not None
         states, rounding = recording.states_of(parameter), self._stored.get(id(parameter))
-        tensors = parameter, gradient, *states
         its = optimizer.state.get(parameter, {})
-        with held.written_together(parameter, states) as copies:
+        rest = its[REST] if rounding == "kahan" else None
+        written: Sequence[Tensor] = states if rest is None else [*states, rest]
+        shard = 0
+        if is_dtensor(parameter):
+            reason = shards.why_not(parameter, (gradient, *written))
+            if reason is not None:
+                raise NotElementwiseError(reason)
+            wholes, shard = (parameter, *written), shards.shard_number(parameter)
+            parameter, gradient, *states = map(shards.part_of, (parameter, gradient, *states))
+            rest = None if rest is None else shards.part_of(rest)
+            written = [*wholes, *states]
+        tensors = parameter, gradient, *states
+        with held.written_together(parameter, written) as copies:
             stored = tuple([tensor.dtype for tensor in tensors])
             low_copies = tuple([copy.tensor.dtype for copy in copies])
             like = stored, low_copies, factor, rounding
@@ -248,8 +267,8 @@ class OnePassStep:
                 found = _Run(key, program(key, self._name), numbers)
             key, run, numbers = found
             count = parameter.numel()
-            low = (parameter,) if rounding != "kahan" else (its[REST], parameter)
-            chance = (seeds(its, (len(key.stored) + 1) // 2),) if key.takes_seeds else ()
+            low = (parameter,) if rest is None else (rest, parameter)
+            chance = (seeds(its, (len(key.stored) + 1) // 2, shard),) if key.takes_seeds else ()
             others = [copy.tensor for copy in copies]
             if key.writes_elsewhere:
                 for part in _parts(count, _PART):
@@ -302,6 +321,11 @@ class _Before:
 def _why_not(parameter: Tensor, gradient: Tensor) -> str | None:
     if not parameter.is_cpu:
         return f"it has been tried on the CPU alone, and a weight is on {parameter.device}"
+    if is_dtensor(parameter) or is_dtensor(gradient):
+        reason = shards.why_not(parameter, (gradient,))
+        if reason is not None:
+            return reason
+        parameter, gradient = shards.part_of(parameter), shards.part_of(gradient)
     if type(gradient) is not Tensor or gradient.stride() != parameter.stride():
         return "a gradient has another layout than its weight"
     if parameter.untyped_storage().nbytes() == 0 or not (

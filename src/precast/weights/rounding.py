@@ -76,20 +76,23 @@ def stochastic(numbers: Tensor, seed: Tensor | int, half: int = 0) -> Tensor:
     return moved.to(torch.bfloat16)
 
 
-def next_seed(count: int) -> tuple[int, int]:
-    """A count that goes on, and the seed for it, 32 bits with a sign (SplitMix64: Steele, Lea, Flood, 2014)."""
+def next_seed(count: int, shard: int = 0) -> tuple[int, int]:
+    """A count that goes on, and the seed for it, 32 bits with a sign (SplitMix64: Steele, Lea, Flood, 2014).
+
+    The count is the same in all processes, and so in a checkpoint; each shard of a weight has other seeds for it.
+    """
     count = (count + 1) & _64_BITS
-    mixed = (count * 0x9E3779B97F4A7C15) & _64_BITS
+    mixed = ((count * 0x9E3779B97F4A7C15) ^ (shard * 0xD1B54A32D192ED03)) & _64_BITS
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _64_BITS
     return count, ((mixed ^ (mixed >> 31)) & _32_BITS) - 2**31
 
 
-def seeds(its: dict[str, Any], number: int) -> Tensor:
+def seeds(its: dict[str, Any], number: int, shard: int = 0) -> Tensor:
     """Seeds, int32 (number,); the count among the states of a parameter goes on."""
     drawn = []
     for _ in range(number):
-        its[SEED], seed = next_seed(its[SEED])
+        its[SEED], seed = next_seed(its[SEED], shard)
         drawn.append(seed)
     return torch.tensor(drawn, dtype=torch.int32)
 

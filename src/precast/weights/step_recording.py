@@ -4,7 +4,8 @@ Invariants:
 
 - an optimizer of PyTorch does the same to all parameters of a group whose states have the same names, dtypes and single
   numbers; of any other that is not known, and each of its parameters is recorded alone;
-- a step is recorded as one in float32, whatever the parameter, its gradient and its states are stored in;
+- a step is recorded as one in float32, whatever the parameter, its gradient and its states are stored in; and as one
+  of the whole parameter where this process has a part of it, as a step may ask for the shape;
 - a recording that fails, or is taken back, leaves the optimizer and the parameter's states as they were.
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from precast._torch import is_dtensor
 from precast.weights.partial_steps import PLAIN, counts_of, is_large, set_gradient
 from precast.weights.rounding import OF_ROUNDING
 from precast.weights.step_recorder import NotElementwiseError, Recorded, StepRecorder
@@ -116,7 +118,7 @@ class Recording:
 
     def count_for(self, parameter: Tensor) -> None:
         """Gives a parameter that is alike the single numbers that it has after the step."""
-        if parameter is self.parameter:
+        if parameter is self.parameter or not self._now:
             return
         states = self._optimizer.state[parameter]
         for name, value in self._now:
@@ -147,9 +149,9 @@ def _seen_in_float32(
 
     Gives the parameter and the states that it sees.
 
-    What is stored in another dtype is replaced by memory that is asked for, and neither written nor read. A parameter
-    that is float32 is seen itself; of another one the step sees a stand-in, as a parameter that changes its dtype would
-    lose the hooks that wait for its gradient.
+    What is stored in another dtype, or sharded, is replaced by memory that is asked for, and neither written nor read.
+    A parameter that is float32 and plain is seen itself; of another one the step sees a stand-in, as a parameter that
+    changes its dtype would lose the hooks that wait for its gradient.
     """
     gradient, states = parameter.grad, optimizer.state.get(parameter, {})
     assert gradient is not None
@@ -158,7 +160,7 @@ def _seen_in_float32(
     seen = {k: _unread(v) if is_large(v) else v for k, v in real.items()}
     replaced = {k for k in real if seen[k] is not real[k]}
     its: Tensor = parameter
-    if parameter.dtype is not torch.float32:
+    if parameter.dtype is not torch.float32 or is_dtensor(parameter):
         its = torch.nn.Parameter(_unread(parameter))
         optimizer.state[its] = dict(seen)
     elif replaced:
@@ -177,7 +179,7 @@ def _seen_in_float32(
 
 
 def _unread(tensor: Tensor) -> Tensor:
-    if tensor.dtype is torch.float32:
+    if tensor.dtype is torch.float32 and not is_dtensor(tensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
 

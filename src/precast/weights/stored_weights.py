@@ -7,6 +7,8 @@ Invariants:
 - what the step gives is rounded once. What is rounded away stays beside the weight in bfloat16 and is added before the
   next step ("kahan"), or the weight is rounded up or down by chance, so that its mean is right ("stochastic");
 - what that needs is in the optimizer's state, and so in its `state_dict`; loading it leaves each dtype what it was;
+- of a sharded weight everything is sharded alike; the optimizer sees a stand-in of the whole, so that one that looks at
+  several numbers does what it does with sharded weights, and each process rounds its own part;
 - parameters stay the same objects and keep their hooks; a step that is skipped, or raises, has changed none of them;
 - what was rounded away of a weight is forgotten when somebody else writes the weight, as its version counter says.
 """
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from precast._torch import step_without_hooks, version_of
+from precast._torch import is_dtensor, step_without_hooks
 from precast.errors import AttachError
 from precast.weights import rounding
 from precast.weights.partial_steps import (
@@ -35,6 +37,7 @@ from precast.weights.partial_steps import (
     without_scaler,
 )
 from precast.weights.rounding import OF_ROUNDING, REST, SEED, Rounding
+from precast.weights.shards import part_of, shard_number, versions_of, whole_like, why_not
 
 __all__ = ["StoredWeights", "check", "is_distributed", "is_worth_storing_low"]
 
@@ -80,11 +83,9 @@ class StoredWeights:
         self._loaded: dict[str, Any] = {}
         self._seeds = {id(p): (seed << 32) + (i << 20) for i, p in enumerate(parameters.values())}
         for parameter in parameters.values():
-            its = optimizer.state[parameter]
-            its.setdefault(SEED, self._seeds[id(parameter)])
-            self._store(parameter, its)
+            self._store(optimizer, parameter)
         here = weakref.ref(self)
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, tuple[int, ...]] = {}
         """Of parameters, after the last write that was ours; what was loaded is taken as it is."""
         self._note_versions()
         _living.add(self)
@@ -148,26 +149,44 @@ class StoredWeights:
     def forget_if_written(self, optimizer: Optimizer) -> None:
         """Forgets what was rounded away of weights that somebody has written since the last step."""
         for parameter in self._living():
-            version = self._versions.get(id(parameter))
-            if version is not None and version != version_of(parameter):
-                rest = optimizer.state.get(parameter, {}).get(REST)
-                if rest is not None:
-                    rest.zero_()
-                self._versions[id(parameter)] = version_of(parameter)
+            its = optimizer.state.get(parameter)
+            if its:  # they may be somebody's who knows nothing of rounding
+                self._complete(parameter, its)
+            versions = self._versions.get(id(parameter))
+            if versions is not None and versions != versions_of(parameter):
+                if its and REST in its:
+                    part_of(its[REST]).zero_()
+                self._versions[id(parameter)] = versions_of(parameter)
+
+    def _complete(self, parameter: Tensor, its: dict[str, Any]) -> None:
+        """Adds what rounding needs to the states of a parameter, where it is not there yet."""
+        its.setdefault(SEED, self._seeds[id(parameter)])
+        if self._how == "kahan" and REST not in its:
+            its[REST] = torch.zeros_like(parameter)
 
     def _note_versions(self) -> None:
-        self._versions = {id(p): version_of(p) for p in self._living()}
+        self._versions = {id(p): versions_of(p) for p in self._living()}
 
     def _living(self) -> list[Tensor]:
         return [
             p for p in (reference() for reference in self._parameters.values()) if p is not None
         ]
 
-    def _store(self, parameter: Tensor, its: dict[str, Any]) -> None:
+    def _store(self, optimizer: Optimizer, parameter: Tensor) -> None:
         """Makes a weight bfloat16, with what was beside it in another process.
 
         Replicas may begin with other weights and be given those of one: there, nothing is beside them at first.
         """
+        made = optimizer.state.get(parameter, {})
+        for name, value in made.items():  # Adagrad makes them before the first step
+            if self._states is torch.float32 and is_large(value) and name not in OF_ROUNDING:
+                made[name] = _full(value)
+        if is_dtensor(parameter) and not made:
+            # It is bfloat16 already. PyTorch's distributed checkpoints take an optimizer that has anything among its
+            # states for one that has made them all, and would load no others.
+            return
+        its = optimizer.state[parameter]
+        its.setdefault(SEED, self._seeds[id(parameter)])
         value, forgets = parameter.detach().float(), is_distributed() and REST not in its
         if REST in its:
             value = value + its[REST]
@@ -187,7 +206,7 @@ class StoredWeights:
         if self._how == "stochastic":
             its.pop(REST, None)
             return _by_chance(value, its)
-        low = rounding.nearest(value)
+        low = whole_like(value, rounding.nearest(part_of(value)))
         its[REST] = (value - low).to(torch.bfloat16)
         return low
 
@@ -252,7 +271,7 @@ class StoredWeights:
         assert parameter.grad is not None
         if id(parameter) not in self._parameters:
             if factor is not None:
-                parameter.grad.mul_(factor)
+                part_of(parameter.grad).mul_(factor)
             seen.append((parameter, parameter))
             return parameter
         its = optimizer.state[parameter]
@@ -261,7 +280,9 @@ class StoredWeights:
             value += its[REST]
         stand_in = nn.Parameter(value)
         gradient = parameter.grad.to(torch.float32, copy=factor is not None)
-        stand_in.grad = gradient if factor is None else gradient.mul_(factor)
+        if factor is not None:
+            part_of(gradient).mul_(factor)
+        stand_in.grad = gradient
         states = {name: _full(v) for name, v in its.items() if name not in OF_ROUNDING}
         if states:
             optimizer.state[stand_in] = states
@@ -270,6 +291,7 @@ class StoredWeights:
 
     def _take_back(self, optimizer: Optimizer, parameter: Tensor, stand_in: Tensor) -> None:
         its = optimizer.state[parameter]
+        its.setdefault(SEED, self._seeds[id(parameter)])
         parameter.copy_(self._rounded(stand_in.detach(), its))
         for name, value in optimizer.state.get(stand_in, {}).items():
             its[name] = self._stored(value, its)
@@ -298,13 +320,13 @@ class StoredWeights:
         for number, parameter in zip(saved, parameters_of(optimizer), strict=True):
             if id(parameter) not in self._parameters:
                 continue
-            its = optimizer.state[parameter]
+            its = optimizer.state.get(parameter)
+            if its is None:
+                continue
             for name, value in loaded["state"].get(number, {}).items():
                 if is_large(value) and its[name].dtype is not value.dtype:
                     its[name] = value.detach().clone().to(parameter.device)
-            its.setdefault(SEED, self._seeds[id(parameter)])
-            if self._how == "kahan" and REST not in its:
-                its[REST] = torch.zeros_like(parameter)
+            self._complete(parameter, its)
 
 
 class _Hook:
@@ -331,8 +353,10 @@ def is_distributed() -> bool:
 
 
 def _by_chance(value: Tensor, its: dict[str, Any]) -> Tensor:
-    its[SEED], seed = rounding.next_seed(its[SEED])
-    return rounding.stochastic(value.reshape(-1), seed).reshape(value.shape)
+    its[SEED], seed = rounding.next_seed(its[SEED], shard_number(value))
+    numbers = part_of(value)
+    rounded = rounding.stochastic(numbers.reshape(-1), seed).reshape(numbers.shape)
+    return whole_like(value, rounded)
 
 
 def _full(value: Any) -> Any:
@@ -365,7 +389,9 @@ def check(optimizer: Optimizer, parameters: Mapping[str, Tensor], how: Rounding)
                 f"{'this' if theirs is optimizer else 'another'} {type(theirs).__name__}. What is rounded away of a "
                 "weight can be kept for one optimizer alone: give each its own parameters, or detach the other."
             )
-        if type(parameter) not in (Tensor, nn.Parameter) or parameter.layout is not torch.strided:
+        if is_dtensor(parameter):
+            _check_sharded(name, parameter, how)
+        elif type(parameter) not in (Tensor, nn.Parameter) or parameter.layout is not torch.strided:
             raise AttachError(
                 f'attach(masters="{how}"): {name} is a {type(parameter).__name__} with layout {parameter.layout}; it '
                 "takes plain, strided parameters. Leave it out of this optimizer, or leave masters out."
@@ -375,3 +401,18 @@ def check(optimizer: Optimizer, parameters: Mapping[str, Tensor], how: Rounding)
                 f'attach(masters="{how}"): {name} is {parameter.dtype}; weights without masters are torch.bfloat16, '
                 "made of torch.float32 or given so. Convert it, or leave masters out."
             )
+
+
+def _check_sharded(name: str, parameter: Tensor, how: Rounding) -> None:
+    if parameter.dtype is not torch.bfloat16:
+        raise AttachError(
+            f'attach(masters="{how}"): {name} is sharded and {parameter.dtype}, and what has sharded it has allocated '
+            "its memory. Convert the model to torch.bfloat16 first (model.bfloat16()), and shard it then."
+        )
+    reason = why_not(parameter, ())
+    if reason is not None or type(part_of(parameter)) is not Tensor:
+        raise AttachError(
+            f'attach(masters="{how}"): {name} is sharded as {parameter.placements}, '  # type: ignore[attr-defined]
+            f"and what lies in a process is a {type(part_of(parameter)).__name__}; it takes parts that are plain, "
+            "and no sums of parts. Leave it out of this optimizer, or leave masters out."
+        )
