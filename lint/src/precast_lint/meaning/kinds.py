@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from precast_lint.meaning.assignments import value_stored
 from precast_lint.meaning.regions import TRAINERS
+from precast_lint.meaning.tensor_values import is_tensor
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings
@@ -171,7 +172,9 @@ def _device(source: Source, node: Node, depth: int) -> bool:
 
 def _has_device(source: Source, node: Node) -> bool:
     """Whether the attribute `device` of something is a `torch.device`: of a tensor, an Accelerator or a Fabric."""
-    return _is_tensor(source, node) or source.instance(node) in TRAINERS
+    if _is_tensor(source, node) or source.instance(node) in TRAINERS:
+        return True
+    return isinstance(node, cst.Name) and is_tensor(source, node)
 
 
 def _is_tensor(source: Source, node: Node) -> bool:

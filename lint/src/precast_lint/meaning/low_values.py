@@ -117,43 +117,54 @@ def _is_low_cast(source: Source, call: cst.Call, arguments: Arguments) -> bool:
     return any(source.origin(value) in _LOW or "dtype" in source.code(value) for value in given)
 
 
-def lowered_by(source: Source, node: Node, depth: int = _DEEP) -> tuple[Node, Region] | None:
-    """The tensor in an expression that a region computed in lower precision, and that region."""
+def lowered_by(
+    source: Source, node: Node, depth: int = _DEEP, keeps: bool = True
+) -> tuple[Node, Region] | None:
+    """The tensor in an expression that a region computed in lower precision, and that region.
+
+    Args:
+        source: the file.
+        node: the expression.
+        depth: how many names and operations are followed.
+        keeps: whether operations that give the dtype of their operand are followed, and not its shapes alone.
+    """
     if depth == 0:
         return None
     if isinstance(node, cst.Name):
-        region = _of_name(source, node, depth)
+        region = _of_name(source, node, depth, keeps)
         return (node, region) if region is not None else None
     if isinstance(node, cst.Attribute):
         if node.attr.value in _VIEWS:
-            return lowered_by(source, node.value, depth - 1)
+            return lowered_by(source, node.value, depth - 1, keeps)
         region = _of_attribute(source, node)
         return (node, region) if region is not None else None
     if isinstance(node, cst.Subscript):
-        return lowered_by(source, node.value, depth - 1)
+        return lowered_by(source, node.value, depth - 1, keeps)
     if isinstance(node, cst.BinaryOperation):
-        if not isinstance(node.operator, (cst.Add, cst.Subtract, cst.Multiply, cst.Divide)):
+        if not keeps or not isinstance(
+            node.operator, (cst.Add, cst.Subtract, cst.Multiply, cst.Divide)
+        ):
             return None
         for side, other in ((node.left, node.right), (node.right, node.left)):
             if constant(source, other) is not None or is_number(source, other):
-                return lowered_by(source, side, depth - 1)
+                return lowered_by(source, side, depth - 1, keeps)
         return None
     if not isinstance(node, cst.Call):
         return None
-    kept = operation(source, node, *_SHAPES, *_KEEPS)
+    kept = operation(source, node, *_SHAPES, *(_KEEPS if keeps else ()))
     if kept is not None and "dtype" not in kept.keywords:
-        return lowered_by(source, kept.operand, depth - 1)
+        return lowered_by(source, kept.operand, depth - 1, keeps)
     if (
         isinstance(node.func, cst.Attribute)
         and node.func.attr.value == "to"
         and _is_moved(source, node)
     ):
-        return lowered_by(source, node.func.value, depth - 1)
+        return lowered_by(source, node.func.value, depth - 1, keeps)
     region = _of_call(source, node, depth)
     return (node, region) if region is not None else None
 
 
-def _of_name(source: Source, name: cst.Name, depth: int) -> Region | None:
+def _of_name(source: Source, name: cst.Name, depth: int, keeps: bool) -> Region | None:
     """The region in which all values that a name may have were computed; None where one was not."""
     found: list[Region | None] = []
     if name not in source.scopes.scope_of:
@@ -165,7 +176,7 @@ def _of_name(source: Source, name: cst.Name, depth: int) -> Region | None:
         if region is not None:
             found.append(region if is_lowered(source, binding.value) else None)
         elif source.function(binding.node) is source.function(name):
-            inner = lowered_by(source, binding.value, depth - 1)
+            inner = lowered_by(source, binding.value, depth - 1, keeps)
             found.append(inner[1] if inner is not None else None)
         else:
             return None

@@ -22,6 +22,7 @@ __all__ = [
     "PYTORCHS_AUTOCASTS",
     "TRAINERS",
     "Region",
+    "arguments_of",
     "is_trainer",
     "region_in_force",
     "region_of_call",
@@ -138,7 +139,7 @@ def region_in_force(source: Source, node: Node, trainers: bool = False) -> Regio
 def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
     """The region that a call makes; None if it makes none."""
     origin = source.origin(call.func) or _one_of_autocasts(source, call)
-    arguments = _arguments(source, call)
+    arguments = arguments_of(source, call)
     if origin is None and (made := source.values.filled_in(call.func)) is not None:
         origin = source.origin(made.args[0].value)
         arguments = Arguments.of_partial(made, call)
@@ -167,7 +168,7 @@ def _one_of_autocasts(source: Source, call: cst.Call) -> str | None:
     return "torch.amp.autocast" if is_new or not old else old[0]
 
 
-def _arguments(source: Source, call: cst.Call) -> Arguments:
+def arguments_of(source: Source, call: cst.Call) -> Arguments:
     """The arguments of a call, with those of a table that is written in the file: `torch.autocast(**options)`."""
     arguments = Arguments.of(call)
     starred = [arg for arg in call.args if arg.star]
@@ -329,6 +330,10 @@ def _made_by(source: Source, item: Node) -> list[Node]:
 def _device(source: Source, node: Node | None) -> str | None:
     """The device type of a text, or of a name that gets one text and nothing else."""
     node = the_value(source, node)
+    if isinstance(node, cst.Attribute) and node.attr.value == "type":
+        made = source.values.constructed(node.value)
+        is_device = isinstance(made, cst.Call) and source.origin(made.func) == "torch.device"
+        node = made.args[0].value if is_device and made.args else node  # type: ignore[union-attr]
     text = strings(node) if node is not None else None
     return text.partition(":")[0] if text else None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded, is_tried
 from precast_lint.meaning.kinds import is_dtype, is_flag, the_device
-from precast_lint.meaning.regions import AUTOCASTS, NEW_AUTOCASTS
+from precast_lint.meaning.regions import AUTOCASTS, NEW_AUTOCASTS, arguments_of
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import canonical
@@ -21,7 +21,8 @@ _QUERIES = ("torch.get_autocast_dtype", "torch.amp.is_autocast_available")
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each call without a device type."""
-    for call, arguments in [*source.calls(*NEW_AUTOCASTS, *_QUERIES), *_one_of_several(source)]:
+    for call, own in [*source.calls(*NEW_AUTOCASTS, *_QUERIES), *_one_of_several(source)]:
+        arguments = arguments_of(source, call) if _is_only_read(source, call) else own
         if arguments.starred or "device_type" in arguments.keywords or is_tried(source, call):
             continue
         first = arguments.get("device_type", 0)
@@ -39,6 +40,22 @@ def check(source: Source) -> Iterator[Finding]:
             ):
                 continue
             yield source.find(RULE, call, fix=_fix_partial(source, made))
+
+
+def _is_only_read(source: Source, call: cst.Call) -> bool:
+    """Whether the table of `torch.autocast(**table)` is nowhere but in such places, so that nothing changes it."""
+    starred = [arg.value for arg in call.args if arg.star]
+    name = starred[0] if len(starred) == 1 else None
+    if not isinstance(name, cst.Name) or source.names.only_binding(name) is None:
+        return False
+    home = source.scopes.scope_of[name].home(name.value)
+    parents = (
+        [source.parents[n] for n in source.scopes.references(home, name.value)] if home else []
+    )
+    return all(
+        isinstance(p, cst.AssignTarget) or (isinstance(p, cst.Arg) and p.star == "**")
+        for p in parents
+    )
 
 
 def _fix_partial(source: Source, made: cst.Call) -> Fix | None:
@@ -98,6 +115,16 @@ def _fix(source: Source, call: cst.Call, arguments: Arguments, first: Node | Non
 
 
 VALID = (
+    Case("""
+        import torch
+
+        options = {"dtype": torch.float16}
+        options["device_type"] = "cuda"
+        more = dict(dtype=torch.float16)
+        more.update(device_type="cuda")
+        with torch.autocast(**options), torch.autocast(**more):
+            pass
+    """),
     Case("""
         from functools import partial
         import torch
@@ -176,6 +203,13 @@ VALID = (
 )
 
 INVALID = (
+    Case("""
+        import torch
+
+        OPTIONS = dict(dtype=torch.float16)
+        with torch.autocast(**OPTIONS):
+            pass
+    """),
     Case(
         """
         from functools import partial

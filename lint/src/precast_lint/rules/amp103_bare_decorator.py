@@ -21,6 +21,21 @@ def check(source: Source) -> Iterator[Finding]:
         node = decorator.decorator
         if source.origin(node) in AUTOCASTS and not is_tried(source, decorator):
             yield source.find(RULE, node, fix=_fix(source, node))
+    for call in source.all(cst.Call):
+        if len(call.args) != 1 or call.args[0].keyword is not None or call.args[0].star:
+            continue
+        given = call.args[0].value
+        is_it = source.origin(call.func) in AUTOCASTS and _is_function(source, given)
+        if is_it and not is_tried(source, call):
+            yield source.find(RULE, call.func)
+
+
+def _is_function(source: Source, node: Node) -> bool:
+    """`autocast(step)` of a function of this file, and `autocast(model.forward)`."""
+    if isinstance(node, (cst.Attribute, cst.Lambda)):
+        return isinstance(node, cst.Lambda) or node.attr.value == "forward"
+    binding = source.names.only_binding(node)
+    return binding is not None and binding.kind == "def"
 
 
 def _fix(source: Source, node: Node) -> Fix | None:
@@ -92,6 +107,18 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def step(x):
+            return x
+
+        fast = torch.autocast(step)
+        model.forward = torch.amp.autocast(model.forward)
+        """,
+        count=2,
+    ),
     Case(
         """
         import torch

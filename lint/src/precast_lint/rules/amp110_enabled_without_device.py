@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.meaning.functions import NEW_CUSTOM
 from precast_lint.meaning.guards import is_guarded
 from precast_lint.meaning.regions import regions_around
 from precast_lint.model import Applicability, Case, Edit, Finding, Rule, Severity
+from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings
 
@@ -20,7 +22,11 @@ def check(source: Source) -> Iterator[Finding]:
     for call, arguments in source.calls(_QUESTION):
         if call.args or arguments.starred or is_guarded(source, call):
             continue
-        if not (_is_in_cpu_region(source, call) or _is_under_cpu_test(source, call)):
+        if not (
+            _is_in_cpu_region(source, call)
+            or _is_under_cpu_test(source, call)
+            or _is_in_cpu_function(source, call)
+        ):
             continue
         fix = None
         if source.allows("2.4"):
@@ -33,6 +39,17 @@ def check(source: Source) -> Iterator[Finding]:
 def _is_in_cpu_region(source: Source, node: Node) -> bool:
     around = list(regions_around(source, node))
     return bool(around) and all(region.device == "cpu" for region in around)
+
+
+def _is_in_cpu_function(source: Source, node: Node) -> bool:
+    """Whether a node is in a function that `custom_fwd(device_type="cpu")` or `custom_bwd` decorates."""
+    function = source.function(node)
+    for decorator in function.decorators if function is not None else ():
+        made = decorator.decorator
+        if isinstance(made, cst.Call) and source.origin(made.func) in NEW_CUSTOM:
+            device = Arguments.of(made).keywords.get("device_type")
+            return device is not None and strings(device) == "cpu"
+    return False
 
 
 def _is_under_cpu_test(source: Source, node: Node) -> bool:
@@ -128,6 +145,29 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type="cpu")
+            def forward(ctx, x):
+                ctx.amp = torch.is_autocast_enabled()
+                return x @ x
+        """,
+        """
+        import torch
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type="cpu")
+            def forward(ctx, x):
+                ctx.amp = torch.is_autocast_enabled("cpu")
+                return x @ x
+        """,
+        unsafe=True,
+    ),
     Case(
         """
         import torch

@@ -14,7 +14,8 @@ from precast_lint.parsing.syntax import Node, cst, walk
 __all__ = ["RULE"]
 
 _PRODUCTS = re.compile(
-    r"torch\.(nn\.functional\.)?(matmul|mm|bmm|mv|addmm|baddbmm|einsum|linear|conv[123]d|conv_transpose[123]d)$"
+    r"torch\.(nn\.functional\.)?(matmul|mm|bmm|mv|addmm|baddbmm|einsum|linear|conv[123]d|conv_transpose[123]d)$|"
+    r"torch\.nn\.grad\.conv[123]d_(input|weight)$"
 )
 _DECOMPOSITIONS = re.compile(
     r"torch\.(linalg\.)?(cholesky|eig|eigh|eigvals|eigvalsh|inv|inverse|lstsq|lu|pinv|pinverse|qr|solve|svd|symeig)\b"
@@ -177,6 +178,23 @@ VALID = (
 )
 
 INVALID = (
+    Case("""
+        import torch
+
+        class Conv(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, w):
+                ctx.save_for_backward(x, w)
+                return torch.nn.functional.conv2d(x, w)
+
+            @staticmethod
+            def backward(ctx, g):
+                x, w = ctx.saved_tensors
+                return torch.nn.grad.conv2d_input(x.shape, w, g), torch.nn.grad.conv2d_weight(x, w.shape, g)
+
+        with torch.autocast("cuda"):
+            Conv.apply(x, w)
+    """),
     Case("""
         import torch
 

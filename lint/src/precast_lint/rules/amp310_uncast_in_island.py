@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.meaning.low_values import casts_modules
-from precast_lint.meaning.lowered import consumer, lowered_reads
-from precast_lint.meaning.regions import Region, regions_around
+from precast_lint.meaning.low_values import casts_modules, lowered_by
+from precast_lint.meaning.regions import Region, regions, regions_around
 from precast_lint.meaning.tensors import starts_with_layer
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 
 __all__ = ["RULE"]
 
@@ -22,13 +21,31 @@ _OPERATIONS = re.compile(
     r"var"
 )
 
+_SHAPES = (
+    "detach",
+    "cpu",
+    "view",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "contiguous",
+    "clone",
+)
+
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each operation in a disabled region on a tensor of the region around it."""
-    for name, made in lowered_reads(source):
-        if _is_in_island(source, name, made) and _computes(source, name):
-            fix = source.fix("Cast it", source.after(name, ".float()"), unsafe=True)
-            yield source.find(RULE, name, fix=fix)
+    for island in regions(source):
+        if island.enabled is not False:
+            continue
+        for name in walk(island.body):
+            if not isinstance(name, (cst.Name, cst.Attribute)) or not _computes(source, name):
+                continue
+            found = lowered_by(source, name, keeps=False)
+            if found is not None and found[0] is name and _is_in_island(source, name, found[1]):
+                fix = source.fix("Cast it", source.after(name, ".float()"), unsafe=True)
+                yield source.find(RULE, name, fix=fix)
 
 
 def _is_in_island(source: Source, node: Node, made: Region) -> bool:
@@ -39,7 +56,7 @@ def _is_in_island(source: Source, node: Node, made: Region) -> bool:
 
 def _computes(source: Source, name: Node) -> bool:
     """Whether a read is an operand of arithmetic, or of an operation that wants full precision."""
-    parent, _ = consumer(source, name)
+    parent, _ = _consumer(source, name)
     if isinstance(parent, cst.BinaryOperation):
         return True
     call: Node | None = source.parents.get(parent)
@@ -53,6 +70,19 @@ def _computes(source: Source, name: Node) -> bool:
         wanted = wanted or origin.startswith(("torch.fft.", "torch.linalg."))
         wanted = wanted or _is_layer(source, call)
     return wanted and isinstance(call, cst.Call) and "dtype" not in Arguments.of(call).keywords
+
+
+def _consumer(source: Source, name: Node) -> tuple[Node, Node]:
+    """What takes a tensor, and the tensor as it gets there: `out.detach().cpu()` for the read of `out`."""
+    tensor = name
+    while True:
+        parent = source.parents[tensor]
+        call = source.parents.get(parent)
+        if not isinstance(parent, cst.Attribute) or parent.attr.value not in _SHAPES:
+            return parent, tensor
+        if not isinstance(call, cst.Call) or call.func is not parent:
+            return parent, tensor
+        tensor = call
 
 
 def _is_layer(source: Source, call: Node | None) -> bool:
@@ -113,6 +143,34 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def step(self, a, b):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    self.h = a @ b
+                    s = torch.matmul(a, b)
+                    with torch.autocast("cuda", enabled=False):
+                        t = s.transpose(0, 1)
+                        return self.h.logsumexp(-1), torch.softmax(t, -1)
+        """,
+        """
+        import torch
+
+        class Trainer:
+            def step(self, a, b):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    self.h = a @ b
+                    s = torch.matmul(a, b)
+                    with torch.autocast("cuda", enabled=False):
+                        t = s.transpose(0, 1)
+                        return self.h.float().logsumexp(-1), torch.softmax(t.float(), -1)
+        """,
+        unsafe=True,
+        count=2,
+    ),
     Case(
         """
         import torch

@@ -155,7 +155,8 @@ def _in_loop(source: Source, node: Node) -> bool:
 def _certain(source: Source, cast: Node, optimizer: Node, name: str) -> bool:
     """Whether a cast happens whenever the optimizer is made, and nothing else becomes of the model."""
     if source.function(cast) is not source.function(optimizer):
-        return _is_builder(source, cast) and not _branches(source, cast)
+        is_made = _is_builder(source, cast) or _is_made_first(source, cast, name)
+        return is_made and not _branches(source, cast)
     if source.span(cast).start > source.span(optimizer).start:
         return False
     if not _branches(source, cast) <= _branches(source, optimizer):
@@ -167,9 +168,25 @@ def _certain(source: Source, cast: Node, optimizer: Node, name: str) -> bool:
 def _is_builder(source: Source, cast: Node) -> bool:
     """Whether a cast is in a function that returns what it casts."""
     function = source.function(cast)
-    return function is not None and any(
-        cast in set(walk(node)) for node in walk(function) if isinstance(node, cst.Return)
-    )
+    line = source.statement(cast)
+    own = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
+    made = own.targets[0].target if isinstance(own, cst.Assign) else None
+    for node in walk(function) if function is not None else ():
+        if isinstance(node, cst.Return) and node.value is not None:
+            if cast in set(walk(node)):
+                return True
+            if made is not None and key(source, node.value) == key(source, made):
+                return len(list(_values(source, key(source, made) or "", cast))) == 1
+    return False
+
+
+def _is_made_first(source: Source, cast: Node, name: str) -> bool:
+    """Whether the `__init__` of a class casts an attribute that gets nothing else."""
+    function = source.function(cast)
+    is_init = function is not None and function.name.value == "__init__"
+    if not is_init or not name.startswith("self."):
+        return False
+    return len([v for v in _values(source, name, cast) if not _mentions(source, v, name)]) == 1
 
 
 def _values(source: Source, name: str, cast: Node) -> Iterator[Node]:
@@ -323,6 +340,39 @@ VALID = (
 )
 
 INVALID = (
+    Case("""
+        import torch
+        from transformers import AutoModel
+
+        class Tuner:
+            def __init__(self, name):
+                self.model = AutoModel.from_pretrained(name, dtype=torch.bfloat16)
+                self.optim = self.make_optimizer()
+
+            def make_optimizer(self):
+                return torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+
+            def train(self, loader):
+                for batch in loader:
+                    self.model(**batch).loss.backward()
+                    self.optim.step()
+                    self.optim.zero_grad()
+    """),
+    Case("""
+        import torch
+
+        def build(config):
+            model = Net(config).to(device="cuda", dtype=torch.bfloat16)
+            return model
+
+        def main(config):
+            model = build(config)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+    """),
     Case(
         """
         import torch
