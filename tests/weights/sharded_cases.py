@@ -581,6 +581,21 @@ def replicas_of_parts_stay_equal_and_parts_differ() -> None:
 
 
 @case(4)
+def clipping_counts_each_part_of_replicas_once() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "parts"))
+    model = net(mesh=mesh)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    attachment = precast.attach(model, optimizer=optimizer, step="one-pass")
+    for norm_type in (2.0, float("inf")):
+        give_gradients(model, 1)
+        whole = torch.cat([full(p.grad).double().reshape(-1) for p in model.parameters()])
+        norm = attachment.clip_grad_norm_(0.5, norm_type)
+        expected = torch.linalg.vector_norm(whole, norm_type)
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
+        assert same_everywhere(norm)
+
+
+@case(4)
 def a_checkpoint_of_two_processes_goes_on_in_four() -> None:
     model, optimizer = loaded(net(BF16), str(FOLDER.parent / "2" / "kahan"), {"masters": "kahan"})
     saved = torch.load(FOLDER.parent / "2" / "kahan.pt")
