@@ -15,7 +15,7 @@ from precast_lint.meaning.tensors import constant, is_lowered, operation, value_
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 from precast_lint.parsing.values import returned_by
 
 __all__ = ["casts_modules", "is_float32", "lowered_by"]
@@ -146,7 +146,7 @@ def lowered_by(
         ):
             return None
         for side, other in ((node.left, node.right), (node.right, node.left)):
-            if constant(source, other) is not None or is_number(source, other):
+            if _is_scalar(source, other):
                 return lowered_by(source, side, depth - 1, keeps)
         return None
     if not isinstance(node, cst.Call):
@@ -229,7 +229,7 @@ def is_float32(source: Source, node: Node, depth: int = _DEEP) -> bool:
         return False
     if isinstance(node, cst.BinaryOperation):
         for side, other in ((node.left, node.right), (node.right, node.left)):
-            if constant(source, other) is not None or is_number(source, other):
+            if _is_scalar(source, other):
                 return is_float32(source, side, depth - 1)
         return False
     if isinstance(node, cst.Subscript):
@@ -240,12 +240,37 @@ def is_float32(source: Source, node: Node, depth: int = _DEEP) -> bool:
         is_weight = node.attr.value == "weight" and not casts_modules(source)
         if is_weight and _WEIGHTED.match(source.instance(node.value) or ""):
             return True
-        made = source.values.constructed(node)
+        made = source.values.constructed(node) or _buffer(source, node)
         return made is not None and made is not node and is_float32(source, made, depth - 1)
     if isinstance(node, cst.Name):
         given = value_of(source, node)
         return given is not node and is_float32(source, given, depth - 1)
     return isinstance(node, cst.Call) and _makes_float32(source, node, depth)
+
+
+def _is_scalar(source: Source, node: Node) -> bool:
+    """Whether a factor is a number of Python's, which changes no dtype: `0.5`, `x.size(0)`, `x.shape[0]`."""
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        name = node.func.attr.value
+        return name == "numel" or (name == "size" and bool(node.args)) or is_number(source, node)
+    if isinstance(node, cst.Subscript) and isinstance(node.value, cst.Attribute):
+        return node.value.attr.value == "shape"
+    return constant(source, node) is not None or is_number(source, node)
+
+
+def _buffer(source: Source, node: cst.Attribute) -> Node | None:
+    """The tensor that `self.register_buffer("name", ...)` stores, once in the class of a node."""
+    if not isinstance(node.value, cst.Name) or node.value.value != "self":
+        return None
+    home = source.values.enclosing_class(node)
+    found = [
+        arguments.get("tensor", 1)
+        for call, _, arguments in source.methods("register_buffer")
+        if source.values.enclosing_class(call) is home
+        and (first := arguments.get("name", 0)) is not None
+        and strings(first) == node.attr.value
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _makes_float32(source: Source, call: cst.Call, depth: int) -> bool:

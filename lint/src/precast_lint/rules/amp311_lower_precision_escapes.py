@@ -222,6 +222,52 @@ INVALID = (
         import torch
         from torch import nn
 
+        class Graph(nn.Module):
+            def __init__(self, n):
+                super().__init__()
+                self.lin = nn.Linear(n, n)
+                self.register_buffer("near", torch.eye(n))
+
+            def forward(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    h = self.lin(x)
+                return torch.mm(self.near, h)
+
+        def directions(x):
+            with torch.autocast("cuda"):
+                gram = torch.matmul(x.t(), x)
+            gram = gram / x.size(0)
+            return torch.linalg.eigh(gram / x.shape[1])
+    """,
+        """
+        import torch
+        from torch import nn
+
+        class Graph(nn.Module):
+            def __init__(self, n):
+                super().__init__()
+                self.lin = nn.Linear(n, n)
+                self.register_buffer("near", torch.eye(n))
+
+            def forward(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    h = self.lin(x)
+                return torch.mm(self.near, h.float())
+
+        def directions(x):
+            with torch.autocast("cuda"):
+                gram = torch.matmul(x.t(), x)
+            gram = gram / x.size(0)
+            return torch.linalg.eigh(gram.float() / x.shape[1])
+        """,
+        unsafe=True,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+        from torch import nn
+
         class Embedder(nn.Module):
             def __init__(self, d):
                 super().__init__()

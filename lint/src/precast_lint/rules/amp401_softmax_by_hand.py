@@ -111,9 +111,9 @@ def _sum(source: Source, node: Node) -> Operation | None:
     limited = operation(source, node, "clamp", "clamp_min", "add")
     node = value_of(source, limited.operand) if limited is not None else node
     if isinstance(node, cst.Subscript):
-        node = node.value
+        node = value_of(source, node.value)
     if (shape := operation(source, node, "unsqueeze", "view", "expand_as")) is not None:
-        node = shape.operand
+        node = value_of(source, shape.operand)
     return operation(source, node, "sum")
 
 
@@ -265,6 +265,15 @@ VALID = (
 )
 
 INVALID = (
+    Case("""
+        import torch
+
+        def softmax(x):
+            power = torch.exp(x)
+            total = power.sum(dim=-1)
+            other = power / total.unsqueeze(-1)
+            return power / total[..., None]
+    """),
     Case("""
         import torch
         from torch import nn

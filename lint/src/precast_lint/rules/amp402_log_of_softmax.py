@@ -22,6 +22,18 @@ _MODULES = {
     "torch.nn.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
 }
+_PICKS = (
+    "gather",
+    "index_select",
+    "select",
+    "squeeze",
+    "unsqueeze",
+    "transpose",
+    "view",
+    "reshape",
+    "flatten",
+)
+_STEPS = 6  # parts of parts
 _BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", "sum": "logsumexp"}
 
 
@@ -37,7 +49,7 @@ def check(source: Source) -> Iterator[Finding]:
             if not _is_meant(source, call, _BETTER[module]) and not _only_ranks(source, call):
                 yield source.find(RULE, call, RULE.message.format(old=module, new=_BETTER[module]))
             continue
-        inner = operation(source, given, *_BETTER)
+        inner = operation(source, given, *_BETTER) or _picked(source, given)
         if inner is None or (inner.name == "sum" and not _is_of_exponentials(source, inner)):
             continue
         if _is_meant(source, call, _BETTER[inner.name]) or _only_ranks(source, call):
@@ -46,6 +58,19 @@ def check(source: Source) -> Iterator[Finding]:
         fix = _fix(source, log, inner) if is_direct else None
         message = RULE.message.format(old=inner.name, new=_BETTER[inner.name])
         yield source.find(RULE, call, message, fix)
+
+
+def _picked(source: Source, node: Node) -> Operation | None:
+    """The softmax or sigmoid of which a part is taken: `torch.softmax(x, 1).gather(1, y).squeeze(1)`, `p[:, 0]`."""
+    for _ in range(_STEPS):
+        shape = operation(source, node, *_PICKS)
+        if shape is not None:
+            node = value_of(source, shape.operand)
+        elif isinstance(node, cst.Subscript):
+            node = value_of(source, node.value)
+        else:
+            return operation(source, node, "softmax", "sigmoid")
+    return None
 
 
 def _called_module(source: Source, node: Node) -> str | None:
@@ -236,6 +261,17 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def loss(x, y):
+            p = torch.softmax(x, dim=-1)
+            picked = p.gather(1, y[:, None]).squeeze(1)
+            return torch.log(picked).mean() + p[:, 0].log()
+        """,
+        count=2,
+    ),
     Case("""
         import torch
         from torch import nn

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from precast_lint.meaning.tensors import constant, is_half
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, strings
 
 __all__ = ["RULE"]
 
@@ -55,12 +55,19 @@ def _filled(source: Source) -> Iterator[tuple[Node, Node]]:
 
 
 def _is_cast(source: Source, call: cst.Call) -> bool:
-    """`torch.tensor(...).half()` and `torch.tensor(...).to(torch.float16)`."""
+    """`torch.tensor(...).half()` and `torch.tensor(...).to(torch.float16)`, on another device or on the same."""
     method = source.parents.get(call)
     cast = source.parents.get(method) if isinstance(method, cst.Attribute) else None
     if not isinstance(method, cst.Attribute) or not isinstance(cast, cst.Call):
         return False
     given = [source.origin(arg.value) for arg in cast.args]
+    if (
+        cast.func is method
+        and method.attr.value in ("cuda", "cpu", "to")
+        and not {*given} & {*_HALF}
+    ):
+        is_moved = method.attr.value != "to" or all(strings(arg.value) for arg in cast.args)
+        return is_moved and _is_cast(source, cast)
     is_to = method.attr.value in ("to", "type") and any(dtype in _HALF for dtype in given)
     return cast.func is method and (method.attr.value == "half" or is_to)
 
@@ -118,6 +125,12 @@ VALID = (
 )
 
 INVALID = (
+    Case("""
+        import torch
+
+        low = torch.tensor([1e5, 2e5]).to("cuda").half()
+        lower = torch.tensor(1e5).cuda().to(torch.float16)
+    """),
     Case(
         """
         import torch
