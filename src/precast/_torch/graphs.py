@@ -17,13 +17,11 @@ from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "COPY_IN_DTYPE",
     "DTYPE_CHECK",
-    "DispatchMode",
     "calls_others",
     "calls_within",
     "fake_mode_of",

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from precast._torch.dispatcher import dispatch_key, is_composite
 
 __all__ = [
+    "DispatchMode",
     "ObservingMode",
     "WithoutDraws",
     "cast_without_torch_function",
@@ -41,41 +42,40 @@ function_modes: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 """Whether a `TorchFunctionMode` is active in this thread; regions ask it at each entry (2.13)."""
 
 
-class ObservingMode(TorchDispatchMode):
-    """A `TorchDispatchMode` that sees what runs and changes nothing, not even what is compiled.
+class DispatchMode(TorchDispatchMode):
+    """A `TorchDispatchMode` whose own code is not protected from Dynamo.
 
-    The class is public, but what it says to compilers is not (2.13): they are to ignore the mode, higher-order
-    operators may pass it, and its own code need not be protected from Dynamo, which would cost 2 s of imports.
+    That would cost 2 s of imports, and some microseconds for each operation; what asks for it is not public (2.13).
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class ObservingMode(DispatchMode):
+    """A mode that sees what runs and changes nothing, not even what is compiled.
+
+    What it says to compilers is not public (2.13): they are to ignore the mode, and higher-order operators may pass it.
+    """
+
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Whether the compiler may ignore this mode."""
         return True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
-
-class WithoutDraws(TorchDispatchMode):
+class WithoutDraws(DispatchMode):
     """A mode in which no numbers are drawn for tensors on the meta device, which have none.
 
     To do nothing, PyTorch (2.13) runs them through Python that imports Dynamo, which takes longer than all else that a
-    process has to import. So would the mode, if its own code were protected from Dynamo.
+    process has to import.
     """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -40,7 +40,7 @@ class OperationWriter(_torch.DispatchMode):
     """Writes what a kernel does with one operation: the operations that it calls, and its casts."""
 
     def __init__(self, rewriter: _Rewriter, place: fx.Node) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.finds_errors = False
         """Whether an operation on mixed dtypes is tried on real tensors, so that what it refuses is an error here."""
         self.writes_all = False

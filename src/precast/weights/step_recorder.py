@@ -81,7 +81,7 @@ class StepRecorder(DispatchMode):
     """
 
     def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tensors: list[Tensor] = []
         """What the step reads and writes: the parameter, its gradient, then the states as they were met."""
         self.scalars: list[float] = []
