@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import precast
 from precast.errors import AttachError, PolicyError, PrecastWarning
-from precast.weights import step_program
+from precast.weights import one_pass, step_program
 from tests.weights.test_one_pass import ELEMENTWISE, NOT_ELEMENTWISE, Make, groups
 
 BF16 = torch.bfloat16
@@ -135,6 +135,31 @@ def test_small_changes_of_states_in_bfloat16_are_not_lost(programs: Any) -> None
         optimizer.step()
     now = optimizer.state[layer.weight]["exp_avg_sq"].float().mean().item()
     assert now / begun == pytest.approx(0.999**100, rel=0.01)
+
+
+def test_parts_of_a_large_weight_have_chances_of_their_own(
+    programs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = WIDTH * WIDTH // 2
+    monkeypatch.setattr(one_pass, "_PART", half)
+    layer = nn.Linear(WIDTH, WIDTH, bias=False, dtype=BF16)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    optimizer = SGD(
+        layer.parameters(), lr=0.5**9, momentum=0.5
+    )  # a step goes half way to the next number
+    precast.attach(layer, optimizer=optimizer, masters="stochastic")
+    for _ in range(2):  # the first is the optimizer's own, which has no parts
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+    assert programs
+    moved = layer.weight.detach().float().flatten() < 1
+    first, second = moved[:half], moved[half:]
+    assert 0.1 < first.float().mean() < 0.9
+    both = (first == second).float().mean()
+    assert 0.3 < both < 0.7
 
 
 @pytest.mark.parametrize("how", ROUNDINGS)

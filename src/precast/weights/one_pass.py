@@ -268,10 +268,13 @@ class OnePassStep:
             key, run, numbers = found
             count = parameter.numel()
             low = (parameter,) if rest is None else (rest, parameter)
-            chance = (seeds(its, (len(key.stored) + 1) // 2, shard),) if key.takes_seeds else ()
             others = [copy.tensor for copy in copies]
+            parts = list(_parts(count, _PART if key.writes_elsewhere else count))
+            chances: Sequence[tuple[Tensor, ...]] = [()] * len(parts)
+            if key.takes_seeds:
+                chances = [*zip(seeds(its, (len(key.stored) + 1) // 2, shard, len(parts)))]
             if key.writes_elsewhere:
-                for part in _parts(count, _PART):
+                for part, chance in zip(parts, chances, strict=True):
                     written = [row(each, part) for each in low]
                     elsewhere = [torch.empty_like(each) for each in written]
                     given = [row(each, part) for each in tensors]
@@ -280,7 +283,7 @@ class OnePassStep:
                     for each, made in zip(written, elsewhere, strict=True):
                         each.copy_(made)
             else:
-                run((*tensors, numbers, *chance, *low[:-1], *others), count)
+                run((*tensors, numbers, *chances[0], *low[:-1], *others), count)
         if (
             like not in runs
         ):  # it is compiled now; a key is asked for once, as its recording is long

@@ -88,13 +88,19 @@ def next_seed(count: int, shard: int = 0) -> tuple[int, int]:
     return count, ((mixed ^ (mixed >> 31)) & _32_BITS) - 2**31
 
 
-def seeds(its: dict[str, Any], number: int, shard: int = 0) -> Tensor:
-    """Seeds, int32 (number,); the count among the states of a parameter goes on."""
+def seeds(its: dict[str, Any], number: int, shard: int = 0, parts: int = 1) -> Tensor:
+    """Seeds, int32 (parts, number), others for each part of a weight that is stepped part by part.
+
+    The count among the states of a parameter goes on, by as much however many parts there are.
+    """
+    begun = its[SEED]
     drawn = []
-    for _ in range(number):
-        its[SEED], seed = next_seed(its[SEED], shard)
-        drawn.append(seed)
-    return torch.tensor(drawn, dtype=torch.int32)
+    for part in range(parts):
+        its[SEED] = begun
+        for _ in range(number):
+            its[SEED], seed = next_seed(its[SEED], shard + (part << 32))
+            drawn.append(seed)
+    return torch.tensor(drawn, dtype=torch.int32).view(parts, number)
 
 
 def _last_place(numbers: Tensor) -> Tensor:
