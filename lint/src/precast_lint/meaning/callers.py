@@ -10,7 +10,7 @@ from precast_lint.meaning.regions import Region, region_in_force, regions_around
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
-__all__ = ["calls_of", "is_called_in_region", "regions_of_callers"]
+__all__ = ["calls_of", "is_called_in_region", "regions_of_callers", "runs_in_region"]
 
 _DEEP = 3
 
@@ -54,6 +54,14 @@ def regions_of_callers(
         else:
             found.append(region)
     return found
+
+
+def runs_in_region(source: Source, node: Node) -> bool:
+    """Whether a node stands in a region, or in a function that all calls of this file run in one."""
+    if region_in_force(source, node) is not None:
+        return True
+    found = regions_of_callers(source, node)
+    return bool(found) and None not in found
 
 
 def is_called_in_region(source: Source, node: Node) -> bool:

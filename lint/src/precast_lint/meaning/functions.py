@@ -15,6 +15,7 @@ from precast_lint.parsing.syntax import Node, cst, walk
 __all__ = [
     "CUSTOM_BWD",
     "CUSTOM_FWD",
+    "MODULES",
     "NEW_CUSTOM",
     "Method",
     "called_forward",
@@ -27,6 +28,15 @@ __all__ = [
 ]
 
 _BASES = ("torch.autograd.Function", "torch.autograd.function.Function")
+MODULES = (
+    "torch.nn.Module",
+    "torch.nn.modules.module.Module",
+    "lightning.LightningModule",
+    "lightning.pytorch.LightningModule",
+    "pytorch_lightning.LightningModule",
+)
+"""The classes whose objects run their `forward` when they are called."""
+
 _PLAIN = ("staticmethod", "classmethod")
 NEW_CUSTOM = (
     "torch.amp.custom_fwd",
@@ -243,14 +253,27 @@ def called_function(source: Source, call: Node) -> cst.FunctionDef | None:
 
 
 def called_forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
-    """The `forward` that a call of a module of this file runs: `self.loss(output, target)`."""
-    home = source.values.object_class(call.func)
-    if home is None or "torch.nn.Module" not in [source.origin(b.value) for b in home.bases]:
+    """The `forward` that a call of a module of this file runs: `self.loss(output, target)`, and `self(x)`."""
+    func = call.func
+    home: Node | None = source.values.object_class(func)
+    if isinstance(func, cst.Name) and func.value == "self" and _is_first_parameter(source, func):
+        home = source.values.enclosing_class(func)
+    if not isinstance(home, cst.ClassDef):
+        return None
+    if not any(source.origin(base.value) in MODULES for base in home.bases):
         return None
     if source.values.family.is_overridden(home, "forward"):
         return None
     method = methods_of(source, home).get("forward")
     return method.node if method is not None and not method.decorators else None
+
+
+def _is_first_parameter(source: Source, name: cst.Name) -> bool:
+    """Whether a name is what a method is told its object by."""
+    binding = source.names.only_binding(name)
+    function = source.function(name)
+    first = function.params.params[:1] if isinstance(function, cst.FunctionDef) else ()
+    return binding is not None and bool(first) and binding.node is first[0]
 
 
 def _decorators(

@@ -8,19 +8,12 @@ from __future__ import annotations
 import re
 
 from precast_lint.meaning.assignments import values_seen
-from precast_lint.meaning.functions import methods_of
+from precast_lint.meaning.functions import MODULES, methods_of
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
 
 __all__ = ["is_module_method", "is_tensor"]
 
-_MODULES = (
-    "torch.nn.Module",
-    "torch.nn.modules.module.Module",
-    "lightning.LightningModule",
-    "lightning.pytorch.LightningModule",
-    "pytorch_lightning.LightningModule",
-)
 _NOTES = ("torch.Tensor", "torch.FloatTensor", "torch.nn.Parameter")
 # Methods that give a tensor if they are called on one.
 _METHODS = re.compile(
@@ -38,7 +31,7 @@ def is_module_method(source: Source, node: Node) -> bool:
     """Whether a node is in a method of a class that is a module by its own bases."""
     home = source.values.enclosing_class(node)
     return isinstance(home, cst.ClassDef) and any(
-        source.origin(base.value) in _MODULES for base in home.bases
+        source.origin(base.value) in MODULES for base in home.bases
     )
 
 

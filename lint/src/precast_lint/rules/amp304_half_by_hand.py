@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from precast_lint.editing.lines import line_of, remove
 from precast_lint.meaning.assignments import values_seen
-from precast_lint.meaning.regions import region_in_force, regions
+from precast_lint.meaning.callers import runs_in_region
+from precast_lint.meaning.regions import regions
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity, Span
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
@@ -85,7 +86,7 @@ def _called_in_regions(source: Source, models: Models) -> set[_Known]:
     found: set[_Known] = set()
     for call in source.all(cst.Call):
         is_named = isinstance(call.func, (cst.Name, cst.Attribute))
-        if is_named and region_in_force(source, call) is not None:
+        if is_named and runs_in_region(source, call):
             found |= _known_as(source, call.func)
     return found & models.keys()
 
@@ -124,7 +125,7 @@ def _is_trained_in_region(source: Source, call: Node, models: Models) -> bool:
         return False
     text = key(source, call.func) or ""
     is_trained = (text, home(source, call.func, text)) in models
-    return is_trained and region_in_force(source, call) is not None
+    return is_trained and runs_in_region(source, call)
 
 
 def _element(source: Source, node: Node) -> Node:
@@ -225,6 +226,19 @@ VALID = (
         """,
         note="No region is on.",
     ),
+    Case("""
+        import torch
+
+        model = Net().bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss(x):
+            return model(x).sum()
+
+        loss(x).backward()
+        with torch.autocast("cuda"):
+            print(loss(x))
+    """),
     Case("""
         import torch
 
@@ -468,9 +482,12 @@ INVALID = (
                 self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
                 self.scaler = torch.amp.GradScaler("cuda")
 
+            def loss(self, batch):
+                return self.model(batch).sum()
+
             def step(self, batch):
                 with torch.autocast("cuda"):
-                    loss = self.model(batch).sum()
+                    loss = self.loss(batch)
                 self.scaler.scale(loss).backward()
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
@@ -484,9 +501,12 @@ INVALID = (
                 self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
                 self.scaler = torch.amp.GradScaler("cuda")
 
+            def loss(self, batch):
+                return self.model(batch).sum()
+
             def step(self, batch):
                 with torch.autocast("cuda"):
-                    loss = self.model(batch).sum()
+                    loss = self.loss(batch)
                 self.scaler.scale(loss).backward()
                 self.scaler.step(self.optimizer)
                 self.scaler.update()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.meaning.callers import regions_of_callers
-from precast_lint.meaning.regions import region_in_force
+from precast_lint.meaning.callers import runs_in_region
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
@@ -31,19 +30,11 @@ _IN_PLACE = ("addmm_", "addmv_", "addbmm_", "baddbmm_", "addr_")
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each such call in a region."""
     for call, arguments in source.calls(*_OUT):
-        if "out" in arguments.keywords and _is_in_region(source, call):
+        if "out" in arguments.keywords and runs_in_region(source, call):
             yield source.find(RULE, call)
     for call, owner, _ in source.methods(*_IN_PLACE):
-        if not _is_module(source, owner) and _is_in_region(source, call):
+        if not _is_module(source, owner) and runs_in_region(source, call):
             yield source.find(RULE, call)
-
-
-def _is_in_region(source: Source, call: Node) -> bool:
-    """Whether a call stands in a region, or in a function that all calls of this file run in one."""
-    if region_in_force(source, call) is not None:
-        return True
-    found = regions_of_callers(source, call)
-    return bool(found) and None not in found
 
 
 def _is_module(source: Source, node: Node) -> bool:

@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
+from precast_lint.meaning.functions import called_forward, called_function
 from precast_lint.meaning.tensors import Operation, operation, value_of, written
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.values import returned_by
 
 __all__ = ["RULE"]
 
@@ -34,6 +36,7 @@ _PICKS = (
     "flatten",
 )
 _STEPS = 6  # parts of parts
+_DEEP = 3  # functions that call one another
 _BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", "sum": "logsumexp"}
 
 
@@ -43,34 +46,44 @@ def check(source: Source) -> Iterator[Finding]:
         log = operation(source, call, "log")
         if log is None or log.positional or log.keywords:
             continue
-        given = value_of(source, log.operand)
-        module = _MODULES.get(_called_module(source, given) or "")
-        if module is not None:
-            if not _is_meant(source, call, _BETTER[module]) and not _only_ranks(source, call):
-                yield source.find(RULE, call, RULE.message.format(old=module, new=_BETTER[module]))
+        inner = operation(source, value_of(source, log.operand), *_BETTER)
+        name = inner.name if inner is not None else _probabilities(source, log.operand)
+        if name is None or _is_meant(source, call, _BETTER[name]) or _only_ranks(source, call):
             continue
-        inner = operation(source, given, *_BETTER) or _picked(source, given)
-        if inner is None or (inner.name == "sum" and not _is_of_exponentials(source, inner)):
+        if inner is not None and name == "sum" and not _is_of_exponentials(source, inner):
             continue
-        if _is_meant(source, call, _BETTER[inner.name]) or _only_ranks(source, call):
-            continue
-        is_direct = inner.call is log.operand
-        fix = _fix(source, log, inner) if is_direct else None
-        message = RULE.message.format(old=inner.name, new=_BETTER[inner.name])
-        yield source.find(RULE, call, message, fix)
+        is_direct = inner is not None and inner.call is log.operand
+        fix = _fix(source, log, inner) if inner is not None and is_direct else None
+        yield source.find(RULE, call, RULE.message.format(old=name, new=_BETTER[name]), fix)
 
 
-def _picked(source: Source, node: Node) -> Operation | None:
-    """The softmax or sigmoid of which a part is taken: `torch.softmax(x, 1).gather(1, y).squeeze(1)`, `p[:, 0]`."""
+def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None:
+    """The operation, `softmax` or `sigmoid`, of which an expression is the result, or a part.
+
+    `torch.softmax(x, 1).gather(1, y).squeeze(1)`, `p[:, 0]`, and what a function or a module of this file returns.
+    """
     for _ in range(_STEPS):
+        node = value_of(source, node)
         shape = operation(source, node, *_PICKS)
         if shape is not None:
-            node = value_of(source, shape.operand)
+            node = shape.operand
         elif isinstance(node, cst.Subscript):
-            node = value_of(source, node.value)
+            node = node.value
         else:
-            return operation(source, node, "softmax", "sigmoid")
-    return None
+            break
+    found = operation(source, node, "softmax", "sigmoid")
+    if found is not None:
+        return found.name
+    if not isinstance(node, cst.Call) or depth == 0:
+        return None
+    module = _MODULES.get(_called_module(source, node) or "")
+    if module is not None:
+        return module
+    function = called_forward(source, node) or called_function(source, node)
+    if function is None or function.decorators:
+        return None
+    names = {_probabilities(source, value, depth - 1) for value in returned_by(function)}
+    return names.pop() if len(names) == 1 else None
 
 
 def _called_module(source: Source, node: Node) -> str | None:
@@ -247,6 +260,38 @@ VALID = (
     Case(
         """
         import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def forward(self, x):
+                if self.training:
+                    return self.logits(x)
+                return torch.softmax(self.logits(x), dim=1)
+
+            def loss(self, x):
+                return torch.log(self(x))
+
+        class Smooth(nn.Module):
+            def forward(self, x):
+                return torch.softmax(x, dim=1)
+
+            def loss(self, x):
+                return torch.log(self(x))
+
+        class Smoother(Smooth):
+            def forward(self, x):
+                return super().forward(x) + 1e-3
+
+        def safe(x):
+            return torch.sigmoid(x).clamp(1e-4)
+
+        y = torch.log(safe(x))
+        """,
+        note="Not all that is returned is a bare softmax.",
+    ),
+    Case(
+        """
+        import torch
 
         def generate_beam(model, tokens, beams):
             scores = model(tokens)[:, -1].softmax(-1).log()
@@ -261,6 +306,33 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.logits = nn.Linear(8, 3)
+
+            def forward(self, x):
+                return torch.softmax(self.logits(x), dim=1)
+
+            def loss(self, x, one_hot):
+                p = self(x)
+                return -(one_hot * torch.log(p)).sum(1).mean()
+
+        def chance(x):
+            gate = x.sigmoid()
+            return gate[:, 0]
+
+        net = Net()
+        total = net(x)[:, 0].log().mean() + torch.log(chance(x)).mean()
+        """,
+        count=3,
+        note="A function, or a module, of the file returns the probabilities.",
+    ),
     Case(
         """
         import torch
