@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from precast_lint.meaning.functions import called_method, methods_of
 from precast_lint.meaning.regions import regions, regions_around
 from precast_lint.meaning.tensors import constant
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.parsing.scopes import elements
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.rules.no_scaler_cases import INVALID, VALID
 from precast_lint.training_step.flow import Say, flows
 from precast_lint.training_step.flow_events import Event, key
 
@@ -22,6 +24,7 @@ _HANDLED = re.compile(
     r"scaler|loss_scale|scale_loss|scaled_loss|accelerat|deepspeed|apex|set_autocast|fabric", re.I
 )
 _LARGE = 64  # a factor that is no weight of a loss, but a scale
+_DEEP = 3  # names that get their values from others
 _NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
@@ -50,10 +53,11 @@ def check(source: Source) -> Iterator[Finding]:
 def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
     if event.kind == "assign":
         name = event.receiver or ""
-        if _is_scaled(source, event.value):
+        if _is_scaled(source, event.value) or _has_no_grad(source, event.node):
             return replace(state, lower=state.lower - {name})
         comes = _in_region(source, event.node) or _uses(source, event.value, state.lower)
         comes = comes or _is_returned_from_region(source, event.value)
+        comes = comes or (event.value is None and _is_unpacked(source, event.node))
         return replace(state, lower=state.lower | {name} if comes else state.lower - {name})
     if event.kind == "backward":
         assert isinstance(event.node, cst.Call)
@@ -84,13 +88,67 @@ def _last_name(node: Node) -> str:
 def _is_returned_from_region(source: Source, value: Node | None) -> bool:
     """`loss = self.loss(batch)`, where the method returns from within a region, or so does a module's `forward`."""
     returned = source.values.returned(value) if isinstance(value, cst.Call) else []
+    if isinstance(value, cst.Subscript) and isinstance(value.value, cst.Call):
+        returned = source.values.contents.item(value) or []
     if returned:
-        return all(_in_region(source, node) for node in returned)
+        return all(_is_lower(source, node, _DEEP) for node in returned)
     calls = (node for node in walk(value) if isinstance(node, cst.Call)) if value else ()
     return any(
         forward is not None and _in_region(source, forward.body.body[0])
         for forward in (_forward(source, call) for call in calls)
     )
+
+
+def _is_unpacked(source: Source, target: Node) -> bool:
+    """Whether a name is one of several results, or what a generator yields, and comes of a region each time."""
+    if not isinstance(target, (cst.Name, cst.Attribute)):
+        return False
+    given = source.values.contents.of_target(target) or _yielded(source, target)
+    return bool(given) and all(_is_lower(source, value, _DEEP) for value in given)
+
+
+def _yielded(source: Source, target: Node) -> list[Node]:
+    """What a loop over a generator of this file gives to a name: `for loss in losses(batches)`."""
+    outer = source.parents.get(target)
+    line = source.parents.get(outer) if isinstance(outer, cst.Element) else None
+    loop = source.parents.get(line) if line is not None else outer
+    if not isinstance(loop, cst.For) or not isinstance(loop.iter, cst.Call):
+        return []
+    function = source.values.handed.function_called(loop.iter)
+    if function is None or function.decorators or loop.target is not (line or target):
+        return []
+    yields = [node for node in walk(function.body) if isinstance(node, cst.Yield)]
+    values = [y.value for y in yields if y.value is not None and not isinstance(y.value, cst.From)]
+    if len(values) != len(yields):
+        return []
+    if not isinstance(line, (cst.Tuple, cst.List)):
+        return values
+    place = list(line.elements).index(outer)  # type: ignore[arg-type]
+    items = [elements(value, len(line.elements))[place] for value in values]
+    known = [item for item in items if item is not None]
+    return known if len(known) == len(items) else []
+
+
+def _is_lower(source: Source, value: Node, depth: int) -> bool:
+    """Whether a value is computed in a float16 region, where it stands or where its names get theirs."""
+    if _in_region(source, value):
+        return True
+    if depth == 0 or _is_scaled(source, value) or _has_no_grad(source, value):
+        return False
+    if isinstance(value, (cst.Dict, cst.Tuple, cst.List)):
+        items = source.values.contents.elements(value) or []
+        return bool(items) and all(_is_lower(source, item, depth) for item in items)
+    for inner in walk(value):
+        binding = source.names.only_binding(inner) if isinstance(inner, cst.Name) else None
+        if binding is None or binding.kind != "assign" or _is_cut(source.parents.get(inner)):
+            continue
+        if source.function(binding.node) is not source.function(value) or binding.value is None:
+            continue
+        if _in_region(source, binding.node) and not _is_scaled(source, binding.value):
+            return True
+        if _is_lower(source, binding.value, depth - 1):
+            return True
+    return False
 
 
 def _forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
@@ -131,12 +189,19 @@ def _in_region(source: Source, node: Node) -> bool:
         return function is not None and _is_called_in_region(source, function)
     if region.dtype != "torch.float16" or region.enabled is False:
         return False
+    return not _has_no_grad(source, node)
+
+
+def _has_no_grad(source: Source, node: Node) -> bool:
+    """Whether a node runs without gradients."""
     for outer in source.around(node):
+        if isinstance(outer, cst.FunctionDef):
+            return False
         if isinstance(outer, cst.With):
             items = [i.item for i in outer.items if isinstance(i.item, cst.Call)]
             if any(source.origin(item.func) in _NO_GRAD for item in items):
-                return False
-    return True
+                return True
+    return False
 
 
 def _is_called_in_region(source: Source, function: cst.FunctionDef) -> bool:
@@ -170,404 +235,6 @@ def _is_function(source: Source, node: Node, function: cst.FunctionDef) -> bool:
         return False
     return bool(made.args) and _is_function(source, made.args[0].value, function)
 
-
-VALID = (
-    Case("""
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    """),
-    Case("""
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(batch)
-        loss.backward()
-        optimizer.step()
-    """),
-    Case("""
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with torch.autocast("cuda", dtype=dtype):
-            loss = model(batch)
-        loss.backward()
-        optimizer.step()
-    """),
-    Case(
-        """
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
-            target = teacher(batch)
-        loss = (model(batch) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        """,
-        note="Nothing is differentiated in float16.",
-    ),
-    Case("""
-        import torch
-
-        optimizer = torch.optim.SGD(head.parameters(), 0.1)
-        with torch.autocast("cuda", dtype=torch.float16):
-            features = frozen(batch)
-        loss = head(features.detach()).mean()
-        loss.backward()
-        optimizer.step()
-    """),
-    Case(
-        """
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        """,
-        note="Someone else calls backward.",
-    ),
-    Case("""
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with torch.autocast("cuda", enabled=False, dtype=torch.float16):
-            loss = model(batch)
-        loss.backward()
-        optimizer.step()
-    """),
-    Case("""
-        import torch
-
-        with torch.autocast("cuda"):
-            (model(batch) * loss_scale).backward()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer.step()
-    """),
-    Case(
-        """
-        import torch
-
-        SCALE = 1024.0
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for batch in batches:
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = model(batch)
-            (loss * SCALE).backward()
-            for parameter in model.parameters():
-                parameter.grad /= SCALE
-            optimizer.step()
-        """,
-        note="The loss is scaled by hand.",
-    ),
-    Case(
-        """
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-        def step(batch):
-            model(batch).backward()
-            optimizer.step()
-
-        with torch.autocast("cuda", dtype=torch.float16):
-            step(warm_up)
-        for batch in batches:
-            step(batch)
-        """,
-        note="Not all calls are in a region.",
-    ),
-    Case(
-        """
-        import torch
-        from mine import LossScalingOptimizer
-
-        def train(engine, model, loader, options):
-            optimizer = LossScalingOptimizer(model.parameters())
-            for x in loader:
-                engine.zero_grad()
-                with torch.autocast("cuda"):
-                    loss = model(x)
-                loss.backward()
-                engine.step()
-                optimizer.step()
-                optimizer.zero_grad()
-                options.step()
-
-        class Searcher:
-            def step(self): ...
-            def zero_grad(self): ...
-
-        def search(model, data):
-            optimizer = Searcher()
-            for x in data:
-                with torch.autocast("cuda"):
-                    score = model(x)
-                score.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        """,
-        note="What is called something else, or made by a class that nobody knows, may do more than step.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        AMP = dict(device_type="cuda", dtype=torch.float16)
-
-        def train(model, opt, loader):
-            for x in loader:
-                opt.zero_grad()
-                with torch.autocast(**AMP):
-                    loss = model(x).mean()
-                loss.backward()
-                opt.step()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        class Multi:
-            def __init__(self, nets):
-                self.nets = nets
-                self.opts = []
-                for n in nets:
-                    self.opts.append(torch.optim.Adam(n.parameters()))
-
-            def step(self, x):
-                with torch.autocast("cuda", dtype=torch.float16):
-                    loss = sum(n(x).mean() for n in self.nets)
-                for o in self.opts:
-                    o.zero_grad()
-                loss.backward()
-                for o in self.opts:
-                    o.step()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def train_gan(gen, disc, loader, device="cuda"):
-            opts = {
-                "g": torch.optim.Adam(gen.parameters(), 2e-4, betas=(0.5, 0.999)),
-                "d": torch.optim.Adam(disc.parameters(), 2e-4, betas=(0.5, 0.999)),
-            }
-            bce = torch.nn.BCEWithLogitsLoss()
-            for real in loader:
-                z = torch.randn(real.size(0), 128, device=device)
-                with torch.autocast("cuda"):
-                    fake = gen(z)
-                    d_loss = bce(disc(real), ones) + bce(disc(fake.detach()), zeros)
-                opts["d"].zero_grad()
-                d_loss.backward()
-                opts["d"].step()
-                with torch.autocast("cuda"):
-                    g_loss = bce(disc(fake), torch.ones_like(disc(fake)))
-                opts["g"].zero_grad()
-                g_loss.backward()
-                opts["g"].step()
-        """,
-        count=2,
-    ),
-    Case(
-        """
-        import torch
-
-        class Net(torch.nn.Module):
-            @torch.autocast("cuda", dtype=torch.float16)
-            def forward(self, x):
-                return self.layers(x)
-
-        net = Net().cuda()
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for x, y in batches:
-            loss = torch.nn.functional.mse_loss(net(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        """,
-        note="The region is that of a module's forward.",
-    ),
-    Case(
-        """
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for batch in batches:
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = model(batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-        from torch.cuda.amp import autocast
-        from torch.optim import AdamW
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = AdamW(model.parameters())
-
-            def step(self, batch, every):
-                self.optimizer.zero_grad()
-                with autocast():
-                    output, loss = self.model(batch)
-                loss = loss / every
-                loss.backward()
-                self.optimizer.step()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        @torch.autocast("cuda", dtype=torch.half)
-        def train(model, batch):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            model(batch).sum().backward()
-            optimizer.step()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        # TODO: a GradScaler
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        """,
-    ),
-    Case(
-        """
-        import torch
-
-        print("training without a GradScaler")
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for batch in batches:
-            optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = model(batch)
-            loss.backward()
-            optimizer.step()
-        """,
-        note="A sentence scales nothing.",
-    ),
-    Case(
-        """
-        import torch
-
-        model = Net().cuda()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-        @torch.compile
-        def step(batch):
-            loss = model(batch).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for batch in batches:
-            with torch.autocast("cuda", dtype=torch.float16):
-                step(batch)
-        """,
-        count=1,
-        note="A region around a step that is compiled.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = torch.compile(model)
-                self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
-
-            def fit(self, batches):
-                for batch in batches:
-                    with torch.autocast("cuda", dtype=torch.float16):
-                        self.step(batch)
-
-            def step(self, batch):
-                self.model(batch).mean().backward()
-                self.optimizer.step()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = torch.compile(model)
-                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-            def loss(self, batch):
-                with torch.autocast("cuda", dtype=torch.float16):
-                    return self.model(batch).mean()
-
-            def step(self, batch):
-                self.optimizer.zero_grad()
-                loss = self.loss(batch)
-                loss.backward()
-                self.optimizer.step()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-
-        def train(model, loader, optimizer, device):
-            for data, target in loader:
-                optimizer.zero_grad()
-                with torch.autocast("cuda", dtype=torch.float16):
-                    loss = F.nll_loss(model(data.to(device)), target.to(device))
-                loss.backward()
-                optimizer.step()
-
-        class Learner:
-            def __init__(self, model, opt):
-                self.model, self.opt = model, opt
-
-            def one_batch(self, x, y):
-                with torch.autocast("cuda"):
-                    self.loss = F.mse_loss(self.model(x), y)
-                self.loss.backward()
-                self.opt.step()
-                self.opt.zero_grad()
-    """,
-        count=2,
-        note="An optimizer by its name, its steps and its `zero_grad`.",
-    ),
-)
 
 RULE = Rule(
     code="AMP201",
