@@ -88,8 +88,6 @@ def _last_name(node: Node) -> str:
 def _is_returned_from_region(source: Source, value: Node | None) -> bool:
     """`loss = self.loss(batch)`, where the method returns from within a region, or so does a module's `forward`."""
     returned = source.values.returned(value) if isinstance(value, cst.Call) else []
-    if isinstance(value, cst.Subscript) and isinstance(value.value, cst.Call):
-        returned = source.values.contents.item(value) or []
     if returned:
         return all(_is_lower(source, node, _DEEP) for node in returned)
     calls = (node for node in walk(value) if isinstance(node, cst.Call)) if value else ()
@@ -118,7 +116,9 @@ def _yielded(source: Source, target: Node) -> list[Node]:
     if function is None or function.decorators or loop.target is not (line or target):
         return []
     yields = [node for node in walk(function.body) if isinstance(node, cst.Yield)]
-    values = [y.value for y in yields if y.value is not None and not isinstance(y.value, cst.From)]
+    values: list[Node] = [
+        y.value for y in yields if y.value is not None and not isinstance(y.value, cst.From)
+    ]
     if len(values) != len(yields):
         return []
     if not isinstance(line, (cst.Tuple, cst.List)):

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from precast_lint.editing.lines import block_of
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
     comes_each_time,
     followed,
     hides,
+    leading_to,
     loop_around,
     loops_around,
     only_here,
@@ -96,14 +97,36 @@ def _comes_always(source: Source, first: Node, second: Node) -> bool:
 
 def _is_each_time(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
     """Whether each round of the loop comes by, and the update is not in a loop inside it."""
-    loop = loop_around(source, node)
+    way = list(leading_to(flow, node))
+    at = next((one for one in way if loop_around(source, one) is not None), node)
+    loop = loop_around(source, at)
     updates = [e.node for e in flow.events() if e.kind == "update" and e.scaler == scaler]
     if loop is None or not updates:
         return False
-    around = [loops_around(source, update) for update in updates]
+    around = [
+        [outer for one in leading_to(flow, update) for outer in loops_around(source, one)]
+        for update in updates
+    ]
     if any(loop in loops and loops[0] is not loop for loops in around):
         return False
-    return comes_each_time(source, node, loop)
+    inside = way[: way.index(at)]
+    return comes_each_time(source, at, loop) and all(_always_runs(source, one) for one in inside)
+
+
+def _always_runs(source: Source, node: Node) -> bool:
+    """Whether a node runs whenever its function does: no test, `try` or way out stands before it."""
+    function = source.function(node)
+    line = source.statement(node)
+    if (
+        function is None
+        or line not in block_of(source, line)
+        or source.parents[line] is not function.body
+    ):
+        return False
+    block = block_of(source, line)
+    before = block[: block.index(line)]
+    ends = (cst.Return, cst.Raise)
+    return not any(isinstance(inner, ends) for one in before for inner in walk(one))
 
 
 VALID = (
@@ -223,6 +246,27 @@ VALID = (
         """,
         note="A call that gives no limit does not unscale again.",
     ),
+    Case(
+        """
+        import torch
+
+        def clip(scaler, optimizer, parameters, last):
+            if not last:
+                return None
+            scaler.unscale_(optimizer)
+            return torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+        def train(model, optimizer, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for step, batch in enumerate(batches):
+                scaler.scale(model(batch)).backward()
+                norm = clip(scaler, optimizer, model.parameters(), step % 4 == 3)
+                if step % 4 == 3:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        """,
+    ),
 )
 
 INVALID = (
@@ -323,6 +367,26 @@ INVALID = (
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def clip(scaler, optimizer, parameters):
+            scaler.unscale_(optimizer)
+            return torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+        def train(model, optimizer, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for step, batch in enumerate(batches):
+                scaler.scale(model(batch)).backward()
+                norm = clip(scaler, optimizer, model.parameters())
+                if step % 4 == 3:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
         """,
         count=1,
     ),

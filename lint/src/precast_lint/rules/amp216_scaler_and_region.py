@@ -79,13 +79,20 @@ def _regions_of(source: Source, node: Node | None, depth: int) -> Iterator[Regio
         if not isinstance(inner, cst.Name):
             continue
         for binding in source.names.bindings(inner):
-            region = next(regions_around(source, binding.node), None)
+            region = _around(source, binding.node)
             if region is not None and source.function(region.node) is source.function(inner):
                 yield region
             elif region is None and binding.kind == "assign" and _calls(source, binding.value):
                 yield from _regions_of(source, binding.value, depth - 1)
             for given in source.values.handed.to(binding):
                 yield from _regions_of(source, given, depth - 1)
+
+
+def _around(source: Source, node: Node) -> Region | None:
+    """The innermost region around a node; of one that is off in a part of another, the other."""
+    found = list(regions_around(source, node))
+    on = [region for region in found if region.enabled is not False]
+    return on[0] if on else next(iter(found), None)
 
 
 def _calls(source: Source, value: Node | None) -> bool:
@@ -319,6 +326,22 @@ VALID = (
         scaler = torch.amp.GradScaler("cuda")
         """,
         note="A penalty may be computed in float32.",
+    ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in batches:
+            with torch.autocast("cuda", dtype=torch.float16):
+                p = model(x)
+                with torch.autocast("cuda", enabled=False):
+                    loss = criterion(p.float(), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        note="The loss alone is computed in float32.",
     ),
 )
 

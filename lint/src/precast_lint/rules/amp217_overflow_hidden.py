@@ -67,7 +67,7 @@ def _cleaned(source: Source, event: Event) -> Node | None:
     if event.kind == "assign" and _is_grad(node) and _chooses(source, event.value):
         return event.value
     if event.kind == "assign" and isinstance(node, cst.Subscript):
-        return node if _is_grad(node.value) and _asks(node) else None
+        return node if _is_grad(node.value) and _asks(source, node) else None
     return None
 
 
@@ -102,10 +102,21 @@ def _is_grad(node: Node | None) -> bool:
     return isinstance(node, cst.Attribute) and node.attr.value == "grad"
 
 
-def _asks(item: cst.Subscript) -> bool:
-    """Whether an index asks for numbers that are not finite."""
-    inner = (n for part in item.slice for n in walk(part))
-    return any(isinstance(n, cst.Name) and n.value in _ASKS for n in inner)
+def _asks(source: Source, item: cst.Subscript) -> bool:
+    """Whether an index, or the one value of a name in it, asks a gradient for numbers that are not finite."""
+    names = [n for part in item.slice for n in walk(part) if isinstance(n, cst.Name)]
+    if any(n.value in _ASKS for n in names):
+        return True
+    bindings = (source.names.only_binding(name) for name in names)
+    masks = [b.value for b in bindings if b is not None and b.kind == "assign" and b.value]
+    return any(_asks_grad(mask) for mask in masks)
+
+
+def _asks_grad(mask: Node) -> bool:
+    """`~torch.isfinite(p.grad)`."""
+    inner = list(walk(mask))
+    is_asked = any(isinstance(n, cst.Name) and n.value in _ASKS for n in inner)
+    return is_asked and any(_is_grad(n) for n in inner)
 
 
 VALID = (
@@ -183,6 +194,28 @@ VALID = (
             scaler.step(optimizer)
             scaler.update()
     """),
+    Case(
+        """
+        import torch
+
+        def clean(parameters):
+            for p in parameters:
+                if p.grad is None:
+                    continue
+                mask = ~torch.isfinite(p.grad)
+                p.grad[mask] = 0.0
+
+        def train(model, optimizer, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                clean(model.parameters())
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+    ),
 )
 
 INVALID = (
@@ -246,6 +279,28 @@ INVALID = (
             scaler.step(optimizer)
             scaler.update()
     """),
+    Case(
+        """
+        import torch
+
+        def clean(parameters):
+            for p in parameters:
+                if p.grad is None:
+                    continue
+                mask = ~torch.isfinite(p.grad)
+                p.grad[mask] = 0.0
+
+        def train(model, optimizer, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                clean(model.parameters())
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=1,
+    ),
 )
 
 RULE = Rule(

@@ -460,27 +460,4 @@ INVALID = (
                 opt.step()
         """,
     ),
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-
-        class T:
-            def __init__(self, model):
-                self.model = model
-                self.opt = torch.optim.SGD(model.parameters(), 0.1)
-
-            def compute(self, x, y):
-                with torch.autocast("cuda", dtype=torch.float16):
-                    out = self.model(x)
-                loss = F.cross_entropy(out.float(), y)
-                return {"loss": loss}
-
-            def step(self, x, y):
-                self.opt.zero_grad()
-                loss = self.compute(x, y)["loss"]
-                loss.backward()
-                self.opt.step()
-        """,
-    ),
 )
