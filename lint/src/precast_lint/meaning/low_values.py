@@ -18,25 +18,28 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 from precast_lint.parsing.values import returned_by
 
-__all__ = ["casts_modules", "is_float32", "lowered_by"]
+__all__ = ["SHAPES", "casts_modules", "is_float32", "lowered_by"]
 
 _DEEP = 8
-_SHAPES = (
+SHAPES = (
     *(
         "clone",
         "contiguous",
         "cpu",
         "cuda",
         "detach",
+        "diagonal",
         "expand",
         "expand_as",
         "flatten",
         "movedim",
+        "narrow",
         "permute",
     ),
     *(
         "repeat",
         "reshape",
+        "select",
         "squeeze",
         "swapaxes",
         "t",
@@ -46,6 +49,8 @@ _SHAPES = (
         "view",
     ),
 )
+"""The operations that give the elements of their operand, or some of them, in its dtype."""
+
 _KEEPS = (
     *(
         "abs",
@@ -151,7 +156,7 @@ def lowered_by(
         return None
     if not isinstance(node, cst.Call):
         return None
-    kept = operation(source, node, *_SHAPES, *(_KEEPS if keeps else ()))
+    kept = operation(source, node, *SHAPES, *(_KEEPS if keeps else ()))
     if kept is not None and "dtype" not in kept.keywords:
         return lowered_by(source, kept.operand, depth - 1, keeps)
     if (
@@ -289,7 +294,7 @@ def _makes_float32(source: Source, call: cst.Call, depth: int) -> bool:
         return not call.args
     if name == "to" and any(source.origin(arg.value) in _FLOAT32 for arg in call.args):
         return True
-    is_same = name in _SHAPES or (name == "to" and _is_moved(source, call))
+    is_same = name in SHAPES or (name == "to" and _is_moved(source, call))
     return (is_same or name == "requires_grad_") and is_float32(source, owner, depth - 1)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.meaning.low_values import casts_modules, lowered_by
+from precast_lint.meaning.assignments import values_seen
+from precast_lint.meaning.callers import regions_of_callers
+from precast_lint.meaning.low_values import SHAPES, casts_modules, lowered_by
 from precast_lint.meaning.regions import Region, regions, regions_around
-from precast_lint.meaning.tensors import starts_with_layer
+from precast_lint.meaning.tensors import is_lowered, operation, starts_with_layer
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
@@ -15,22 +17,11 @@ from precast_lint.parsing.syntax import Node, cst, walk
 
 __all__ = ["RULE"]
 
+_DEEP = 4  # shapes of shapes
 _OPERATIONS = re.compile(
     r"bmm|cdist|cosine_similarity|cross_entropy|cumprod|cumsum|dist|einsum|exp|l1_loss|linear|log|log10|log1p|log2|"
     r"log_softmax|logsumexp|matmul|mean|mm|mse_loss|norm|normalize|pow|prod|rsqrt|smooth_l1_loss|softmax|sqrt|std|sum|"
     r"var"
-)
-
-_SHAPES = (
-    "detach",
-    "cpu",
-    "view",
-    "reshape",
-    "squeeze",
-    "unsqueeze",
-    "flatten",
-    "contiguous",
-    "clone",
 )
 
 
@@ -43,9 +34,46 @@ def check(source: Source) -> Iterator[Finding]:
             if not isinstance(name, (cst.Name, cst.Attribute)) or not _computes(source, name):
                 continue
             found = lowered_by(source, name, keeps=False)
-            if found is not None and found[0] is name and _is_in_island(source, name, found[1]):
+            is_beside = (
+                found is not None and found[0] is name and _is_in_island(source, name, found[1])
+            )
+            if is_beside or _is_of_callers(source, name, island):
                 fix = source.fix("Cast it", source.after(name, ".float()"), unsafe=True)
                 yield source.find(RULE, name, fix=fix)
+
+
+def _is_of_callers(source: Source, name: Node, island: Region) -> bool:
+    """Whether a name is a product of matrices of a function that runs in the regions of its callers alone."""
+    if not isinstance(name, cst.Name) or not isinstance(island.node, cst.With):
+        return False
+    if not _is_product(source, name, _DEEP):
+        return False
+    if [region.node for region in regions_around(source, name)] != [island.node]:
+        return False
+    found = regions_of_callers(source, island.node)
+    return bool(found) and all(region is not None and region.enabled for region in found)
+
+
+def _is_product(source: Source, name: cst.Name, depth: int) -> bool:
+    """Whether all values that a name may have are products, or shapes of some, made in its function outside regions."""
+    if depth == 0 or name not in source.scopes.scope_of:
+        return False
+    found = values_seen(source, name)
+    return bool(found) and all(
+        binding.kind == "assign"
+        and binding.value is not None
+        and source.function(binding.node) is source.function(name)
+        and _is_made(source, binding.value, depth)
+        for binding in found
+    )
+
+
+def _is_made(source: Source, value: Node, depth: int) -> bool:
+    if next(regions_around(source, value), None) is None:
+        return is_lowered(source, value)
+    shape = operation(source, value, *SHAPES)
+    operand = shape.operand if shape is not None else None
+    return isinstance(operand, cst.Name) and _is_product(source, operand, depth - 1)
 
 
 def _is_in_island(source: Source, node: Node, made: Region) -> bool:
@@ -78,7 +106,7 @@ def _consumer(source: Source, name: Node) -> tuple[Node, Node]:
     while True:
         parent = source.parents[tensor]
         call = source.parents.get(parent)
-        if not isinstance(parent, cst.Attribute) or parent.attr.value not in _SHAPES:
+        if not isinstance(parent, cst.Attribute) or parent.attr.value not in SHAPES:
             return parent, tensor
         if not isinstance(call, cst.Call) or call.func is not parent:
             return parent, tensor
@@ -92,6 +120,35 @@ def _is_layer(source: Source, call: Node | None) -> bool:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        def score(a, b):
+            h = a @ b
+            with torch.autocast("cuda", enabled=False):
+                return h.pow(2).sum()
+
+        def cast(a, b):
+            h = torch.mm(a, b).float()
+            with torch.autocast("cuda", enabled=False):
+                return h.pow(2).sum()
+
+        def made_inside(a, b):
+            with torch.autocast("cuda", enabled=False):
+                h = a @ b
+                return h.pow(2).sum()
+
+        def unknown(h):
+            with torch.autocast("cuda", enabled=False):
+                return h.pow(2).sum()
+
+        score(a, b)
+        with torch.autocast("cuda"):
+            loss = score(a, b) + cast(a, b) + made_inside(a, b) + unknown(x)
+        """,
+        note="Not all calls of `score` are in a region; the others cast, or get what is not known.",
+    ),
     Case("""
         import torch
 
@@ -304,6 +361,43 @@ INVALID = (
                 return weights @ v
         """,
         unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        def correlation(a, b):
+            c = torch.mm(a.t(), b) / len(a)
+            with torch.autocast("cuda", enabled=False):
+                t = c.t()
+                on = (c.diagonal() - 1).pow(2).sum()
+                return on + t.pow(2).sum()
+
+        def loss(a, b):
+            return correlation(a, b)
+
+        with torch.autocast("cuda"):
+            y = loss(a, b)
+        """,
+        """
+        import torch
+
+        def correlation(a, b):
+            c = torch.mm(a.t(), b) / len(a)
+            with torch.autocast("cuda", enabled=False):
+                t = c.t()
+                on = (c.float().diagonal() - 1).pow(2).sum()
+                return on + t.float().pow(2).sum()
+
+        def loss(a, b):
+            return correlation(a, b)
+
+        with torch.autocast("cuda"):
+            y = loss(a, b)
+        """,
+        unsafe=True,
+        count=2,
+        note="The region is around the calls of the function.",
     ),
 )
 

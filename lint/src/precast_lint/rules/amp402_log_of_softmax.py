@@ -309,33 +309,6 @@ INVALID = (
     Case(
         """
         import torch
-        from torch import nn
-
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.logits = nn.Linear(8, 3)
-
-            def forward(self, x):
-                return torch.softmax(self.logits(x), dim=1)
-
-            def loss(self, x, one_hot):
-                p = self(x)
-                return -(one_hot * torch.log(p)).sum(1).mean()
-
-        def chance(x):
-            gate = x.sigmoid()
-            return gate[:, 0]
-
-        net = Net()
-        total = net(x)[:, 0].log().mean() + torch.log(chance(x)).mean()
-        """,
-        count=3,
-        note="A function, or a module, of the file returns the probabilities.",
-    ),
-    Case(
-        """
-        import torch
 
         def loss(x, y):
             p = torch.softmax(x, dim=-1)
@@ -473,6 +446,33 @@ INVALID = (
             return log(exp(x).sum(1))
         """,
         note="There is no name for the module `torch` here.",
+    ),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.logits = nn.Linear(8, 3)
+
+            def forward(self, x):
+                return torch.softmax(self.logits(x), dim=1)
+
+            def loss(self, x, one_hot):
+                p = self(x)
+                return -(one_hot * torch.log(p)).sum(1).mean()
+
+        def chance(x):
+            gate = x.sigmoid()
+            return gate[:, 0]
+
+        net = Net()
+        total = net(x)[:, 0].log().mean() + torch.log(chance(x)).mean()
+        """,
+        count=3,
+        note="A function, or a module, of the file returns the probabilities.",
     ),
 )
 
