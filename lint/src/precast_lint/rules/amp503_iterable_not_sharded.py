@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from precast_lint.meaning.functions import called_method
 from precast_lint.meaning.tensors import constant
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 
 __all__ = ["RULE"]
 
@@ -17,6 +18,15 @@ _DATASETS = ("torch.utils.data.IterableDataset", "torch.utils.data.dataset.Itera
 # Who shares the work, or makes random data, of which there can't be copies.
 _SHARED = re.compile(r"worker|rank|shard|split|rand|seed|sampler|partition|islice")
 _CUTS_TEXT = ("split", "rsplit", "splitlines", "splitext")
+# A file of a data set that lies in several, or all of them.
+_FILES = re.compile(r"_?(shards?(_?(files?|paths?|list))?|seed)")
+_READS = ("sorted", "list", "tuple", "iter", "open", "str", "enumerate")
+_OPENS = (
+    *("gzip.open", "bz2.open", "lzma.open", "io.open", "numpy.load", "torch.load", "pathlib.Path"),
+    *("tarfile.open", "pandas.read_csv", "pandas.read_parquet", "copy.copy", "json.load"),
+)
+_READ_METHODS = ("open", "read_bytes", "read_text")
+_INDICES = ("random.randrange", "random.randint")
 _COUNTS = ("os.cpu_count", "multiprocessing.cpu_count", "torch.get_num_threads")
 _DEEP = 4
 
@@ -63,27 +73,176 @@ def _class_of(source: Source, dataset: Node | None) -> cst.ClassDef | None:
 def _reads_all(source: Source, home: cst.ClassDef) -> bool:
     is_iterable = len(home.bases) == 1 and source.origin(home.bases[0].value) in _DATASETS
     own = [s for s in home.body.body if isinstance(s, cst.FunctionDef)]
-    has_iter = any(function.name.value == "__iter__" for function in own)
-    return is_iterable and has_iter and not any(map(_SHARED.search, _words(source, home)))
+    if not is_iterable or not any(function.name.value == "__iter__" for function in own):
+        return False
+    return not any(map(_SHARED.search, _words(source, home))) and not any(map(_picks, walk(home)))
 
 
 def _words(source: Source, home: cst.ClassDef) -> Iterator[str]:
-    """The names in a class; a method that only cuts a text says nothing of who reads what."""
+    """The names in a class that may say who reads what.
+
+    A method that cuts a text says nothing of it, nor do a changed order and a list of files that is only read.
+    """
     for node in walk(home):
         if isinstance(node, cst.Name):
             outer = source.parents[node]
-            is_shuffle = node.value == "random" and _shuffles(outer)
             is_cut = isinstance(outer, cst.Attribute) and node.value in _CUTS_TEXT
-            if not is_cut and not is_shuffle:
+            if not is_cut and not _is_of_order(source, node) and not _is_only_read(source, node):
                 yield node.value
 
 
-def _shuffles(node: Node) -> bool:
-    """`random.shuffle`, which changes the order alone."""
-    return isinstance(node, cst.Attribute) and node.attr.value == "shuffle"
+def _picks(node: Node) -> bool:
+    """Whether an expression may pick a part by its place: `files[first::count]`, `i % count`."""
+    if isinstance(node, cst.Slice):
+        return node.step is not None
+    if not isinstance(node, cst.BinaryOperation) or not isinstance(node.operator, cst.Modulo):
+        return False
+    return strings(node.left) is None
+
+
+def _is_of_order(source: Source, name: cst.Name) -> bool:
+    """Whether a name is in what changes the order alone.
+
+    `random.shuffle(files)`, `random.Random(seed).shuffle(files)`, and a place in a buffer that the same loop fills.
+    """
+    inner: Node = name
+    for outer in source.around(name):
+        if isinstance(outer, cst.Attribute) and outer.attr.value == "shuffle":
+            return inner is outer.value
+        is_called = isinstance(outer, cst.Call) and inner is outer.func
+        if is_called and source.origin(inner) in _INDICES:
+            return _is_place_in_buffer(source, outer)
+        if isinstance(outer, cst.BaseStatement):
+            return False
+        inner = outer
+    return False
+
+
+def _is_place_in_buffer(source: Source, call: Node) -> bool:
+    """Whether `random.randrange(len(buffer))` is in a loop over something that also appends to the buffer."""
+    loop = next((o for o in source.around(call) if isinstance(o, (cst.For, cst.While))), None)
+    if not isinstance(loop, cst.For):
+        return False
+    is_range = isinstance(loop.iter, cst.Call) and source.names.builtin(loop.iter.func) == "range"
+    filled = {
+        dotted(inner.value)
+        for inner in walk(loop.body)
+        if isinstance(inner, cst.Attribute) and inner.attr.value == "append"
+    }
+    lengths = [
+        dotted(inner.args[0].value)
+        for inner in walk(call)
+        if isinstance(inner, cst.Call) and source.names.builtin(inner.func) == "len" and inner.args
+    ]
+    return not is_range and bool(lengths) and all(one and one in filled for one in lengths)
+
+
+def _is_only_read(source: Source, name: cst.Name) -> bool:
+    """Whether a name that says `shard` is a file, or a list of them, that is stored, looped over, or opened.
+
+    What picks one counts or compares, or is called with it: `my_part(shards)`, `i % shards`. A seed is stored alone.
+    """
+    if not _FILES.fullmatch(name.value):
+        return False
+    node: Node = name
+    outer = source.parents[node]
+    if isinstance(outer, cst.Attribute) and outer.attr is name:
+        if dotted(outer.value) != "self":
+            return False
+        node, outer = outer, source.parents[outer]
+    if isinstance(outer, cst.Arg):
+        call = source.parents[outer]
+        return isinstance(call, cst.Call) and _reads(source, call)
+    if isinstance(outer, cst.Attribute):
+        return outer.attr.value in _READ_METHODS
+    if isinstance(outer, cst.Element):  # `self.shards, self.seed = shards, seed`
+        node = source.parents[outer]
+        outer = source.parents[node]
+    if isinstance(outer, cst.Assign):
+        return outer.value is node
+    return isinstance(outer, (cst.For, cst.AssignTarget, cst.Param))
+
+
+def _reads(source: Source, call: cst.Call) -> bool:
+    """Whether a call opens a file, lists or shuffles all, or runs a method of the class, whose words are seen."""
+    if source.names.builtin(call.func) in _READS or source.origin(call.func) in _OPENS:
+        return True
+    if isinstance(call.func, cst.Attribute) and call.func.attr.value == "shuffle":
+        return True
+    method = called_method(source, call)
+    home = source.values.enclosing_class(call)
+    return method is not None and home is source.values.enclosing_class(method)
 
 
 VALID = (
+    Case(
+        """
+        import random
+        from torch.utils.data import DataLoader, IterableDataset
+
+        class Counted(IterableDataset):
+            def __init__(self, files, shard, shards):
+                self.files, self.shard, self.shards = files, shard, shards
+
+            def __iter__(self):
+                for i, file in enumerate(self.files):
+                    if i % self.shards == self.shard:
+                        yield from open(file)
+
+        class Picked(IterableDataset):
+            def __iter__(self):
+                for shard in my_part(self.shards):
+                    yield from open(shard)
+
+        class Sliced(IterableDataset):
+            def __iter__(self):
+                for shard in self.shards[self.first :: self.count]:
+                    yield from open(shard)
+
+        class Renamed(IterableDataset):
+            def __init__(self, files, first, count):
+                self.files, self.first, self.count = files, first, count
+
+            def __iter__(self):
+                files = list(self.files)
+                for file in files[self.first :: self.count]:
+                    yield from open(file)
+
+        class Chosen(IterableDataset):
+            def __iter__(self):
+                rows = []
+                for shard in self.shards:
+                    rows.append(shard)
+                for _ in range(100):
+                    yield rows[random.randrange(len(rows))]
+
+        class Made(IterableDataset):
+            def __init__(self, seed):
+                self.seed = seed
+
+            def __iter__(self):
+                yield from make(self.seed)
+
+        class Drawn(IterableDataset):
+            def __iter__(self):
+                rows = []
+                for shard in self.shards:
+                    rows.append(shard)
+                while True:
+                    yield rows[random.randrange(len(rows))]
+
+        loaders = [
+            DataLoader(Counted(files, 0, 2), num_workers=4),
+            DataLoader(Picked(), num_workers=4),
+            DataLoader(Sliced(), num_workers=4),
+            DataLoader(Renamed(files, 0, 2), num_workers=4),
+            DataLoader(Chosen(), num_workers=4),
+            DataLoader(Made(0), num_workers=4),
+            DataLoader(Drawn(), num_workers=4),
+        ]
+        """,
+        note="A part is picked, or what comes next is drawn by chance.",
+    ),
     Case("""
         from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -186,6 +345,37 @@ INVALID = (
             return first, DataLoader(dataset=Rows(files), num_workers=min(workers, os.cpu_count()))
         """,
         count=2,
+    ),
+    Case(
+        """
+        import gzip
+        import random
+        from torch.utils.data import DataLoader, IterableDataset
+
+        class Lines(IterableDataset):
+            def __init__(self, shards, seed):
+                self.shards = sorted(shards)
+                self.buffer, self.seed = 512, seed
+
+            def __iter__(self):
+                shards = list(self.shards)
+                random.Random(self.seed).shuffle(shards)
+                waiting = []
+                for shard in shards:
+                    with gzip.open(shard, "rt") as lines:
+                        for line in lines:
+                            if len(waiting) < self.buffer:
+                                waiting.append(line)
+                                continue
+                            i = random.randrange(len(waiting))
+                            yield waiting[i]
+                            waiting[i] = line
+                yield from waiting
+
+        loader = DataLoader(Lines(files, 0), num_workers=4)
+        """,
+        count=1,
+        note="That the files are called shards, and their lines come in another order, shares nothing.",
     ),
 )
 
