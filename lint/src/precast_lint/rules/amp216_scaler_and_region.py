@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.regions import Region, regions, regions_around
-from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.parsing.values import SCALERS
+from precast_lint.rules.scaler_and_region_cases import INVALID, VALID
 from precast_lint.training_step.flow_events import key
 
 __all__ = ["RULE"]
@@ -22,6 +23,7 @@ _OPPOSITE = "the scaler is on where the region is off, and the other way round"
 _SOMETIMES = "this region is always on, its scaler only with `{flag}`: without it, small gradients become zero"
 # A region is off by itself where there is no CUDA.
 _DEVICE = re.compile(r"cuda|device|available|gpu", re.IGNORECASE)
+_OTHER_DEVICE = re.compile(r"cpu|mps|xpu|hpu|tpu|xla", re.IGNORECASE)  # `not args.cpu`
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -135,10 +137,27 @@ def _disagreement(
         yield made, _USELESS, None
     elif _opposite(source, scaler, on):
         yield made, _OPPOSITE, None
-    elif isinstance(scaler, (cst.Name, cst.Attribute)) and _is_on(on) and is_float16:
-        flag = dotted(scaler) or ""
-        if not _is(scaler, "True", "False") and flag and not _DEVICE.search(flag):
-            yield region.call, _SOMETIMES.format(flag=flag), _fix(source, region, made)
+    elif _is_on(on) and is_float16 and (flag := _flag(source, scaler)):
+        yield region.call, _SOMETIMES.format(flag=flag), _fix(source, region, made)
+
+
+def _flag(source: Source, scaler: Node | None) -> str:
+    """The flag that a scaler is on with, or the one that it is off with: `args.amp`, `not args.no_amp`."""
+    negated = _negated(scaler)
+    node = scaler if negated is None else _value(source, negated)
+    name = dotted(node) if isinstance(node, (cst.Name, cst.Attribute)) else None
+    if not name or _is(node, "True", "False") or _DEVICE.search(name):
+        return ""
+    if negated is None:
+        return name
+    return "" if _OTHER_DEVICE.search(name) else f"not {name}"
+
+
+def _negated(node: Node | None) -> Node | None:
+    """The `amp` of `not amp`."""
+    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
+        return node.expression
+    return None
 
 
 def _enabled(source: Source, region: Region) -> Node | None:
@@ -169,8 +188,9 @@ def _is_on(node: Node | None) -> bool:
 def _opposite(source: Source, one: Node | None, other: Node | None) -> bool:
     """`not amp` and `amp`."""
     for negated, plain in ((one, other), (other, one)):
-        if isinstance(negated, cst.UnaryOperation) and isinstance(negated.operator, cst.Not):
-            same = _value(source, negated.expression)
+        expression = _negated(negated)
+        if expression is not None:
+            same = _value(source, expression)
             if plain is not None and key(source, same) == key(source, plain):
                 return True
     return False
@@ -179,7 +199,7 @@ def _opposite(source: Source, one: Node | None, other: Node | None) -> bool:
 def _fix(source: Source, region: Region, made: cst.Call) -> Fix | None:
     """The scaler's flag for the region, if it means the same there."""
     flag = Arguments.of(made).get("enabled")
-    root = flag
+    root = flag if (negated := _negated(flag)) is None else negated
     while isinstance(root, cst.Attribute):
         root = root.value
     if flag is None or not isinstance(root, cst.Name) or region.call.args[2:]:
@@ -197,297 +217,6 @@ def _fix(source: Source, region: Region, made: cst.Call) -> Fix | None:
         edit = Edit(end, end, text)
     return source.fix("Let the flag decide on both", edit, unsafe=True)
 
-
-VALID = (
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
-        for batch in batches:
-            with torch.autocast("cuda", enabled=args.amp):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-    """),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=args.amp and args.dtype == "float16")
-        for batch in batches:
-            with torch.autocast("cuda", enabled=args.amp, dtype=dtype):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-        """,
-        note="The scaler is for one of two dtypes.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=torch.cuda.is_available())
-        for batch in batches:
-            with torch.autocast("cuda"):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-        """,
-        note="Without CUDA the region is off, too.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=False)
-        for batch in batches:
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-        """,
-        note="bfloat16 needs no scaler.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            with torch.autocast("cuda", enabled=args.amp):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-        """,
-        note="A scale does no harm to float32.",
-    ),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=amp)
-        for batch in batches:
-            if amp:
-                with torch.autocast("cuda"):
-                    loss = model(batch)
-            else:
-                loss = model(batch)
-            scaler.scale(loss).backward()
-    """),
-    Case("""
-        import torch
-
-        USE_AMP = True
-
-        def train(model, batches):
-            scaler = torch.amp.GradScaler("cuda", enabled=USE_AMP)
-            for batch in batches:
-                with torch.autocast("cuda", dtype=torch.float16):
-                    loss = model(batch)
-                scaler.scale(loss).backward()
-    """),
-    Case(
-        """
-        import torch
-
-        def criterion(logits, target):
-            with torch.autocast("cuda", enabled=False):
-                return torch.nn.functional.cross_entropy(logits.float(), target)
-
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in batches:
-            with torch.autocast("cuda"):
-                logits = model(x)
-            loss = criterion(logits, y)
-            scaler.scale(loss).backward()
-        """,
-        note="The loss alone is computed in float32.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in batches:
-            with torch.autocast("cuda"):
-                loss = criterion(model(x), y)
-            with torch.autocast("cuda", enabled=False):
-                loss = loss + penalty(model)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        note="The regions differ on purpose.",
-    ),
-    Case(
-        """
-        import torch
-
-        def penalty(model, x, scaler: torch.amp.GradScaler):
-            with torch.autocast("cuda", enabled=False):
-                score = model(x.float())
-                (grad,) = torch.autograd.grad(scaler.scale(score.sum()), x, create_graph=True)
-            return (grad / scaler.get_scale()).norm()
-
-        scaler = torch.amp.GradScaler("cuda")
-        """,
-        note="A penalty may be computed in float32.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in batches:
-            with torch.autocast("cuda", dtype=torch.float16):
-                p = model(x)
-                with torch.autocast("cuda", enabled=False):
-                    loss = criterion(p.float(), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        note="The loss alone is computed in float32.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=False)
-        for x, y in batches:
-            with torch.autocast("cuda"):
-                loss = criterion(model(x), y)
-            gradients = torch.autograd.grad(loss, model.parameters(), create_graph=True)
-            with torch.autocast("cuda"):
-                loss = loss + sum(g.square().sum() for g in gradients)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        note="Two regions that agree with each other.",
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer, amp):
-            scaler = torch.amp.GradScaler("cuda", enabled=amp)
-            for batch in batches:
-                with torch.autocast("cuda", dtype=torch.float16):
-                    loss = model(batch)
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        """,
-        """
-        import torch
-
-        def train(model, batches, optimizer, amp):
-            scaler = torch.amp.GradScaler("cuda", enabled=amp)
-            for batch in batches:
-                with torch.autocast("cuda", dtype=torch.float16, enabled=amp):
-                    loss = model(batch)
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        """,
-        unsafe=True,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-        from torch.cuda.amp import GradScaler, autocast
-
-        class Trainer:
-            def __init__(self, args, model):
-                self.args = args
-                self.scaler = GradScaler(enabled=self.args.fp16)
-
-            def step(self, batch):
-                with autocast():
-                    loss = self.model(batch)
-                loss = loss / self.args.every
-                self.scaler.scale(loss).backward()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=False)
-        for batch in batches:
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=not args.amp)
-        for batch in batches:
-            with torch.autocast("cuda", enabled=args.amp):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        AMP = False
-        scaler = torch.GradScaler("cuda", enabled=True)
-        for batch in batches:
-            with torch.autocast("cuda", enabled=AMP):
-                scaler.scale(model(batch)).backward()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model, optimizer):
-                self.model = model
-                self.optimizer = optimizer
-                self.scaler = torch.amp.GradScaler("cuda", enabled=False)
-
-            def loss(self, batch):
-                with torch.autocast("cuda", dtype=torch.float16):
-                    return self.model(batch)
-
-            def step(self, batch):
-                loss = self.loss(batch)
-                self.scaler.scale(loss).backward()
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def backward(scaler, loss, optimizer):
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-        def train(model, optimizer, batches, amp):
-            scaler = torch.amp.GradScaler("cuda", enabled=not amp)
-            for batch in batches:
-                with torch.autocast("cuda", enabled=amp):
-                    loss = model(batch)
-                backward(scaler, loss, optimizer)
-        """,
-        count=1,
-    ),
-)
 
 RULE = Rule(
     code="AMP216",
