@@ -5,29 +5,121 @@ Invariant: only calls of this file are seen; who asks says whether one of them i
 
 from __future__ import annotations
 
-from precast_lint.meaning.functions import called_forward, called_function
+from precast_lint.meaning.functions import MODULES, called_forward, called_function, methods_of
 from precast_lint.meaning.regions import Region, region_in_force, regions_around
+from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, dotted
 
 __all__ = ["calls_of", "is_called_in_region", "regions_of_callers", "runs_in_region"]
 
 _DEEP = 3
+_SAME_MODULE = ("bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "to", "train")
 
 
 def calls_of(source: Source, function: cst.FunctionDef) -> list[cst.Call]:
-    """The calls of a function, or of a method by `self`, in this file; computed once."""
+    """The calls of a function, a method by `self`, or the `forward` of a module, in this file; computed once."""
     known = source.cache.get("calls of functions")
     if known is None:
         table: dict[Node, list[cst.Call]] = {}
         for call in source.all(cst.Call):
             target = called_function(source, call) or called_forward(source, call)
-            if target is not None:
-                table.setdefault(target, []).append(call)
+            targets = [target] if target is not None else _forwards(source, call)
+            for one in targets:
+                table.setdefault(one, []).append(call)
         known = source.cache["calls of functions"] = table
     assert isinstance(known, dict)
     found: list[cst.Call] = known.get(function, [])
     return found
+
+
+def _forwards(source: Source, call: cst.Call) -> list[cst.FunctionDef]:
+    """The `forward` of each module of this file that a call runs: of `cls(d)` for each `cls` of `(First, Second)`."""
+    if not isinstance(call.func, (cst.Name, cst.Attribute)):
+        return []
+    family = source.values.family
+    found: list[cst.FunctionDef] = []
+    for home in _classes_made(source, call.func, set()) or ():
+        above = (home, *family.bases(home))
+        if any(source.origin(base.value) in MODULES for one in above for base in one.bases):
+            own = any(
+                isinstance(s, cst.FunctionDef) and s.name.value == "forward" for s in home.body.body
+            )
+            place = home if own else family.provider(home, "forward")
+            method = methods_of(source, place).get("forward") if place is not None else None
+            if method is not None and not method.decorators and method.node not in found:
+                found.append(method.node)
+    return found
+
+
+def _classes_made(source: Source, node: Node | None, seen: set[object]) -> set[cst.ClassDef] | None:
+    """The classes of this file that make the objects that an expression may be; None where not all are known.
+
+    Args:
+        source: the file.
+        node: the expression.
+        seen: the variables and calls that are looked at already, which add nothing.
+    """
+    made = _module(node)
+    if made is None:
+        return None
+    place = source.values.variable(made) or made
+    if place in seen:
+        return set()
+    seen.add(place)
+    if isinstance(made, cst.Call):
+        given: list[Node | None] = list(source.values.returned(made))
+        if not given:
+            return _classes_named(source, made.func)
+    elif isinstance(made, (cst.Name, cst.Attribute)):
+        values = source.values.sources(made)
+        if any(note is not None for _, note in values) or _is_stored_outside(source, made):
+            return None
+        given = [value for value, _ in values if not is_none(value)]
+    else:
+        return None
+    classes: set[cst.ClassDef] = set()
+    for value in given:
+        more = _classes_made(source, value, seen)
+        if more is None:
+            return None
+        classes |= more
+    return classes if given else None
+
+
+def _classes_named(source: Source, name: Node) -> set[cst.ClassDef] | None:
+    """The classes that a name stands for: a class itself, or what a loop or an argument gives."""
+    binding = source.names.only_binding(name)
+    if binding is not None and isinstance(binding.node, cst.ClassDef):
+        return {binding.node}
+    given = [value for value, _ in source.values.sources(name)]
+    bindings = [source.names.only_binding(value) if value is not None else None for value in given]
+    nodes = [one.node if one is not None else None for one in bindings]
+    classes = {node for node in nodes if isinstance(node, cst.ClassDef)}
+    return classes if nodes and all(isinstance(node, cst.ClassDef) for node in nodes) else None
+
+
+def _module(node: Node | None) -> Node | None:
+    """The module in `module.cuda().eval()` and other methods that give the module itself."""
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        if node.func.attr.value not in _SAME_MODULE:
+            break
+        node = node.func.value
+    return node
+
+
+def _is_stored_outside(source: Source, node: Node) -> bool:
+    """Whether objects get an attribute of this name from outside: `model.head = ...`."""
+    known = source.cache.get("attributes stored outside")
+    if known is None:
+        targets = [one.target for one in source.all(cst.AssignTarget)]
+        known = source.cache["attributes stored outside"] = {
+            target.attr.value
+            for target in targets
+            if isinstance(target, cst.Attribute) and dotted(target.value) != "self"
+        }
+    assert isinstance(known, set)
+    return isinstance(node, cst.Attribute) and node.attr.value in known
 
 
 def regions_of_callers(

@@ -42,6 +42,30 @@ def _is_module(source: Source, node: Node) -> bool:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Scores(nn.Module):
+            def forward(self, q, k):
+                torch.bmm(q, k, out=self.scores)
+                return self.scores
+
+        class Plain(Scores):
+            def forward(self, q, k):
+                return torch.bmm(q, k)
+
+        def run(module, q, k):
+            with torch.autocast("cuda"):
+                return module(q, k)
+
+        run(Plain(), q, k)
+        run(unknown(), q, k)
+        Scores()(q, k)
+        """,
+        note="What runs in the region is another class, or not known.",
+    ),
     Case("""
         import torch
 
@@ -60,6 +84,39 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Scores(nn.Module):
+            def forward(self, q, k):
+                torch.bmm(q, k.transpose(1, 2), out=self.scores)
+                return self.scores.softmax(-1)
+
+        class Plain(Scores):
+            def forward(self, q, k):
+                return torch.bmm(q, k.transpose(1, 2)).softmax(-1)
+
+        class Other(nn.Module):
+            def forward(self, q, k):
+                return q.addmm_(q, k)
+
+        @torch.inference_mode()
+        def run(module, q, k):
+            with torch.autocast("cuda"):
+                return module(q, k)
+
+        for kind in (Plain, Scores):
+            run(kind().cuda().eval(), q, k)
+        other = Other()
+        other(q, k)
+        with torch.autocast("cuda"):
+            other(q, k)
+        """,
+        count=1,
+        note="One of several modules that a function gets; `other` runs outside of the region, too.",
+    ),
     Case("""
         import torch
 
