@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from precast_lint.meaning.assignments import values_seen
-from precast_lint.meaning.functions import called_function
-from precast_lint.model import Applicability, Edit, Finding, Fix, Rule, Severity
+from precast_lint.meaning.functions import called_function, followed_call
+from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
@@ -22,6 +22,7 @@ __all__ = ["RULE"]
 
 _SCALER = re.compile(r"scal|\bamp\b", re.IGNORECASE)
 _MODELS = ("model", "net", "network", "model_state_dict", "state_dict", "weights", "ema")
+_STEPS = ("scale", "unscale_", "step", "update", "get_scale", "is_enabled")
 _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
 
 
@@ -42,14 +43,14 @@ def check(source: Source) -> Iterator[Finding]:
             place = saved.place
             node = _scaler(source, flow)
             if node is not None and not _is_off(source, node) and not _is_fixed(source):
-                fix = _fix(source, place, node) if isinstance(place, cst.Dict) else None
-                if isinstance(place, cst.Call):
-                    fix = _keyword(source, place, node)
-                yield source.find(RULE, place, fix=fix)
+                name = key(source, node) or ""
+                certain = _is_there(source, node, place)
+                yield source.find(RULE, place, fix=_fix(source, place, name) if certain else None)
             elif node is None and (
                 _is_saved_for_scaler(source, flow) or _is_of_object(source, flow)
             ):
-                yield source.find(RULE, place)
+                given = _parameter(source, flow) if source.function(place) is flow.node else None
+                yield source.find(RULE, place, fix=_fix(source, place, given) if given else None)
         yield from _apart(source, flow)
 
 
@@ -199,10 +200,47 @@ def _is_saved_for_scaler(source: Source, flow: Flow) -> bool:
             if not isinstance(call, cst.Call) or called_function(source, call) is not flow.node:
                 continue
             scaler = _scaler(source, other)
-            handed = any(_SCALER.search(key(source, arg.value) or "") for arg in call.args)
+            handed = any(
+                _SCALER.search(key(source, arg.value) or "")
+                and not _is_ignored(source, call, arg.value)
+                for arg in call.args
+            )
             if scaler is not None and not handed and not _is_off(source, scaler):
                 return True
     return False
+
+
+def _is_ignored(source: Source, call: Node, value: Node) -> bool:
+    """Whether a function that gets a scaler only steps with it, or does nothing with it at all."""
+    found = followed_call(source, call)
+    if found is None or source.instance(value) not in SCALERS:
+        return False
+    function, given = found
+    names = [name for name, one in given.items() if one is value]
+    return bool(names) and all(_only_steps(source, function, name) for name in names)
+
+
+def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
+    """Whether all that a function does with a parameter, a scaler, is to call methods that make steps."""
+    scope = source.scopes.owned[function]
+    if len(scope.bindings.get(name, ())) != 1:
+        return False
+    outer = [source.parents[node] for node in source.scopes.references(scope, name)]
+    return all(isinstance(node, cst.Attribute) and node.attr.value in _STEPS for node in outer)
+
+
+def _parameter(source: Source, flow: Flow) -> str | None:
+    """The parameter by which each call of a function hands it one scaler, which it does not save."""
+    function = flow.node
+    assert isinstance(function, cst.FunctionDef)
+    for name, bindings in source.scopes.owned[function].bindings.items():
+        given = source.values.handed.whatever_to(bindings[0])
+        made = {source.values.constructed(value) for value in given}
+        is_one = len(made) == 1 and all(source.instance(value) in SCALERS for value in given)
+        is_one = is_one and bindings[0].value is None  # what is left out may be None
+        if is_one and None not in made and _only_steps(source, function, name):
+            return name
+    return None
 
 
 def _scaler(source: Source, flow: Flow) -> Node | None:
@@ -256,37 +294,44 @@ def _is_off(source: Source, scaler: Node) -> bool:
     return any(isinstance(value, cst.Name) and value.value == "False" for value in values)
 
 
-def _fix(source: Source, saved: cst.Dict, scaler: Node) -> Fix | None:
-    """One more entry, if the scaler is there in any case."""
-    name = key(source, scaler)
-    if not is_plain(name) or source.values.constructed(scaler) is None or not saved.elements:
-        return None
-    last = saved.elements[-1]
-    first = saved.elements[0]
-    assert isinstance(last, cst.DictElement)
-    assert isinstance(first, cst.DictElement)
-    entry = f"{source.quote}scaler{source.quote}: {name}.state_dict()"
-    row = source.text.line_start(source.span(last.key).start)
-    indent = source.text.data[row : source.span(last.key).start]
-    several = row != source.text.line_start(source.span(saved).start) and not indent.strip()
-    between = f",{source.text.newline}{indent.decode()}" if several else ", "
-    end = source.span(last.value).end
-    return source.fix(
-        "Save the scaler's state as well", Edit(end, end, between + entry), unsafe=True
-    )
+def _is_there(source: Source, scaler: Node, saved: Node) -> bool:
+    """Whether a scaler is there in any case, and known by the same name where the dictionary is written."""
+    if not is_plain(key(source, scaler)) or source.values.constructed(scaler) is None:
+        return False
+    root = scaler
+    while isinstance(root, (cst.Attribute, cst.Subscript)):
+        root = root.value
+    if not isinstance(root, cst.Name):
+        return False
+    if root.value == "self":
+        function = source.function(saved)
+        first = function.params.params[:1] if function is not None else ()
+        is_method = bool(first) and first[0].name.value == "self"
+        return is_method and source.values.enclosing_class(saved) is source.values.enclosing_class(
+            scaler
+        )
+    there = source.scopes.scope_of[root].home(root.value)
+    return source.scope(saved).home(root.value) is there
 
 
-def _keyword(source: Source, saved: cst.Call, scaler: Node) -> Fix | None:
-    """One more keyword of `dict(...)`, if the scaler is there in any case."""
-    name = key(source, scaler)
-    if not is_plain(name) or source.values.constructed(scaler) is None or not saved.args:
+def _fix(source: Source, saved: Node, name: str) -> Fix | None:
+    """One more entry of a dictionary, or one more keyword of `dict(...)`."""
+    if isinstance(saved, cst.Dict) and saved.elements:
+        element = saved.elements[-1]
+        assert isinstance(element, cst.DictElement)
+        first: Node = element.key
+        last: Node = element.value
+        entry = f"{source.quote}scaler{source.quote}: {name}.state_dict()"
+    elif isinstance(saved, cst.Call) and saved.args:
+        first, last = saved.args[-1], saved.args[-1].value
+        entry = f"scaler={name}.state_dict()"
+    else:
         return None
-    last = saved.args[-1].value
-    row = source.text.line_start(source.span(saved.args[-1]).start)
-    indent = source.text.data[row : source.span(saved.args[-1]).start]
+    row = source.text.line_start(source.span(first).start)
+    indent = source.text.data[row : source.span(first).start]
     several = row != source.text.line_start(source.span(saved).start) and not indent.strip()
     between = f",{source.text.newline}{indent.decode()}" if several else ", "
-    edit = source.after(last, f"{between}scaler={name}.state_dict()")
+    edit = source.after(last, between + entry)
     return source.fix("Save the scaler's state as well", edit, unsafe=True)
 
 

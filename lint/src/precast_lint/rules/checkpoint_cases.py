@@ -109,6 +109,27 @@ VALID = (
         """,
         note="A scaler that never updates has one scale.",
     ),
+    Case(
+        """
+        import torch
+
+        def save(path, model, optimizer, grad_scaler):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, path)
+            torch.save(grad_scaler, path + ".scaler")
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            save("last.pt", model, optimizer, scaler)
+        """,
+        note="The function does something with the scaler that it is given.",
+    ),
 )
 
 INVALID = (
@@ -417,5 +438,73 @@ INVALID = (
         """,
         unsafe=True,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def save(path, model, optimizer, grad_scaler):
+            print("scale", grad_scaler.get_scale())
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
+            torch.save(state, path)
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            save("last.pt", model, optimizer, scaler)
+        """,
+        """
+        import torch
+
+        def save(path, model, optimizer, grad_scaler):
+            print("scale", grad_scaler.get_scale())
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "scaler": grad_scaler.state_dict(),
+            }
+            torch.save(state, path)
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            save("last.pt", model, optimizer, scaler)
+        """,
+        unsafe=True,
+        count=1,
+        note="The function that saves is given the scaler, and does not save it.",
+    ),
+    Case(
+        """
+        import torch
+
+        def states(model, optimizer):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            torch.save(states(model, optimizer), "last.pt")
+        """,
+        count=1,
+        note="The function that makes the dictionary does not know the scaler.",
     ),
 )
