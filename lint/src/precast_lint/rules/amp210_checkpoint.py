@@ -13,6 +13,8 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.rules.checkpoint_cases import INVALID, VALID
+from precast_lint.rules.checkpoint_load_cases import LOAD_INVALID
+from precast_lint.rules.checkpoint_loads import SCALER_NAME, loads
 from precast_lint.rules.object_cases import SAVE_INVALID
 from precast_lint.training_step.flow import Flow, flows
 from precast_lint.training_step.flow_events import is_optimizer, key
@@ -20,7 +22,6 @@ from precast_lint.training_step.protocol import is_plain
 
 __all__ = ["RULE"]
 
-_SCALER = re.compile(r"scal|\bamp\b", re.IGNORECASE)
 _MODELS = ("model", "net", "network", "model_state_dict", "state_dict", "weights", "ema")
 _STEPS = ("scale", "unscale_", "step", "update", "get_scale", "is_enabled")
 _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
@@ -29,7 +30,7 @@ _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each saved dictionary with states of a model and an optimizer alone."""
     if any(
-        _SCALER.search(key(source, owner) or "") and not _is_offered(source, call)
+        SCALER_NAME.search(key(source, owner) or "") and not _is_offered(source, call)
         for call, owner, _ in source.methods("state_dict")
     ):
         return
@@ -44,13 +45,13 @@ def check(source: Source) -> Iterator[Finding]:
             node = _scaler(source, flow)
             if node is not None and not _is_off(source, node) and not _is_fixed(source):
                 name = key(source, node) or ""
-                certain = _is_there(source, node, place)
-                yield source.find(RULE, place, fix=_fix(source, place, name) if certain else None)
+                made = source.values.constructed(node) if _is_there(source, node, place) else None
+                yield source.find(RULE, place, fix=_fix(source, flow, saved, name, made))
             elif node is None and (
                 _is_saved_for_scaler(source, flow) or _is_of_object(source, flow)
             ):
-                given = _parameter(source, flow) if source.function(place) is flow.node else None
-                yield source.find(RULE, place, fix=_fix(source, place, given) if given else None)
+                name, made = _parameter(source, flow, place)
+                yield source.find(RULE, place, fix=_fix(source, flow, saved, name, made))
         yield from _apart(source, flow)
 
 
@@ -71,7 +72,7 @@ def _apart(source: Source, flow: Flow) -> Iterator[Finding]:
     scaler = _scaler(source, flow)
     if len(saved) < 2 or len(optimizers) != 1 or scaler is None or _is_off(source, scaler):
         return
-    if _is_fixed(source) or any(_SCALER.search(key(source, o) or "") for _, o in saved):
+    if _is_fixed(source) or any(SCALER_NAME.search(key(source, o) or "") for _, o in saved):
         return
     yield source.find(RULE, next(call for call, owner in saved if owner is optimizers[0]))
 
@@ -82,11 +83,16 @@ def _saves(source: Source, flow: Flow) -> list[tuple[cst.Call, Node]]:
     for call in [n for n in flow.nodes if isinstance(n, cst.Call)]:
         if source.origin(call.func) != "torch.save" or not call.args:
             continue
-        value = call.args[0].value
-        func = value.func if isinstance(value, cst.Call) else None
-        if isinstance(func, cst.Attribute) and func.attr.value == "state_dict":
-            found.append((call, func.value))
+        if (owner := _state_of(call.args[0].value)) is not None:
+            found.append((call, owner))
     return found
+
+
+def _state_of(value: Node) -> Node | None:
+    """The model or optimizer of `model.state_dict()`."""
+    func = value.func if isinstance(value, cst.Call) else None
+    is_state = isinstance(func, cst.Attribute) and func.attr.value == "state_dict"
+    return func.value if is_state and isinstance(func, cst.Attribute) else None
 
 
 def _is_optimizers(source: Source, flow: Flow, owner: Node) -> bool:
@@ -181,11 +187,10 @@ def _is_training_state(source: Source, flow: Flow, saved: _Saved) -> bool:
     """Whether it has the states of an optimizer and something else, and nothing that may be a scaler's."""
     states = []
     for name, value in saved.entries:
-        if _SCALER.search(name) or _SCALER.search(key(source, value) or ""):
+        if SCALER_NAME.search(name) or SCALER_NAME.search(key(source, value) or ""):
             return False
-        func = value.func if isinstance(value, cst.Call) else None
-        if isinstance(func, cst.Attribute) and func.attr.value == "state_dict":
-            states.append(func.value)
+        if (owner := _state_of(value)) is not None:
+            states.append(owner)
     optimizers = [owner for owner in states if _is_optimizers(source, flow, owner)]
     whole = any(name in _MODELS for name, _ in saved.entries)  # `"model": deepcopy(model).half()`
     return bool(optimizers) and (len(states) > len(optimizers) or whole)
@@ -201,7 +206,7 @@ def _is_saved_for_scaler(source: Source, flow: Flow) -> bool:
                 continue
             scaler = _scaler(source, other)
             handed = any(
-                _SCALER.search(key(source, arg.value) or "")
+                SCALER_NAME.search(key(source, arg.value) or "")
                 and not _is_ignored(source, call, arg.value)
                 for arg in call.args
             )
@@ -229,18 +234,19 @@ def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
     return all(isinstance(node, cst.Attribute) and node.attr.value in _STEPS for node in outer)
 
 
-def _parameter(source: Source, flow: Flow) -> str | None:
-    """The parameter by which each call of a function hands it one scaler, which it does not save."""
+def _parameter(source: Source, flow: Flow, saved: Node) -> tuple[str, Node | None]:
+    """The parameter by which each call of a function hands it one scaler, which it does not save, and what makes it."""
     function = flow.node
-    assert isinstance(function, cst.FunctionDef)
+    if not isinstance(function, cst.FunctionDef) or source.function(saved) is not function:
+        return "", None
     for name, bindings in source.scopes.owned[function].bindings.items():
         given = source.values.handed.whatever_to(bindings[0])
         made = {source.values.constructed(value) for value in given}
         is_one = len(made) == 1 and all(source.instance(value) in SCALERS for value in given)
         is_one = is_one and bindings[0].value is None  # what is left out may be None
-        if is_one and None not in made and _only_steps(source, function, name):
-            return name
-    return None
+        if is_one and _only_steps(source, function, name):
+            return name, made.pop()
+    return "", None
 
 
 def _scaler(source: Source, flow: Flow) -> Node | None:
@@ -314,8 +320,11 @@ def _is_there(source: Source, scaler: Node, saved: Node) -> bool:
     return source.scope(saved).home(root.value) is there
 
 
-def _fix(source: Source, saved: Node, name: str) -> Fix | None:
-    """One more entry of a dictionary, or one more keyword of `dict(...)`."""
+def _fix(source: Source, flow: Flow, state: _Saved, name: str, made: Node | None) -> Fix | None:
+    """One more entry of a dictionary, or one more keyword of `dict(...)`, and what loads it where that is certain."""
+    saved = state.place
+    if not isinstance(made, cst.Call):
+        return None
     if isinstance(saved, cst.Dict) and saved.elements:
         element = saved.elements[-1]
         assert isinstance(element, cst.DictElement)
@@ -331,8 +340,14 @@ def _fix(source: Source, saved: Node, name: str) -> Fix | None:
     indent = source.text.data[row : source.span(first).start]
     several = row != source.text.line_start(source.span(saved).start) and not indent.strip()
     between = f",{source.text.newline}{indent.decode()}" if several else ", "
-    edit = source.after(last, between + entry)
-    return source.fix("Save the scaler's state as well", edit, unsafe=True)
+    keys = {
+        name
+        for name, value in state.entries
+        if (owner := _state_of(value)) is not None and _is_optimizers(source, flow, owner)
+    }
+    edits = loads(source, made, name, keys)
+    says = "Save the scaler's state as well" + (", and load it" if edits else "")
+    return source.fix(says, source.after(last, between + entry), edits, unsafe=True)
 
 
 RULE = Rule(
@@ -350,5 +365,5 @@ RULE = Rule(
     words=("GradScaler torch.save state_dict", "GradScaler import save state_dict"),
     check=check,
     valid=VALID,
-    invalid=(*INVALID, *SAVE_INVALID),
+    invalid=(*INVALID, *LOAD_INVALID, *SAVE_INVALID),
 )
