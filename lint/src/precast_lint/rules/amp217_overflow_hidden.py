@@ -60,15 +60,27 @@ def _cleaned(source: Source, event: Event) -> Node | None:
         origin = source.origin(node.func)
         if origin is not None:
             name = origin.removeprefix("torch.")
+        if name == "masked_fill_" and node.args:
+            is_grad = origin is None and _is_or_holds_grad(source, _owner(node))
+            return node if is_grad and _asks(source, node.args[0]) else None
         if name not in _CLEANS:
             return None
         tensor = node.args[0].value if origin is not None and node.args else _owner(node)
-        return node if _is_grad(tensor) and _is_written(source, node, name) else None
+        if name.endswith("_"):
+            return node if _is_or_holds_grad(source, tensor) else None
+        return node if _is_grad(tensor) and _is_written(source, node) else None
     if event.kind == "assign" and _is_grad(node) and _chooses(source, event.value):
         return event.value
     if event.kind == "assign" and isinstance(node, cst.Subscript):
-        return node if _is_grad(node.value) and _asks(source, node) else None
+        return node if _is_or_holds_grad(source, node.value) and _asks(source, node) else None
     return None
+
+
+def _is_or_holds_grad(source: Source, node: Node | None) -> bool:
+    """Whether it is a gradient, or a name that stands for one alone and changes it in place: `grad = p.grad`."""
+    binding = source.names.only_binding(node)
+    is_held = binding is not None and binding.kind == "assign"
+    return _is_grad(node) or (is_held and binding is not None and _is_grad(binding.value))
 
 
 def _chooses(source: Source, value: Node | None) -> bool:
@@ -84,10 +96,8 @@ def _owner(call: cst.Call) -> Node | None:
     return call.func.value if isinstance(call.func, cst.Attribute) else None
 
 
-def _is_written(source: Source, call: cst.Call, name: str) -> bool:
-    """Whether the gradient itself is changed: in place, or by what is assigned to it."""
-    if name.endswith("_"):
-        return True
+def _is_written(source: Source, call: cst.Call) -> bool:
+    """Whether the gradient itself is changed, by what is assigned to it or by `out=`."""
     statement = source.parents[call]
     targets = statement.targets if isinstance(statement, cst.Assign) else ()
     return any(_is_grad(target.target) for target in targets) or any(
@@ -102,21 +112,21 @@ def _is_grad(node: Node | None) -> bool:
     return isinstance(node, cst.Attribute) and node.attr.value == "grad"
 
 
-def _asks(source: Source, item: cst.Subscript) -> bool:
-    """Whether an index, or the one value of a name in it, asks a gradient for numbers that are not finite."""
-    names = [n for part in item.slice for n in walk(part) if isinstance(n, cst.Name)]
+def _asks(source: Source, mask: Node) -> bool:
+    """Whether an item or a mask, or the one value of a name in it, asks a gradient for numbers that are not finite."""
+    names = [n for n in walk(mask) if isinstance(n, cst.Name)]
     if any(n.value in _ASKS for n in names):
         return True
     bindings = (source.names.only_binding(name) for name in names)
     masks = [b.value for b in bindings if b is not None and b.kind == "assign" and b.value]
-    return any(_asks_grad(mask) for mask in masks)
+    return any(_asks_grad(source, mask) for mask in masks)
 
 
-def _asks_grad(mask: Node) -> bool:
+def _asks_grad(source: Source, mask: Node) -> bool:
     """`~torch.isfinite(p.grad)`."""
     inner = list(walk(mask))
     is_asked = any(isinstance(n, cst.Name) and n.value in _ASKS for n in inner)
-    return is_asked and any(_is_grad(n) for n in inner)
+    return is_asked and any(_is_or_holds_grad(source, n) for n in inner)
 
 
 VALID = (
@@ -216,6 +226,53 @@ VALID = (
                 scaler.update()
         """,
     ),
+    Case(
+        """
+        import torch
+
+        def clean(parameters):
+            for p in parameters:
+                if p.grad is None:
+                    continue
+                finite = torch.isfinite(p.grad)
+                p.grad.masked_fill_(~finite, 0.0)
+
+        def train(model, optimizer, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                clean(model.parameters())
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        def clean(parameters):
+            for p in parameters:
+                if p.grad is None:
+                    continue
+                grad = p.grad
+                grad.masked_fill_(p.frozen, 0.0)
+                copy = p.grad.clone()
+                copy[~torch.isfinite(copy)] = 0.0
+                print(copy.masked_fill(torch.isnan(copy), 0.0).norm())
+
+        def train(model, optimizer, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                clean(model.parameters())
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        note="A copy is cleaned, and weights that are frozen get nothing.",
+    ),
 )
 
 INVALID = (
@@ -289,6 +346,51 @@ INVALID = (
                     continue
                 mask = ~torch.isfinite(p.grad)
                 p.grad[mask] = 0.0
+
+        def train(model, optimizer, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                clean(model.parameters())
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def clean(parameters):
+            for p in parameters:
+                if p.grad is None:
+                    continue
+                finite = torch.isfinite(p.grad)
+                p.grad.masked_fill_(~finite, 0.0)
+
+        def train(model, optimizer, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                clean(model.parameters())
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def clean(parameters):
+            for p in parameters:
+                if p.grad is None:
+                    continue
+                grad = p.grad
+                broken = ~torch.isfinite(grad)
+                grad[broken] = 0.0
 
         def train(model, optimizer, batches):
             scaler = torch.amp.GradScaler("cuda")
