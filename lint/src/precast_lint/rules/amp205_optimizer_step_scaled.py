@@ -78,6 +78,8 @@ def check(source: Source) -> Iterator[Finding]:
                 for _, step in state.by_hand:  # the scaler has not stepped it too
                     _unless_unskipped(source, flow, scaler, step, say)
                 state = replace(state, by_hand=frozenset())
+            if event.kind == "optimizer_step" and _has_own_gradients(source, event.node):
+                return _State()
             if never and event.kind == "optimizer_step" and not state.scaled:
                 return (
                     _State()
@@ -103,6 +105,21 @@ def check(source: Source) -> Iterator[Finding]:
             else _by_scaler(source, flow, scaler, node)
         )
         yield source.find(RULE, node, message, fix)
+
+
+def _has_own_gradients(source: Source, step: Node) -> bool:
+    """Whether a step is given a closure, which computes gradients, and scales no loss as far as it is seen."""
+    if not isinstance(step, cst.Call) or not step.args:
+        return False
+    closure = step.args[0].value
+    functions: list[Node] = [closure]
+    if isinstance(closure, cst.Name):
+        functions += [f for f in source.all(cst.FunctionDef) if f.name.value == closure.value]
+    return not any(
+        isinstance(inner, cst.Attribute) and inner.attr.value == "scale"
+        for function in functions
+        for inner in walk(function)
+    )
 
 
 def _only_asks(event: Event, scaler: str) -> bool:

@@ -11,6 +11,31 @@ VALID = (
         """
         import torch
 
+        def fit(model, batches, loss_of):
+            adam = torch.optim.Adam(model.parameters())
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                adam.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = loss_of(model, batch)
+                scaler.scale(loss).backward()
+                scaler.step(adam)
+                scaler.update()
+            lbfgs = torch.optim.LBFGS(model.parameters())
+
+            def closure():
+                lbfgs.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            lbfgs.step(closure)
+        """,
+    ),
+    Case(
+        """
+        import torch
+
         def step(net, opt, scaler, loss):
             scaler.scale(loss).backward()
             scaler.unscale_(opt)
