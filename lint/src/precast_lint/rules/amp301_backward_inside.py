@@ -49,8 +49,13 @@ def _is_loss(source: Source, owner: Node, arguments: Arguments) -> bool:
         return True
     if arguments.positional or arguments.keywords:
         return False
-    if isinstance(owner, cst.Call) and isinstance(owner.func, cst.Attribute):
-        return owner.func.attr.value in ("sum", "mean", "scale")
+    if isinstance(owner, cst.BinaryOperation):
+        return any(_is_loss(source, side, arguments) for side in (owner.left, owner.right))
+    if isinstance(owner, cst.UnaryOperation):
+        return _is_loss(source, owner.expression, arguments)
+    if isinstance(owner, cst.Call):
+        scaled = isinstance(owner.func, cst.Attribute) and owner.func.attr.value == "scale"
+        return scaled or _gives_loss(source, owner.func)
     last = (key(source, owner) or "").rpartition(".")[2].lower()
     is_named = "loss" in last and isinstance(owner, (cst.Name, cst.Attribute, cst.Subscript))
     return is_named or _is_made_as_loss(source, owner)
@@ -175,6 +180,34 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def step(net, optimizer, x, y, parts):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = net(x, y)
+                (loss / parts).backward()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                F.cross_entropy(net(x, None), y).backward()
+            optimizer.step()
+        """,
+        count=2,
+        unsafe=True,
+        fixed="""
+        import torch
+        import torch.nn.functional as F
+
+        def step(net, optimizer, x, y, parts):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = net(x, y)
+            (loss / parts).backward()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                F.cross_entropy(net(x, None), y).backward()
+            optimizer.step()
+        """,
+    ),
     Case(
         """
         import contextlib
