@@ -18,6 +18,10 @@ def shipped(
         return
     yield "### Models that are shipped"
     yield ""
+    dates = sorted({row["date"] for row in (*converted, *packages, *started) if "date" in row})
+    if dates:
+        yield f"Measured by themselves, on {' and '.join(dates)}, on the same machine."
+        yield ""
     if converted:
         yield from _converted(converted)
     if packages:
