@@ -6,8 +6,9 @@ Under PyTorch's own policy they run as in PyTorch: tests/conformance/test_torchs
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import precast
 from precast import Policy, _torch
+from precast.weights.unversioned_writes import USES_BETWEEN_CHECKS
 from tests.conformance.test_torchscript import WAYS, fresh
 
 # TorchScript is deprecated, and programs still use it.
@@ -202,6 +204,34 @@ def test_what_is_forked_runs_in_the_policy_of_the_thread_that_forks() -> None:
     with precast.autocast("cpu", policy=KEEP):
         assert torch.mm(x, x).dtype is torch.float32
         assert forked(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("entered", ["once", "for each call"])
+def test_a_trace_records_nothing_of_the_search_for_unversioned_writes(entered: str) -> None:
+    outer, inner = precast.autocast("cpu"), nullcontext()
+    if entered == "for each call":
+        outer, inner = inner, outer
+
+    class Repeated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(160, 160)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2 * USES_BETWEEN_CHECKS):
+                with inner:
+                    x = self.layer(x)
+            return x
+
+    model, x = Repeated(), torch.randn(2, 160)
+    attachment = precast.attach(model)
+    with torch.no_grad(), outer, warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        model(x), model(x)
+        traced = torch.jit.trace(model, (x,), check_trace=False)
+    kinds = {node.kind() for node in traced.inlined_graph.nodes()}
+    assert kinds <= {"prim::Constant", "prim::GetAttr", "aten::to", "aten::linear"}
+    attachment.detach()
 
 
 @pytest.mark.parametrize("attached", [False, True])

@@ -27,7 +27,7 @@ from torch import Tensor
 from precast._torch import (
     dispatch_modes,
     is_capturing,
-    is_functorch_active,
+    is_real,
     leave_process_groups,
     stream_of,
     without_torch_function,
@@ -188,7 +188,7 @@ def _find_unversioned_write(*, compare: bool) -> tuple[HeldParameter, CopyKey] |
     """Reads the results that have come, and if asked makes one more comparison; gives the weight that was written."""
     if not (compare or _Search.comparisons) or not compared_in_turn:
         return None
-    if dispatch_modes() or is_functorch_active() or is_capturing():
+    if dispatch_modes() or not is_real() or is_capturing():
         return None
     with without_torch_function():
         ready, _Search.comparisons = _Search.comparisons, []
