@@ -312,6 +312,38 @@ def clipping_is_for_parts_without_numbers_and_for_weights_beside_them_too() -> N
 
 
 @case(2)
+def a_scaler_clips_sharded_gradients_and_those_beside_them_together() -> None:
+    for norm_type in (2.0, float("inf")):
+        model = whole_net()
+        ignored = set(model[2].parameters())
+        fully_shard(model, mesh=init_device_mesh("cpu", (PROCESSES,)), ignored_params=ignored)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scaler = precast.GradScaler("cpu", init_scale=4.0)
+        for bad in (False, True):
+            give_gradients(model, int(bad))
+            given = [full(p.grad) for p in model.parameters()]
+            scaler.scale(torch.ones(()))
+            for p in model.parameters():
+                here(p.grad).mul_(4.0)
+            if bad and RANK:
+                here(model[0].weight.grad)[0, 0] = torch.inf
+            norm = scaler.clip_grad_norm_(optimizer, 0.5, norm_type)
+            assert same_everywhere(norm)
+            before = wholes(model)
+            scaler.step(optimizer)
+            scaler.update()
+            if bad:
+                assert norm.isinf()
+                assert all(map(torch.equal, wholes(model), before))
+                continue
+            numbers = torch.cat([g.double().reshape(-1) for g in given])
+            expected = torch.linalg.vector_norm(numbers, norm_type)
+            torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
+            for weight, old, g in zip(wholes(model), before, given, strict=True):
+                torch.testing.assert_close(weight, old - 0.1 * g * (0.5 / expected).float())
+
+
+@case(2)
 def weights_that_fsdp_leaves_are_stepped_so_too() -> None:
     before = sum(passed)
     made: list[nn.Sequential] = []

@@ -25,6 +25,7 @@ from precast.errors import PrecastWarning, ScalerError
 from precast.grad_scaler.memory import are_finite, is_finite, local, memory_of, moved
 from precast.weights.low_precision_gradients import factors_of
 from precast.weights.partial_steps import parameters_of
+from precast.weights.total_norm import total_norm
 
 __all__ = [
     "FoundInf",
@@ -161,13 +162,19 @@ def clipped(
     """The norm of all gradients; they are clipped to `max_norm` if they are finite. Waits for nothing."""
     parameters = parameters_of(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
-    norm = norm.full_tensor() if _torch.is_dtensor(norm) else norm  # type: ignore[attr-defined]
+    norm = total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     bad = norm.isnan()
     for found in found_inf.values():
         bad = bad | (moved(found, norm.device) != 0)
     used = torch.where(bad, 0.0, norm)  # of finite gradients it may be infinite: then they become 0
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, used, foreach)
+    for sharded in (
+        False,
+        True,
+    ):  # one call of PyTorch's multiplies either plain gradients or sharded ones
+        some = [
+            p for p in parameters if p.grad is not None and _torch.is_dtensor(p.grad) is sharded
+        ]
+        torch.nn.utils.clip_grads_with_norm_(some, max_norm, used, foreach)
     return norm
 
 

@@ -9,17 +9,14 @@ Invariants:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
-from precast._torch import is_dtensor
 from precast.errors import AttachError
-from precast.weights.shards import largest_over, part_of, versions_of
+from precast.weights.shards import versions_of
+from precast.weights.total_norm import total_norm
 
 __all__ = ["Clipping"]
 
@@ -55,7 +52,7 @@ class Clipping:
         trained = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in trained if p.grad is not None]
         self._waiting = {}  # gradients that were clipped before and not stepped are clipped as they are
-        norm = _total_norm(gradients, norm_type, error_if_nonfinite)
+        norm = total_norm(gradients, norm_type, error_if_nonfinite)
         factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
         self._factor = factor.item()
         for parameter, gradient in zip(trained, gradients, strict=True):
@@ -87,36 +84,3 @@ class Clipping:
                 )
             factors[id(parameter)] = self._factor
         return factors
-
-
-def _total_norm(gradients: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """PyTorch's norm, over all processes where gradients are sharded: then it is the same number in each."""
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        mesh = gradient.device_mesh if is_dtensor(gradient) else None  # type: ignore[attr-defined]
-        by_mesh.setdefault(mesh, []).append(gradient)
-    if not any(by_mesh):
-        return get_total_norm(gradients, norm_type, error_if_nonfinite)
-    norms = [
-        get_total_norm(some, norm_type) if mesh is None else _norm_over(some, norm_type)
-        for mesh, some in by_mesh.items()
-    ]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(
-            f"The norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped. With "
-            "error_if_nonfinite=False they are multiplied by what follows from it."
-        )
-    return norm
-
-
-def _norm_over(gradients: Sequence[Any], norm_type: float) -> Tensor:
-    """The norm of gradients that the processes of one mesh have parts of."""
-    if norm_type != math.inf:
-        return get_total_norm(gradients, norm_type).full_tensor()  # type: ignore[attr-defined,no-any-return]
-    # PyTorch raises where one of the parts has no numbers (2.13), in that process alone, while others wait.
-    parts = [part_of(gradient) for gradient in gradients]
-    norms = [torch.linalg.vector_norm(part, norm_type) for part in parts if part.numel()]
-    here = get_total_norm([*norms, parts[0].new_zeros(())], norm_type)
-    # Comparing numbers of several processes may lose NaN.
-    return largest_over(gradients[0], here.nan_to_num(nan=math.inf, posinf=math.inf))
