@@ -6,11 +6,14 @@ import copy
 import gc
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import SGD, AdamW, Optimizer
 
 import precast
@@ -56,9 +59,12 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, first: int = 0) ->
 
 def with_rest(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     """A weight with what was rounded away of it."""
+    saved = optimizer.state_dict()
+    parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    number = parameters.index(id(parameter))
+    its = saved["state"].get(number) or saved.get("rounding", {}).get(number, {})
     value = parameter.detach().float()
-    rest = optimizer.state[parameter].get("rounded_away")
-    return value if rest is None else value + rest
+    return value + its["rounded_away"] if "rounded_away" in its else value
 
 
 @pytest.mark.parametrize(
@@ -184,6 +190,57 @@ def test_a_training_goes_on_from_its_state_dicts(how: Any, states: Any, programs
         for name, value in optimizer.state[mine].items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(its.state[others][name]))
             assert getattr(value, "dtype", None) is getattr(its.state[others][name], "dtype", None)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("how", ROUNDINGS)
+def test_distributed_checkpoints_load_into_a_training_that_has_not_begun(
+    how: Any, programs: Any, tmp_path: Path
+) -> None:
+    made = []
+    for seed in (0, 1):
+        model = net()
+        with torch.no_grad():
+            model[0].weight.add_(
+                1e-4 * (1 + seed)
+            )  # not a number of bfloat16, so that something is beside it
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        precast.attach(model, optimizer=optimizer, masters=how)
+        made.append((model, optimizer))
+    (model, optimizer), (other, its) = made
+    train(model, optimizer, 3)
+    saved = get_state_dict(model, optimizer)
+    checkpoint.save(dict(zip("mo", saved, strict=True)), checkpoint_id=tmp_path, no_dist=True)
+    found = get_state_dict(other, its)
+    checkpoint.load(dict(zip("mo", found, strict=True)), checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, its, model_state_dict=found[0], optim_state_dict=found[1])
+    for each, stepped in made:
+        train(each, stepped, 2, first=3)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    for mine, others in zip(model.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[mine].keys() == its.state[others].keys()
+        for name, value in optimizer.state[mine].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(its.state[others][name]))
+
+
+@pytest.mark.parametrize("how", ROUNDINGS)
+def test_a_training_that_has_not_begun_is_saved_and_loaded(how: Any, programs: Any) -> None:
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        layer = nn.Linear(WIDTH, WIDTH)
+        optimizer = AdamW(layer.parameters(), lr=0.01)
+        precast.attach(layer, optimizer=optimizer, masters=how)
+        made.append((layer, optimizer))
+    (layer, optimizer), (other, its) = made
+    other.load_state_dict(layer.state_dict())
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(with_rest(optimizer, layer.weight), with_rest(its, other.weight))
+    AdamW(nn.Linear(WIDTH, WIDTH).parameters()).load_state_dict(optimizer.state_dict())
+    for each, stepped in made:
+        train(each, stepped, 2)
+    assert torch.equal(with_rest(optimizer, layer.weight), with_rest(its, other.weight))
+    assert torch.equal(layer.weight, other.weight)
 
 
 def test_a_float32_checkpoint_is_taken_up_without_loss(programs: Any) -> None:

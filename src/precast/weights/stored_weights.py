@@ -6,7 +6,9 @@ Invariants:
   states that are stored in bfloat16, which live as long as the step does;
 - what the step gives is rounded once. What is rounded away stays beside the weight in bfloat16 and is added before the
   next step ("kahan"), or the weight is rounded up or down by chance, so that its mean is right ("stochastic");
-- what that needs is in the optimizer's state, and so in its `state_dict`; loading it leaves each dtype what it was;
+- what that needs is in the optimizer's state, and so in its `state_dict`; loading it leaves each dtype what it was.
+  Until the optimizer has made states of its own it waits here, and is beside the states in the `state_dict`:
+  PyTorch's optimizers, and its distributed checkpoints, take one that has any state for one that has all;
 - of a sharded weight everything is sharded alike; the optimizer sees a stand-in of the whole, so that one that looks at
   several numbers does what it does with sharded weights, and each process rounds its own part;
 - parameters stay the same objects and keep their hooks; a step that is skipped, or raises, has changed none of them;
@@ -39,9 +41,17 @@ from precast.weights.partial_steps import (
 from precast.weights.rounding import OF_ROUNDING, REST, SEED, Rounding
 from precast.weights.shards import part_of, shard_number, versions_of, whole_like, why_not
 
-__all__ = ["StoredWeights", "check", "is_distributed", "is_worth_storing_low"]
+__all__ = [
+    "StoredWeights",
+    "check",
+    "is_distributed",
+    "is_worth_storing_low",
+    "learns_by_rounding",
+]
 
 _FEWEST: Final = 16384
+_BESIDE: Final = "rounding"
+"""The key in an optimizer's `state_dict` of what waits for its first step."""
 _PART: Final = 1 << 20
 """Numbers of the weights that have stand-ins at a time, where the optimizer allows that: 16 MiB with two states."""
 
@@ -81,6 +91,8 @@ class StoredWeights:
         """Parameters that were stepped, and their gradients, while a step lasts."""
         self._counts: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
+        self._waiting: dict[int, dict[str, Any]] = {}
+        """``id`` of a parameter of which the optimizer has no states yet -> what rounding needs of it."""
         self._seeds = {id(p): (seed << 32) + (i << 20) for i, p in enumerate(parameters.values())}
         for parameter in parameters.values():
             self._store(optimizer, parameter)
@@ -91,6 +103,7 @@ class StoredWeights:
         _living.add(self)
         self._hooks = [
             optimizer.register_step_pre_hook(_Hook(here, "before_step")),
+            optimizer.register_state_dict_post_hook(_Hook(here, "_saves")),
             optimizer.register_load_state_dict_pre_hook(_Hook(here, "_loads")),
             optimizer.register_load_state_dict_post_hook(_Hook(here, "_has_loaded")),
         ]
@@ -154,12 +167,15 @@ class StoredWeights:
                 self._complete(parameter, its)
             versions = self._versions.get(id(parameter))
             if versions is not None and versions != versions_of(parameter):
+                self._waiting.get(id(parameter), {}).pop(REST, None)
                 if its and REST in its:
                     part_of(its[REST]).zero_()
                 self._versions[id(parameter)] = versions_of(parameter)
 
     def _complete(self, parameter: Tensor, its: dict[str, Any]) -> None:
         """Adds what rounding needs to the states of a parameter, where it is not there yet."""
+        for name, value in self._waiting.pop(id(parameter), {}).items():
+            its.setdefault(name, value)
         its.setdefault(SEED, self._seeds[id(parameter)])
         if self._how == "kahan" and REST not in its:
             its[REST] = torch.zeros_like(parameter)
@@ -181,16 +197,12 @@ class StoredWeights:
         for name, value in made.items():  # Adagrad makes them before the first step
             if self._states is torch.float32 and is_large(value) and name not in OF_ROUNDING:
                 made[name] = _full(value)
-        if is_dtensor(parameter) and not made:
-            # It is bfloat16 already. PyTorch's distributed checkpoints take an optimizer that has anything among its
-            # states for one that has made them all, and would load no others.
-            return
-        its = optimizer.state[parameter]
+        its = made or self._waiting.setdefault(id(parameter), {})
         its.setdefault(SEED, self._seeds[id(parameter)])
         value, forgets = parameter.detach().float(), is_distributed() and REST not in its
         if REST in its:
             value = value + its[REST]
-        elif self._how == "stochastic" and parameter.dtype is torch.bfloat16:
+        elif parameter.dtype is torch.bfloat16:
             return
         low = self._rounded(value, its)
         if REST in its and forgets:
@@ -275,6 +287,7 @@ class StoredWeights:
             seen.append((parameter, parameter))
             return parameter
         its = optimizer.state[parameter]
+        self._complete(parameter, its)
         value = parameter.detach().to(torch.float32)
         if REST in its:
             value += its[REST]
@@ -291,7 +304,6 @@ class StoredWeights:
 
     def _take_back(self, optimizer: Optimizer, parameter: Tensor, stand_in: Tensor) -> None:
         its = optimizer.state[parameter]
-        its.setdefault(SEED, self._seeds[id(parameter)])
         parameter.copy_(self._rounded(stand_in.detach(), its))
         for name, value in optimizer.state.get(stand_in, {}).items():
             its[name] = self._stored(value, its)
@@ -309,6 +321,13 @@ class StoredWeights:
                 self._taken.append((parameter, parameter.grad))
                 parameter.grad = None
 
+    def _saves(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Adds what waits to what is saved: `Optimizer.load_state_dict` leaves keys that it does not know alone."""
+        saved = (number for group in state_dict["param_groups"] for number in group["params"])
+        for number, parameter in zip(saved, parameters_of(optimizer), strict=True):
+            if waiting := self._waiting.get(id(parameter)):
+                state_dict.setdefault(_BESIDE, {})[number] = dict(waiting)
+
     def _loads(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
 
@@ -316,12 +335,16 @@ class StoredWeights:
         """Gives states the dtype that they were saved in: PyTorch casts them to that of the parameter."""
         loaded, self._loaded = self._loaded, {}
         self._versions.clear()  # the weights may be loaded before or after
+        self._waiting.clear()
         saved = (number for group in loaded["param_groups"] for number in group["params"])
         for number, parameter in zip(saved, parameters_of(optimizer), strict=True):
             if id(parameter) not in self._parameters:
                 continue
             its = optimizer.state.get(parameter)
             if its is None:
+                for name, value in loaded.get(_BESIDE, {}).get(number, {}).items():
+                    copied = value.clone().to(parameter.device) if is_large(value) else value
+                    self._waiting.setdefault(id(parameter), {})[name] = copied
                 continue
             for name, value in loaded["state"].get(number, {}).items():
                 if is_large(value) and its[name].dtype is not value.dtype:
@@ -345,6 +368,11 @@ class _Hook:
 
 def _gone() -> None:
     """A weak reference to what is no more."""
+
+
+def learns_by_rounding(parameter: Tensor) -> bool:
+    """Whether a weight is stored in bfloat16 alone, and loses nothing of its updates all the same."""
+    return any(id(parameter) in weights.roundings for weights in _living)
 
 
 def is_distributed() -> bool:

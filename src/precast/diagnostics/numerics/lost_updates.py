@@ -27,6 +27,7 @@ from precast.weights.partial_steps import (
     treats_each_parameter_by_itself,
     without_scaler,
 )
+from precast.weights.stored_weights import learns_by_rounding
 
 __all__ = ["NOTHING_LOST", "LostUpdates", "Updates"]
 
@@ -59,14 +60,14 @@ class LostUpdates:
     def before(self, optimizer: Optimizer, names: dict[int, str]) -> None:
         """A step is about to be taken; `names` are those of the parameters that are looked at, by ``id``."""
         trained = [p for g in optimizer.param_groups for p in g["params"] if id(p) in names]
-        self._lose_nothing.update(names[id(p)] for p in trained if _loses_nothing(optimizer, p))
+        self._lose_nothing.update(names[id(p)] for p in trained if _loses_nothing(p))
         if not treats_each_parameter_by_itself(optimizer) or isinstance(optimizer, LBFGS):
             return
         scale = getattr(optimizer, "grad_scale", None)
         groups = optimizer.param_groups
         with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
             for group in groups:
-                for parameter in _narrow(optimizer, group["params"]):
+                for parameter in _narrow(group["params"]):
                     if id(parameter) not in names:
                         continue
                     copied = _copied(optimizer, parameter, scale)
@@ -99,12 +100,11 @@ class LostUpdates:
         return read
 
 
-def _loses_nothing(optimizer: Optimizer, parameter: Tensor) -> bool:
-    learns_by_rounding = rounding.SEED in optimizer.state.get(parameter, {})
-    return learns_by_rounding or parameter.dtype in (torch.float32, torch.float64)
+def _loses_nothing(parameter: Tensor) -> bool:
+    return parameter.dtype in (torch.float32, torch.float64) or learns_by_rounding(parameter)
 
 
-def _narrow(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+def _narrow(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """The parameters whose updates rounding may take."""
     for parameter in parameters:
         gradient = parameter.grad
@@ -113,7 +113,7 @@ def _narrow(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[Tens
             and type(parameter) in (Tensor, nn.Parameter)
             and gradient is not None
             and gradient.layout is torch.strided
-            and not _loses_nothing(optimizer, parameter)
+            and not _loses_nothing(parameter)
         ):
             yield parameter
 
