@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from precast_lint.parsing.family import is_left_open
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
 __all__ = [
     "CUSTOM_BWD",
@@ -96,7 +97,8 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
         return None
     home = _class_of_receiver(source, func)
     if home is None:
-        return _method_of_object(source, func.value, func.attr.value)
+        other = _of_others(source, func)
+        return other or _method_of_object(source, func.value, func.attr.value)
     if func.attr.value in source.values.attributes(home):
         return None
     known = source.cache.setdefault("methods of classes", {})
@@ -104,6 +106,11 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
     if home not in known:
         known[home] = methods_of(source, home)
     method: Method | None = known[home].get(func.attr.value)
+    if method is not None and is_left_open(method.node):
+        if (other := _of_others(source, func)) is not None:
+            return other
+        if any(isinstance(inner, cst.Raise) for inner in walk(method.node.body)):
+            return None
     if method is None or method.decorators or method.node.asynchronous is not None:
         return None
     if _is_static(source, method.node):
@@ -113,6 +120,19 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
     by_class = isinstance(func.value, cst.Name) and func.value.value != "self"
     is_bound = is_plain and (not by_class or bool(method.node.decorators))
     return method.node if is_bound else None
+
+
+def _of_others(source: Source, func: cst.Attribute) -> cst.FunctionDef | None:
+    """The one method that `self.name` runs in the classes that come of its own, which leaves it to them."""
+    home = source.values.enclosing_class(func) if dotted(func.value) == "self" else None
+    if not isinstance(home, cst.ClassDef) or not source.values.family.is_of_file(home):
+        return None
+    found = source.values.family.overriding(home, func.attr.value)
+    method = found[0] if len(found) == 1 else None
+    if method is None or method.decorators or method.asynchronous is not None:
+        return None
+    first = method.params.params[:1]
+    return method if bool(first) and first[0].name.value == "self" else None
 
 
 def called_object(source: Source, call: Node) -> Node | None:

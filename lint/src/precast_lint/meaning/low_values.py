@@ -13,10 +13,10 @@ from precast_lint.meaning.kinds import is_device, is_number, is_text
 from precast_lint.meaning.regions import Region, region_in_force
 from precast_lint.meaning.tensors import constant, is_lowered, operation, value_of
 from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
-from precast_lint.parsing.values import returned_by
 
 __all__ = ["SHAPES", "casts_modules", "is_float32", "lowered_by"]
 

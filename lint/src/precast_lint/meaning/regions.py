@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from precast_lint.meaning.assignments import the_value, values_seen
+from precast_lint.meaning.defaults import by_default
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import canonical
 from precast_lint.parsing.source import Source
@@ -350,5 +351,25 @@ def _flag(source: Source, node: Node | None) -> bool | None:
 def _dtype(source: Source, node: Node | None, device: str | None) -> str | None:
     if node is None:
         return DEFAULT_DTYPE.get(device or "")
-    found = source.origin(node) or source.origin(the_value(source, node))
+    found = source.origin(node) or source.origin(the_value(source, node)) or _named(source, node)
+    if found is None and (given := by_default(source, node)) is not None:
+        default, is_left = source.origin(given[0]), given[1]
+        # float16 that nobody has to ask for is there; of another dtype the file itself has to say so
+        found = default if is_left or default in ("torch.float16", "torch.half") else None
     return _SAME_DTYPE.get(found, found) if found else None
+
+
+def _named(source: Source, node: Node) -> str | None:
+    """`torch.float16` of `getattr(torch, "float16")`."""
+    made = the_value(source, node)
+    if not isinstance(made, cst.Call) or source.names.builtin(made.func) != "getattr":
+        return None
+    if len(made.args) != 2 or source.origin(made.args[0].value) != "torch":
+        return None
+    name = the_value(source, made.args[1].value)
+    text = strings(name) if name is not None else None
+    if text is None:
+        given = by_default(source, name)
+        text = strings(given[0]) if given is not None else None
+        text = text if given is not None and (given[1] or text in ("float16", "half")) else None
+    return f"torch.{text}" if text else None

@@ -14,10 +14,10 @@ from precast_lint.meaning.assignments import default_of_field, the_value, values
 from precast_lint.meaning.functions import called_forward
 from precast_lint.meaning.regions import regions_around
 from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
-from precast_lint.parsing.values import returned_by
 
 __all__ = [
     "LAYERS",

@@ -10,7 +10,7 @@ from functools import cached_property
 from precast_lint.parsing.names import Names
 from precast_lint.parsing.syntax import Node, cst
 
-__all__ = ["Family"]
+__all__ = ["Family", "is_left_open"]
 
 _HARMLESS = (
     "torch.nn.Module",
@@ -68,6 +68,28 @@ class Family:
             for other in self._direct
         )
 
+    def run_by_self(self, function: cst.FunctionDef) -> list[cst.FunctionDef]:
+        """The methods that `self.name()` may run: one that only says what others have to define stands for theirs."""
+        if not is_left_open(function):
+            return [function]
+        scope = self.names.scopes.owned[function].parent
+        home = scope.node if scope is not None else None
+        if not isinstance(home, cst.ClassDef):
+            return [function]
+        return self.overriding(home, function.name.value) or [function]
+
+    def overriding(self, home: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
+        """The methods of one name in the classes of this file that come of one, those left open again apart."""
+        return [
+            line
+            for other in self._direct
+            if home in self.bases(other)
+            for line in other.body.body
+            if isinstance(line, cst.FunctionDef)
+            and line.name.value == name
+            and not is_left_open(line)
+        ]
+
     def provider(self, home: cst.ClassDef, name: str) -> cst.ClassDef | None:
         """The base of this file that gives a class a method; None if another base may give it."""
         waiting, seen = [arg.value for arg in reversed(home.bases)], {home}
@@ -104,3 +126,21 @@ class Family:
         binding = self.names.only_binding(node)
         made = binding.node if binding is not None and binding.kind == "class" else None
         return made if isinstance(made, cst.ClassDef) else None
+
+
+def is_left_open(function: cst.FunctionDef) -> bool:
+    """Whether a method does nothing but say that others define it: `raise NotImplementedError`, `...`, `pass`."""
+    if isinstance(function.body, cst.SimpleStatementSuite):
+        lines = list(function.body.body)
+    else:
+        body = function.body.body
+        if not all(isinstance(line, cst.SimpleStatementLine) for line in body):
+            return False
+        lines = [one for line in body for one in line.body]  # type: ignore[union-attr]
+    return all(isinstance(line, (cst.Raise, cst.Pass)) or _says_nothing(line) for line in lines)
+
+
+def _says_nothing(line: Node) -> bool:
+    """Whether a line is a text or `...`."""
+    value = line.value if isinstance(line, cst.Expr) else None
+    return isinstance(value, (cst.SimpleString, cst.ConcatenatedString, cst.Ellipsis))

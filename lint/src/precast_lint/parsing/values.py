@@ -17,10 +17,11 @@ from precast_lint.parsing.contents import Contents
 from precast_lint.parsing.family import Family
 from precast_lint.parsing.handed import Handed
 from precast_lint.parsing.names import Names, canonical, is_none
+from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import Binding, elements
-from precast_lint.parsing.syntax import Node, children, cst, strings, walk
+from precast_lint.parsing.syntax import Node, cst, strings, walk
 
-__all__ = ["SCALERS", "Values", "returned_by"]
+__all__ = ["SCALERS", "Values"]
 
 SCALERS = frozenset(
     {
@@ -179,7 +180,11 @@ class Values:
         if function is None:
             return []
         if function not in self._returns:
-            self._returns[function] = [] if function.decorators else returned_by(function)
+            run = self.family.run_by_self(function)
+            given = [] if any(one.decorators for one in run) else list(map(returned_by, run))
+            self._returns[function] = (
+                [value for one in given for value in one] if all(given) else []
+            )
         return self._returns[function]
 
     def _method_of_base(self, call: cst.Call) -> cst.FunctionDef | None:
@@ -456,39 +461,6 @@ class Values:
                     self.names.scopes.scope_of.setdefault(inner, binding)
             return self._annotated(expression)
         return None
-
-
-def returned_by(function: cst.FunctionDef) -> list[Node]:
-    """The values of a function's `return` statements, if it always ends with one that has a value."""
-    if function.asynchronous is not None or not _returns(function.body):
-        return []
-    found: list[Node] = []
-    stack: list[Node] = [function.body]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, cst.Yield) or (isinstance(node, cst.Return) and node.value is None):
-            return []
-        if isinstance(node, cst.Return) and node.value is not None:
-            found.append(node.value)
-        if not isinstance(node, (cst.FunctionDef, cst.Lambda, cst.ClassDef)):
-            stack.extend(children(node))
-    return found
-
-
-def _returns(block: Node | None) -> bool:
-    """Whether a block always ends with `return` or `raise`."""
-    last = (
-        block.body[-1]
-        if isinstance(block, (cst.IndentedBlock, cst.SimpleStatementSuite))
-        else block
-    )
-    if isinstance(last, cst.SimpleStatementLine):
-        last = last.body[-1]
-    if isinstance(last, cst.If):
-        return _returns(last.body) and _returns(last.orelse)
-    if isinstance(last, (cst.With, cst.Else)):
-        return _returns(last.body)
-    return isinstance(last, (cst.Return, cst.Raise))
 
 
 def _itself(call: cst.Call) -> Node | None:

@@ -10,7 +10,7 @@ from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Flow, Say
-from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
     comes_each_time,
     followed,
@@ -39,10 +39,13 @@ class _Follower:
         self.second: set[Node] = set()
         self.again: set[Node] = set()
         self.pairs: set[tuple[Node, Node]] = set()
+        self.left: set[Node] = set()  # with no update when the function ends
 
     def on(self, state: _State, event: Event, _: Say) -> _State:
         if hides(self.source, event, self.scaler):
             return frozenset()
+        if event.kind == "return":
+            self.left |= {node for _, node in state}
         if event.kind == "assign":
             word = re.compile(rf"(?<![\w.]){re.escape(event.receiver or '')}\b")
             return frozenset(pair for pair in state if not word.search(pair[0]))
@@ -74,6 +77,9 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, node)
         for node in follower.again:
             if _is_each_time(source, flow, scaler, node):
+                yield source.find(RULE, node, _AGAIN)
+        for node in follower.left - follower.again - follower.second:
+            if _is_in_each_call(source, flow, scaler, node):
                 yield source.find(RULE, node, _AGAIN)
 
 
@@ -111,6 +117,69 @@ def _is_each_time(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
         return False
     inside = way[: way.index(at)]
     return comes_each_time(source, at, loop) and all(_always_runs(source, one) for one in inside)
+
+
+def _is_in_each_call(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
+    """Whether each call of a function comes by, and only every so many calls come by the update."""
+    if not isinstance(flow.node, cst.FunctionDef):
+        return False
+    updates = [e.node for e in flow.events() if e.kind == "update" and e.scaler == scaler]
+    is_all = not flow.called_elsewhere(scaler, "update")
+    is_all = is_all and ("." not in scaler or flow.has_all(scaler, "update"))
+    way = list(leading_to(flow, node))
+    if not updates or not is_all or any(loops_around(source, one) for one in way):
+        return False
+    return all(_always_runs(source, one) for one in way) and all(
+        any(_is_counted(source, one) for one in leading_to(flow, update)) for update in updates
+    )
+
+
+def _is_counted(source: Source, node: Node) -> bool:
+    """Whether a node runs in every so many calls of its function: a test of a counter stands around or before it."""
+    function = source.function(node)
+    inner = node
+    for outer in source.around(node):
+        if outer is function or loop_around(source, node) is not None:
+            return False
+        if isinstance(outer, cst.If) and inner is not outer.test and _counts(source, outer.test):
+            return True
+        if isinstance(outer, cst.IndentedBlock):
+            block: list[Node] = list(outer.body)
+            before = block[: block.index(inner)]
+            if any(_leaves(line) and _counts(source, line.test) for line in before):  # type: ignore[attr-defined]
+                return True
+        inner = outer
+    return False
+
+
+def _leaves(line: Node) -> bool:
+    """Whether a statement is a test that ends the function."""
+    if not isinstance(line, cst.If) or not isinstance(line.body, cst.IndentedBlock):
+        return False
+    last = line.body.body[-1]
+    return isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Return)
+
+
+def _counts(source: Source, test: Node, depth: int = 2) -> bool:
+    """Whether a test is of a counter: `i % 4 == 0`, or `self.count == 4` where the same function adds to the count."""
+    function = source.function(test)
+    added = {
+        key(source, line.target)
+        for line in source.all(cst.AugAssign)
+        if source.function(line) is function and isinstance(line.operator, cst.AddAssign)
+    }
+    for inner in walk(test):
+        if isinstance(inner, cst.Modulo):
+            return True
+        if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Modulo):
+            return True
+        if isinstance(inner, cst.Comparison) and key(source, inner.left) in added:
+            return True
+        binding = source.names.only_binding(inner) if isinstance(inner, cst.Name) else None
+        value = binding.value if binding is not None and binding.kind == "assign" else None
+        if value is not None and depth and _counts(source, value, depth - 1):
+            return True
+    return False
 
 
 def _always_runs(source: Source, node: Node) -> bool:
@@ -267,6 +336,47 @@ VALID = (
                     optimizer.zero_grad()
         """,
     ),
+    Case(
+        """
+        import torch
+
+        class Step:
+            def __init__(self, model, optimizer, every):
+                self.model, self.optimizer, self.every = model, optimizer, every
+                self.scaler = torch.amp.GradScaler("cuda")
+                self.count = 0
+
+            def __call__(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.count += 1
+                if self.count < self.every:
+                    return
+                self.scaler.unscale_(self.optimizer)
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.count = 0
+        """,
+    ),
+    Case(
+        """
+        import torch
+
+        class Step:
+            def __init__(self, model, optimizer):
+                self.model, self.optimizer = model, optimizer
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, batch, is_last, limit=1.0):
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.unscale_(self.optimizer)
+                if limit is not None:
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+                if is_last:
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+        """,
+    ),
 )
 
 INVALID = (
@@ -387,6 +497,47 @@ INVALID = (
                     scaler.step(optimizer)
                     scaler.update()
                     optimizer.zero_grad()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Accumulator:
+            def __init__(self, model, optimizer, every):
+                self.model, self.optimizer, self.every = model, optimizer, every
+                self.scaler = torch.amp.GradScaler("cuda")
+                self.count = 0
+
+            def __call__(self, batch):
+                self.scaler.scale(self.model(batch)).backward()
+                self.scaler.unscale_(self.optimizer)
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.count += 1
+                if self.count % self.every == 0:
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+                    self.optimizer.zero_grad()
+
+        """,
+        count=1,
+        note="A method that is called for each batch, of which only some are followed by `update`.",
+    ),
+    Case(
+        """
+        import torch
+
+        def micro_step(model, optimizer, scaler, batch, index):
+            scaler.scale(model(batch)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            is_boundary = index % 4 == 3
+            if not is_boundary:
+                return
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
         """,
         count=1,
     ),

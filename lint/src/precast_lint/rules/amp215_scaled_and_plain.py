@@ -16,6 +16,7 @@ from precast_lint.training_step.protocol import hides, is_plain, judged, scales_
 __all__ = ["RULE"]
 
 _BY_HAND = re.compile(r"scale", re.IGNORECASE)
+_OTHERS = re.compile(r"(^|[._])(env|envs|prof|profiler|ema|p?bar|progress)$|sched", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,19 @@ def _optimizers(flow: Flow) -> set[str | None]:
         elif event.kind == "call" and isinstance(event.node, cst.Call):
             func = event.node.func
             is_step = isinstance(func, cst.Attribute) and func.attr.value == "step"
-            if is_step and "sched" not in (event.receiver or "").lower():
+            if is_step and not _is_other(flow.source, event.node, event):
                 found.add(event.receiver)
     return found
+
+
+def _is_other(source: Source, call: cst.Call, event: Event) -> bool:
+    """Whether a call of `step` is of something that is no optimizer: an environment, a profiler, a scheduler."""
+    outer = source.parents[call]
+    targets = [one.target for one in outer.targets] if isinstance(outer, cst.Assign) else []
+    if any(isinstance(target, (cst.Tuple, cst.List)) for target in targets):
+        return True  # `state, reward, *rest = env.step(action)`
+    is_profiler = (event.instance or "").startswith("torch.profiler.")
+    return is_profiler or _OTHERS.search(event.receiver or "") is not None
 
 
 def _may_zero(source: Source, event: Event, optimizer: str | None) -> bool:
@@ -245,6 +256,21 @@ VALID = (
         """,
         note="What another method of the optimizer does is not known.",
     ),
+    Case(
+        """
+        import torch
+
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            critic_loss.backward()
+            loss = critic.step()
+            scaler.scale(actor_loss).backward()
+            scaler.step(actor)
+            scaler.update()
+            actor.zero_grad()
+        """,
+        note="Whatever steps may be an optimizer.",
+    ),
 )
 
 INVALID = (
@@ -352,6 +378,45 @@ INVALID = (
                 optimizer.zero_grad()
         """,
         unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
+        def train(env, net, optimizer, steps):
+            scaler = torch.amp.GradScaler("cuda")
+            profiler = torch.profiler.profile()
+            state, _ = env.reset()
+            for _ in range(steps):
+                state, reward, done, *_ = env.step(net.act(state))
+                policy, value = net.losses(state, reward)
+                optimizer.zero_grad()
+                scaler.scale(policy).backward(retain_graph=True)
+                value.backward()
+                scaler.step(optimizer)
+                scaler.update()
+                profiler.step()
+        """,
+        """
+        import torch
+
+        def train(env, net, optimizer, steps):
+            scaler = torch.amp.GradScaler("cuda")
+            profiler = torch.profiler.profile()
+            state, _ = env.reset()
+            for _ in range(steps):
+                state, reward, done, *_ = env.step(net.act(state))
+                policy, value = net.losses(state, reward)
+                optimizer.zero_grad()
+                scaler.scale(policy).backward(retain_graph=True)
+                scaler.scale(value).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                profiler.step()
+        """,
+        unsafe=True,
+        count=1,
+        note="The environment and the profiler have steps, too.",
     ),
 )
 

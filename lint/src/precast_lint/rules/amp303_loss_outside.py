@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.meaning.regions import Region, region_in_force, regions
+from precast_lint.meaning.callers import regions_of_callers
+from precast_lint.meaning.functions import called_forward, methods_of
+from precast_lint.meaning.regions import AUTOCASTS, region_in_force, regions, regions_around
+from precast_lint.meaning.tensors import is_lowered
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.training_step.flow_events import key
+from precast_lint.training_step.propagated import is_propagated
 
 __all__ = ["RULE"]
 
@@ -31,31 +36,25 @@ _CLASSES = re.compile(r"torch\.nn\.(modules\.loss\.)?\w+Loss$")
 _MODELS = re.compile(
     r"(model|net|network|module|generator|discriminator|unet|classifier)", re.IGNORECASE
 )
-_KEEPS = {"view", "reshape", "squeeze", "flatten", "transpose", "permute", "contiguous", "logits"}
+_DEEP = 3  # functions that return what others return
+_WIDE = {"float", "double", "to", "type", "softmax", "log_softmax", "exp", "sum", "norm", "pow"}
+_KEEPS = {"view", "reshape", "squeeze", "flatten", "transpose", "permute", "contiguous"}
+_PARTS = {"last_hidden_state", "logits", "sample"}
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each loss of a region's outputs behind the region that is propagated back."""
-    for region in regions(source):
-        if isinstance(region.node, cst.With) and region.enabled is not False:
-            yield from _behind(source, region)
-
-
-def _behind(source: Source, region: Region) -> Iterator[Finding]:
-    function = source.function(region.node)
-    outputs = dict(_outputs(source, region))
-    if not outputs:
+    if not any(region.enabled is not False for region in regions(source)):
         return
     for call in source.all(cst.Call):
-        if source.function(call) is not function or not _is_loss(source, call):
+        if not _is_loss(source, call) or _is_widened(call):
             continue
-        if source.span(call).start < source.span(region.node).end:
+        if not any(_is_output(source, arg.value, call, _DEEP) for arg in call.args[:2]):
             continue
-        used = [n for arg in call.args[:2] if (n := _plain(arg.value)) and n.value in outputs]
-        fresh = all(_is_latest(source, function, outputs[n.value], call) for n in used)
-        if not used or _is_widened(call) or not fresh or region_in_force(source, call) is not None:
+        is_inside = any(True for _ in regions_around(source, call))
+        if is_inside or any(regions_of_callers(source, call)):
             continue
-        if _is_propagated(source, function, call):
+        if is_propagated(source, call):
             yield source.find(RULE, call)
 
 
@@ -65,22 +64,126 @@ def _is_widened(call: cst.Call) -> bool:
     return any(isinstance(func, cst.Attribute) and func.attr.value == "float" for func in casts)
 
 
-def _outputs(source: Source, region: Region) -> Iterator[tuple[str, Node]]:
-    """The names that a region's own statements give a model's output."""
-    body = region.body
-    lines = body.body if isinstance(body, cst.IndentedBlock) else ()
-    simple = [line for line in lines if isinstance(line, cst.SimpleStatementLine)]
-    for statement in (statement for line in simple for statement in line.body):
-        if isinstance(statement, cst.Assign) and _is_forward(source, statement.value):
-            for target in statement.targets:
-                yield from ((name.value, name) for name in _names(target.target))
+def _is_output(source: Source, node: Node, at: Node, depth: int) -> bool:
+    """Whether something behind all regions is what a model returned in one, in its dtype."""
+    plain = _plain(node)
+    if plain is None or depth == 0:
+        return False
+    if isinstance(plain, cst.Call):
+        forward = called_forward(source, plain) or _forward_with_region(source, plain)
+        returned = returned_by(forward) if forward is not None else source.values.returned(plain)
+        return bool(returned) and all(
+            _is_output(source, value, value, depth - 1) or _is_forward_inside(source, value)
+            for value in returned
+        )
+    target = _last_target(source, plain, at) or _only_target(source, plain)
+    if target is None:
+        return False
+    value = _given(source, target)
+    if value is not None and region_in_force(source, target) is not None:
+        return _is_surely_there(source, target) and _is_forward_inside(source, value)
+    several = source.values.contents.of_target(target) if value is not None else None
+    if several:
+        return all(
+            _is_output(source, one, one, depth - 1) or _is_forward_inside(source, one)
+            for one in several
+        )
+    is_call = isinstance(value, cst.Call) and target in _targets(source, value)
+    return is_call and value is not None and _is_output(source, value, at, depth - 1)
 
 
-def _names(target: Node) -> list[cst.Name]:
-    """The names that an assignment gives values: one, or those of `mean, deviation = model(x)`."""
-    if isinstance(target, (cst.Tuple, cst.List)):
-        return [element.value for element in target.elements if isinstance(element.value, cst.Name)]
-    return [target] if isinstance(target, cst.Name) else []
+def _forward_with_region(source: Source, call: cst.Call) -> cst.FunctionDef | None:
+    """The `forward` of a module of this file that an autocast class decorates, and nothing else."""
+    home = source.values.object_class(call.func)
+    method = methods_of(source, home).get("forward") if home is not None else None
+    origins = [origin for _, origin in method.decorators] if method is not None else []
+    is_one = len(origins) == 1 and origins[0] in AUTOCASTS
+    return method.node if method is not None and is_one else None
+
+
+def _last_target(source: Source, plain: Node, at: Node) -> Node | None:
+    """The last place in the text before another one at which a name, or an attribute of self, gets a value."""
+    text, function, end = key(source, plain), source.function(at), source.span(at).start
+    before = [
+        target
+        for target in _stored(source).get(text or "", ())
+        if source.function(target) is function and source.span(target).start < end
+    ]
+    last = max(before, key=lambda target: source.span(target).start, default=None)
+    if last is None or _given(source, last) is None:
+        return None
+    return last
+
+
+def _only_target(source: Source, plain: Node) -> Node | None:
+    """The one place of a class at which an attribute of self gets its value, if that is a region."""
+    if not isinstance(plain, cst.Attribute) or source.values.enclosing_class(plain) is None:
+        return None
+    home = source.values.enclosing_class(plain)
+    found = [
+        target
+        for target in _stored(source).get(key(source, plain) or "", ())
+        if source.values.enclosing_class(target) is home
+    ]
+    is_one = len(found) == 1 and region_in_force(source, found[0]) is not None
+    return found[0] if is_one else None
+
+
+def _stored(source: Source) -> dict[str, list[Node]]:
+    """The places at which names and attributes get values, by their texts; computed once."""
+    known = source.cache.get("what is stored where")
+    if known is None:
+        table: dict[str, list[Node]] = {}
+        kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.AsName)
+        for line in source.all(*kinds):
+            target = line.name if isinstance(line, cst.AsName) else line.target  # type: ignore[attr-defined]
+            items = target.elements if isinstance(target, (cst.Tuple, cst.List)) else ()
+            for one in (target, *(item.value for item in items)):
+                if isinstance(one, (cst.Name, cst.Attribute)):
+                    table.setdefault(key(source, one) or "", []).append(one)
+        known = source.cache["what is stored where"] = table
+    assert isinstance(known, dict)
+    return known
+
+
+def _given(source: Source, target: Node) -> Node | None:
+    """What is assigned to a target, or to the `mean, deviation` in which it stands."""
+    outer = source.parents[target]
+    if isinstance(outer, cst.Element):
+        outer = source.parents[source.parents[outer]]
+    if isinstance(outer, cst.AssignTarget):
+        outer = source.parents[outer]
+    return outer.value if isinstance(outer, (cst.Assign, cst.AnnAssign, cst.NamedExpr)) else None
+
+
+def _targets(source: Source, value: Node) -> list[Node]:
+    """What an assignment gives a value as a whole."""
+    outer = source.parents[value]
+    if isinstance(outer, cst.Assign):
+        return [one.target for one in outer.targets]
+    return [outer.target] if isinstance(outer, (cst.AnnAssign, cst.NamedExpr)) else []
+
+
+def _is_surely_there(source: Source, target: Node) -> bool:
+    """Whether a region gives a value each time it runs, in no loop of its own."""
+    for outer in source.around(target):
+        if isinstance(outer, (cst.For, cst.While, cst.Try, cst.FunctionDef)):
+            return isinstance(outer, cst.FunctionDef)
+        if isinstance(outer, cst.With):
+            return True
+    return True
+
+
+def _is_forward_inside(source: Source, node: Node) -> bool:
+    """Whether a region computes an expression that a model returns."""
+    if region_in_force(source, node) is None:
+        return False
+    plain = _plain(node)
+    if isinstance(plain, (cst.Name, cst.Attribute)):
+        target = _last_target(source, plain, node)
+        value = _given(source, target) if target is not None else None
+        plain = _plain(value) if value is not None else None
+    return isinstance(plain, cst.Call) and _is_forward(source, plain)
 
 
 def _is_forward(source: Source, node: Node) -> bool:
@@ -90,10 +193,18 @@ def _is_forward(source: Source, node: Node) -> bool:
     func = node.func
     if isinstance(func, cst.Attribute) and func.attr.value == "forward":
         func = func.value
-    if _has_parameters(source, func):
+    forward = called_forward(source, node)
+    if forward is not None and any(map(_is_wide, returned_by(forward))):
+        return False
+    if _has_parameters(source, func) or is_lowered(source, node):
         return True
     last = func.attr.value if isinstance(func, cst.Attribute) else getattr(func, "value", "")
     return isinstance(last, str) and _MODELS.search(last) is not None and "loss" not in last.lower()
+
+
+def _is_wide(value: Node) -> bool:
+    """Whether something in a result may make it float32: a cast, or an operation that a region runs so."""
+    return any(isinstance(n, cst.Attribute) and n.attr.value in _WIDE for n in walk(value))
 
 
 def _has_parameters(source: Source, func: Node) -> bool:
@@ -118,67 +229,23 @@ def _is_loss(source: Source, call: cst.Call) -> bool:
     return False
 
 
-def _plain(node: Node) -> cst.Name | None:
-    """The name in `out`, `out.logits`, `out[0]`, `out.view(-1)`: nothing that changes the dtype."""
+def _plain(node: Node | None) -> Node | None:
+    """The name in `out`, `out.logits`, `out[0]`, `out.view(-1)`: nothing that changes the dtype; or the call in it."""
     while not isinstance(node, cst.Name):
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-            node = node.func
-        if (isinstance(node, cst.Attribute) and node.attr.value in _KEEPS) or isinstance(
-            node, cst.Subscript
+        if isinstance(node, cst.Call):
+            func = node.func
+            if not isinstance(func, cst.Attribute) or func.attr.value not in _KEEPS:
+                return node
+            node = func.value
+        elif isinstance(node, cst.Subscript) or (
+            isinstance(node, cst.Attribute) and node.attr.value in _PARTS
         ):
             node = node.value
+        elif isinstance(node, cst.Attribute) and dotted(node.value) == "self":
+            return node
         else:
             return None
     return node
-
-
-def _is_latest(source: Source, function: Node | None, target: Node, call: Node) -> bool:
-    """Whether nothing else gives the name a value between the region and the loss."""
-    name = target.value if isinstance(target, cst.Name) else ""
-    start, end = source.span(target).start, source.span(call).start
-    return not any(
-        start < source.span(node).start < end
-        for binding in source.names.bindings(target)
-        if (node := binding.node) is not target
-        and isinstance(node, cst.Name)
-        and node.value == name
-        and source.function(node) is function
-    )
-
-
-def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]:
-    """Some names, and those that get a value made of them: `total = loss + penalty`, `scaled = scaler.scale(loss)`."""
-    made = set(names)
-    for assign in source.all(cst.Assign):
-        assert isinstance(assign, cst.Assign)
-        used = {
-            key(source, n) for n in walk(assign.value) if isinstance(n, (cst.Name, cst.Attribute))
-        }
-        if source.function(assign) is function and used & names and not used & {"item", "detach"}:
-            made |= {t.target.value for t in assign.targets if isinstance(t.target, cst.Name)}
-    return made
-
-
-def _is_propagated(source: Source, function: Node | None, call: cst.Call) -> bool:
-    """Whether `backward` is called on the loss: directly, scaled, or through its name."""
-    statement = source.parents.get(call)
-    while isinstance(statement, cst.BinaryOperation):  # a sum of losses
-        statement = source.parents.get(statement)
-    names = {"\0"}
-    if isinstance(statement, cst.Assign):
-        names = {key(source, t.target) or "" for t in statement.targets}
-        while (more := _made_of(source, function, names)) > names:
-            names = more
-    for other, owner, arguments in source.methods("backward"):
-        if source.function(other) is not function:
-            continue
-        parts = [owner, *arguments.positional]
-        inside = [n for part in parts for n in walk(part)]
-        if call in inside or any(
-            key(source, n) in names for n in inside if isinstance(n, cst.Name)
-        ):
-            return True
-    return False
 
 
 VALID = (
@@ -243,6 +310,54 @@ VALID = (
         loss = torch.nn.functional.cross_entropy(logits.float(), y)
         loss.backward()
     """),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+
+        class Wide(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = nn.Linear(8, 8)
+
+            def forward(self, x):
+                return self.head(x).float()
+
+        class Trainer:
+            def __init__(self):
+                self.model = Wide()
+
+            def predict(self, x):
+                with torch.autocast("cuda"):
+                    return self.model(x)
+
+            def predict_wide(self, x):
+                with torch.autocast("cuda"):
+                    return self.net(x).float()
+
+            def loss(self, x, y):
+                return F.mse_loss(self.predict_wide(x), y) + F.mse_loss(self.predict(x), y)
+
+            def inside(self, out, y):
+                return F.mse_loss(out, y)
+
+            def step(self, x, y):
+                self.loss(x, y).backward()
+                with torch.autocast("cuda"):
+                    out = self.model(x)
+                    loss = self.inside(out, y)
+                    with torch.autocast("cuda", enabled=False):
+                        loss = loss + F.l1_loss(out, y)
+                loss.backward()
+
+            def validate(self, x, y):
+                with torch.autocast("cuda"):
+                    out = self.net(x)
+                return F.mse_loss(out, y).item()
+        """,
+        note="The model returns float32; the loss is called in the region; a metric is returned.",
+    ),
 )
 
 INVALID = (
@@ -324,6 +439,71 @@ INVALID = (
                     out = model(x)
                 scaler.scale(criterion(out.squeeze(1), y)).backward()
     """),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.criterion = torch.nn.MSELoss()
+
+            def forward(self, x):
+                with torch.autocast("cuda"):
+                    return self.model(x)
+
+            def loss(self, x, y):
+                with torch.autocast("cuda"):
+                    logits = self.model(x)
+                return F.cross_entropy(logits.transpose(1, 2), y), logits
+
+            def first(self, x, y):
+                out = self.forward(x)
+                loss = self.criterion(out, y)
+                loss.backward()
+
+            def second(self, x, y):
+                loss, _ = self.loss(x, y)
+                loss.backward()
+        """,
+        count=2,
+        note="A method returns what the model does, or the loss.",
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = torch.nn.Linear(8, 8)
+
+            @torch.autocast("cuda", dtype=torch.bfloat16)
+            def forward(self, x):
+                return self.head(x)
+
+        class Gan:
+            def forward(self, x):
+                with torch.autocast("cuda"):
+                    self.fake = self.generator(x)
+
+            def backward(self, y):
+                self.loss = F.l1_loss(self.fake, y)
+                self.scaler.scale(self.loss).backward()
+
+        def train(batches, optimizer):
+            net = Net().cuda()
+            for x, y in batches:
+                loss = F.cross_entropy(net(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        count=2,
+        note="A region in the model's `forward`, and an output that is kept.",
+    ),
 )
 
 RULE = Rule(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.meaning.functions import methods_of
+from precast_lint.meaning.assignments import values_seen
+from precast_lint.meaning.functions import called_forward, methods_of
 from precast_lint.meaning.regions import AUTOCASTS, region_in_force
 from precast_lint.meaning.tensors import LAYERS
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
@@ -38,6 +40,10 @@ _PRODUCTS = re.compile(
     r"torch\.(addmm|baddbmm|bmm|einsum|matmul|mm|mv|nn\.functional\.(bilinear|conv[123]d|linear|scaled_dot_product_attention))"
 )
 _REPLICAS = "each replica has a thread of its own, with the default dtype and not this region's"
+_RUNS = ("forward", "generate")
+_MAKERS = re.compile(
+    r"torch\.nn\.Sequential$|torchvision\.models\.|timm\.create_model$|transformers\.(AutoModel\w*|\w+Model|\w+For[A-Z]\w+)\.from_pretrained$"
+)
 _MOVES = ("cuda", "to", "train", "eval")
 _MODELS = re.compile(r"(\w*_)?(model|net|network|module)(_\w+)?", re.IGNORECASE)
 
@@ -62,11 +68,22 @@ def _target(source: Source, call: cst.Call) -> Node | None:
         return None
     name, owner = call.func.attr.value, call.func.value
     if name == "start" and not call.args:
-        made = source.values.constructed(owner) or _of_list(source, owner)
+        made = source.values.constructed(owner) or _last(source, owner) or _of_list(source, owner)
         return _started(source, made) if isinstance(made, cst.Call) else None
+    if source.origin(call.func) == "asyncio.to_thread" and call.args and not call.args[0].star:
+        return call.args[0].value
+    if name == "run_in_executor" and len(call.args) > 1 and not any(a.star for a in call.args[:2]):
+        executor = call.args[0].value
+        return call.args[1].value if is_none(executor) or _is_pool(source, executor) else None
     if name in _SUBMITS and call.args and not call.args[0].star:
         return call.args[0].value if _is_pool(source, owner) else None
     return None
+
+
+def _last(source: Source, node: Node) -> Node | None:
+    """The value that a name of several has where it stands, as far as the code is straight."""
+    found = values_seen(source, node) if isinstance(node, cst.Name) else []
+    return found[0].value if len(found) == 1 and found[0].kind == "assign" else None
 
 
 def _of_list(source: Source, node: Node) -> Node | None:
@@ -144,12 +161,25 @@ def _calls_model(source: Source, node: Node) -> bool:
         source.origin(n) in AUTOCASTS for n in inside if isinstance(n, (cst.Name, cst.Attribute))
     ):
         return False
-    return any(_is_product(source, n) for n in inside) or any(
-        isinstance(n, cst.Call)
-        and isinstance(n.func, (cst.Name, cst.Attribute))
-        and _MODELS.fullmatch(n.func.value if isinstance(n.func, cst.Name) else n.func.attr.value)
-        for n in inside
-    )
+    calls = [n for n in inside if isinstance(n, cst.Call)]
+    return any(_is_product(source, n) for n in inside) or any(_is_forward(source, n) for n in calls)
+
+
+def _is_forward(source: Source, call: cst.Call) -> bool:
+    """Whether a call runs a model: `model(x)`, `self.net.generate(x)`, or of what is a module by its class."""
+    func = call.func
+    if isinstance(func, cst.Attribute) and func.attr.value in _RUNS:
+        func = func.value
+    if not isinstance(func, (cst.Name, cst.Attribute)):
+        return False
+    last = func.value if isinstance(func, cst.Name) else func.attr.value
+    if isinstance(last, str) and _MODELS.fullmatch(last):
+        return True
+    if called_forward(source, call) is not None:
+        return True
+    made = _moved(source.values.constructed(func))
+    maker = source.origin(made.func) or "" if isinstance(made, cst.Call) else ""
+    return _MAKERS.match(maker) is not None
 
 
 def _is_product(source: Source, node: Node) -> bool:
@@ -250,6 +280,29 @@ VALID = (
                 for thread in threads:
                     thread.start()
     """),
+    Case(
+        """
+        import asyncio
+        import threading
+        import torch
+        from concurrent.futures import ProcessPoolExecutor
+        from torchvision.transforms import Resize
+        from transformers import AutoTokenizer
+
+        resize = Resize(224)
+        tokenizer = AutoTokenizer.from_pretrained("name")
+
+        def work():
+            results.append(tokenizer(resize(requests.get())))
+
+        async def serve(x):
+            thread = threading.Thread(target=work)
+            with torch.autocast("cuda"):
+                thread.start()
+                await asyncio.to_thread(work)
+                await asyncio.get_running_loop().run_in_executor(ProcessPoolExecutor(), model, x)
+        """,
+    ),
 )
 
 INVALID = (
@@ -364,6 +417,44 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import asyncio
+        import queue
+        import threading
+        import torch
+        from torchvision.models import resnet50
+        from transformers import AutoModelForCausalLM
+
+        backbone = resnet50().cuda().eval()
+        captioner = AutoModelForCausalLM.from_pretrained("name").cuda()
+
+        def work():
+            while (images := requests.get()) is not None:
+                results.append(backbone(images))
+
+        def describe(pixels):
+            return captioner.generate(pixels)
+
+        def serve(batches):
+            threads = []
+            with torch.autocast("cuda", dtype=torch.float16):
+                for _ in range(2):
+                    thread = threading.Thread(target=work, daemon=True)
+                    thread.start()
+                    threads.append(thread)
+                for thread in threads:
+                    thread.join()
+
+        async def answer(pixels):
+            loop = asyncio.get_running_loop()
+            with torch.autocast("cuda", dtype=torch.float16):
+                await loop.run_in_executor(None, describe, pixels)
+                return await asyncio.to_thread(describe, pixels)
+        """,
+        count=3,
+        note="Models of the module, by what makes them.",
+    ),
 )
 
 RULE = Rule(
@@ -381,7 +472,13 @@ RULE = Rule(
         "default dtype: its replicas run in float16 where the region says bfloat16."
     ),
     fine="The thread enters a region in code that is not seen. With one device `DataParallel` starts no thread.",
-    words=("autocast Thread", "autocast DataParallel", "autocast multiprocessing.dummy"),
+    words=(
+        "autocast Thread",
+        "autocast DataParallel",
+        "autocast multiprocessing.dummy",
+        "autocast to_thread",
+        "autocast run_in_executor",
+    ),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -9,9 +9,9 @@ from precast_lint.editing.imports import name_for
 from precast_lint.meaning.functions import called_forward, called_function
 from precast_lint.meaning.tensors import Operation, operation, value_of, written
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
-from precast_lint.parsing.values import returned_by
 
 __all__ = ["RULE"]
 

@@ -175,6 +175,56 @@ VALID = (
         """,
         note="What is a target without gradients.",
     ),
+    Case(
+        """
+        from dataclasses import dataclass
+        import torch
+        import tyro
+
+        @dataclass
+        class Config:
+            dtype: torch.dtype = torch.float16
+
+        def train(model, batches, optimizer, config: Config, dtype=torch.float16):
+            for batch in batches:
+                with torch.autocast("cuda", dtype=config.dtype):
+                    loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=dtype):
+                    loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(model, batches, optimizer, tyro.cli(Config), torch.bfloat16)
+        """,
+        note="The command line, or a call, says another dtype.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def step(self, batch):
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = self.loss(batch)
+                self.apply(loss)
+
+            def apply(self, loss):
+                raise NotImplementedError
+
+        class Scaled(Trainer):
+            def apply(self, loss):
+                (loss * 1024).backward()
+                self.optimizer.step()
+
+        class Plain(Trainer):
+            def apply(self, loss):
+                self.log(loss)
+        """,
+    ),
 )
 
 INVALID = (
@@ -459,5 +509,87 @@ INVALID = (
                 loss.backward()
                 opt.step()
         """,
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+            def loss(self, batch):
+                raise NotImplementedError
+
+            def step(self, batch):
+                with torch.autocast("cuda"):
+                    loss = self.loss(batch)
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+        class Depth(Trainer):
+            def loss(self, batch):
+                return self.model(batch).abs().mean()
+        """,
+        count=1,
+        note="What a base leaves open, the classes that come of it define.",
+    ),
+    Case(
+        """
+        import abc
+        import torch
+
+        class Trainer(abc.ABC):
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+            @abc.abstractmethod
+            def loss(self, batch): ...
+
+            def step(self, batch):
+                self.optimizer.zero_grad()
+                loss = self.loss(batch)
+                loss.backward()
+                self.optimizer.step()
+
+        class Depth(Trainer):
+            def loss(self, batch):
+                with torch.autocast("cuda", dtype=torch.float16):
+                    return self.model(batch).abs().mean()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        from dataclasses import dataclass
+        import torch
+
+        @dataclass
+        class Config:
+            lr: float = 1e-4
+            dtype: torch.dtype = torch.float16
+
+        def train(model, batches, config: Config):
+            optimizer = torch.optim.SGD(model.parameters(), config.lr)
+            for batch in batches:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=config.dtype):
+                    loss = model(batch)
+                loss.backward()
+                optimizer.step()
+
+        def other(model, batches, optimizer, precision="float16"):
+            for batch in batches:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=getattr(torch, precision)):
+                    loss = model(batch)
+                loss.backward()
+                optimizer.step()
+        """,
+        count=2,
+        note="A default that nothing in the file changes.",
     ),
 )

@@ -51,7 +51,7 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP306", "amp306_function_without_custom_fwd", "function-without-custom-fwd", "warning", True, ("autocast Function", "custom_fwd Function")),
     ("AMP307", "amp307_custom_bwd_alone", "custom-bwd-alone", "error", True, ("custom_bwd",)),
     ("AMP308", "amp308_custom_fwd_no_ctx", "custom-fwd-without-ctx", "error", True, ("custom_fwd",)),
-    ("AMP309", "amp309_threads", "thread-in-region", "warning", True, ("autocast Thread", "autocast DataParallel", "autocast multiprocessing.dummy")),
+    ("AMP309", "amp309_threads", "thread-in-region", "warning", True, ("autocast Thread", "autocast DataParallel", "autocast multiprocessing.dummy", "autocast to_thread", "autocast run_in_executor")),
     ("AMP310", "amp310_uncast_in_island", "uncast-in-disabled-region", "warning", True, ("autocast enabled=False", "autocast False")),
     ("AMP311", "amp311_lower_precision_escapes", "lower-precision-escapes", "warning", True, ("autocast",)),
     ("AMP312", "amp312_in_place", "in-place-product", "information", True, ("autocast out=", "autocast .addmm_(", "autocast .addmv_(", "autocast .addbmm_(", "autocast .baddbmm_(", "autocast .addr_(")),

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from precast_lint.meaning.functions import followed_call
 from precast_lint.meaning.regions import Region, region_of_call
 from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
-from precast_lint.parsing.values import SCALERS, returned_by
+from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.optimizers import acts_as_optimizer, is_scheduler
 
 __all__ = ["Event", "Known", "call_event", "is_optimizer", "key", "scaler_of"]

@@ -1,0 +1,104 @@
+"""Whether `backward` is called on a loss, in the function that computes it or where that is called.
+
+Invariant: the way to the call of `backward` is sums, names, attributes of self and results of functions of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from precast_lint.meaning.callers import calls_of
+from precast_lint.parsing.returns import returned_by
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.training_step.flow_events import key
+
+__all__ = ["is_propagated"]
+
+_DEEP = 3  # functions that return what others return
+
+
+def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]:
+    """Some names, and those that get a value made of them: `total = loss + penalty`, `scaled = scaler.scale(loss)`."""
+    made = set(names)
+    for assign in source.all(cst.Assign):
+        assert isinstance(assign, cst.Assign)
+        if source.function(assign) is not function:
+            continue
+        used = {
+            key(source, n) for n in walk(assign.value) if isinstance(n, (cst.Name, cst.Attribute))
+        }
+        if used & names and not used & {"item", "detach"}:
+            made |= {key(source, t.target) or "" for t in assign.targets if _is_plain(t.target)}
+    return made
+
+
+def _is_plain(target: Node) -> bool:
+    return isinstance(target, cst.Name) or (
+        isinstance(target, cst.Attribute) and dotted(target.value) == "self"
+    )
+
+
+def is_propagated(source: Source, loss: Node, depth: int = _DEEP) -> bool:
+    """Whether `backward` is called on a loss: directly, scaled, through its name, or where a function returns it."""
+    function = source.function(loss)
+    statement = source.parents.get(loss)
+    while isinstance(statement, cst.BinaryOperation):  # a sum of losses
+        statement = source.parents.get(statement)
+    names = {"\0"}
+    if isinstance(statement, cst.Element):  # the name itself that one of several results gets
+        names = {key(source, loss) or ""}
+    if isinstance(statement, (cst.Assign, cst.AugAssign)):
+        targets = [t.target for t in statement.targets] if isinstance(statement, cst.Assign) else []
+        targets = targets or [statement.target]  # type: ignore[union-attr]
+        names = {key(source, target) or "" for target in targets}
+        while (more := _made_of(source, function, names)) > names:
+            names = more
+    home = source.values.enclosing_class(loss)
+    kept = {name for name in names if name.startswith("self.")}
+    for other, owner, arguments in source.methods("backward"):
+        inside = [n for part in (owner, *arguments.positional) for n in walk(part)]
+        used = {key(source, n) for n in inside if isinstance(n, (cst.Name, cst.Attribute))}
+        if source.function(other) is function and (loss in inside or used & names):
+            return True
+        if used & kept and source.values.enclosing_class(other) is home:
+            return True
+    return depth > 0 and any(
+        is_propagated(source, given, depth - 1) for given in _returned_to(source, loss, names)
+    )
+
+
+def _returned_to(source: Source, loss: Node, names: set[str]) -> Iterator[Node]:
+    """What the callers of a function get for a loss that it returns: the call, or the name for one of several."""
+    function = source.function(loss)
+    if not isinstance(function, cst.FunctionDef):
+        return
+    for value in returned_by(function):
+        items = value.elements if isinstance(value, cst.Tuple) else ()
+        at = next((i for i, one in enumerate(items) if _is_made_of(source, one, loss, names)), None)
+        if at is None and (items or not _is_made_of(source, value, loss, names)):
+            continue
+        for call in calls_of(source, function):
+            if at is None:
+                yield call
+            else:
+                yield from _item_of(source, call, at)
+
+
+def _is_made_of(source: Source, value: Node, loss: Node, names: set[str]) -> bool:
+    """Whether a returned value is a loss, or a sum with it or with its name."""
+    inner = list(walk(value))
+    if any(isinstance(n, cst.Attribute) and n.attr.value in ("item", "detach") for n in inner):
+        return False
+    return loss in inner or any(
+        key(source, n) in names for n in inner if isinstance(n, (cst.Name, cst.Attribute))
+    )
+
+
+def _item_of(source: Source, call: cst.Call, at: int) -> Iterator[Node]:
+    """The name that one of several results gets: of `loss, logits = step(batch)`."""
+    outer = source.parents[call]
+    for one in outer.targets if isinstance(outer, cst.Assign) else ():
+        target = one.target
+        if isinstance(target, (cst.Tuple, cst.List)) and at < len(target.elements):
+            yield target.elements[at].value
