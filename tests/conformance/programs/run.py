@@ -261,7 +261,7 @@ def _differentiate(runner: _Runner, step: Differentiate) -> None:
             total = sum((t.float().square().sum() for t in outputs), torch.zeros(()))
             _gradients(step, total, leaves, world)
         except RuntimeError as error:
-            world.gradients.append(kind(error))
+            world.found.append(kind(error))
             # Which leaves had theirs before a node failed is a matter of the order of nodes that do not depend on
             # each other: those of casts, too.
             for leaf in world.watched():
