@@ -181,11 +181,21 @@ class Values:
             return []
         if function not in self._returns:
             run = self.family.run_by_self(function)
-            given = [] if any(one.decorators for one in run) else list(map(returned_by, run))
+            given = list(map(returned_by, run)) if all(map(self._gives_on, run)) else []
             self._returns[function] = (
                 [value for one in given for value in one] if all(given) else []
             )
         return self._returns[function]
+
+    def _gives_on(self, function: cst.FunctionDef) -> bool:
+        """Whether what decorates a function gives on what it returns: regions and other decorators of PyTorch's."""
+        decorators = [d.decorator for d in function.decorators]
+        called = [d.func if isinstance(d, cst.Call) else d for d in decorators]
+        return all(
+            (self.names.path(name) or "").startswith("torch.")
+            or self.names.builtin(name) in ("staticmethod", "classmethod")
+            for name in called
+        )
 
     def _method_of_base(self, call: cst.Call) -> cst.FunctionDef | None:
         """The method of a base in this file that `self.make()` runs."""

@@ -97,8 +97,21 @@ def _is_dropped(source: Source, node: Node, scaler: str) -> bool:
         isinstance(func, cst.Attribute)
         and func.attr.value == "scale"
         and key(source, func.value) == scaler
-        and isinstance(source.parents[node], cst.Expr)
+        and (isinstance(source.parents[node], cst.Expr) or _name_unread(source, node) is not None)
     )
+
+
+def _name_unread(source: Source, call: Node) -> str | None:
+    """The name that gets the scaled loss and that nothing asks for."""
+    assign = source.parents[call]
+    target = assign.targets[0].target if isinstance(assign, cst.Assign) else None
+    binding = source.names.only_binding(target)
+    if binding is None or not isinstance(target, cst.Name) or source.function(call) is None:
+        return None
+    home = source.scopes.scope_of[target].home(target.value)
+    places = source.scopes.references(home, target.value) if home is not None else iter([target])
+    is_read = any(place is not target for place in places)
+    return None if is_read or len(assign.targets) > 1 else target.value  # type: ignore[union-attr]
 
 
 def _take(source: Source, flow: Flow, call: Node) -> Fix | None:
@@ -110,13 +123,15 @@ def _take(source: Source, flow: Flow, call: Node) -> Fix | None:
     loss = call.args[0].value
     block = block_of(source, line)
     place = block.index(line) + 1
-    removed = remove(source, line)
+    name = _name_unread(source, call)
+    removed = remove(source, line) if name is None else None
+    edits = [removed] if removed is not None else []
     for event in flow.events():
-        if event.kind != "backward" or event.receiver != key(source, loss) or removed is None:
+        if event.kind != "backward" or event.receiver != key(source, loss) or (name is None and not edits):
             continue
         if line_of(source, event.node) in block[place : place + 1] and event.receiver:
-            scaled = _scaled(source, event.node, source.code(call))
-            return source.fix("Scale the loss of the backward", removed, scaled, unsafe=True)
+            scaled = _scaled(source, event.node, name or source.code(call))
+            return source.fix("Scale the loss of the backward", *edits, scaled, unsafe=True)
     return None
 
 
@@ -225,9 +240,43 @@ VALID = (
         def check(loss):
             loss.backward()
     """),
+    Case("""
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = model(batch)
+                scaled = scaler.scale(loss)
+                if scaled.isfinite():
+                    scaled.backward()
+                scaler.step(optimizer)
+                scaler.update()
+    """),
 )
 
 INVALID = (
+    Case(
+        """
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = model(batch)
+                scaled = scaler.scale(loss)
+                loss.backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        def train(model, batches, optimizer, scaler):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = model(batch)
+                scaled = scaler.scale(loss)
+                scaled.backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+    ),
     Case(
         """
         def update(critic, opt, scaler, batch, region):

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.rules.zero_grad_cases import INVALID, VALID
 from precast_lint.training_step.flow import Flow, Say, flows
 from precast_lint.training_step.flow_events import Event, is_optimizer, key
 from precast_lint.training_step.protocol import followed, loop_in, loops_around, may_backward
@@ -17,6 +18,7 @@ from precast_lint.training_step.protocol import followed, loop_in, loops_around,
 __all__ = ["RULE"]
 
 _NOWHERE = "nothing sets the gradients to zero: each step uses the sum of all gradients so far"
+_OPTIMIZER = re.compile(r"(^|_)(optim(izer)?|opt)(_|$)", re.IGNORECASE)
 _ZEROED = re.compile(r"zero_grad|set_to_none", re.MULTILINE)
 
 
@@ -134,7 +136,7 @@ def _is_private(source: Source, flow: Flow, optimizer: str) -> bool:
     made = any(isinstance(source.parents[n], cst.AssignTarget) for n in names)
     handed = [value for name in names[:1] for value in _handed(source, name)]
     if not made and not handed and names:
-        return _is_of_top_level(source, names[0])
+        return _is_of_top_level(source, names[0]) or _is_of_caller(source, flow, names)
     if not (made or handed) or not all(_is_kept(source, name) for name in names):
         return False
     texts = {key(source, value) for value in handed}
@@ -163,6 +165,28 @@ def _is_of_top_level(source: Source, name: cst.Name) -> bool:
         return False
     places = source.scopes.references(home, name.value)
     return isinstance(binding.value, cst.Call) and all(_is_kept(source, n) for n in places)
+
+
+def _is_of_caller(source: Source, flow: Flow, names: list[cst.Name]) -> bool:
+    """Whether a function that nothing here calls gets an optimizer and only steps it: no caller comes between steps."""
+    binding = source.names.only_binding(names[0])
+    if binding is None or binding.kind != "param" or not _OPTIMIZER.search(binding.name):
+        return False
+    places = [n for n in names if source.names.only_binding(n) is binding and n is not binding.node]
+    plain = [n for n in places if not isinstance(source.parents[n], cst.Param)]
+    return all(_is_stepped(source, n) for n in plain) and not any(
+        isinstance(n, (cst.FunctionDef, cst.Lambda)) and n is not flow.node for n in flow.nodes
+    )
+
+
+def _is_stepped(source: Source, node: Node) -> bool:
+    """Whether an optimizer is handed to a scaler's method, or asked for its settings."""
+    parent = source.parents[node]
+    if isinstance(parent, cst.Attribute):
+        return parent.attr.value in ("param_groups", "defaults", "state_dict")
+    call = source.parents[parent] if isinstance(parent, cst.Arg) else None
+    func = call.func if isinstance(call, cst.Call) else None
+    return isinstance(func, cst.Attribute) and func.attr.value in ("step", "unscale_")
 
 
 def _comes(source: Source, flow: Flow, optimizer: str) -> bool:
@@ -218,357 +242,6 @@ def _is_known(source: Source, call: cst.Call) -> bool:
     )
     return is_method and len(Arguments.of(call).positional) == 1
 
-
-VALID = (
-    Case("""
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            optimizer.zero_grad()
-            scaler.scale(model(batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    """),
-    Case("""
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        for i, batch in enumerate(batches):
-            scaler.scale(model(batch) / 4).backward()
-            if (i + 1) % 4 == 0:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad(set_to_none=True)
-    """),
-    Case(
-        """
-        import torch
-
-        def train(generator, critic, batches):
-            first = torch.optim.Adam(generator.parameters())
-            second = torch.optim.Adam(critic.parameters())
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                first.zero_grad()
-                scaler.scale(critic(generator(batch))).backward()
-                second.zero_grad()
-                scaler.step(first)
-                scaler.scale(critic(batch)).backward()
-                scaler.step(second)
-                scaler.update()
-        """,
-        note="What the generator's loss left in the critic is not wanted.",
-    ),
-    Case("""
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            loss = model(batch)
-            scaler.scale(loss).backward()
-            if not torch.isfinite(loss):
-                optimizer.zero_grad()
-                continue
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    """),
-    Case(
-        """
-        import torch
-
-        def train(self, batches):
-            optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cuda")
-            scaler.scale(self.first()).backward()
-            optimizer.zero_grad()
-            self.backward(scaler, batches)
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        note="A method may run another backward.",
-    ),
-    Case("""
-        import torch
-
-        def train(model, batches):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cuda")
-            scaler.scale(model(batches[0])).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    """),
-    Case(
-        """
-        import torch
-
-        from trainers import Base
-
-        class Trainer(Base):
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.Adam(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, batches):
-                for batch in batches:
-                    self.scaler.scale(self.model(batch)).backward()
-                    self.scaler.step(self.optimizer)
-                    self.scaler.update()
-
-        class Clearing:
-            def __init__(self, model, clear):
-                self.model = model
-                self.optimizer = torch.optim.Adam(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-                clear(self.optimizer)
-
-            def train(self, batches):
-                for batch in batches:
-                    self.scaler.scale(self.model(batch)).backward()
-                    self.scaler.step(self.optimizer)
-                    self.scaler.update()
-        """,
-        note="The base, or what gets the optimizer, may do it.",
-    ),
-    Case(
-        """
-        import torch
-
-        first = torch.optim.SGD(generator.parameters(), 0.1)
-        second = torch.optim.SGD(critic.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            generator.zero_grad()
-            scaler.scale(critic(generator(batch)).mean()).backward()
-            critic.zero_grad()
-            scaler.step(first)
-            scaler.scale(critic(batch).mean()).backward()
-            scaler.step(second)
-            scaler.update()
-        """,
-        note="Another model than the one whose optimizer steps.",
-    ),
-    Case("""
-        import torch
-
-        class Trainer:
-            def __init__(self, model, teacher):
-                self.model = model
-                self.teacher = teacher
-                self.optimizer = torch.optim.AdamW(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, batches):
-                for batch in batches:
-                    self.optimizer.zero_grad()
-                    with torch.autocast("cuda"):
-                        loss = self.model(batch) - self.teacher(batch)
-                    self.scaler.scale(loss).backward()
-                    self.teacher.zero_grad()
-                    self.scaler.step(self.optimizer)
-                    self.scaler.update()
-    """),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        def step(model, optimizer, scaler, batches):
-            for batch in batches:
-                scaler.scale(model(batch) / len(batches)).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.zero_grad()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            with torch.autocast("cuda"):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-            model.zero_grad()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        count=1,
-        note="The model empties the gradients that the optimizer needs.",
-    ),
-    Case(
-        """
-        import torch
-
-        first = torch.optim.Adam(generator.parameters())
-        second = torch.optim.Adam(critic.parameters())
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            first.zero_grad()
-            scaler.scale(critic(generator(batch))).backward()
-            second.zero_grad()
-            scaler.step(first)
-            scaler.step(second)
-            scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def step(model, optimizer, scaler, batch):
-            scaler.scale(model(batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            step(model, optimizer, scaler, batch)
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            scaler.scale(model(batch)).backward()
-            optimizer.zero_grad()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches):
-            '''Trains; TODO: where does zero_grad go?'''
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        """,
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.Adam(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, batches):
-                for batch in batches:
-                    print("no zero_grad here")
-                    self.scaler.scale(self.model(batch)).backward()
-                    self.scaler.step(self.optimizer)
-                    self.scaler.update()
-        """,
-    ),
-    Case("""
-        import torch
-
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in batches:
-            with torch.autocast("cuda"):
-                loss = criterion(model(x), y)
-            scaler.scale(loss).backward()
-            scaler.step(optim)
-            scaler.update()
-    """),
-    Case("""
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.AdamW(model.parameters())
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, batches):
-                for batch in batches:
-                    with torch.autocast("cuda"):
-                        loss = self.model(batch)
-                    self.scaler.scale(loss).backward()
-                    self.model.zero_grad(set_to_none=True)
-                    self.scaler.step(self.optimizer)
-                    self.scaler.update()
-    """),
-    Case(
-        """
-        import torch
-
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cuda")
-
-        def train(batches):
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-
-        train(batches)
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            optimizer: torch.optim.Optimizer | None = None
-
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, loader):
-                for x in loader:
-                    self.scaler.scale(self.model(x)).backward()
-                    self.scaler.step(self.optimizer)
-                    self.scaler.update()
-        """,
-    ),
-)
 
 RULE = Rule(
     code="AMP207",

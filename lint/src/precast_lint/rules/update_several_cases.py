@@ -119,4 +119,52 @@ SEVERAL_INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def loss(self, x):
+                raise NotImplementedError
+
+            def fit(self, batches):
+                for x in batches:
+                    self.optimizer.zero_grad()
+                    self.scaler.scale(self.loss(x)).backward()
+                    self.scaler.step(self.optimizer)
+
+        class Squares(Trainer):
+            def loss(self, x):
+                return self.model(x).square().mean()
+        """,
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def loss(self, x):
+                raise NotImplementedError
+
+            def fit(self, batches):
+                for x in batches:
+                    self.optimizer.zero_grad()
+                    self.scaler.scale(self.loss(x)).backward()
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+
+        class Squares(Trainer):
+            def loss(self, x):
+                return self.model(x).square().mean()
+        """,
+        unsafe=True,
+    ),
 )

@@ -189,7 +189,10 @@ def _hides(source: Source, call: Node) -> bool:
     if not isinstance(owner, cst.Name) or owner.value not in ("self", "cls"):
         return False
     home = source.values.enclosing_class(call)
-    return home is None or func.attr.value not in source.values.attributes(home)
+    if not isinstance(home, cst.ClassDef):
+        return True
+    family = (home, *source.values.family.related(home))
+    return not any(func.attr.value in source.values.attributes(one) for one in family)
 
 
 def asks_scale(flow: Flow, scaler: str) -> bool:
