@@ -360,8 +360,20 @@ def _dtype(source: Source, node: Node | None, device: str | None) -> str | None:
 
 
 def _named(source: Source, node: Node) -> str | None:
-    """`torch.float16` of `getattr(torch, "float16")`."""
+    """`torch.float16` of `getattr(torch, "float16")`, and of `{"fp16": torch.float16}[precision]` by default."""
     made = the_value(source, node)
+    if isinstance(made, cst.Subscript):
+        index = made.slice[0].slice
+        given = by_default(source, index.value) if isinstance(index, cst.Index) else None
+        table = the_value(source, made.value)
+        text = strings(given[0]) if given is not None else None
+        entries = table.elements if text and isinstance(table, cst.Dict) else ()
+        for entry in entries:
+            if isinstance(entry, cst.DictElement) and strings(entry.key) == text:
+                found = source.origin(entry.value)
+                is_sure = given is not None and given[1]
+                return found if is_sure or found in ("torch.float16", "torch.half") else None
+        return None
     if not isinstance(made, cst.Call) or source.names.builtin(made.func) != "getattr":
         return None
     if len(made.args) != 2 or source.origin(made.args[0].value) != "torch":

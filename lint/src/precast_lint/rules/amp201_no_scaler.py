@@ -62,6 +62,7 @@ def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
     if event.kind == "backward":
         assert isinstance(event.node, cst.Call)
         is_lower = _in_region(source, event.node) or _uses(source, event.node, state.lower)
+        is_lower = is_lower or _is_result(source, event.node)
         is_lower = is_lower and not _is_scaled(source, event.node)
         return replace(state, backward=event.node if is_lower else None)
     if event.kind == "optimizer_step" and state.backward is not None:
@@ -94,6 +95,19 @@ def _is_returned_from_region(source: Source, value: Node | None) -> bool:
     return any(
         forward is not None and _in_region(source, forward.body.body[0])
         for forward in (_forward(source, call) for call in calls)
+    )
+
+
+def _is_result(source: Source, backward: cst.Call) -> bool:
+    """`self.loss(batch).backward()`, also of a part or a sum, where the method returns from within a region."""
+    func = backward.func
+    parts = [func.value] if isinstance(func, cst.Attribute) else []
+    inside = [n for part in (*parts, *backward.args) for n in walk(part)]
+    return any(
+        isinstance(n, cst.Call)
+        and bool(source.values.returned(n))
+        and _is_returned_from_region(source, n)
+        for n in inside
     )
 
 

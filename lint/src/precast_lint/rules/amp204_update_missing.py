@@ -14,6 +14,7 @@ from precast_lint.parsing.values import SCALERS
 from precast_lint.rules.object_cases import UPDATE_INVALID
 from precast_lint.rules.update_cases import HANDED, INVALID, VALID
 from precast_lint.rules.update_several_cases import SEVERAL_INVALID
+from precast_lint.training_step.counters import counted_test
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
@@ -36,6 +37,7 @@ _MISSING = "no `{}.update()` follows this step: the next one raises, and the sca
 _BEHIND = (
     "`{}.update()` behind the loop comes too late: the second step raises; call it after each step"
 )
+_SOMETIMES = "only some rounds call `{}.update()`: the second step without it raises; call it after each step"
 _FIRST = (
     "`update` belongs after `step`: before it, PyTorch raises, or the gradients are divided twice"
 )
@@ -101,6 +103,28 @@ def check(source: Source) -> Iterator[Finding]:
         fix = (_swap if is_early else _insert)(source, flow, scaler, node)
         yield source.find(RULE, node, message, fix)
     yield from _behind_loop(source)
+    yield from _only_sometimes(source)
+
+
+def _only_sometimes(source: Source) -> Iterator[Finding]:
+    """The steps that each round of a loop makes with one optimizer, while only every so many call `update`."""
+    for flow, scaler in followed(source):
+        events = flow.events()
+        updates = [e.node for e in events if e.kind == "update" and e.scaler == scaler]
+        if not updates or not only_here(flow, scaler, "update"):
+            continue
+        for event in events:
+            loop = loop_around(source, event.node) if event.kind == "scaler_step" else None
+            if event.scaler != scaler or loop is None or not _is_own_optimizer(source, event, loop):
+                continue
+            tests = [
+                counted_test(source, node, loop) if loop in loops_around(source, node) else None
+                for node in updates
+            ]
+            around = set(source.around(event.node))
+            is_seen = not any(hides(source, other, scaler) for other in events)
+            if is_seen and None not in tests and not any(test in around for test in tests):
+                yield source.find(RULE, event.node, _SOMETIMES.format(scaler))
 
 
 def _is_updated(source: Source, scaler: str) -> bool:

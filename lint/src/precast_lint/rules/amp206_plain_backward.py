@@ -104,14 +104,15 @@ def _is_dropped(source: Source, node: Node, scaler: str) -> bool:
 def _name_unread(source: Source, call: Node) -> str | None:
     """The name that gets the scaled loss and that nothing asks for."""
     assign = source.parents[call]
-    target = assign.targets[0].target if isinstance(assign, cst.Assign) else None
-    binding = source.names.only_binding(target)
-    if binding is None or not isinstance(target, cst.Name) or source.function(call) is None:
+    targets = assign.targets if isinstance(assign, cst.Assign) else ()
+    target = targets[0].target if len(targets) == 1 else None
+    if not isinstance(target, cst.Name) or source.function(call) is None:
         return None
     home = source.scopes.scope_of[target].home(target.value)
-    places = source.scopes.references(home, target.value) if home is not None else iter([target])
-    is_read = any(place is not target for place in places)
-    return None if is_read or len(assign.targets) > 1 else target.value  # type: ignore[union-attr]
+    if home is None or source.names.only_binding(target) is None:
+        return None
+    is_read = any(place is not target for place in source.scopes.references(home, target.value))
+    return None if is_read else target.value
 
 
 def _take(source: Source, flow: Flow, call: Node) -> Fix | None:
@@ -127,7 +128,11 @@ def _take(source: Source, flow: Flow, call: Node) -> Fix | None:
     removed = remove(source, line) if name is None else None
     edits = [removed] if removed is not None else []
     for event in flow.events():
-        if event.kind != "backward" or event.receiver != key(source, loss) or (name is None and not edits):
+        if (
+            event.kind != "backward"
+            or event.receiver != key(source, loss)
+            or (name is None and not edits)
+        ):
             continue
         if line_of(source, event.node) in block[place : place + 1] and event.receiver:
             scaled = _scaled(source, event.node, name or source.code(call))

@@ -11,13 +11,22 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.rules.zero_grad_cases import INVALID, VALID
+from precast_lint.training_step.counters import counted_test
 from precast_lint.training_step.flow import Flow, Say, flows
 from precast_lint.training_step.flow_events import Event, is_optimizer, key
-from precast_lint.training_step.protocol import followed, loop_in, loops_around, may_backward
+from precast_lint.training_step.protocol import (
+    comes_each_time,
+    followed,
+    loop_around,
+    loop_in,
+    loops_around,
+    may_backward,
+)
 
 __all__ = ["RULE"]
 
 _NOWHERE = "nothing sets the gradients to zero: each step uses the sum of all gradients so far"
+_EACH_ROUND = "each round takes away the gradients of those before: the step, which is for several, has the last one's"
 _OPTIMIZER = re.compile(r"(^|_)(optim(izer)?|opt)(_|$)", re.IGNORECASE)
 _ZEROED = re.compile(r"zero_grad|set_to_none", re.MULTILINE)
 
@@ -41,11 +50,51 @@ def check(source: Source) -> Iterator[Finding]:
         if flow.scalers:
             for node, message in flow.run(_State(), on):
                 yield source.find(RULE, node, message)
+    for flow in dict.fromkeys(flow for flow, _ in followed(source)):
+        yield from _in_each_round(source, flow)
     if not _ZEROED.search(source.words) and not any(
         n.attr.value == "grad" and source.origin(n) is None for n in source.all(cst.Attribute)
     ):
         for flow, scaler in followed(source):
             yield from _nowhere(source, flow, scaler)
+
+
+def _in_each_round(source: Source, flow: Flow) -> Iterator[Finding]:
+    """Each `zero_grad` that every round of a loop calls, while its gradients are gathered for a step of several."""
+    events = flow.events()
+    steps = [e for e in events if e.kind in ("scaler_step", "optimizer_step")]
+    if len({e.optimizer for e in steps}) != 1:
+        return
+    backwards = [e.node for e in events if e.kind in ("backward", "autograd_grad")]
+    for event in events:
+        loop = loop_around(source, event.node) if event.kind == "zero_grad" else None
+        if loop is None or event.optimizer != steps[0].optimizer or not backwards:
+            continue
+        is_together = all(loop_around(source, node) is loop for node in backwards)
+        each = all(comes_each_time(source, node, loop) for node in (event.node, *backwards))
+        if not each or not is_together or _may_end(loop):
+            continue
+        before = [n for n in backwards if source.span(n).start < source.span(event.node).start]
+        if all(_is_for_several(source, e.node, loop) for e in steps) and not before:
+            yield source.find(RULE, event.node, _EACH_ROUND, severity=Severity.WARNING)
+
+
+def _is_for_several(source: Source, step: Node, loop: Node) -> bool:
+    """Whether a step waits for several rounds of a loop: behind it, or under the test of a counter in it."""
+    if loop in source.around(step):
+        return loop_around(source, step) is loop and counted_test(source, step, loop) is not None
+    outer = source.parents.get(loop)
+    return (
+        isinstance(outer, cst.IndentedBlock)
+        and outer in source.around(step)
+        and (source.span(step).start > source.span(loop).end)
+    )
+
+
+def _may_end(loop: Node) -> bool:
+    """Whether a round may be the last one, or is tried."""
+    ends = (cst.Break, cst.Return, cst.Raise, cst.Try)
+    return any(isinstance(inner, ends) for inner in walk(loop))
 
 
 def _on(source: Source, state: _State, event: Event, say: Say) -> _State:

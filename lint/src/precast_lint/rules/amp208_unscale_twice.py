@@ -9,8 +9,9 @@ from precast_lint.editing.lines import block_of
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.training_step.counters import counts
 from precast_lint.training_step.flow import Flow, Say
-from precast_lint.training_step.flow_events import Event, key
+from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
     comes_each_time,
     followed,
@@ -71,7 +72,9 @@ def check(source: Source) -> Iterator[Finding]:
         start: _State = frozenset()
         list(flow.run(start, follower.on))
         behind = {
-            second for first, second in follower.pairs if _comes_always(source, first, second)
+            second
+            for first, second in follower.pairs
+            if any(_comes_always(source, at, second) for at in leading_to(flow, first))
         }
         for node in follower.second - follower.first | behind:
             yield source.find(RULE, node)
@@ -141,12 +144,12 @@ def _is_counted(source: Source, node: Node) -> bool:
     for outer in source.around(node):
         if outer is function or loop_around(source, node) is not None:
             return False
-        if isinstance(outer, cst.If) and inner is not outer.test and _counts(source, outer.test):
+        if isinstance(outer, cst.If) and inner is not outer.test and counts(source, outer.test):
             return True
         if isinstance(outer, cst.IndentedBlock):
             block: list[Node] = list(outer.body)
             before = block[: block.index(inner)]
-            if any(_leaves(line) and _counts(source, line.test) for line in before):  # type: ignore[attr-defined]
+            if any(_leaves(line) and counts(source, line.test) for line in before):  # type: ignore[attr-defined]
                 return True
         inner = outer
     return False
@@ -158,28 +161,6 @@ def _leaves(line: Node) -> bool:
         return False
     last = line.body.body[-1]
     return isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Return)
-
-
-def _counts(source: Source, test: Node, depth: int = 2) -> bool:
-    """Whether a test is of a counter: `i % 4 == 0`, or `self.count == 4` where the same function adds to the count."""
-    function = source.function(test)
-    added = {
-        key(source, line.target)
-        for line in source.all(cst.AugAssign)
-        if source.function(line) is function and isinstance(line.operator, cst.AddAssign)
-    }
-    for inner in walk(test):
-        if isinstance(inner, cst.Modulo):
-            return True
-        if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Modulo):
-            return True
-        if isinstance(inner, cst.Comparison) and key(source, inner.left) in added:
-            return True
-        binding = source.names.only_binding(inner) if isinstance(inner, cst.Name) else None
-        value = binding.value if binding is not None and binding.kind == "assign" else None
-        if value is not None and depth and _counts(source, value, depth - 1):
-            return True
-    return False
 
 
 def _always_runs(source: Source, node: Node) -> bool:
@@ -538,6 +519,28 @@ INVALID = (
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def report(scaler, optimizer, model):
+            scaler.unscale_(optimizer)
+            print([p.grad.norm() for p in model.parameters()])
+
+        def train(model, optimizer, batches):
+            scaler = torch.amp.GradScaler("cuda")
+            for step, batch in enumerate(batches):
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                if step % 50 == 0:
+                    report(scaler, optimizer, model)
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
         """,
         count=1,
     ),

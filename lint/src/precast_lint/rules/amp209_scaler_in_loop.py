@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast_lint.meaning.callers import calls_of
 from precast_lint.meaning.functions import followed_call
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
@@ -79,11 +80,23 @@ def _runs_in_loop(source: Source, function: Node, optimizers: set[str], depth: i
     """Whether all calls of a function are in loops over batches, with optimizers that are there before."""
     assert isinstance(function, (cst.FunctionDef, cst.Module))
     calls = source.values.handed.calls(function) if isinstance(function, cst.FunctionDef) else []
+    calls = calls or _calls_of_objects(source, function)
     return (
         depth > 0
         and bool(calls)
         and all(_is_in_loop(source, function, call, optimizers, depth) for call in calls)
     )
+
+
+def _calls_of_objects(source: Source, function: Node) -> list[cst.Call]:
+    """The calls of a method of objects of this file, `trainer.step(batch)`, if there are no others."""
+    home = source.values.enclosing_class(function)
+    if not isinstance(function, cst.FunctionDef) or not isinstance(home, cst.ClassDef):
+        return []
+    name = function.name.value
+    asked = [node for node in source.all(cst.Attribute) if node.attr.value == name]
+    calls = calls_of(source, function)
+    return calls if all(source.parents[node] in calls for node in asked) else []
 
 
 def _is_in_loop(
@@ -276,6 +289,29 @@ INVALID = (
                 scaler.update()
         """,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        class Step:
+            def __init__(self, model, optimizer):
+                self.model, self.optimizer = model, optimizer
+
+            def __call__(self, batch):
+                scaler = torch.amp.GradScaler("cuda")
+                self.optimizer.zero_grad()
+                scaler.scale(self.model(batch)).backward()
+                scaler.step(self.optimizer)
+                scaler.update()
+
+        def train(model, optimizer, batches):
+            step = Step(model, optimizer)
+            for batch in batches:
+                step(batch)
+        """,
+        count=1,
+        note="The object that steps is called in a loop.",
     ),
 )
 

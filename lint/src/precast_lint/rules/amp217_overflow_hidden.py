@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.parsing.names import is_none
+from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
-from precast_lint.training_step.protocol import hides, judged, only_here, scales_by_hand
+from precast_lint.training_step.protocol import (
+    followed,
+    hides,
+    judged,
+    only_here,
+    scales_by_hand,
+)
 
 __all__ = ["RULE"]
 
@@ -32,6 +40,48 @@ def check(source: Source) -> Iterator[Finding]:
 
     for _, _, node, _ in judged(source, follow):
         yield source.find(RULE, node)
+    if "register_hook" in source.words and followed(source):
+        yield from (source.find(RULE, node) for node in _hooks(source))
+
+
+def _hooks(source: Source) -> Iterator[Node]:
+    """The hooks of parameters that give other gradients on: `p.register_hook(torch.nan_to_num)`."""
+    for call, owner, arguments in source.methods("register_hook"):
+        hook = arguments.get("hook", 0)
+        if hook is not None and _is_parameter(source, owner) and _is_cleaning(source, hook):
+            yield call
+
+
+def _is_parameter(source: Source, owner: Node) -> bool:
+    """Whether a name is a loop's over the parameters of a model."""
+    binding = source.names.only_binding(owner)
+    loop: Node | None = binding.node if binding is not None else None
+    while loop is not None and not isinstance(loop, (cst.For, cst.BaseStatement)):
+        loop = source.parents.get(loop)
+    func = loop.iter.func if isinstance(loop, cst.For) and isinstance(loop.iter, cst.Call) else None
+    name = func.attr.value if isinstance(func, cst.Attribute) else ""
+    return name in ("parameters", "named_parameters")
+
+
+def _is_cleaning(source: Source, hook: Node) -> bool:
+    """Whether what a hook returns is a gradient without its infinities and NaN."""
+    if source.origin(hook) == "torch.nan_to_num":
+        return True
+    binding = source.names.only_binding(hook)
+    function = binding.node if binding is not None else None
+    values: list[Node] = [hook.body] if isinstance(hook, cst.Lambda) else []
+    if isinstance(function, cst.FunctionDef):
+        values = returned_by(function)
+    return bool(values) and all(_is_clean(source, value) for value in values)
+
+
+def _is_clean(source: Source, value: Node) -> bool:
+    if not isinstance(value, cst.Call):
+        return False
+    origin = source.origin(value.func)
+    if origin is None and isinstance(value.func, cst.Attribute):
+        return value.func.attr.value in _CLEANS
+    return origin == "torch.nan_to_num"
 
 
 def _on(source: Source, state: str, event: Event, say: Say, scaler: str) -> str:
@@ -63,6 +113,11 @@ def _cleaned(source: Source, event: Event) -> Node | None:
         if name == "masked_fill_" and node.args:
             is_grad = origin is None and _is_or_holds_grad(source, _owner(node))
             return node if is_grad and _asks(source, node.args[0]) else None
+        if name in ("zero_", "fill_"):
+            is_grad = _is_or_holds_grad(source, _owner(node))
+            return node if is_grad and _is_for_bad(source, node) else None
+        if name == "copy_" and node.args and _is_or_holds_grad(source, _owner(node)):
+            return node if _is_clean(source, node.args[0].value) else None
         if name not in _CLEANS:
             return None
         tensor = node.args[0].value if origin is not None and node.args else _owner(node)
@@ -71,6 +126,8 @@ def _cleaned(source: Source, event: Event) -> Node | None:
         return node if _is_grad(tensor) and _is_written(source, node) else None
     if event.kind == "assign" and _is_grad(node) and _chooses(source, event.value):
         return event.value
+    if event.kind == "assign" and _is_grad(node) and _is_nothing(source, event.value):
+        return node if _is_for_bad(source, node) else None
     if event.kind == "assign" and isinstance(node, cst.Subscript):
         return node if _is_or_holds_grad(source, node.value) and _asks(source, node) else None
     return None
@@ -78,9 +135,33 @@ def _cleaned(source: Source, event: Event) -> Node | None:
 
 def _is_or_holds_grad(source: Source, node: Node | None) -> bool:
     """Whether it is a gradient, or a name that stands for one alone and changes it in place: `grad = p.grad`."""
+    if _is_grad(node):
+        return True
+    if isinstance(node, cst.Attribute) and node.attr.value == "data":
+        node = node.value
     binding = source.names.only_binding(node)
-    is_held = binding is not None and binding.kind == "assign"
-    return _is_grad(node) or (is_held and binding is not None and _is_grad(binding.value))
+    if binding is None or binding.kind != "assign":
+        items = source.values.contents.of_loop(binding.node) if binding is not None else None
+        return bool(items) and all(map(_is_grad, items or ()))
+    return _is_grad(binding.value)
+
+
+def _is_nothing(source: Source, value: Node | None) -> bool:
+    """None, or `torch.zeros_like(p.grad)`."""
+    called = source.origin(value.func) if isinstance(value, cst.Call) else None
+    return is_none(value) or called == "torch.zeros_like"
+
+
+def _is_for_bad(source: Source, node: Node) -> bool:
+    """Whether something is done to a gradient alone that is not finite: the test around it asks that gradient."""
+    inner = node
+    for outer in source.around(node):
+        if isinstance(outer, cst.If) and inner is not outer.test and _asks_grad(source, outer.test):
+            return True
+        if isinstance(outer, (cst.FunctionDef, cst.For)):
+            return False
+        inner = outer
+    return False
 
 
 def _chooses(source: Source, value: Node | None) -> bool:
@@ -273,6 +354,28 @@ VALID = (
         """,
         note="A copy is cleaned, and weights that are frozen get nothing.",
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                for name, p in model.named_parameters():
+                    if name in frozen:
+                        p.grad.zero_()
+                    if p.grad.norm() == 0:
+                        p.grad = None
+                scaler.step(optimizer)
+                scaler.update()
+
+        def inspect(model, feature):
+            feature.register_hook(lambda grad: torch.nan_to_num(grad))
+            for p in model.parameters():
+                p.register_hook(lambda grad: print(grad.isnan().any()))
+        """,
+    ),
 )
 
 INVALID = (
@@ -403,6 +506,32 @@ INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(model(batch)).backward()
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                for g in grads:
+                    g[torch.isnan(g) | torch.isinf(g)] = 0
+                for p in model.parameters():
+                    if not torch.isfinite(p.grad).all():
+                        p.grad.zero_()
+                for p in model.parameters():
+                    p.grad.copy_(torch.nan_to_num(p.grad))
+                scaler.step(optimizer)
+                scaler.update()
+
+        def hooked(model, batches, optimizer):
+            for p in model.parameters():
+                p.register_hook(lambda grad: torch.nan_to_num(grad, nan=0.0))
+        """,
+        count=4,
+        note="Lists of gradients, gradients that are emptied, and hooks, which come before all.",
+    ),
 )
 
 RULE = Rule(
@@ -426,6 +555,7 @@ RULE = Rule(
         "scale( .grad isnan",
         "scale( .grad isinf",
         "scale( .grad isfinite",
+        "scale( register_hook nan_to_num",
     ),
     check=check,
     valid=VALID,

@@ -45,7 +45,12 @@ _MAKERS = re.compile(
     r"torch\.nn\.Sequential$|torchvision\.models\.|timm\.create_model$|transformers\.(AutoModel\w*|\w+Model|\w+For[A-Z]\w+)\.from_pretrained$"
 )
 _MOVES = ("cuda", "to", "train", "eval")
-_MODELS = re.compile(r"(\w*_)?(model|net|network|module)(_\w+)?", re.IGNORECASE)
+_MODELS = re.compile(
+    r"(\w*_)?(model|net|network|module)(_\w+)?|net_?[dg]"
+    r"|((image|text|vision)_)?(backbone|classifier|decoder|discriminator|encoder|unet)",
+    re.IGNORECASE,
+)
+_DEEP = 4  # names and lists in one another
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -68,8 +73,11 @@ def _target(source: Source, call: cst.Call) -> Node | None:
         return None
     name, owner = call.func.attr.value, call.func.value
     if name == "start" and not call.args:
-        made = source.values.constructed(owner) or _last(source, owner) or _of_list(source, owner)
-        return _started(source, made) if isinstance(made, cst.Call) else None
+        made = [source.values.constructed(owner)]
+        if None in made:
+            made = _made(source, owner)
+        found = [_started(source, one) if isinstance(one, cst.Call) else None for one in made]
+        return found[0] if found and None not in found else None
     if source.origin(call.func) == "asyncio.to_thread" and call.args and not call.args[0].star:
         return call.args[0].value
     if name == "run_in_executor" and len(call.args) > 1 and not any(a.star for a in call.args[:2]):
@@ -80,26 +88,30 @@ def _target(source: Source, call: cst.Call) -> Node | None:
     return None
 
 
-def _last(source: Source, node: Node) -> Node | None:
-    """The value that a name of several has where it stands, as far as the code is straight."""
-    found = values_seen(source, node) if isinstance(node, cst.Name) else []
-    return found[0].value if len(found) == 1 and found[0].kind == "assign" else None
+def _made(source: Source, node: Node | None, depth: int = _DEEP) -> list[Node | None]:
+    """The calls that make what a name, or an item of a list, may be; None for what is not known."""
+    if isinstance(node, cst.Call) or depth == 0:
+        return [node] if depth else [None]
+    if not isinstance(node, cst.Name):
+        return [source.values.constructed(node)]
+    found: list[Node | None] = []
+    for binding in values_seen(source, node):
+        if binding.kind == "assign":
+            found += _made(source, binding.value, depth - 1)
+        else:
+            items = _items(source, binding.node)
+            found += [call for item in items for call in _made(source, item, depth - 1)] or [None]
+    return found
 
 
-def _of_list(source: Source, node: Node) -> Node | None:
-    """The call that makes each thread of a list: `for thread in [Thread(target=f) for _ in range(2)]`."""
-    found = [_item(source, binding.node) for binding in source.names.bindings(node)]
-    return found[0] if found and None not in found else None
-
-
-def _item(source: Source, target: Node) -> Node | None:
-    """What each item of a list is, over which a loop with a target runs."""
+def _items(source: Source, target: Node) -> list[Node]:
+    """What a loop, or a comprehension, gives to its target."""
     loop = source.parents.get(target)
     if not isinstance(loop, (cst.For, cst.CompFor)):
-        return None
-    made = source.names.only_binding(loop.iter)
-    items = made.value if made is not None and made.kind == "assign" else loop.iter
-    return items.elt if isinstance(items, (cst.ListComp, cst.GeneratorExp)) else None
+        return []
+    if isinstance(loop.iter, cst.GeneratorExp):
+        return [loop.iter.elt]
+    return source.values.contents.of_loop(target) or []
 
 
 def _started(source: Source, made: cst.Call) -> Node | None:
@@ -454,6 +466,32 @@ INVALID = (
         """,
         count=3,
         note="Models of the module, by what makes them.",
+    ),
+    Case(
+        """
+        import threading
+        import torch
+
+        class Server:
+            def __init__(self, encoder):
+                self.encoder = encoder
+
+            def work(self, x):
+                self.results.append(self.encoder(x))
+
+            def run(self, batches):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    threads = []
+                    for x in batches:
+                        t = threading.Thread(target=self.work, args=(x,))
+                        threads.append(t)
+                    for t in threads:
+                        t.start()
+                    for t in threads:
+                        t.join()
+        """,
+        count=1,
+        note="Threads that are put into a list one by one.",
     ),
 )
 

@@ -441,8 +441,7 @@ INVALID = (
 
             def step(self, batch):
                 self.optimizer.zero_grad()
-                loss = self.loss(batch)
-                loss.backward()
+                (self.loss(batch) / 4).backward()
                 self.optimizer.step()
         """,
         count=1,
@@ -581,10 +580,11 @@ INVALID = (
                 loss.backward()
                 optimizer.step()
 
-        def other(model, batches, optimizer, precision="float16"):
+        def other(model, batches, optimizer, precision="fp16"):
+            dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
             for batch in batches:
                 optimizer.zero_grad()
-                with torch.autocast("cuda", dtype=getattr(torch, precision)):
+                with torch.autocast("cuda", dtype=dtype):
                     loss = model(batch)
                 loss.backward()
                 optimizer.step()

@@ -7,6 +7,19 @@ from precast_lint.model import Case
 __all__ = ["HANDED", "INVALID", "VALID"]
 
 VALID = (
+    Case("""
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for i, batch in enumerate(batches):
+                scaler.scale(model(batch)).backward()
+                if i % 4 == 3:
+                    scaler.step(optimizer)
+                    optimizer.zero_grad()
+                if i % 4 == 3:
+                    scaler.update()
+    """),
     Case(
         """
         import torch

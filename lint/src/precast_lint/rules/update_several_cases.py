@@ -167,4 +167,21 @@ SEVERAL_INVALID = (
         """,
         unsafe=True,
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for i, batch in enumerate(batches):
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                if i % 100 == 0:
+                    scaler.update()
+                    print(i)
+        """,
+        count=1,
+        note="Every step needs its update.",
+    ),
 )

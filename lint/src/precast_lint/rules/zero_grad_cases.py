@@ -173,6 +173,30 @@ VALID = (
             scaler.step(optimizer)
             scaler.update()
     """),
+    Case("""
+        import torch
+
+        def train(model, optimizer, batches, scaler):
+            for batch in batches:
+                for attempt in range(3):
+                    optimizer.zero_grad()
+                    loss = model(batch)
+                    scaler.scale(loss).backward()
+                    if loss.isfinite():
+                        break
+                scaler.step(optimizer)
+                scaler.update()
+
+        def alternate(first, second, one, other, batches, scaler):
+            for i, batch in enumerate(batches):
+                other.zero_grad()
+                one.zero_grad()
+                scaler.scale(first(second(batch))).backward()
+                scaler.step(one)
+                if i % 4 == 0:
+                    scaler.step(other)
+                scaler.update()
+    """),
 )
 
 INVALID = (
@@ -380,5 +404,33 @@ INVALID = (
         """,
         count=1,
         note="Nobody comes between the steps of a function that gets the optimizer.",
+    ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.optimizer = torch.optim.Adam(model.parameters())
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, batches):
+                for batch in batches:
+                    self.optimizer.zero_grad()
+                    self.scaler.scale(self.model(batch) / len(batches)).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+        def train(model, optimizer, batches, scaler):
+            for i, batch in enumerate(batches):
+                optimizer.zero_grad()
+                scaler.scale(model(batch) / 4).backward()
+                if (i + 1) % 4 == 0:
+                    scaler.step(optimizer)
+                    scaler.update()
+        """,
+        count=2,
+        note="Gradients are gathered, and each batch empties them.",
     ),
 )

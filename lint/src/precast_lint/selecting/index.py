@@ -42,7 +42,7 @@ RULES: tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...] = (
     ("AMP214", "amp214_scheduler_step", "scheduler-after-skipped-step", "information", True, ("schedule .step( scale(",)),
     ("AMP215", "amp215_scaled_and_plain", "scaled-and-plain-gradients", "error", True, ("backward( scale( .step(",)),
     ("AMP216", "amp216_scaler_and_region", "scaler-and-region-disagree", "warning", True, ("GradScaler enabled scale( autocast",)),
-    ("AMP217", "amp217_overflow_hidden", "overflow-hidden", "error", True, ("scale( .grad nan_to_num", "scale( .grad isnan", "scale( .grad isinf", "scale( .grad isfinite")),
+    ("AMP217", "amp217_overflow_hidden", "overflow-hidden", "error", True, ("scale( .grad nan_to_num", "scale( .grad isnan", "scale( .grad isinf", "scale( .grad isfinite", "scale( register_hook nan_to_num")),
     ("AMP301", "amp301_backward_inside", "backward-in-region", "warning", True, ("autocast backward",)),
     ("AMP302", "amp302_step_inside", "step-in-region", "warning", True, ("autocast .step(",)),
     ("AMP303", "amp303_loss_outside", "loss-outside-region", "warning", True, ("autocast backward",)),

@@ -1,0 +1,55 @@
+"""Tests that hold only every so many rounds, or calls: those of a counter."""
+
+from __future__ import annotations
+
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.training_step.flow_events import key
+
+__all__ = ["counted_test", "counts"]
+
+
+def counts(source: Source, test: Node, depth: int = 2) -> bool:
+    """Whether a test is of a counter: `i % 4 == 0`, or `self.count == 4` where the same function adds to the count."""
+    function = source.function(test)
+    added = {
+        key(source, line.target)
+        for line in source.all(cst.AugAssign)
+        if source.function(line) is function and isinstance(line.operator, cst.AddAssign)
+    }
+    for inner in walk(test):
+        if isinstance(inner, cst.Modulo):
+            return True
+        if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Modulo):
+            return True
+        if isinstance(inner, cst.Comparison) and key(source, inner.left) in added:
+            return True
+        binding = source.names.only_binding(inner) if isinstance(inner, cst.Name) else None
+        value = binding.value if binding is not None and binding.kind == "assign" else None
+        if value is not None and depth and counts(source, value, depth - 1):
+            return True
+    return False
+
+
+def counted_test(source: Source, node: Node, loop: Node) -> Node | None:
+    """The test of a counter under which a node runs in a loop, or behind which it does: `if i % 4: continue`."""
+    inner = node
+    for outer in source.around(node):
+        if outer is loop:
+            return None
+        if isinstance(outer, cst.If) and inner is not outer.test and counts(source, outer.test):
+            return outer
+        if isinstance(outer, cst.IndentedBlock):
+            block: list[Node] = list(outer.body)
+            for line in block[: block.index(inner)] if inner in block else ():
+                if isinstance(line, cst.If) and _goes_on(line) and counts(source, line.test):
+                    return line
+        inner = outer
+    return None
+
+
+def _goes_on(line: cst.If) -> bool:
+    """Whether a test goes on to the next round."""
+    last = line.body.body[-1] if line.body.body else None
+    inner = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last
+    return isinstance(inner, cst.Continue)
