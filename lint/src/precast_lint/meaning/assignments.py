@@ -1,6 +1,7 @@
 """Which of several assignments of a name a read of it sees, in straight code.
 
-Invariant: the answer holds on every path to the read; where a branch or a loop may have come between, there is none.
+Invariant: the answer holds on every path to the read. Where a branch came between, there are several; where a loop may
+have, all.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ _DEEP = 4  # calls that hand an object on
 
 
 def values_seen(source: Source, name: cst.Name) -> list[Binding]:
-    """The bindings that a read may see: the last one before it if that is certain, else all of the name's."""
+    """The bindings that a read may see: those since the last certain one before it, else all of the name's."""
     known = source.cache.setdefault("values seen", {})
     assert isinstance(known, dict)
     if name not in known:
         bindings = source.names.bindings(name)
         last = _last(source, name, bindings) if len(bindings) > 1 else None
-        known[name] = bindings if last is None else [last]
+        known[name] = bindings if last is None else last
     found = known[name]
     assert isinstance(found, list)
     return found
 
 
-def _last(source: Source, name: cst.Name, bindings: list[Binding]) -> Binding | None:
+def _last(source: Source, name: cst.Name, bindings: list[Binding]) -> list[Binding] | None:
     home = source.scopes.scope_of[name].home(name.value)
     if home is None or home.node is not (source.function(name) or source.module):
         return None
-    return _last_in_straight_code(source, name, bindings)
+    return _reaching(source, name, bindings)
 
 
 def the_value(source: Source, node: Node | None) -> Node | None:
@@ -133,27 +134,31 @@ def _stores(source: Source) -> dict[tuple[str, str], list[Binding]]:
 
 def _last_in_straight_code(source: Source, name: Node, bindings: list[Binding]) -> Binding | None:
     """The last of some bindings before a node, if it is certain which one that is."""
+    found = _reaching(source, name, bindings)
+    return found[0] if found is not None and len(found) == 1 else None
+
+
+def _reaching(source: Source, name: Node, bindings: list[Binding]) -> list[Binding] | None:
+    """Those of some bindings that a node may see: the last certain one, and what tests and loops bind behind it."""
     inside = [(binding, {binding.node, *source.around(binding.node)}) for binding in bindings]
+    several: list[Binding] = []
     inner = source.statement(name)
     while True:
         block = source.parents[inner]
         if isinstance(block, cst.If):  # an `elif`, which is a statement inside the one before it
             inner = block
             continue
-        before = _before(block, inner)
-        found = _in_block(before, inside)
-        if isinstance(found, Binding):
-            return found
+        found, is_sure = _in_block(_before(block, inner), inside)
+        several += found
+        if is_sure:
+            return several
         outer = source.parents.get(block) if not isinstance(block, cst.Module) else None
-        if found is _UNSURE or outer is None or _is_unsure(outer, inside):
+        if outer is None or _is_unsure(outer, inside):
             return None
         if isinstance(outer, cst.FunctionDef):
             params = [binding for binding in bindings if binding.kind == "param"]
-            return params[0] if len(params) == 1 else None
+            return several + params if len(params) == 1 else None
         inner = outer if isinstance(outer, cst.BaseStatement) else source.statement(outer)
-
-
-_UNSURE = "unsure"
 
 
 def _before(block: Node, inner: Node) -> Sequence[Node]:
@@ -161,18 +166,21 @@ def _before(block: Node, inner: Node) -> Sequence[Node]:
     return body[: list(body).index(inner)] if inner in body else ()
 
 
-def _in_block(statements: Sequence[Node], inside: _Inside) -> Binding | str | None:
-    """The last binding that some statements make for certain; None: none of them binds the name."""
+def _in_block(statements: Sequence[Node], inside: _Inside) -> tuple[list[Binding], bool]:
+    """The bindings of some statements that are seen behind them, and whether one of them is made for certain."""
+    several: list[Binding] = []
     for statement in reversed(statements):
         hits = [binding for binding, around in inside if statement in around]
         if not hits:
             continue
         if isinstance(statement, cst.SimpleStatementLine):
-            return hits[-1]
+            return [*several, hits[-1]], True
         if isinstance(statement, cst.With) and isinstance(statement.body, cst.IndentedBlock):
-            return _in_block(statement.body.body, inside) or _UNSURE
-        return _UNSURE
-    return None
+            found, is_sure = _in_block(statement.body.body, inside)
+            if is_sure:
+                return several + found, True
+        several += hits
+    return several, False
 
 
 def _is_unsure(outer: Node, inside: _Inside) -> bool:

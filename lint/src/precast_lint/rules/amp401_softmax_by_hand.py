@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
+from precast_lint.editing.lines import block_of
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.tensors import (
     Operation,
@@ -27,12 +28,14 @@ _SMALL = re.compile(
     r"(ine)?|normali[sz]ed?|a?range|linspace)(?![a-z])"
 )
 _DEPTH = 4  # an expression, what its names are given, and so on
+_STEPS = 6  # masks of a numerator
+_SEVERAL = 4  # values of a name
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `exp(x) / exp(x).sum(...)`."""
     for division, left, right in _divisions(source):
-        power = _power(source, _value(source, left))
+        power = _power(source, left)
         total = _sum(source, right)
         if power is None or total is None or _is_bounded(source, power.operand):
             continue
@@ -45,28 +48,80 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, division, fix=fix)
 
 
-def _power(source: Source, node: Node, depth: int = _DEPTH) -> Operation | None:
-    """The exponential that a numerator is, with or without a mask as a factor."""
+def _power(source: Source, node: Node, depth: int = _STEPS) -> Operation | None:
+    """The exponential that a numerator is, with or without a mask as a factor, also where a test masks it."""
     if depth == 0:
         return None
+    if isinstance(node, cst.Name):
+        powers = [_power(source, value, depth - 1) for value in _values(source, node)]
+        found = [power for power in powers if power is not None]
+        return found[0] if found and len(found) == len(powers) else _in_place(source, node)
     if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Multiply):
-        sides = [
-            _power(source, _value(source, side), depth - 1) for side in (node.left, node.right)
-        ]
-        return sides[0] or sides[1]
-    masked = operation(source, node, "masked_fill", "mul", "where")
-    if masked is not None and not isinstance(node, cst.BinaryOperation):
-        return _power(source, _value(source, masked.operand), depth - 1)
+        left, right = (_power(source, side, depth - 1) for side in (node.left, node.right))
+        return left or right
+    if isinstance(node, cst.IfExp):
+        first, second = (_power(source, side, depth - 1) for side in (node.body, node.orelse))
+        return first if second is not None else None
+    masked = operation(source, node, "masked_fill", "mul", "masked_fill_", "mul_")
+    if masked is not None:
+        return _power(source, masked.operand, depth - 1)
+    if isinstance(node, cst.Call) and source.origin(node.func) == "torch.where":
+        chosen = [arg.value for arg in node.args[1:] if arg.keyword is None]
+        return next((p for n in chosen if (p := _power(source, n, depth - 1)) is not None), None)
     return operation(source, node, "exp")
 
 
-def _value(source: Source, node: Node) -> Node:
-    """What a name is given; of several the one that is seen here, as in `w = w / w.sum(-1)`."""
-    found = values_seen(source, node) if isinstance(node, cst.Name) else []
-    if len(found) == 1 and found[0].kind == "assign" and found[0].value is not None:
-        is_one = len(source.names.bindings(node)) == 1
-        return value_of(source, node) if is_one else found[0].value
-    return value_of(source, node)
+def _values(source: Source, name: cst.Name) -> list[Node]:
+    """What a name may be given where it is read; what multiplies it in place, or divides what is read, is left out."""
+    if name not in source.scopes.scope_of:
+        return []
+    found = values_seen(source, name)
+    if len(found) > _SEVERAL or not _are_zeros(source, name):
+        return []
+    around = {name, *source.around(name)}
+    values: list[Node] = []
+    for binding in found:
+        outer = source.parents.get(binding.node)
+        if isinstance(outer, cst.AugAssign) and outer.target is binding.node:
+            if isinstance(outer.operator, cst.MultiplyAssign):
+                values += [outer.target] if len(found) == 1 else []
+            elif outer not in around:
+                return []
+        elif binding.value in around:
+            continue
+        elif binding.kind != "assign" or binding.value is None:
+            return []
+        else:
+            values.append(binding.value)
+    return values
+
+
+def _are_zeros(source: Source, name: cst.Name) -> bool:
+    """Whether all that is stored in parts of a tensor is zero: `weights[mask] = 0`."""
+    scope = source.scopes.scope_of[name].home(name.value)
+    for other in source.scopes.references(scope, name.value) if scope is not None else ():
+        item = source.parents.get(other)
+        target = source.parents.get(item) if isinstance(item, cst.Subscript) else None
+        if isinstance(target, (cst.AugAssign, cst.AssignTarget)):
+            statement = source.parents[target] if isinstance(target, cst.AssignTarget) else None
+            value = statement.value if isinstance(statement, cst.Assign) else None
+            if constant(source, value) != 0:
+                return False
+    return True
+
+
+def _in_place(source: Source, name: cst.Name) -> Operation | None:
+    """`scores.exp_()`, a statement that comes before a read of the name in any case."""
+    for call, owner, arguments in source.methods("exp_"):
+        is_it = isinstance(owner, cst.Name) and owner.value == name.value
+        if not is_it or source.function(call) is not source.function(name):
+            continue
+        line = source.statement(call)
+        block = block_of(source, line)
+        behind = block[block.index(line) + 1 :] if line in block else []
+        if {*behind} & {*source.around(name)} and not arguments.positional:
+            return Operation("exp", owner, (), {}, call, is_method=True)
+    return None
 
 
 def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
@@ -180,6 +235,21 @@ def _fix(source: Source, division: Node, power: Operation, total: Operation) -> 
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        def weigh(x, limit, hard):
+            e = torch.exp(x)
+            if limit is not None:
+                e = e.clamp(max=limit)
+            w = torch.relu(x)
+            if not hard:
+                w = torch.exp(x)
+            return e / e.sum(-1, keepdim=True) + w / w.sum(-1, keepdim=True)
+        """,
+        note="What is divided may be something else than an exponential.",
+    ),
     Case("""
         import torch
 
@@ -246,7 +316,7 @@ VALID = (
         import torch
 
         e = torch.exp(x)
-        e[mask] = 0
+        e[mask] = other
         weights = e / e.sum(-1, keepdim=True)
     """),
     Case("""
@@ -265,6 +335,37 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def attend(q, k, mask=None, causal=None):
+            scores = q @ k.transpose(-2, -1)
+            e = torch.exp(scores)
+            if mask is not None:
+                e = e * mask
+            elif causal is not None:
+                e = torch.where(causal, e, 0.0)
+            return e / e.sum(dim=-1, keepdim=True)
+
+        def pool(x, score, mask=None):
+            a = score(x).squeeze(-1)
+            a = a.exp()
+            a = a if mask is None else a.masked_fill(mask, 0.0)
+            a[:, 0] = 0
+            a /= a.sum(1, keepdim=True) + 1e-8
+            return (a * x).sum(1)
+
+        def route(x, mask):
+            e = torch.matmul(x, x)
+            e.exp_()
+            if mask is not None:
+                e *= mask
+            return e / e.sum(-1, keepdim=True)
+        """,
+        count=3,
+        note="A mask is a factor, also under a test and in place.",
+    ),
     Case("""
         import torch
 
@@ -406,7 +507,7 @@ RULE = Rule(
     what="A softmax that is written as `exp(x) / exp(x).sum(...)`, without the maximum subtracted first.",
     why="inf divided by inf is NaN. `torch.softmax` subtracts the maximum, and is one kernel instead of three.",
     fine="The values are known to be small.",
-    words=("torch exp( sum(",),
+    words=("torch exp( sum(", "torch exp_( sum("),
     check=check,
     valid=VALID,
     invalid=INVALID,
