@@ -25,6 +25,7 @@ __all__ = [
     "constant",
     "is_half",
     "is_lowered",
+    "modules_in",
     "operation",
     "starts_with_layer",
     "value_of",
@@ -59,7 +60,15 @@ _SAME_DTYPE = (
     "transpose",
     "unsqueeze",
     "view",
+    *("expand_as", "flip", "gather", "index_select", "movedim", "narrow", "repeat", "roll"),
+    *("repeat_interleave", "swapaxes", "tril", "triu", "unflatten", "view_as"),
 )
+_RESHAPES = ("einops.rearrange", "einops.repeat", "einops.einops.rearrange")
+_ARITHMETIC = {
+    **dict.fromkeys(("add", "sub", "add_", "sub_", "subtract"), False),
+    **dict.fromkeys(("mul", "div", "mul_", "div_", "multiply", "divide", "true_divide"), True),
+}  # whether the other one may be something else than a product or a number
+_IN_PLACE = (cst.AddAssign, cst.SubtractAssign, cst.MultiplyAssign, cst.DivideAssign)
 
 
 _SUMS = (
@@ -79,6 +88,8 @@ _SUMS = (
     *("prod", "rsqrt", "sigmoid", "softmax", "sqrt", "square", "std", "sum", "tanh", "var"),
 )
 _LOWERED_TOO = ("amax", "amin", "clamp", "clamp_min", "mean", "sigmoid", "t", "tanh")
+_UPDATES = 6  # one after another
+_CALLS = 6  # of a function
 _LIMITS = ("amax", "amin", "clamp", "clamp_max", "clamp_min", "max", "min", "neg", "relu_")
 _TABLED = ("max", "min")  # with a dim they give the values and the places
 
@@ -229,9 +240,35 @@ def _parsed(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _kept(source: Source, name: cst.Name) -> list[Binding]:
+    """The bindings that a read may see; `x *= y` and its kin keep a tensor's dtype, so what was before it is seen."""
+    found = values_seen(source, name)
+    for _ in range(_UPDATES):
+        others = [b for b in found if not _is_update(source, b)]
+        if others or not found:
+            return others
+        first = found[-1].node
+        assert isinstance(first, cst.Name)
+        found = values_seen(source, first)
+    return []
+
+
+def _is_update(source: Source, binding: Binding) -> bool:
+    outer = source.parents.get(binding.node)
+    is_target = isinstance(outer, cst.AugAssign) and outer.target is binding.node
+    return is_target and isinstance(outer.operator, _IN_PLACE)  # type: ignore[union-attr]
+
+
+def _handed(source: Source, found: list[Binding]) -> list[Node] | None:
+    """What all calls of this file hand to a parameter that is bound nowhere else; None where they are not known."""
+    values = source.values.handed.whatever_to(found[0]) if len(found) == 1 else []
+    known = [value for value in values if value is not None]
+    return known if known and len(known) == len(values) <= _CALLS else None
+
+
 def is_half(source: Source, node: Node, depth: int = 10) -> bool:
     """Whether a tensor is float16 for certain."""
-    if depth == 0:
+    if depth <= 0:
         return False
     if isinstance(node, cst.Call):
         return _makes_half(source, node, depth)
@@ -243,12 +280,22 @@ def is_half(source: Source, node: Node, depth: int = 10) -> bool:
         numbers = [constant(source, side) is not None for side in sides]
         return any(halves) and all(h or n for h, n in zip(halves, numbers, strict=True))
     if isinstance(node, cst.Name):
-        found = values_seen(source, node)
+        found = _kept(source, node)
+        given = _handed(source, found)
+        if given is not None:
+            return all(
+                not any(regions_around(source, value)) and is_half(source, value, depth - 3)
+                for value in given
+            )
         return bool(found) and all(
             b.kind == "assign" and b.value is not None and is_half(source, b.value, depth - 1)
             for b in found
         )
-    return False
+    if isinstance(node, cst.Subscript) or (
+        isinstance(node, cst.Attribute) and node.attr.value in ("T", "mT", "data")
+    ):
+        return is_half(source, node.value, depth - 1)
+    return isinstance(node, cst.UnaryOperation) and is_half(source, node.expression, depth - 1)
 
 
 def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
@@ -303,12 +350,15 @@ def _in_float16(source: Source, node: Node) -> bool:
 
 def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
     """Whether an expression is a product of matrices, or arithmetic on one: float16 in a float16 region."""
-    if depth == 0:
+    if depth <= 0:
         return False
     if isinstance(node, cst.BinaryOperation):
         return _is_lowered_arithmetic(source, node, depth)
     if isinstance(node, cst.Name):
-        found = values_seen(source, node)
+        found = _kept(source, node)
+        given = _handed(source, found)
+        if given is not None:
+            return all(is_lowered(source, value, depth - 3) for value in given)
         values = [b.value for b in found if b.kind == "assign" and b.value is not None]
         if len(values) != len(found):
             return False
@@ -319,6 +369,8 @@ def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
         isinstance(node, cst.Attribute) and node.attr.value in ("T", "mT")
     ):
         return is_lowered(source, node.value, depth - 1)
+    if isinstance(node, cst.UnaryOperation):
+        return is_lowered(source, node.expression, depth - 1)
     return isinstance(node, cst.Call) and _is_lowered_call(source, node, depth)
 
 
@@ -332,8 +384,16 @@ def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
     if _casts(node):
         return False
     instance = source.instance(node.func) or ""
+    origin = source.origin(node.func)
     if operation(source, node, *_PRODUCTS) is not None or LAYERS.match(instance):
         return True
+    if origin == "einops.einsum":
+        return True
+    if origin in _RESHAPES:
+        return bool(node.args) and is_lowered(source, node.args[0].value, depth - 1)
+    sum_ = operation(source, node, *_ARITHMETIC)
+    if sum_ is not None:
+        return _is_lowered_method(source, sum_, depth)
     if instance in _SEQUENTIALS:
         return _ends_with_layer(source, node.func)
     if _is_lowered_forward(source, node, depth):
@@ -360,26 +420,42 @@ def starts_with_layer(source: Source, module: Node) -> bool:
     instance = source.instance(module) or ""
     if instance not in _SEQUENTIALS:
         return bool(LAYERS.match(instance))
-    inner = _modules_in(source, module)
+    inner = modules_in(source, module)
     return bool(inner) and bool(LAYERS.match(source.instance(inner[0]) or ""))
 
 
 def _ends_with_layer(source: Source, module: Node) -> bool:
     """Whether `nn.Sequential(...)` ends with a layer, or with what keeps the dtype behind one."""
-    for inner in reversed(_modules_in(source, module)):
+    for inner in reversed(modules_in(source, module)):
         instance = source.instance(inner) or ""
         if not _ACTIVATIONS.match(instance):
             return bool(LAYERS.match(instance))
     return False
 
 
-def _modules_in(source: Source, module: Node) -> list[Node]:
+def modules_in(source: Source, module: Node) -> list[Node]:
     """The modules of `nn.Sequential(...)`; none where they are not all written there."""
     made = source.values.constructed(module)
     if not isinstance(made, cst.Call) or source.origin(made.func) not in _SEQUENTIALS:
         return []
+    table = made.args[0].value if len(made.args) == 1 and not made.args[0].star else None
+    if isinstance(table, cst.Call) and source.origin(table.func) == "collections.OrderedDict":
+        return _named_modules(table)
     plain = all(not arg.star and arg.keyword is None for arg in made.args)
     return [arg.value for arg in made.args] if plain else []
+
+
+def _named_modules(table: cst.Call) -> list[Node]:
+    """The modules of `OrderedDict([("fc", nn.Linear(8, 8)), ...])`, and of one made of a table."""
+    given = table.args[0].value if len(table.args) == 1 else None
+    if isinstance(given, cst.Dict):
+        entries = [e for e in given.elements if isinstance(e, cst.DictElement)]
+        return [e.value for e in entries] if len(entries) == len(given.elements) else []
+    pairs = [e.value for e in given.elements] if isinstance(given, (cst.List, cst.Tuple)) else []
+    known = [
+        p.elements[1].value for p in pairs if isinstance(p, cst.Tuple) and len(p.elements) == 2
+    ]
+    return known if len(known) == len(pairs) else []
 
 
 def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int) -> bool:
@@ -396,6 +472,18 @@ def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int
         return is_product and is_lowered(source, node.right, depth - 1)
     other = not isinstance(node.right, cst.Call) or _is_number(source, node.right)
     return other and is_lowered(source, node.left, depth - 1)
+
+
+def _is_lowered_method(source: Source, found: Operation, depth: int) -> bool:
+    """`scores.div(8)`, `torch.mul(scores, scale)`, `scores.add(bias)`, as the operators."""
+    other = found.get("other", 0)
+    if other is None or "alpha" in found.keywords or "rounding_mode" in found.keywords:
+        return False
+    if not _ARITHMETIC[found.name] and not found.name.endswith("_"):
+        return _are_lowered(source, [found.operand, other], depth)
+    is_other = not isinstance(other, cst.Call) or _is_number(source, other)
+    is_other = is_other or found.name.endswith("_")
+    return is_other and is_lowered(source, found.operand, depth - 1)
 
 
 def _are_lowered(source: Source, sides: list[Node], depth: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
 from precast_lint.meaning.functions import called_forward, called_function
-from precast_lint.meaning.tensors import Operation, operation, value_of, written
+from precast_lint.meaning.tensors import Operation, modules_in, operation, value_of, written
 from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
@@ -76,7 +76,7 @@ def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None
         return found.name
     if not isinstance(node, cst.Call) or depth == 0:
         return None
-    module = _MODULES.get(_called_module(source, node) or "")
+    module = _called_module(source, node)
     if module is not None:
         return module
     function = called_forward(source, node) or called_function(source, node)
@@ -86,9 +86,11 @@ def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None
     return names.pop() if len(names) == 1 else None
 
 
-def _called_module(source: Source, node: Node) -> str | None:
-    """The class of the module that a call runs."""
-    return source.instance(node.func) if isinstance(node, cst.Call) else None
+def _called_module(source: Source, call: cst.Call) -> str | None:
+    """The operation that a module computes last: `nn.Softmax(-1)`, or one at the end of `nn.Sequential(...)`."""
+    inner = modules_in(source, call.func)
+    last: Node = inner[-1] if inner else call.func
+    return _MODULES.get(source.instance(last) or "")
 
 
 def _is_meant(source: Source, call: Node, better: str) -> bool:
@@ -196,6 +198,13 @@ def _after(source: Source, call: cst.Call) -> str:
 
 
 VALID = (
+    Case("""
+        import torch
+        from torch import nn
+
+        net = nn.Sequential(nn.Linear(8, 8), nn.Softmax(dim=1), nn.Linear(8, 1), nn.Softplus())
+        y = torch.log(net(x))
+    """),
     Case("""
         import torch
 
@@ -306,6 +315,27 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        from collections import OrderedDict
+        from torch import nn
+
+        class Critic(nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.main = nn.Sequential(nn.Linear(d, d), nn.ReLU(), nn.Linear(d, 1), nn.Sigmoid())
+
+            def forward(self, x):
+                return self.main(x).view(-1)
+
+        classify = nn.Sequential(OrderedDict([("fc", nn.Linear(8, 3)), ("p", nn.Softmax(dim=1))]))
+        critic = Critic(8)
+        loss = -torch.log(critic(x)).mean() - classify(x).log().gather(1, y).mean()
+        """,
+        count=2,
+        note="The last module of a `Sequential`.",
+    ),
     Case(
         """
         import torch

@@ -63,6 +63,22 @@ def _vanishes(source: Source, node: Node) -> bool:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        def unit(x, eps=1e-8):
+            return x / (x.norm() + eps)
+
+        def safe(x, eps=1e-8):
+            return x / (x.norm() + eps)
+
+        y = unit(x.half()) + unit(x)
+        with torch.autocast("cuda", dtype=torch.float16):
+            z = safe(x.half())
+        """,
+        note="Not all that the function gets is float16; in a region a norm is float32.",
+    ),
     Case("""
         import torch
         from dataclasses import dataclass
@@ -140,6 +156,21 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def unit(x, eps=1e-8):
+            return x / (x.norm() + eps)
+
+        def scale(x):
+            h = x.half()
+            h *= 2
+            return unit(h) + h / (-h[0].T + 1e-9) + torch.log(h.flip(0) + 1e-10)
+        """,
+        count=3,
+        note="A function that gets a float16 tensor, and parts of one.",
+    ),
     Case(
         """
         import torch

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
 from precast_lint.meaning.regions import regions, regions_around
-from precast_lint.meaning.tensors import constant, is_half, is_lowered, operation, value_of
+from precast_lint.meaning.tensors import (
+    Operation,
+    constant,
+    is_half,
+    is_lowered,
+    operation,
+    value_of,
+)
 from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import is_none
@@ -36,7 +43,7 @@ def check(source: Source) -> Iterator[Finding]:
         if fill is None or value is None:
             continue
         sign = _too_large(source, value)
-        if sign and _is_float16(source, fill.operand):
+        if sign and _is_float16(source, fill.operand) and not _is_filled(source, fill):
             fix = _fix(source, fill.operand, value, sign)
             if _is_optional(source, call):
                 yield source.find(RULE, value, _OPTIONAL, fix, Severity.WARNING)
@@ -50,6 +57,12 @@ def check(source: Source) -> Iterator[Finding]:
         for value, other in ((product.left, product.right), (product.right, product.left)):
             if _too_large(source, value) and _is_additive(source, other):
                 yield _silent(source, value)
+
+
+def _is_filled(source: Source, fill: Operation) -> bool:
+    """Whether a tensor that is no product of matrices is filled: AMP405 names that."""
+    is_fill = fill.name in ("fill_", "fill_diagonal_") and fill.is_method
+    return is_fill and not is_lowered(source, fill.operand)
 
 
 def _is_optional(source: Source, call: Node) -> bool:
@@ -90,7 +103,7 @@ def _chosen(source: Source) -> Iterator[Finding]:
         if source.origin(call.func) == "torch.full_like":
             value = arguments.get("fill_value", 1)
             one = given and value is not None and "dtype" not in arguments.keywords
-            if one and _too_large(source, value) and _is_float16(source, given[0]):  # type: ignore[arg-type]
+            if one and _too_large(source, value) and _is_product(source, given[0]):  # type: ignore[arg-type]
                 yield source.find(RULE, value)  # type: ignore[arg-type]
         elif len(given) == 3:
             for value, tensor in ((given[2], given[1]), (given[1], given[2])):
@@ -111,7 +124,8 @@ def _number_in(source: Source, value: Node) -> Node:
     arguments = Arguments.of(made)
     if arguments.starred or len(arguments.positional) != 1:
         return value
-    return arguments.positional[0]
+    dtype = source.origin(arguments.get("dtype"))  # of what is float16 by itself AMP405 speaks
+    return value if dtype in ("torch.float16", "torch.half") else arguments.positional[0]
 
 
 def _stored(source: Source) -> Iterator[Finding]:
@@ -127,8 +141,13 @@ def _stored(source: Source) -> Iterator[Finding]:
 
 
 def _is_float16(source: Source, node: Node) -> bool:
-    """Whether a tensor is float16 in a float16 region, and no other region is what computes it."""
-    return is_half(source, node) or (
+    """Whether a tensor is float16, by itself or in a float16 region."""
+    return is_half(source, node) or _is_product(source, node)
+
+
+def _is_product(source: Source, node: Node) -> bool:
+    """Whether a tensor is a product of matrices in a float16 region, and no other region is what computes it."""
+    return (
         is_lowered(source, node)
         and not _is_elsewhere(source, node)
         and not _has_other_regions_alone(source)
@@ -141,9 +160,13 @@ def _has_other_regions_alone(source: Source) -> bool:
     return bool(dtypes) and not dtypes & {None, "torch.float16"}
 
 
-def _is_elsewhere(source: Source, node: Node) -> bool:
+def _is_elsewhere(source: Source, node: Node, depth: int = 3) -> bool:
     """Whether a tensor is computed in a region that is off, or of another dtype."""
-    values = [b.value for b in source.names.bindings(node) if b.value is not None]
+    bound = source.names.bindings(node)
+    given = [value for b in bound if depth for value in source.values.handed.whatever_to(b)]
+    if any(value is not None and _is_elsewhere(source, value, depth - 1) for value in given):
+        return True
+    values = [b.value for b in bound if b.value is not None]
     around = [next(regions_around(source, value), None) for value in (values or [node])]
     known = [region for region in around if region is not None]
     return any(r.enabled is False or r.dtype not in (None, "torch.float16") for r in known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from precast_lint.meaning.tensors import constant, is_half
+from precast_lint.meaning.tensors import constant, is_half, is_lowered
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings
@@ -15,8 +15,13 @@ __all__ = ["RULE"]
 _TO_INFINITY = 65520.0  # rounded to infinity from here on
 _TO_ZERO = 2.0**-25
 _HALF = ("torch.float16", "torch.half")
-_CREATORS = {"torch.tensor": 0, "torch.as_tensor": 0, "torch.asarray": 0, "torch.full": 1}
-_FILLS = {"fill_": 0, "add_": 0, "add": 0, "sub_": 0, "sub": 0, "new_full": 1, "fill_diagonal_": 0}
+_LEGACY = ("torch.HalfTensor", "torch.cuda.HalfTensor")
+_CREATORS = {
+    **{"torch.tensor": 0, "torch.as_tensor": 0, "torch.asarray": 0, "torch.full": 1},
+    **dict.fromkeys(_LEGACY, 0),
+}
+_SUMS = {"add_": 0, "add": 0, "sub_": 0, "sub": 0}
+_FILLS = {"fill_": 0, "new_full": 1, "fill_diagonal_": 0, **_SUMS}
 _VALUES = {"torch.full": "fill_value", "torch.asarray": "obj"}
 
 
@@ -25,14 +30,16 @@ def check(source: Source) -> Iterator[Finding]:
     for call, arguments in source.calls(*_CREATORS):
         origin = source.origin(call.func) or ""
         value = arguments.get(_VALUES.get(origin, "data"), _CREATORS[origin])
-        if value is not None and (
-            source.origin(arguments.get("dtype")) in _HALF or _is_cast(source, call)
-        ):
+        if isinstance(value, cst.Integer) and origin in _LEGACY:
+            continue  # a size
+        is_half_made = origin in _LEGACY or source.origin(arguments.get("dtype")) in _HALF
+        if value is not None and (is_half_made or _is_cast(source, call)):
             for number in _numbers(value):
                 if _is_lost(source, number):
                     yield source.find(RULE, number)
     for number, like in _filled(source):
-        if _is_lost(source, number) and is_half(source, like):
+        is_mask = _is_infinite(source, number) and is_lowered(source, like)  # for AMP404
+        if _is_lost(source, number) and is_half(source, like) and not is_mask:
             yield source.find(RULE, number)
     for node in source.all(cst.BinaryOperation):
         if isinstance(node.operator, (cst.Add, cst.Subtract)):
@@ -46,7 +53,10 @@ def _filled(source: Source) -> Iterator[tuple[Node, Node]]:
     for call, owner, arguments in source.methods(*_FILLS):
         assert isinstance(call.func, cst.Attribute)
         given = arguments.get("fill_value", _FILLS[call.func.attr.value])
-        if given is not None and arguments.get("dtype") is None:
+        is_sum = call.func.attr.value in _SUMS  # a small number beside one is for AMP403
+        if given is None or arguments.get("dtype") is not None:
+            continue
+        if not is_sum or _is_infinite(source, given):
             yield given, owner
     for _, arguments in source.calls("torch.full_like"):
         given, like = arguments.get("fill_value", 1), arguments.get("input", 0)
@@ -68,7 +78,10 @@ def _is_cast(source: Source, call: cst.Call) -> bool:
     ):
         is_moved = method.attr.value != "to" or all(strings(arg.value) for arg in cast.args)
         return is_moved and _is_cast(source, cast)
-    is_to = method.attr.value in ("to", "type") and any(dtype in _HALF for dtype in given)
+    names = [strings(arg.value) for arg in cast.args]
+    is_to = method.attr.value in ("to", "type") and any(
+        dtype in (*_HALF, *_LEGACY) for dtype in (*given, *names)
+    )
     return cast.func is method and (method.attr.value == "half" or is_to)
 
 
@@ -93,6 +106,27 @@ def _is_infinite(source: Source, node: Node) -> bool:
 
 
 VALID = (
+    Case("""
+        import torch
+
+        a = torch.cuda.HalfTensor(100000)
+        b = torch.HalfTensor([0.5, 1.0])
+        c = torch.tensor([1e6]).type(torch.FloatTensor)
+    """),
+    Case(
+        """
+        import torch
+
+        def scores(a, b):
+            h = a.half() / 2
+            h.add_(1e-9)
+            with torch.autocast("cuda", dtype=torch.float16):
+                s = torch.matmul(a, b)
+                s.fill_diagonal_(-1e9)
+            return torch.full_like(s, -1e9) + h
+        """,
+        note="AMP403 names a small number that is added, and AMP404 what masks a product of matrices.",
+    ),
     Case("""
         import torch
 
@@ -125,6 +159,18 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        a = torch.cuda.HalfTensor([1e6, 0.5])
+        b = torch.HalfTensor([0.5, 1e-9])
+        c = torch.tensor([0.5, 1e9]).type(torch.HalfTensor)
+        d = torch.tensor(1e9).type("torch.cuda.HalfTensor")
+        """,
+        count=4,
+        note="The old names of tensors.",
+    ),
     Case("""
         import torch
 
@@ -172,7 +218,7 @@ RULE = Rule(
     what="A constant in a float16 tensor, or added to one, that becomes infinity or zero there.",
     why="`torch.tensor` makes infinity or zero of it without a word; `torch.full` raises.",
     fine="Infinity, or zero, is what is meant: then write that.",
-    words=("torch .half", "torch .float16"),
+    words=("torch .half", "torch .float16", "torch HalfTensor"),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -10,6 +10,27 @@ VALID = (
     Case(
         """
         import torch
+
+        def mask_logits(logits, mask):
+            return logits.masked_fill(~mask, -1e9)
+
+        def hide(scores, mask):
+            scores -= scores.max()
+            return scores.masked_fill(mask, -1e9)
+
+        def attend(q, k, keep):
+            with torch.autocast("cuda", dtype=torch.float16):
+                y = q @ k
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    z = q @ k
+                    z = hide(z, keep)
+            return mask_logits((q @ k).float(), keep), mask_logits(q @ k, keep), y
+        """,
+        note="Not all that the function gets is float16.",
+    ),
+    Case(
+        """
+        import torch
         from torch import nn
 
         class Attention(nn.Module):
@@ -126,6 +147,47 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import math
+        import torch
+        from einops import rearrange
+
+        def mask_logits(logits, mask):
+            return logits.masked_fill(~mask, -1e9)
+
+        def attend(q, k, keep, bias):
+            s = torch.einsum("bhid,bhjd->bhij", q, k)
+            s /= math.sqrt(q.shape[-1])
+            if bias is not None:
+                s += bias
+            s.masked_fill_(keep, -1e9)
+            t = torch.div(torch.matmul(q, k), 8).add(0.1)
+            t = rearrange(t, "b h i j -> (b h) i j")
+            return s.softmax(-1), t.masked_fill(keep, -1e9), mask_logits(q @ k, keep)
+        """,
+        """
+        import math
+        import torch
+        from einops import rearrange
+
+        def mask_logits(logits, mask):
+            return logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+
+        def attend(q, k, keep, bias):
+            s = torch.einsum("bhid,bhjd->bhij", q, k)
+            s /= math.sqrt(q.shape[-1])
+            if bias is not None:
+                s += bias
+            s.masked_fill_(keep, torch.finfo(s.dtype).min)
+            t = torch.div(torch.matmul(q, k), 8).add(0.1)
+            t = rearrange(t, "b h i j -> (b h) i j")
+            return s.softmax(-1), t.masked_fill(keep, torch.finfo(t.dtype).min), mask_logits(q @ k, keep)
+        """,
+        unsafe=True,
+        count=3,
+        note="In place, by methods, in another shape, and in a function that gets the scores.",
+    ),
     Case(
         """
         import torch
