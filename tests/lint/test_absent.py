@@ -7,14 +7,30 @@ import operator
 import pytest
 import torch
 
-from precast_lint.renaming.absent import ABSENT, ABSENT_FUNCTIONAL
+from precast_lint.renaming.absent import (
+    ABSENT,
+    ABSENT_FFT,
+    ABSENT_FUNCTIONAL,
+    ABSENT_LINALG,
+    ABSENT_NN,
+    ABSENT_RANDOM,
+)
+
+_TABLES = [
+    (torch, ABSENT),
+    (torch.nn.functional, ABSENT_FUNCTIONAL),
+    (torch.linalg, ABSENT_LINALG),
+    (torch.fft, ABSENT_FFT),
+    (torch.random, ABSENT_RANDOM),
+    (torch.nn, ABSENT_NN),
+]
 
 
-def test_torch_has_none_of_the_absent_names() -> None:
-    assert [name for name in ABSENT if hasattr(torch, name)] == []
-    assert [name for name in ABSENT_FUNCTIONAL if hasattr(torch.nn.functional, name)] == []
+@pytest.mark.parametrize(("module", "table"), _TABLES)
+def test_torch_has_none_of_the_absent_names(module: object, table: dict[str, str]) -> None:
+    assert [name for name in table if hasattr(module, name)] == []
 
 
-@pytest.mark.parametrize("there", sorted({*ABSENT.values(), *ABSENT_FUNCTIONAL.values()}))
+@pytest.mark.parametrize("there", sorted({v for _, table in _TABLES for v in table.values()}))
 def test_what_replaces_them_is_there(there: str) -> None:
     assert callable(operator.attrgetter(there.removeprefix("torch."))(torch))

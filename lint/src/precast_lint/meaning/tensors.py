@@ -449,8 +449,8 @@ def _named_modules(table: cst.Call) -> list[Node]:
     """The modules of `OrderedDict([("fc", nn.Linear(8, 8)), ...])`, and of one made of a table."""
     given = table.args[0].value if len(table.args) == 1 else None
     if isinstance(given, cst.Dict):
-        entries = [e for e in given.elements if isinstance(e, cst.DictElement)]
-        return [e.value for e in entries] if len(entries) == len(given.elements) else []
+        known: list[Node] = [e.value for e in given.elements if isinstance(e, cst.DictElement)]
+        return known if len(known) == len(given.elements) else []
     pairs = [e.value for e in given.elements] if isinstance(given, (cst.List, cst.Tuple)) else []
     known = [
         p.elements[1].value for p in pairs if isinstance(p, cst.Tuple) and len(p.elements) == 2

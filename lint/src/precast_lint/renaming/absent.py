@@ -6,7 +6,14 @@ Invariants: no PyTorch has ever had them, so a file that uses one is wrong with 
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "ABSENT_FUNCTIONAL"]
+__all__ = [
+    "ABSENT",
+    "ABSENT_FFT",
+    "ABSENT_FUNCTIONAL",
+    "ABSENT_LINALG",
+    "ABSENT_NN",
+    "ABSENT_RANDOM",
+]
 
 # What somebody writes after `torch.` -> what does that in PyTorch.
 ABSENT = {
@@ -76,6 +83,46 @@ ABSENT = {
     "sometrue": "torch.any",
     "take_along_axis": "torch.take_along_dim",
     "to_numpy": "torch.Tensor.numpy",
+    "all_close": "torch.allclose",
+    "append": "torch.cat",
+    "arg_max": "torch.argmax",
+    "average": "torch.mean",
+    "cbrt": "torch.pow",
+    "choice": "torch.multinomial",
+    "copyto": "torch.Tensor.copy_",
+    "flatnonzero": "torch.nonzero",
+    "is_finite": "torch.isfinite",
+    "is_inf": "torch.isinf",
+    "is_nan": "torch.isnan",
+    "matvec": "torch.mv",
+    "mean_squared_error": "torch.nn.functional.mse_loss",
+    "permute_dims": "torch.permute",
+    "reverse": "torch.flip",
+    "rollaxis": "torch.movedim",
+    "segment_sum": "torch.scatter_add",
+    "sequence_mask": "torch.arange",
+    "set_seed": "torch.manual_seed",
+    "shuffle": "torch.randperm",
+    "squared_difference": "torch.nn.functional.mse_loss",
+    "swap_axes": "torch.swapaxes",
+    "to_tensor": "torch.as_tensor",
+    "top_k": "torch.topk",
+    "uniform": "torch.rand",
+    "unstack": "torch.unbind",
+    # methods, and functions of other modules of torch
+    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
+    "clip_grad_value_": "torch.nn.utils.clip_grad_value_",
+    "contiguous": "torch.Tensor.contiguous",
+    "device_count": "torch.cuda.device_count",
+    "eigh": "torch.linalg.eigh",
+    "expand": "torch.Tensor.expand",
+    "expand_as": "torch.Tensor.expand_as",
+    "fftn": "torch.fft.fftn",
+    "is_available": "torch.cuda.is_available",
+    "rfftn": "torch.fft.rfftn",
+    "tolist": "torch.Tensor.tolist",
+    "view": "torch.Tensor.view",
+    "view_as": "torch.Tensor.view_as",
     # torch.nn.functional
     "adaptive_avg_pool2d": "torch.nn.functional.adaptive_avg_pool2d",
     "adaptive_avg_pool3d": "torch.nn.functional.adaptive_avg_pool3d",
@@ -160,4 +207,80 @@ ABSENT_FUNCTIONAL = {
     "softmax_cross_entropy_with_logits": "torch.nn.functional.cross_entropy",
     "sparse_categorical_crossentropy": "torch.nn.functional.cross_entropy",
     "swish": "torch.nn.functional.silu",
+}
+
+# What somebody writes after `torch.linalg.` -> what does that in PyTorch.
+ABSENT_LINALG = {
+    "chol": "torch.linalg.cholesky",
+    "cholesky_solve": "torch.cholesky_solve",
+    "cholesky_inverse": "torch.cholesky_inverse",
+    "determinant": "torch.linalg.det",
+    "diag": "torch.diag",
+    "diag_part": "torch.diagonal",
+    "dot": "torch.dot",
+    "einsum": "torch.einsum",
+    "eye": "torch.eye",
+    "inner": "torch.inner",
+    "inverse": "torch.linalg.inv",
+    "kron": "torch.kron",
+    "logdet": "torch.logdet",
+    "matrix_inverse": "torch.linalg.inv",
+    "mm": "torch.mm",
+    "orth": "torch.linalg.qr",
+    "outer": "torch.outer",
+    "pseudo_inverse": "torch.linalg.pinv",
+    "pseudoinverse": "torch.linalg.pinv",
+    "set_diag": "torch.diagonal_scatter",
+    "symeig": "torch.linalg.eigh",
+    "tensordot": "torch.tensordot",
+    "trace": "torch.trace",
+    "transpose": "torch.transpose",
+    "triangular_solve": "torch.linalg.solve_triangular",
+}
+
+# What somebody writes after `torch.fft.` -> what does that in PyTorch.
+ABSENT_FFT = {
+    "dct": "torch.fft.fft",
+    "fft3d": "torch.fft.fftn",
+    "fft2d": "torch.fft.fft2",
+    "idct": "torch.fft.ifft",
+    "ifft2d": "torch.fft.ifft2",
+    "irfft2d": "torch.fft.irfft2",
+    "rfft2d": "torch.fft.rfft2",
+}
+
+# What somebody writes after `torch.random.` -> what does that in PyTorch.
+ABSENT_RANDOM = {
+    "choice": "torch.multinomial",
+    "normal": "torch.normal",
+    "permutation": "torch.randperm",
+    "rand": "torch.rand",
+    "randint": "torch.randint",
+    "randn": "torch.randn",
+    "shuffle": "torch.randperm",
+    "uniform": "torch.rand",
+}
+
+# What somebody writes after `torch.nn.` -> what does that in PyTorch.
+ABSENT_NN = {
+    "BCEWithLogits": "torch.nn.BCEWithLogitsLoss",
+    "BatchNormalization": "torch.nn.BatchNorm2d",
+    "Conv1D": "torch.nn.Conv1d",
+    "Conv2D": "torch.nn.Conv2d",
+    "Conv3D": "torch.nn.Conv3d",
+    "CrossEntropy": "torch.nn.CrossEntropyLoss",
+    "Dense": "torch.nn.Linear",
+    "Dropout2D": "torch.nn.Dropout2d",
+    "GeLU": "torch.nn.GELU",
+    "Gelu": "torch.nn.GELU",
+    "GlobalAvgPool2d": "torch.nn.AdaptiveAvgPool2d",
+    "HardSigmoid": "torch.nn.Hardsigmoid",
+    "HardSwish": "torch.nn.Hardswish",
+    "LayerNormalization": "torch.nn.LayerNorm",
+    "LeakyRelu": "torch.nn.LeakyReLU",
+    "MaxPooling2D": "torch.nn.MaxPool2d",
+    "MultiHeadAttention": "torch.nn.MultiheadAttention",
+    "Relu": "torch.nn.ReLU",
+    "Silu": "torch.nn.SiLU",
+    "Swish": "torch.nn.SiLU",
 }

@@ -16,6 +16,12 @@ __all__ = ["RULE"]
 
 _FUNCTION = "torch.nn.functional.binary_cross_entropy"
 _CLASSES = ("torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss")
+_OF_LOGITS = {
+    "torch.nn.BCEWithLogitsLoss",
+    "torch.nn.modules.loss.BCEWithLogitsLoss",
+    "torch.nn.functional.binary_cross_entropy_with_logits",
+}
+_DEEP = 5  # names of names
 _SIGMOIDS = ("torch.sigmoid", "torch.nn.functional.sigmoid", "torch.special.expit")
 
 
@@ -23,13 +29,16 @@ def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each call in a region of PyTorch for CUDA."""
     for call in source.all(cst.Call):
         is_function = source.origin(call.func) == _FUNCTION
-        if not is_function and not _is_loss_object(source, call.func):
+        is_sure = is_function or _is_loss_object(source, call.func)
+        if not is_sure and not _may_be_loss(source, call.func):
             continue
         region = region_in_force(source, call) or next(
             (r for r in regions_of_callers(source, call) if r is not None and r.device == "cuda"),
             None,
         )
         if region is None or region.device != "cuda" or is_tried(source, call):
+            continue
+        if not is_sure and (region.enabled is not True or _is_chosen(source, call)):
             continue
         is_pytorchs = (source.origin(region.call.func) or "").startswith("torch.")
         if is_pytorchs and not _is_off_by_default(source, region):
@@ -56,6 +65,59 @@ def _is_loss_object(source: Source, func: Node) -> bool:
         isinstance(func, (cst.Name, cst.Attribute, cst.Subscript))
         and source.instance(func) in _CLASSES
     )
+
+
+def _may_be_loss(source: Source, func: Node) -> bool:
+    """Whether what a test or a table picks is this loss in one case: `LOSSES[name]()`, `BCELoss() if ... else ...`.
+
+    Where it may be the one of logits, the test may be of whether there is a region.
+    """
+    if isinstance(func, (cst.Name, cst.Attribute, cst.Subscript)):
+        if source.origin(func) is not None or source.instance(func) is not None:
+            return False
+        wanted = {_FUNCTION, *_CLASSES}
+    elif isinstance(func, cst.Call):
+        wanted = {*_CLASSES}
+    else:
+        return False
+    found = _picked(source, func, _DEEP)
+    return None not in found and bool(wanted & found) and not found & _OF_LOGITS
+
+
+def _picked(source: Source, node: Node | None, depth: int) -> set[str | None]:
+    """The functions that an expression may be, and the classes whose object it may be; None for what is not known."""
+    if node is None or depth == 0:
+        return {None}
+    if isinstance(node, cst.IfExp):
+        sides = (node.body, node.orelse)
+        return {one for side in sides for one in _picked(source, side, depth)}
+    if isinstance(node, cst.Call):
+        returned = source.values.returned(node)
+        if returned:
+            return {one for value in returned for one in _picked(source, value, depth - 1)}
+        return _picked(source, node.func, depth - 1)
+    origin = source.origin(node)
+    if origin is not None:
+        return {origin}
+    if isinstance(node, cst.Lambda):
+        return {""}
+    binding = source.names.only_binding(node)
+    if binding is not None and binding.kind in ("class", "def"):
+        return {""}
+    given = source.values.sources(node)
+    if not given or any(note is not None for _, note in given):
+        return {None}
+    return {one for value, _ in given for one in _picked(source, value, depth - 1)}
+
+
+def _is_chosen(source: Source, call: Node) -> bool:
+    """Whether a call is under a test of its function, which may be of which loss it is."""
+    for outer in source.around(call):
+        if isinstance(outer, cst.FunctionDef):
+            return False
+        if isinstance(outer, (cst.If, cst.IfExp, cst.Match)):
+            return True
+    return False
 
 
 def _fix(source: Source, call: cst.Call) -> Fix | None:
@@ -98,6 +160,31 @@ def _logits(source: Source, call: cst.Call) -> Node | None:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        LOSSES = {"bce": nn.BCELoss, "mse": nn.MSELoss}
+
+        def train(name, model, x, y):
+            criterion = LOSSES[name]()
+            with torch.autocast("cuda", enabled=name != "bce"):
+                loss = criterion(model(x), y)
+            with torch.autocast("cuda"):
+                p = model(x)
+                if name != "bce":
+                    loss = criterion(p, y)
+            return loss + criterion(p.float(), y)
+
+        def other(make, losses, name, x, y):
+            criterion = losses[name]()
+            made = make() or nn.BCELoss()
+            with torch.autocast("cuda"):
+                return criterion(x, y) + made(x, y)
+        """,
+        note="A region or a test that knows which one it is; and what is not known.",
+    ),
     Case("""
         import torch
         import torch.nn.functional as F
@@ -173,6 +260,37 @@ INVALID = (
                     return self.loss(self.net(x), y), LOSSES["sum"](self.net(x), y)
         """,
         count=2,
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+
+        LOSSES = {"bce": nn.BCELoss, "mse": nn.MSELoss}
+        FUNCTIONS = {"bce": F.binary_cross_entropy, "mse": lambda p, y: (p - y).square().mean()}
+
+        class Trainer:
+            def __init__(self, model, multi):
+                self.model = model
+                if multi:
+                    self.criterion = nn.BCELoss()
+                else:
+                    self.criterion = nn.CrossEntropyLoss()
+
+            def step(self, x, y):
+                with torch.autocast("cuda"):
+                    return self.criterion(self.model(x), y)
+
+        def train(name, kind, x, y):
+            criterion = LOSSES[name]()
+            other = nn.MSELoss() if kind == "mse" else nn.BCELoss()
+            function = FUNCTIONS[name]
+            with torch.autocast("cuda"):
+                return criterion(x, y) + other(x, y) + function(x, y)
+        """,
+        count=4,
+        note="A test or a table picks it.",
     ),
     Case(
         """

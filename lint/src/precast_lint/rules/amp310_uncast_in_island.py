@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.callers import regions_of_callers
+from precast_lint.meaning.functions import called_forward, followed_call
 from precast_lint.meaning.low_values import SHAPES, casts_modules, lowered_by
 from precast_lint.meaning.regions import Region, regions, regions_around
 from precast_lint.meaning.tensors import is_lowered, operation, starts_with_layer
@@ -18,6 +19,7 @@ from precast_lint.parsing.syntax import Node, cst, walk
 __all__ = ["RULE"]
 
 _DEEP = 4  # shapes of shapes
+_CALLS = 3  # of functions that hand a tensor on
 _OPERATIONS = re.compile(
     r"bmm|cdist|cosine_similarity|cross_entropy|cumprod|cumsum|dist|einsum|exp|l1_loss|linear|log|log10|log1p|log2|"
     r"log_softmax|logsumexp|matmul|mean|mm|mse_loss|norm|normalize|pow|prod|rsqrt|smooth_l1_loss|softmax|sqrt|std|sum|"
@@ -31,7 +33,9 @@ def check(source: Source) -> Iterator[Finding]:
         if island.enabled is not False:
             continue
         for name in walk(island.body):
-            if not isinstance(name, (cst.Name, cst.Attribute)) or not _computes(source, name):
+            if not isinstance(name, (cst.Name, cst.Attribute)):
+                continue
+            if not _computes(source, name) and not _is_handed_on(source, name, _CALLS):
                 continue
             found = lowered_by(source, name, keeps=False)
             is_beside = (
@@ -113,6 +117,42 @@ def _consumer(source: Source, name: Node) -> tuple[Node, Node]:
         tensor = call
 
 
+def _is_handed_on(source: Source, name: Node, depth: int) -> bool:
+    """Whether a function or a module of the file gets a tensor, and computes with it as it is."""
+    arg, tensor = _consumer(source, name)
+    call = source.parents.get(arg)
+    if depth == 0 or not isinstance(arg, cst.Arg) or not isinstance(call, cst.Call):
+        return False
+    if any(one.star for one in call.args):
+        return False
+    found = followed_call(source, call)
+    if found is not None and not found[0].decorators:
+        function, given = found
+        names = [key for key, value in given.items() if value is tensor]
+    else:
+        forward = called_forward(source, call)
+        if forward is None:
+            return False
+        function, params = forward, [param.name.value for param in forward.params.params[1:]]
+        plain = [one for one in call.args if one.keyword is None]
+        names = [arg.keyword.value] if arg.keyword else params[plain.index(arg) :][:1]
+    return any(_computes_with(source, function, param, depth) for param in names)
+
+
+def _computes_with(source: Source, function: cst.FunctionDef, name: str, depth: int) -> bool:
+    """Whether a function computes with a parameter that it never gives another value, in no region of its own."""
+    scope = source.scopes.owned[function]
+    if len(scope.bindings.get(name, ())) != 1:
+        return False
+    reads = [node for node in source.scopes.references(scope, name) if isinstance(node, cst.Name)]
+    return any(
+        source.function(read) is function
+        and next(regions_around(source, read), None) is None
+        and (_computes(source, read) or _is_handed_on(source, read, depth - 1))
+        for read in reads
+    )
+
+
 def _is_layer(source: Source, call: Node | None) -> bool:
     """Whether a call runs a layer, whose weights are float32."""
     is_call = isinstance(call, cst.Call) and starts_with_layer(source, call.func)
@@ -120,6 +160,38 @@ def _is_layer(source: Source, call: Node | None) -> bool:
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        def energy(scores):
+            scores = scores.float()
+            return torch.logsumexp(scores, -1).mean()
+
+        def spread(z):
+            return z.float().var(0).mean()
+
+        def shape(z, name):
+            return f"{name}: {z.shape}"
+
+        def lowered(z):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return z @ z.T
+
+        def decorated(z):
+            return z.exp()
+
+        class Net(torch.nn.Module):
+            def forward(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    s = x @ x.T
+                    with torch.autocast("cuda", enabled=False):
+                        print(shape(s, "s"), lowered(s))
+                        y = energy(s) + spread(z=s) + decorated(s.float())
+                return y
+        """,
+        note="The function casts what it gets, or does not compute with it.",
+    ),
     Case(
         """
         import torch
@@ -227,6 +299,69 @@ INVALID = (
         """,
         unsafe=True,
         count=2,
+    ),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Barlow(nn.Module):
+            def forward(self, c, weight=0.1):
+                return (torch.diagonal(c) - 1).pow(2).sum() + weight * c.sum()
+
+        def spread(z):
+            return deviation(z).mean()
+
+        def deviation(z):
+            return z.var(0)
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.q, self.loss = nn.Linear(8, 8), Barlow()
+
+            def energy(self, scores):
+                return torch.logsumexp(scores, dim=-1).mean()
+
+            def forward(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    q = self.q(x)
+                    s = q @ q.T
+                    with torch.autocast("cuda", enabled=False):
+                        return self.energy(s) + self.loss(s) + spread(z=q.flatten(1))
+        """,
+        """
+        import torch
+        from torch import nn
+
+        class Barlow(nn.Module):
+            def forward(self, c, weight=0.1):
+                return (torch.diagonal(c) - 1).pow(2).sum() + weight * c.sum()
+
+        def spread(z):
+            return deviation(z).mean()
+
+        def deviation(z):
+            return z.var(0)
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.q, self.loss = nn.Linear(8, 8), Barlow()
+
+            def energy(self, scores):
+                return torch.logsumexp(scores, dim=-1).mean()
+
+            def forward(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    q = self.q(x)
+                    s = q @ q.T
+                    with torch.autocast("cuda", enabled=False):
+                        return self.energy(s.float()) + self.loss(s.float()) + spread(z=q.float().flatten(1))
+        """,
+        unsafe=True,
+        count=3,
+        note="A function, or a module, of the file gets it.",
     ),
     Case(
         """

@@ -11,6 +11,8 @@ from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
 __all__ = ["RULE"]
 
+_RUNS = ("list", "tuple", "reversed", "enumerate", "iter")
+_STEPS = 3  # from a loop's name to the list, to its name, to ctx
 _GRADIENTS = ("torch.enable_grad", "torch.set_grad_enabled")
 
 
@@ -37,19 +39,45 @@ def _cares(node: Node) -> bool:
 
 
 def _kept(forward: Method) -> set[str]:
-    """The attributes of ctx in which forward keeps functions that it was given, and calls."""
-    names = {param.name.value for param in forward.node.params.params[1:]}
-    inner = list(walk(forward.node.body))
-    called = {dotted(n.func) for n in inner if isinstance(n, cst.Call)}
+    """The attributes of ctx in which forward keeps functions that it was given, or lists of them, and calls."""
+    params = forward.node.params
+    names = {param.name.value for param in params.params[1:]}
+    if isinstance(params.star_arg, cst.Param):
+        names.add(params.star_arg.name.value)
+    called = _called(forward)
     found = set()
-    for statement in (n for n in inner if isinstance(n, cst.Assign)):
-        value = statement.value
-        if not isinstance(value, cst.Name) or value.value not in names:
+    for statement in (n for n in walk(forward.node.body) if isinstance(n, cst.Assign)):
+        value = _whole(statement.value)
+        if value not in names:
             continue
         kept = {dotted(target.target) or "" for target in statement.targets}
-        if value.value in called or kept & called:
+        if value in called or kept & called:
             found |= {name for name in kept if name.startswith("ctx.")}
     return found
+
+
+def _called(method: Method) -> set[str]:
+    """What a method calls, and the lists of which it calls each element: `for block in blocks: x = block(x)`."""
+    inner = list(walk(method.node.body))
+    called = {dotted(n.func) or "" for n in inner if isinstance(n, cst.Call)}
+    for loop in (n for n in inner if isinstance(n, cst.For)):
+        if any(isinstance(n, cst.Name) and n.value in called for n in walk(loop.target)):
+            called.add(_whole(loop.iter))
+    items = [n.func for n in inner if isinstance(n, cst.Call)]
+    return called | {dotted(item.value) or "" for item in items if isinstance(item, cst.Subscript)}
+
+
+def _whole(node: Node) -> str:
+    """The list in `list(blocks)`, `enumerate(blocks)`, `blocks[::-1]` and other forms that run through all of it."""
+    while True:
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.args:
+            if node.func.value not in _RUNS:
+                return ""
+            node = node.args[0].value
+        elif isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
+            node = node.value
+        else:
+            return dotted(node) or ""
 
 
 def _with_gradients(source: Source, backward: Method) -> Iterator[cst.Call]:
@@ -62,16 +90,45 @@ def _with_gradients(source: Source, backward: Method) -> Iterator[cst.Call]:
 
 def _runs(backward: Method, call: cst.Call, kept: set[str]) -> bool:
     """Whether a call runs what is kept, by its name in ctx or by one that it is given."""
-    name = dotted(call.func) or ""
-    if name in kept:
-        return True
-    for statement in (n for n in walk(backward.node.body) if isinstance(n, cst.Assign)):
-        if dotted(statement.value) in kept:
-            return any(dotted(target.target) == name for target in statement.targets)
-    return False
+    func = call.func.value if isinstance(call.func, cst.Subscript) else call.func
+    wanted = {dotted(func) or ""}
+    for _ in range(_STEPS):
+        if wanted & kept:
+            return True
+        for node in walk(backward.node.body):
+            if isinstance(node, cst.Assign):
+                targets = {dotted(target.target) for target in node.targets}
+                wanted |= {_whole(node.value)} if targets & wanted else set()
+            elif isinstance(node, cst.For):
+                names = {n.value for n in walk(node.target) if isinstance(n, cst.Name)}
+                wanted |= {_whole(node.iter)} if names & wanted else set()
+        wanted.discard("")
+    return bool(wanted & kept)
 
 
 VALID = (
+    Case(
+        """
+        import torch
+
+        class Sum(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, hooks, sizes, x):
+                ctx.hooks, ctx.sizes = hooks, sizes
+                ctx.sizes = list(sizes)
+                return sum(x[size] for size in sizes)
+
+            @staticmethod
+            def backward(ctx, grad):
+                with torch.enable_grad():
+                    for hook in ctx.hooks:
+                        hook(grad)
+                    for size in ctx.sizes:
+                        grad = torch.cat([grad, grad.new_zeros(size)])
+                return None, None, grad
+        """,
+        note="Forward runs no element of the list.",
+    ),
     Case("""
         import torch
         from torch.utils.checkpoint import checkpoint
@@ -174,6 +231,51 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        class Chain(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, blocks, x, *params):
+                ctx.blocks = list(blocks)
+                ctx.save_for_backward(x)
+                with torch.no_grad():
+                    for block in blocks:
+                        x = block(x)
+                return x
+
+            @staticmethod
+            def backward(ctx, grad):
+                (x,) = ctx.saved_tensors
+                blocks = ctx.blocks
+                with torch.enable_grad():
+                    y = x = x.detach().requires_grad_()
+                    for i, block in enumerate(blocks):
+                        y = block(y)
+                torch.autograd.backward(y, grad)
+                return None, x.grad
+
+        class Reversible(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, *blocks):
+                with torch.no_grad():
+                    for block in blocks:
+                        x = block(x)
+                ctx.blocks, ctx.y = blocks, x.detach()
+                ctx.blocks = blocks
+                return x
+
+            @staticmethod
+            def backward(ctx, grad):
+                for block in ctx.blocks[::-1]:
+                    with torch.enable_grad():
+                        y = block(ctx.y)
+                return grad, *(None for _ in ctx.blocks)
+        """,
+        count=2,
+        note="A list of functions.",
+    ),
     Case(
         """
         import torch

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.functions import called_method
+from precast_lint.meaning.regions import arguments_of
 from precast_lint.meaning.tensors import constant
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
@@ -26,6 +27,12 @@ _OPENS = (
     *("tarfile.open", "pandas.read_csv", "pandas.read_parquet", "copy.copy", "json.load"),
 )
 _READ_METHODS = ("open", "read_bytes", "read_text")
+_GENERATORS = (
+    *("random.Random", "numpy.random.default_rng", "numpy.random.RandomState", "torch.Generator"),
+    "numpy.random.Generator",
+)
+_ORDERS = ("torch.randperm", "numpy.random.permutation", "numpy.random.shuffle")
+_SEEDS = ("random.seed", "numpy.random.seed", "torch.manual_seed")
 _INDICES = ("random.randrange", "random.randint")
 _COUNTS = ("os.cpu_count", "multiprocessing.cpu_count", "torch.get_num_threads")
 _DEEP = 4
@@ -33,14 +40,40 @@ _DEEP = 4
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each loader with workers of such a data set of this file."""
-    for call, arguments in source.calls(*_LOADERS):
-        if arguments.starred or "worker_init_fn" in arguments.keywords:
+    for call, _ in source.calls(*_LOADERS):
+        arguments = arguments_of(source, call)
+        if (
+            arguments.starred
+            or _are_changed(source, call)
+            or "worker_init_fn" in arguments.keywords
+        ):
             continue
         if not _are_some(source, arguments.get("num_workers", 5), _DEEP):
             continue
         home = _class_of(source, arguments.get("dataset", 0))
         if home is not None and _reads_all(source, home):
             yield source.find(RULE, call)
+
+
+def _are_changed(source: Source, call: cst.Call) -> bool:
+    """Whether the table in `DataLoader(data, **options)` may get workers, or a function for them, after it is made."""
+    tables = [arg.value for arg in call.args if arg.star == "**"]
+    for table in tables:
+        if not isinstance(table, cst.Name):
+            return not isinstance(table, (cst.Call, cst.Dict))
+        home = source.scopes.scope_of[table].home(table.value)
+        for other in source.scopes.references(home, table.value) if home is not None else ():
+            outer = source.parents.get(other)
+            if isinstance(outer, cst.Subscript):
+                index = outer.slice[0].slice
+                name = strings(index.value) if isinstance(index, cst.Index) else None
+                if name is None or name in ("num_workers", "worker_init_fn"):
+                    return True
+            elif isinstance(outer, cst.Attribute) and outer.attr.value not in ("get", "items"):
+                return True
+            elif isinstance(outer, cst.Arg) and outer.star != "**":
+                return True
+    return False
 
 
 def _are_some(source: Source, workers: Node | None, depth: int) -> bool:
@@ -109,6 +142,15 @@ def _is_of_order(source: Source, name: cst.Name) -> bool:
     for outer in source.around(name):
         if isinstance(outer, cst.Attribute) and outer.attr.value == "shuffle":
             return inner is outer.value
+        if isinstance(outer, cst.Call):
+            origin = source.origin(outer.func)
+            if origin in _ORDERS or origin in _SEEDS:
+                return True
+            generator = _generator(source, outer)
+            if generator is outer:  # `random.Random(seed).shuffle(files)`
+                return _orders(source, generator)
+            if generator is not None:
+                return _only_orders(source, generator)
         is_called = isinstance(outer, cst.Call) and inner is outer.func
         if is_called and source.origin(inner) in _INDICES:
             return _is_place_in_buffer(source, outer)
@@ -116,6 +158,43 @@ def _is_of_order(source: Source, name: cst.Name) -> bool:
             return False
         inner = outer
     return False
+
+
+def _generator(source: Source, call: cst.Call) -> Node | None:
+    """The variable of a generator of random numbers that a call makes, or is a method of; the call if it has none."""
+    if source.origin(call.func) in _GENERATORS:
+        assign = source.parents.get(call)
+        is_one = isinstance(assign, cst.Assign) and len(assign.targets) == 1
+        return assign.targets[0].target if is_one else call  # type: ignore[union-attr]
+    owner = call.func.value if isinstance(call.func, cst.Attribute) else None
+    made = source.values.constructed(owner) if owner is not None else None
+    is_made = isinstance(made, cst.Call) and source.origin(made.func) in _GENERATORS
+    return owner if is_made and source.origin(owner) is None else None
+
+
+def _only_orders(source: Source, generator: Node) -> bool:
+    """Whether a generator of random numbers only says in which order something comes."""
+    place = source.values.variable(generator)
+    if place is None:
+        return False
+    kind = type(generator)
+    uses = [n for n in source.all(kind) if source.values.variable(n) == place]
+    return all(_orders(source, use) for use in uses)
+
+
+def _orders(source: Source, use: Node) -> bool:
+    """Whether a use of a generator shuffles, draws a place in a buffer, is a seed, or makes it."""
+    outer = source.parents.get(use)
+    call = source.parents.get(outer) if outer is not None else None
+    if isinstance(outer, cst.AssignTarget):
+        return True
+    if isinstance(outer, cst.Arg) and isinstance(call, cst.Call):
+        return source.origin(call.func) in _ORDERS
+    if not isinstance(outer, cst.Attribute) or not isinstance(call, cst.Call):
+        return False
+    if outer.attr.value in ("randrange", "randint", "integers"):
+        return _is_place_in_buffer(source, call)
+    return outer.attr.value in ("shuffle", "permutation", "seed", "manual_seed")
 
 
 def _is_place_in_buffer(source: Source, call: Node) -> bool:
@@ -175,6 +254,45 @@ def _reads(source: Source, call: cst.Call) -> bool:
 
 
 VALID = (
+    Case(
+        """
+        import random
+        from torch.utils.data import DataLoader, IterableDataset
+
+        class Lines(IterableDataset):
+            def __init__(self, lines):
+                self.lines = lines
+
+            def __iter__(self):
+                yield from self.lines
+
+        class Drawn(IterableDataset):
+            def __init__(self, rows, seed):
+                self.rows, self.rng = rows, random.Random(seed)
+
+            def __iter__(self):
+                for _ in range(1000):
+                    yield self.rows[self.rng.randrange(len(self.rows))]
+
+        class Some(IterableDataset):
+            def __init__(self, rows):
+                self.rows = rows
+
+            def __iter__(self):
+                rng = random.Random(0)
+                for row in self.rows:
+                    if rng.random() < 0.1:
+                        yield row
+
+        options = dict(batch_size=8, num_workers=4)
+        if shared:
+            options["worker_init_fn"] = share
+        first = DataLoader(Lines(lines), **options)
+        second = DataLoader(Drawn(rows, 0), num_workers=2)
+        third = DataLoader(Some(rows), num_workers=2)
+        """,
+        note="A table that may say more, and data that are drawn by chance.",
+    ),
     Case(
         """
         import random
@@ -310,6 +428,57 @@ INVALID = (
 
         loader = DataLoader(Lines(lines), num_workers=4)
     """),
+    Case(
+        """
+        import random
+        import torch
+        from torch.utils.data import DataLoader, IterableDataset
+
+        class Files(IterableDataset):
+            def __init__(self, files, seed=0):
+                self.files, self.seed, self.epoch = files, seed, 0
+
+            def __iter__(self):
+                rng = random.Random(self.seed + self.epoch)
+                files = list(self.files)
+                rng.shuffle(files)
+                for file in files:
+                    yield from open(file)
+
+        class Buffered(IterableDataset):
+            def __init__(self, file, seed):
+                self.file = file
+                self.rng = random.Random(seed)
+                self.rng.seed(seed)
+
+            def __iter__(self):
+                buffer = []
+                for line in open(self.file):
+                    buffer.append(line)
+                    if len(buffer) > 100:
+                        yield buffer.pop(self.rng.randrange(len(buffer)))
+                self.rng.shuffle(buffer)
+                yield from buffer
+
+        class Ordered(IterableDataset):
+            def __init__(self, rows, seed):
+                self.rows, self.seed = rows, seed
+
+            def __iter__(self):
+                g = torch.Generator()
+                g.manual_seed(self.seed)
+                for i in torch.randperm(len(self.rows), generator=g).tolist():
+                    yield self.rows[i]
+
+        options = dict(batch_size=8, num_workers=4)
+        options["pin_memory"] = True
+        first = DataLoader(Files(files), **options)
+        second = DataLoader(Buffered(file, 0), **{"num_workers": 2})
+        third = DataLoader(Ordered(rows, 0), num_workers=2)
+        """,
+        count=3,
+        note="Options in a table; a generator that only says in which order they come.",
+    ),
     Case(
         """
         from torch.utils.data import DataLoader, IterableDataset

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.meaning.guards import is_guarded
+from precast_lint.meaning.guards import is_guarded, is_tried
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
-from precast_lint.renaming.absent import ABSENT, ABSENT_FUNCTIONAL
+from precast_lint.renaming.absent import (
+    ABSENT,
+    ABSENT_FFT,
+    ABSENT_FUNCTIONAL,
+    ABSENT_LINALG,
+    ABSENT_NN,
+    ABSENT_RANDOM,
+)
 
 __all__ = ["RULE"]
 
@@ -16,23 +23,41 @@ __all__ = ["RULE"]
 _TELLING = tuple(
     name for name in ABSENT if name.startswith(("reduce_", "expand_dims", "gather_nd"))
 )
+_ACTIVATIONS = ("elu", "gelu", "leaky_relu", "mish", "silu", "softplus", "swish")  # handed on
 _WORDS = (
     *(f"torch.{name}(" for name in ABSENT),
     *(f"torch {name}" for name in _TELLING),
-    *(f"functional .{name}(" for name in ABSENT_FUNCTIONAL),
+    *(f"torch.{name}" for name in _ACTIVATIONS),
+    *(f"functional .{name}" for name in ABSENT_FUNCTIONAL),
     *(f"functional import {name}" for name in ABSENT_FUNCTIONAL),
+    *(f"torch linalg .{name}(" for name in ABSENT_LINALG),
+    *(f"torch linalg import {name}" for name in ABSENT_LINALG),
+    *(f"torch fft .{name}(" for name in ABSENT_FFT),
+    *(f"torch.random.{name}(" for name in ABSENT_RANDOM),
+    *(f"torch nn .{name}" for name in ABSENT_NN),
+    *(f"torch.nn import {name}" for name in ABSENT_NN),
 )
-_OF_MODULES = {"torch": ABSENT, "torch.nn.functional": ABSENT_FUNCTIONAL}
+_OF_MODULES = {
+    "torch": ABSENT,
+    "torch.nn.functional": ABSENT_FUNCTIONAL,
+    "torch.linalg": ABSENT_LINALG,
+    "torch.fft": ABSENT_FFT,
+    "torch.random": ABSENT_RANDOM,
+    "torch.nn": ABSENT_NN,
+}
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each of them that is called, or imported from torch."""
+    """Yields a finding for each of them that is called, handed on, or imported from torch."""
     set_here = {source.origin(n.target) for n in source.all(cst.AssignTarget)}
-    for call in source.all(cst.Call):
-        func = call.func
-        path = source.names.path(func) if isinstance(func, cst.Attribute) else None
+    for func in source.all(cst.Attribute):
+        if not any(func.attr.value in table for table in _OF_MODULES.values()):
+            continue
+        path = source.names.path(func)
         there = _replacement(path)
-        if there and source.origin(func) not in set_here and not is_guarded(source, call):
+        if not there or source.origin(func) in set_here:
+            continue
+        if not is_guarded(source, func) and not is_tried(source, func):
             yield _found(source, func, path, there)
     for statement in source.all(cst.ImportFrom):
         if statement.relative or isinstance(statement.names, cst.ImportStar):
@@ -56,6 +81,18 @@ def _found(source: Source, node: Node, path: str | None, there: str) -> Finding:
 
 
 VALID = (
+    Case("""
+        import numpy as np
+        import tensorflow as tf
+        import torch
+
+        y = torch.linalg.inv(a) + torch.inverse(b) + torch.linalg.matrix_norm(a) + torch.fft.rfft2(x)
+        z = tf.linalg.logdet(a) + np.linalg.trace(b)
+        try:
+            act = torch.gelu
+        except AttributeError:
+            act = torch.nn.functional.gelu
+    """),
     Case("""
         import torch
         import torch.nn.functional as F
@@ -94,6 +131,29 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+        import torch.linalg as LA
+        from torch.linalg import inverse
+
+        y = torch.linalg.inverse(a) @ b + LA.logdet(a) + inverse(b) + torch.linalg.transpose(a, 0, 1)
+        z = torch.fft.dct(x) + torch.random.uniform(0, 1) + torch.view(x, -1)
+        """,
+        count=7,
+    ),
+    Case(
+        """
+        import torch
+        from torch import nn
+        import torch.nn.functional as F
+
+        ACTIVATIONS = {"relu": torch.relu, "gelu": torch.gelu, "swish": F.swish}
+        model = nn.Sequential(nn.Linear(8, 8), nn.Swish())
+        """,
+        count=3,
+        note="Handed on, they raise as well.",
+    ),
     Case(
         """
         import torch.nn.functional as F
