@@ -14,7 +14,7 @@ from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.rules.checkpoint_cases import INVALID, VALID
 from precast_lint.rules.checkpoint_load_cases import LOAD_INVALID
-from precast_lint.rules.checkpoint_loads import SCALER_NAME, loads
+from precast_lint.rules.checkpoint_loads import SCALER_NAME, key_loaded, loads
 from precast_lint.rules.object_cases import SAVE_INVALID
 from precast_lint.training_step.flow import Flow, flows
 from precast_lint.training_step.flow_events import is_optimizer, key
@@ -325,15 +325,16 @@ def _fix(source: Source, flow: Flow, state: _Saved, name: str, made: Node | None
     saved = state.place
     if not isinstance(made, cst.Call):
         return None
+    called = key_loaded(source)
     if isinstance(saved, cst.Dict) and saved.elements:
         element = saved.elements[-1]
         assert isinstance(element, cst.DictElement)
         first: Node = element.key
         last: Node = element.value
-        entry = f"{source.quote}scaler{source.quote}: {name}.state_dict()"
-    elif isinstance(saved, cst.Call) and saved.args:
+        entry = f"{source.quote}{called}{source.quote}: {name}.state_dict()"
+    elif isinstance(saved, cst.Call) and saved.args and called.isidentifier():
         first, last = saved.args[-1], saved.args[-1].value
-        entry = f"scaler={name}.state_dict()"
+        entry = f"{called}={name}.state_dict()"
     else:
         return None
     row = source.text.line_start(source.span(first).start)

@@ -57,23 +57,25 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _are_changed(source: Source, call: cst.Call) -> bool:
     """Whether the table in `DataLoader(data, **options)` may get workers, or a function for them, after it is made."""
-    tables = [arg.value for arg in call.args if arg.star == "**"]
-    for table in tables:
+    for table in (arg.value for arg in call.args if arg.star == "**"):
         if not isinstance(table, cst.Name):
             return not isinstance(table, (cst.Call, cst.Dict))
         home = source.scopes.scope_of[table].home(table.value)
-        for other in source.scopes.references(home, table.value) if home is not None else ():
-            outer = source.parents.get(other)
-            if isinstance(outer, cst.Subscript):
-                index = outer.slice[0].slice
-                name = strings(index.value) if isinstance(index, cst.Index) else None
-                if name is None or name in ("num_workers", "worker_init_fn"):
-                    return True
-            elif isinstance(outer, cst.Attribute) and outer.attr.value not in ("get", "items"):
-                return True
-            elif isinstance(outer, cst.Arg) and outer.star != "**":
-                return True
+        uses = source.scopes.references(home, table.value) if home is not None else ()
+        if any(_may_change(source, source.parents.get(use)) for use in uses):
+            return True
     return False
+
+
+def _may_change(source: Source, outer: Node | None) -> bool:
+    """Whether what is done with a table may put workers in, or take them away."""
+    if isinstance(outer, cst.Subscript):
+        index = outer.slice[0].slice
+        name = strings(index.value) if isinstance(index, cst.Index) else None
+        return name is None or name in ("num_workers", "worker_init_fn")
+    if isinstance(outer, cst.Attribute):
+        return outer.attr.value not in ("get", "items")
+    return isinstance(outer, cst.Arg) and outer.star != "**"
 
 
 def _are_some(source: Source, workers: Node | None, depth: int) -> bool:

@@ -11,6 +11,54 @@ LOAD_INVALID = (
         """
         import torch
 
+        def resume(model, optimizer, scaler, path):
+            state = torch.load(path)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["opt"])
+            if "amp" in state:
+                amp_state = state.get("amp")
+                scaler.load_state_dict(amp_state)
+
+        def train(model, batches, path):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            resume(model, optimizer, scaler, path)
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            torch.save({"model": model.state_dict(), "opt": optimizer.state_dict()}, path)
+        """,
+        """
+        import torch
+
+        def resume(model, optimizer, scaler, path):
+            state = torch.load(path)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["opt"])
+            if "amp" in state:
+                amp_state = state.get("amp")
+                scaler.load_state_dict(amp_state)
+
+        def train(model, batches, path):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            resume(model, optimizer, scaler, path)
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            torch.save({"model": model.state_dict(), "opt": optimizer.state_dict(), "amp": scaler.state_dict()}, path)
+        """,
+        unsafe=True,
+        note="Saved under the key that is loaded.",
+    ),
+    Case(
+        """
+        import torch
+
         def train(model, batches, path):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             scaler = torch.amp.GradScaler("cuda")

@@ -19,7 +19,7 @@ from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import key
 
-__all__ = ["SCALER_NAME", "loads"]
+__all__ = ["SCALER_NAME", "key_loaded", "loads"]
 
 SCALER_NAME = re.compile(r"scal|\bamp\b", re.IGNORECASE)
 """What the names of scalers, and of what has one, look like."""
@@ -50,6 +50,35 @@ def loads(source: Source, made: cst.Call, name: str, keys: set[str]) -> list[Edi
         if known is not None:
             last[source.parents[line], state] = line, known
     return [_edit(source, line, state, known, made) for (_, state), (line, known) in last.items()]
+
+
+def key_loaded(source: Source) -> str:
+    """What the state of a scaler is called where the file loads it: "amp" of `state["amp"]`; else "scaler"."""
+    found: set[str] = set()
+    for _, owner, arguments in source.methods("load_state_dict"):
+        named = SCALER_NAME.search(key(source, owner) or "")
+        given = arguments.positional[0] if len(arguments.positional) == 1 else None
+        if given is None or (source.instance(owner) not in SCALERS and not named):
+            continue
+        seen = values_seen(source, given) if isinstance(given, cst.Name) else []
+        if len(seen) == 1 and seen[0].kind == "assign" and seen[0].value is not None:
+            given = seen[0].value  # `state = checkpoint.get("amp")`
+        text = _key_of(given)
+        if text:
+            found.add(text)
+    return found.pop() if len(found) == 1 else "scaler"
+
+
+def _key_of(item: Node) -> str | None:
+    """The text in `state["amp"]`, `state.get("amp")` and `state.pop("amp")`."""
+    if isinstance(item, cst.Subscript):
+        index = item.slice[0].slice
+        return strings(index.value) if isinstance(index, cst.Index) else None
+    func = item.func if isinstance(item, cst.Call) else None
+    if not isinstance(func, cst.Attribute) or func.attr.value not in ("get", "pop"):
+        return None
+    args = item.args if isinstance(item, cst.Call) else ()
+    return strings(args[0].value) if args else None
 
 
 def _edit(source: Source, line: Node, state: str, name: str, made: cst.Call) -> Edit:
