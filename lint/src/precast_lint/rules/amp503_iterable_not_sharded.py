@@ -62,12 +62,12 @@ def _are_changed(source: Source, call: cst.Call) -> bool:
             return not isinstance(table, (cst.Call, cst.Dict))
         home = source.scopes.scope_of[table].home(table.value)
         uses = source.scopes.references(home, table.value) if home is not None else ()
-        if any(_may_change(source, source.parents.get(use)) for use in uses):
+        if any(_may_change(source.parents.get(use)) for use in uses):
             return True
     return False
 
 
-def _may_change(source: Source, outer: Node | None) -> bool:
+def _may_change(outer: Node | None) -> bool:
     """Whether what is done with a table may put workers in, or take them away."""
     if isinstance(outer, cst.Subscript):
         index = outer.slice[0].slice
