@@ -360,7 +360,7 @@ def _dtype(source: Source, node: Node | None, device: str | None) -> str | None:
 
 
 def _named(source: Source, node: Node) -> str | None:
-    """`torch.float16` of `getattr(torch, "float16")`, and of `{"fp16": torch.float16}[precision]` by default."""
+    """`torch.float16` of `getattr(torch, "float16")`, of `{"fp16": torch.float16}[precision]`, or of a function."""
     made = the_value(source, node)
     if isinstance(made, cst.Subscript):
         index = made.slice[0].slice
@@ -374,8 +374,11 @@ def _named(source: Source, node: Node) -> str | None:
                 is_sure = given is not None and given[1]
                 return found if is_sure or found in ("torch.float16", "torch.half") else None
         return None
-    if not isinstance(made, cst.Call) or source.names.builtin(made.func) != "getattr":
+    if not isinstance(made, cst.Call):
         return None
+    if source.names.builtin(made.func) != "getattr":
+        origins = {source.origin(value) for value in source.values.returned(made)}
+        return origins.pop() if len(origins) == 1 else None
     if len(made.args) != 2 or source.origin(made.args[0].value) != "torch":
         return None
     name = the_value(source, made.args[1].value)

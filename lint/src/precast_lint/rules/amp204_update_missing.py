@@ -163,15 +163,25 @@ def _is_own(source: Source, flow: Flow, node: Node, loop: Node, *, inside: bool)
 
 def _is_own_optimizer(source: Source, event: Event, loop: Node) -> bool:
     """Whether each round of a loop steps one and the same optimizer, and no round ends the loop."""
-    ends = (cst.Break, cst.Return, cst.Raise, cst.Continue)
-    if any(isinstance(inner, ends) for inner in walk(loop)):
-        return False
+    ends = (cst.Break, cst.Return, cst.Raise)
+    for inner in walk(loop):
+        if isinstance(inner, ends) or (
+            isinstance(inner, cst.Continue) and not _skips(source, inner)
+        ):
+            return False
     names = set(re.findall(r"[A-Za-z_][\w.]*", event.optimizer or ""))
     return (
         bool(names)
         and not names & assigned_in(source, loop)
         and comes_each_time(source, event.node, loop)
     )
+
+
+def _skips(source: Source, node: Node) -> bool:
+    """Whether `continue` only leaves out a loss or a batch that is no number, or nothing."""
+    test = next((one.test for one in source.around(node) if isinstance(one, cst.If)), None)
+    names = {n.value for n in walk(test) if isinstance(n, cst.Name)} if test is not None else set()
+    return bool(names & {"isfinite", "isnan", "isinf", "None"})
 
 
 def _on(flow: Flow, state: _State, event: Event, say: Say, scaler: str) -> _State:

@@ -117,7 +117,7 @@ def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
         others = frozenset(pair for pair in state.emptied if pair[0] not in stepped)
         return _State(bool(others), others, state.before)
     if event.kind == "assign":
-        return replace(state, emptied=frozenset(p for p in state.emptied if p[0] != event.receiver))
+        return replace(state, emptied=frozenset(p for p in state.emptied if p[0] != event.assigned))
     return state
 
 

@@ -48,7 +48,7 @@ class _Follower:
         if event.kind == "return":
             self.left |= {node for _, node in state}
         if event.kind == "assign":
-            word = re.compile(rf"(?<![\w.]){re.escape(event.receiver or '')}\b")
+            word = re.compile(rf"(?<![\w.]){re.escape(event.assigned or '')}\b")
             return frozenset(pair for pair in state if not word.search(pair[0]))
         if event.scaler != self.scaler or event.kind not in ("update", "unscale"):
             return state

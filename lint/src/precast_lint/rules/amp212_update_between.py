@@ -63,7 +63,7 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
     if event.kind == "autograd_grad" or (event.kind == "scale" and event.scaler == scaler):
         return _State()
     if event.kind == "assign":  # the name of a loop over optimizers: the next one is another
-        renamed = frozenset("" if name == event.receiver else name for name in state.stepped)
+        renamed = frozenset("" if name == event.assigned else name for name in state.stepped)
         return _State(state.scaled, renamed, state.update)
     if event.scaler != scaler or not state.scaled:
         return state
@@ -191,6 +191,25 @@ INVALID = (
             for optimizer in optimizers:
                 scaler.step(optimizer)
                 scaler.update()
+        """,
+        count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def step_all(scaler, optimizers):
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                scaler.update()
+
+        def train(first, second, batches):
+            a = torch.optim.Adam(first.parameters())
+            b = torch.optim.Adam(second.parameters())
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                scaler.scale(second(first(batch))).backward()
+                step_all(scaler, [a, b])
         """,
         count=1,
     ),

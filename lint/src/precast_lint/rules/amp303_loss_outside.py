@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.meaning.callers import regions_of_callers
+from precast_lint.meaning.callers import calls_of, regions_of_callers
 from precast_lint.meaning.functions import called_forward, methods_of
 from precast_lint.meaning.regions import AUTOCASTS, region_in_force, regions, regions_around
 from precast_lint.meaning.tensors import is_lowered
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.rules.loss_outside_cases import INVALID, VALID
 from precast_lint.training_step.flow_events import key
 from precast_lint.training_step.propagated import is_propagated
 
@@ -78,7 +80,8 @@ def _is_output(source: Source, node: Node, at: Node, depth: int) -> bool:
         )
     target = _last_target(source, plain, at) or _only_target(source, plain)
     if target is None:
-        return False
+        given = _handed(source, plain)
+        return bool(given) and all(_is_output(source, one, one, depth - 1) for one in given)
     value = _given(source, target)
     if value is not None and region_in_force(source, target) is not None:
         return _is_surely_there(source, target) and _is_forward_inside(source, value)
@@ -90,6 +93,22 @@ def _is_output(source: Source, node: Node, at: Node, depth: int) -> bool:
         )
     is_call = isinstance(value, cst.Call) and target in _targets(source, value)
     return is_call and value is not None and _is_output(source, value, at, depth - 1)
+
+
+def _handed(source: Source, plain: Node) -> list[Node]:
+    """What all calls of this file hand to the parameter that a name is; empty where one is not known."""
+    binding = source.names.only_binding(plain)
+    function = source.function(plain)
+    if binding is None or binding.kind != "param" or function is None:
+        return []
+    names = [
+        param.name.value for param in (*function.params.posonly_params, *function.params.params)
+    ]
+    names = names[1:] if names[:1] == ["self"] else names
+    at = names.index(binding.name) if binding.name in names else None
+    found = [Arguments.of(call).get(binding.name, at) for call in calls_of(source, function)]
+    known = [value for value in found if value is not None]
+    return known if len(known) == len(found) else []
 
 
 def _forward_with_region(source: Source, call: cst.Call) -> cst.FunctionDef | None:
@@ -247,264 +266,6 @@ def _plain(node: Node | None) -> Node | None:
             return None
     return node
 
-
-VALID = (
-    Case("""
-        import torch
-        import torch.nn.functional as F
-
-        with torch.autocast("cuda"):
-            out = model(x)
-            loss = F.cross_entropy(out, y)
-        scaler.scale(loss).backward()
-    """),
-    Case("""
-        import torch
-        import torch.nn.functional as F
-
-        with torch.autocast("cuda"):
-            out = model(x)
-        loss = F.cross_entropy(out.float(), y)
-        loss.backward()
-
-        with torch.autocast("cuda"):
-            out = model(x)
-        out = out.float()
-        loss = F.cross_entropy(out, y)
-        loss.backward()
-    """),
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-
-        with torch.autocast("cuda"):
-            out = model(x)
-            loss = criterion(out, y)
-        error = F.mse_loss(out, y)
-        loss.backward()
-        """,
-        note="A metric is not propagated back.",
-    ),
-    Case("""
-        import torch
-        import torch.nn.functional as F
-
-        with torch.autocast("cuda"):
-            for x in xs:
-                out = model(x)
-            if debug: print(out)
-        with torch.autocast("cuda"): out = model(x).float()
-        with torch.autocast("cuda"):
-            out = model(x).float()
-            other = model(x).softmax(-1)
-        with torch.autocast("cuda"):
-            loss = F.cross_entropy(out, y)
-        loss.backward()
-    """),
-    Case("""
-        import torch
-
-        with torch.autocast("cuda"):
-            logits, y = model(x)
-        loss = torch.nn.functional.cross_entropy(logits.float(), y)
-        loss.backward()
-    """),
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-        from torch import nn
-
-        class Wide(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.head = nn.Linear(8, 8)
-
-            def forward(self, x):
-                return self.head(x).float()
-
-        class Trainer:
-            def __init__(self):
-                self.model = Wide()
-
-            def predict(self, x):
-                with torch.autocast("cuda"):
-                    return self.model(x)
-
-            def predict_wide(self, x):
-                with torch.autocast("cuda"):
-                    return self.net(x).float()
-
-            def loss(self, x, y):
-                return F.mse_loss(self.predict_wide(x), y) + F.mse_loss(self.predict(x), y)
-
-            def inside(self, out, y):
-                return F.mse_loss(out, y)
-
-            def step(self, x, y):
-                self.loss(x, y).backward()
-                with torch.autocast("cuda"):
-                    out = self.model(x)
-                    loss = self.inside(out, y)
-                    with torch.autocast("cuda", enabled=False):
-                        loss = loss + F.l1_loss(out, y)
-                loss.backward()
-
-            def validate(self, x, y):
-                with torch.autocast("cuda"):
-                    out = self.net(x)
-                return F.mse_loss(out, y).item()
-        """,
-        note="The model returns float32; the loss is called in the region; a metric is returned.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-        from torch import nn
-
-        LOSSES = {"first": nn.L1Loss(), "second": nn.MSELoss()}
-
-        def train(net, optimizer, batches):
-            for x, y in batches:
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    mean, variance = net(x)
-                loss = F.gaussian_nll_loss(mean, y, variance) + LOSSES["first"](mean, y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        """,
-        count=2,
-    ),
-    Case(
-        """
-        import torch
-
-        class Fit:
-            def __init__(self, m):
-                self.m = m
-                self.criterion = torch.nn.CrossEntropyLoss()
-                self.optimizer = torch.optim.SGD(m.parameters(), 0.1)
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def step(self, x, y):
-                self.optimizer.zero_grad()
-                with torch.autocast("cuda"):
-                    out = self.m(x)
-                loss = self.criterion(out, y)
-                self.scaler.scale(loss).backward()
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-        """,
-        count=1,
-        note="A model by its parameters.",
-    ),
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-
-        def train(model, batches, scaler):
-            for x, y in batches:
-                with torch.autocast("cuda"):
-                    out = model(x)
-                loss = F.cross_entropy(out, y)
-                total = loss + 0.1 * model.penalty()
-                scaled = scaler.scale(total)
-                scaled.backward()
-        """,
-        count=1,
-    ),
-    Case("""
-        import torch
-        import torch.nn.functional as F
-
-        with torch.autocast("cuda"):
-            out = model(x)
-        loss = F.cross_entropy(out, y)
-        loss.backward()
-    """),
-    Case("""
-        import torch
-        from torch import nn
-
-        def train(model, batches, scaler):
-            criterion = nn.MSELoss()
-            for x, y in batches:
-                with torch.cuda.amp.autocast():
-                    out = model(x)
-                scaler.scale(criterion(out.squeeze(1), y)).backward()
-    """),
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.criterion = torch.nn.MSELoss()
-
-            def forward(self, x):
-                with torch.autocast("cuda"):
-                    return self.model(x)
-
-            def loss(self, x, y):
-                with torch.autocast("cuda"):
-                    logits = self.model(x)
-                return F.cross_entropy(logits.transpose(1, 2), y), logits
-
-            def first(self, x, y):
-                out = self.forward(x)
-                loss = self.criterion(out, y)
-                loss.backward()
-
-            def second(self, x, y):
-                loss, _ = self.loss(x, y)
-                loss.backward()
-        """,
-        count=2,
-        note="A method returns what the model does, or the loss.",
-    ),
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.head = torch.nn.Linear(8, 8)
-
-            @torch.autocast("cuda", dtype=torch.bfloat16)
-            def forward(self, x):
-                return self.head(x)
-
-        class Gan:
-            def forward(self, x):
-                with torch.autocast("cuda"):
-                    self.fake = self.generator(x)
-
-            def backward(self, y):
-                self.loss = F.l1_loss(self.fake, y)
-                self.scaler.scale(self.loss).backward()
-
-        def train(batches, optimizer):
-            net = Net().cuda()
-            for x, y in batches:
-                loss = F.cross_entropy(net(x), y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        """,
-        count=2,
-        note="A region in the model's `forward`, and an output that is kept.",
-    ),
-)
 
 RULE = Rule(
     code="AMP303",

@@ -10,6 +10,18 @@ VALID = (
     Case("""
         import torch
 
+        def train(model, batches, optimizer, last):
+            scaler = torch.amp.GradScaler("cuda")
+            for i, batch in enumerate(batches):
+                scaler.scale(model(batch)).backward()
+                if i < last:
+                    continue
+                scaler.step(optimizer)
+            scaler.update()
+    """),
+    Case("""
+        import torch
+
         def train(model, batches, optimizer):
             scaler = torch.amp.GradScaler("cuda")
             for i, batch in enumerate(batches):

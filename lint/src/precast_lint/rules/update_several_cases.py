@@ -184,4 +184,21 @@ SEVERAL_INVALID = (
         count=1,
         note="Every step needs its update.",
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = model(batch)
+                if not torch.isfinite(loss):
+                    continue
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+            scaler.update()
+        """,
+        count=1,
+    ),
 )

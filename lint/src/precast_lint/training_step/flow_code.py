@@ -321,7 +321,9 @@ class _Reader:
         name = key(self.source, target) or ""
         loss = value if not is_update and is_loss(value) else None
         self.noted.assigned.add(name)
-        self.steps.append(Put(name, loss, is_update, Event("assign", target, name, value=value)))
+        self.steps.append(
+            Put(name, loss, is_update, Event("assign", target, name, value=value, assigned=name))
+        )
 
     def _If(self, statement: cst.If) -> None:
         self.expression(statement.test)

@@ -58,6 +58,7 @@ class Event:
         arguments: those of a call.
         region: of enter and leave, if the item is a region.
         value: what is assigned.
+        assigned: of what is assigned, the key by which the function that is followed knows it.
         instance: the class of the receiver, as far as known.
     """
 
@@ -69,6 +70,7 @@ class Event:
     arguments: Arguments | None = None
     region: Region | None = None
     value: Node | None = None
+    assigned: str | None = None
     instance: str | None = None
 
 

@@ -117,6 +117,16 @@ class Place:
             self._events[ask if is_same else (ask, scaled)] = found
         return found
 
+    def put(self, put: Put) -> Event:
+        """The event of an assignment, with the key by which the function that calls this one knows what is assigned."""
+        if self._frame is None:
+            return put.event
+        found = self._events.get(put)
+        if found is None:
+            named = self._known.named(put.event.node)
+            found = self._events[put] = replace(put.event, assigned=named)
+        return found
+
     def forgotten(self, line: Line) -> int:
         """The bits of what tests said of names that get values."""
         found = 0

@@ -206,9 +206,10 @@ class Run:
     def _along(self, line: Line, place: Place, state: int, scaled: Scaled) -> tuple[int, Scaled]:
         """Where a line leads: what tests said has no hand in it."""
         for step in line.steps:
-            event = place.event(step, scaled) if isinstance(step, Ask) else step.event
             if isinstance(step, Put):
-                scaled = place.stored(step, scaled)
+                scaled, event = place.stored(step, scaled), place.put(step)
+            else:
+                event = place.event(step, scaled) if isinstance(step, Ask) else step.event
             state = self._moved(state, event)
         return state, scaled
 

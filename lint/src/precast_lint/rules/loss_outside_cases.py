@@ -1,0 +1,318 @@
+"""Cases of AMP303: a loss that is computed behind the region in which its inputs were."""
+
+from __future__ import annotations
+
+from precast_lint.model import Case
+
+__all__ = ["INVALID", "VALID"]
+
+VALID = (
+    Case("""
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda"):
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+        scaler.scale(loss).backward()
+    """),
+    Case("""
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda"):
+            out = model(x)
+        loss = F.cross_entropy(out.float(), y)
+        loss.backward()
+
+        with torch.autocast("cuda"):
+            out = model(x)
+        out = out.float()
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+    """),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda"):
+            out = model(x)
+            loss = criterion(out, y)
+        error = F.mse_loss(out, y)
+        loss.backward()
+        """,
+        note="A metric is not propagated back.",
+    ),
+    Case("""
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda"):
+            for x in xs:
+                out = model(x)
+            if debug: print(out)
+        with torch.autocast("cuda"): out = model(x).float()
+        with torch.autocast("cuda"):
+            out = model(x).float()
+            other = model(x).softmax(-1)
+        with torch.autocast("cuda"):
+            loss = F.cross_entropy(out, y)
+        loss.backward()
+    """),
+    Case("""
+        import torch
+
+        with torch.autocast("cuda"):
+            logits, y = model(x)
+        loss = torch.nn.functional.cross_entropy(logits.float(), y)
+        loss.backward()
+    """),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+
+        class Wide(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = nn.Linear(8, 8)
+
+            def forward(self, x):
+                return self.head(x).float()
+
+        class Trainer:
+            def __init__(self):
+                self.model = Wide()
+
+            def predict(self, x):
+                with torch.autocast("cuda"):
+                    return self.model(x)
+
+            def predict_wide(self, x):
+                with torch.autocast("cuda"):
+                    return self.net(x).float()
+
+            def loss(self, x, y):
+                return F.mse_loss(self.predict_wide(x), y) + F.mse_loss(self.predict(x), y)
+
+            def inside(self, out, y):
+                return F.mse_loss(out, y)
+
+            def step(self, x, y):
+                self.loss(x, y).backward()
+                with torch.autocast("cuda"):
+                    out = self.model(x)
+                    loss = self.inside(out, y)
+                    with torch.autocast("cuda", enabled=False):
+                        loss = loss + F.l1_loss(out, y)
+                loss.backward()
+
+            def validate(self, x, y):
+                with torch.autocast("cuda"):
+                    out = self.net(x)
+                return F.mse_loss(out, y).item()
+        """,
+        note="The model returns float32; the loss is called in the region; a metric is returned.",
+    ),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        def criterion(outputs, targets):
+            return nn.functional.mse_loss(outputs, targets)
+
+        def train(model, batches, optimizer):
+            for x, y in batches:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    outputs = model(x)
+                    loss = criterion(outputs, y)
+                loss.backward()
+                criterion(outputs.float(), y).backward()
+                optimizer.step()
+        """,
+    ),
+)
+
+INVALID = (
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+
+        LOSSES = {"first": nn.L1Loss(), "second": nn.MSELoss()}
+
+        def train(net, optimizer, batches):
+            for x, y in batches:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    mean, variance = net(x)
+                loss = F.gaussian_nll_loss(mean, y, variance) + LOSSES["first"](mean, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        """,
+        count=2,
+    ),
+    Case(
+        """
+        import torch
+
+        class Fit:
+            def __init__(self, m):
+                self.m = m
+                self.criterion = torch.nn.CrossEntropyLoss()
+                self.optimizer = torch.optim.SGD(m.parameters(), 0.1)
+                self.scaler = torch.amp.GradScaler("cuda")
+
+            def step(self, x, y):
+                self.optimizer.zero_grad()
+                with torch.autocast("cuda"):
+                    out = self.m(x)
+                loss = self.criterion(out, y)
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        """,
+        count=1,
+        note="A model by its parameters.",
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def train(model, batches, scaler):
+            for x, y in batches:
+                with torch.autocast("cuda"):
+                    out = model(x)
+                loss = F.cross_entropy(out, y)
+                total = loss + 0.1 * model.penalty()
+                scaled = scaler.scale(total)
+                scaled.backward()
+        """,
+        count=1,
+    ),
+    Case("""
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda"):
+            out = model(x)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+    """),
+    Case("""
+        import torch
+        from torch import nn
+
+        def train(model, batches, scaler):
+            criterion = nn.MSELoss()
+            for x, y in batches:
+                with torch.cuda.amp.autocast():
+                    out = model(x)
+                scaler.scale(criterion(out.squeeze(1), y)).backward()
+    """),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+                self.criterion = torch.nn.MSELoss()
+
+            def forward(self, x):
+                with torch.autocast("cuda"):
+                    return self.model(x)
+
+            def loss(self, x, y):
+                with torch.autocast("cuda"):
+                    logits = self.model(x)
+                return F.cross_entropy(logits.transpose(1, 2), y), logits
+
+            def first(self, x, y):
+                out = self.forward(x)
+                loss = self.criterion(out, y)
+                loss.backward()
+
+            def second(self, x, y):
+                loss, _ = self.loss(x, y)
+                loss.backward()
+        """,
+        count=2,
+        note="A method returns what the model does, or the loss.",
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = torch.nn.Linear(8, 8)
+
+            @torch.autocast("cuda", dtype=torch.bfloat16)
+            def forward(self, x):
+                return self.head(x)
+
+        class Gan:
+            def forward(self, x):
+                with torch.autocast("cuda"):
+                    self.fake = self.generator(x)
+
+            def backward(self, y):
+                self.loss = F.l1_loss(self.fake, y)
+                self.scaler.scale(self.loss).backward()
+
+        def train(batches, optimizer):
+            net = Net().cuda()
+            for x, y in batches:
+                loss = F.cross_entropy(net(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        count=2,
+        note="A region in the model's `forward`, and an output that is kept.",
+    ),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        class Smooth(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.ce = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+            def forward(self, outputs, targets):
+                return self.ce(outputs, targets)
+
+        class Trainer:
+            def loss(self, outputs, targets):
+                return nn.functional.mse_loss(outputs, targets)
+
+            def step(self, x, y):
+                with torch.autocast("cuda"):
+                    outputs = self.model(x)
+                loss = self.loss(outputs, y)
+                self.scaler.scale(loss).backward()
+
+        def train(model, batches, optimizer):
+            criterion = Smooth()
+            for x, y in batches:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    outputs = model(x)
+                loss = criterion(outputs, y)
+                loss.backward()
+                optimizer.step()
+        """,
+        count=2,
+        note="A function or a module of the file computes the loss.",
+    ),
+)
