@@ -1,14 +1,15 @@
 """One parsed file, and all that a rule may ask about it.
 
 Invariants: the tree is parsed once; the walk, the scopes and the positions are computed when first
-asked for, and positions only for files in which something is found (they cost as much as parsing).
+asked for, and positions only of the functions and lines in which something is found (those of all cost as much as
+parsing).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from precast_lint.model import (
     Applicability,
@@ -27,6 +28,9 @@ from precast_lint.parsing.scopes import Scope, Scopes
 from precast_lint.parsing.syntax import Node, children, cst, walk
 from precast_lint.parsing.text import Text
 from precast_lint.parsing.values import Values
+
+if TYPE_CHECKING:
+    from precast_lint.parsing.spans import Spans
 
 __all__ = ["Source"]
 
@@ -130,10 +134,10 @@ class Source:
         return f"{mark}{text}{mark}"
 
     @cached_property
-    def _spans(self) -> dict[Node, Span]:
-        from precast_lint.parsing.spans import spans
+    def _spans(self) -> Spans:
+        from precast_lint.parsing.spans import Spans
 
-        return spans(self.module)
+        return Spans(self.module, self.text.data, self.parents)
 
     @cached_property
     def words(self) -> str:

@@ -35,9 +35,7 @@ def check(source: Source) -> Iterator[Finding]:
     ):
         return
     for flow in flows(source):
-        for call in [n for n in flow.nodes if isinstance(n, cst.Call)]:
-            if source.origin(call.func) != "torch.save" or not call.args:
-                continue
+        for call in _calls_of_save(source, flow):
             saved = _dictionary(source, call.args[0].value)
             if saved is None or not _is_training_state(source, flow, saved):
                 continue
@@ -65,27 +63,39 @@ def _is_offered(source: Source, call: Node) -> bool:
 
 def _apart(source: Source, flow: Flow) -> Iterator[Finding]:
     """The file with an optimizer's state, beside one with a model's, where there is none with the scaler's."""
-    if any(flow_other is not flow and _saves(source, flow_other) for flow_other in flows(source)):
+    saving = _saves(source)
+    saved = saving.get(flow, [])
+    if len(saving) != 1 or len(saved) < 2:
         return
-    saved = _saves(source, flow)
     optimizers = [owner for _, owner in saved if _is_optimizers(source, flow, owner)]
+    if len(optimizers) != 1:
+        return
     scaler = _scaler(source, flow)
-    if len(saved) < 2 or len(optimizers) != 1 or scaler is None or _is_off(source, scaler):
+    if scaler is None or _is_off(source, scaler):
         return
     if _is_fixed(source) or any(SCALER_NAME.search(key(source, o) or "") for _, o in saved):
         return
     yield source.find(RULE, next(call for call, owner in saved if owner is optimizers[0]))
 
 
-def _saves(source: Source, flow: Flow) -> list[tuple[cst.Call, Node]]:
-    """The calls of `torch.save` here that save one state alone, each with what it is the state of."""
-    found: list[tuple[cst.Call, Node]] = []
-    for call in [n for n in flow.nodes if isinstance(n, cst.Call)]:
-        if source.origin(call.func) != "torch.save" or not call.args:
-            continue
-        if (owner := _state_of(call.args[0].value)) is not None:
-            found.append((call, owner))
-    return found
+def _saves(source: Source) -> dict[Flow, list[tuple[cst.Call, Node]]]:
+    """The calls of `torch.save` that save one state alone, by function, each with what it is the state of."""
+    known = source.cache.get("saves of one state")
+    if known is None:
+        found: dict[Flow, list[tuple[cst.Call, Node]]] = {}
+        for flow in flows(source):
+            for call in _calls_of_save(source, flow):
+                if (owner := _state_of(call.args[0].value)) is not None:
+                    found.setdefault(flow, []).append((call, owner))
+        known = source.cache["saves of one state"] = found
+    assert isinstance(known, dict)
+    return known
+
+
+def _calls_of_save(source: Source, flow: Flow) -> list[cst.Call]:
+    """The calls of `torch.save` in a function."""
+    calls = [n for n in flow.nodes if type(n) is cst.Call]
+    return [call for call in calls if call.args and source.origin(call.func) == "torch.save"]
 
 
 def _state_of(value: Node) -> Node | None:
