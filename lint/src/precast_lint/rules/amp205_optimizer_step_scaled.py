@@ -70,13 +70,23 @@ def check(source: Source) -> Iterator[Finding]:
         by_hand = scales_by_hand(flow, scaler)
         never = not any(e.kind in ("scaler_step", "unscale") for e in flow.events())
         never = never and only_here(flow, scaler, "step")
+        unskipped: dict[Node, bool] = {}
+
+        def judge(step: Node, say: Say) -> None:
+            """Judges a step with gradients that were unscaled before: right if something may look at them."""
+            if step not in unskipped:
+                unskipped[step] = _is_unskipped(source, flow, scaler, step)
+            if unskipped[step]:
+                say.bad(step, _UNSKIPPED)
+            else:
+                say.good(step)
 
         def on(state: _State, event: Event, say: Say) -> _State:
             if _only_asks(event, scaler) and not by_hand:
                 return state
             if hides(source, event, scaler) or event.kind in ("backward", "zero_grad", "return"):
                 for _, step in state.by_hand:  # the scaler has not stepped it too
-                    _unless_unskipped(source, flow, scaler, step, say)
+                    judge(step, say)
                 state = replace(state, by_hand=frozenset())
             if event.kind == "optimizer_step" and _has_own_gradients(source, event.node):
                 return _State()
@@ -85,11 +95,7 @@ def check(source: Source) -> Iterator[Finding]:
                     _State()
                 )  # right where the loss is not scaled: that excuses no step where it is
             if event.kind == "assign":
-                return _bound_again(
-                    state,
-                    event.receiver or "",
-                    lambda step: _unless_unskipped(source, flow, scaler, step, say),
-                )
+                return _bound_again(state, event.receiver or "", lambda step: judge(step, say))
             if hides(source, event, scaler):
                 return _State(hidden=True)
             return _on(state, event, say, scaler)
@@ -155,14 +161,6 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
     if event.kind == "zero_grad" or (event.kind == "call" and event.receiver == scaler):
         return _State()
     return state
-
-
-def _unless_unskipped(source: Source, flow: Flow, scaler: str, step: Node, say: Say) -> None:
-    """Judges a step with gradients that were unscaled before: right if something may look at them."""
-    if _is_unskipped(source, flow, scaler, step):
-        say.bad(step, _UNSKIPPED)
-    else:
-        say.good(step)
 
 
 def _is_unskipped(source: Source, flow: Flow, scaler: str, step: Node) -> bool:
