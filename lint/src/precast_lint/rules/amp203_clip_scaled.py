@@ -51,6 +51,8 @@ def check(source: Source) -> Iterator[Finding]:
     def follow(
         flow: Flow, scaler: str
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        if not any(_needs_size(source, event) for event in flow.events()):
+            return None
         if scales_by_hand(flow, scaler) or not only_here(flow, scaler, "unscale_"):
             return None
         return _before(source, flow, scaler), _follower(source, scaler)

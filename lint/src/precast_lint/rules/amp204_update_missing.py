@@ -68,6 +68,8 @@ def check(source: Source) -> Iterator[Finding]:
     def follow(
         flow: Flow, scaler: str
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        if not flow.comes_by(("scaler_step", scaler)) and not flow.comes_by(("update", scaler)):
+            return None
         hidden = any(hides(source, event, scaler) for event in flow.events())
         owned = flow.is_seen(scaler, "update") and not hidden
         never = "." in scaler and not _is_updated(source, scaler)

@@ -67,6 +67,8 @@ def check(source: Source) -> Iterator[Finding]:
     def follow(
         flow: Flow, scaler: str
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        if not flow.comes_by("optimizer_step"):
+            return None
         by_hand = scales_by_hand(flow, scaler)
         never = not any(e.kind in ("scaler_step", "unscale") for e in flow.events())
         never = never and only_here(flow, scaler, "step")

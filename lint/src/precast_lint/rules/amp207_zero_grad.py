@@ -47,7 +47,7 @@ def check(source: Source) -> Iterator[Finding]:
         return _State() if may_backward(source, event) else _on(source, state, event, say)
 
     for flow in flows(source):
-        if flow.scalers:
+        if flow.scalers and flow.comes_by("zero_grad"):
             for node, message in flow.run(_State(), on):
                 yield source.find(RULE, node, message)
     for flow in dict.fromkeys(flow for flow, _ in followed(source)):

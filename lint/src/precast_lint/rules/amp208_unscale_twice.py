@@ -66,7 +66,7 @@ class _Follower:
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `unscale_` of an optimizer whose gradients are unscaled."""
     for flow, scaler in followed(source):
-        if not only_here(flow, scaler, "update"):
+        if not flow.comes_by(("unscale", scaler)) or not only_here(flow, scaler, "update"):
             continue
         follower = _Follower(source, scaler)
         start: _State = frozenset()

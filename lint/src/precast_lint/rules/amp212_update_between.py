@@ -33,7 +33,8 @@ class _State:
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each update after which gradients of the old scale are used."""
     for flow, scaler in followed(source):
-        if not only_here(flow, scaler, "scale"):
+        used = ("backward", scaler), ("scaler_step", scaler), ("update", scaler)
+        if not flow.comes_by(*used) or not only_here(flow, scaler, "scale"):
             continue
 
         def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:

@@ -36,6 +36,8 @@ def check(source: Source) -> Iterator[Finding]:
     if any(asks_scale(flow, scaler) for flow in flows(source) for scaler in flow.scalers):
         return
     for flow, scaler in followed(source):
+        if not flow.comes_by("scheduler_step", ("scaler_step", scaler)):
+            continue
         steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
 
         def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:

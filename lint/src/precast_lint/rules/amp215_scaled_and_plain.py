@@ -34,6 +34,8 @@ def check(source: Source) -> Iterator[Finding]:
     def follow(
         flow: Flow, scaler: str
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        if not flow.comes_by(("backward", None), ("scaler_step", scaler)):
+            return None
         if scales_by_hand(flow, scaler) or len(_optimizers(flow)) != 1:
             return None
 

@@ -30,6 +30,8 @@ def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each place that takes them out between a scaled backward and its step."""
 
     def follow(flow: Flow, scaler: str) -> tuple[str, Callable[[str, Event, Say], str]] | None:
+        if all(_cleaned(source, event) is None for event in flow.events()):
+            return None
         if scales_by_hand(flow, scaler) or not only_here(flow, scaler, "unscale_"):
             return None
 

@@ -84,6 +84,7 @@ class Flow:
         self.scalers = self._scalers()
         self.optimizers = frozenset(self._stepped())
         self._leaky: dict[str, bool] = {}
+        self._kinds: set[str | tuple[str, str | None]] = set()
 
     @cached_property
     def called(self) -> list[tuple[Frame, list[Node]]]:
@@ -115,12 +116,19 @@ class Flow:
         """All events of the function once, in the order of the text, branches one after the other."""
         return self._events
 
+    def comes_by(self, *kinds: str | tuple[str, str | None]) -> bool:
+        """Whether there are events of all of some kinds, or of kinds with a scaler: a cheap test before a run."""
+        self.events()
+        return self._kinds.issuperset(kinds)
+
     @cached_property
     def _events(self) -> list[Event]:
         found: dict[tuple[Node, str], Event] = {}
+        self._kinds = set()
 
         def note(state: int, event: Event, _: Say) -> int:
             found.setdefault((event.node, event.kind), event)
+            self._kinds |= {event.kind, (event.kind, event.scaler)}
             return state
 
         list(self.run(0, note))

@@ -68,6 +68,7 @@ class Place:
         self._called: dict[Follow, Place | None] = {}
         self._scaled: dict[object, Scaled] = {}
         self._asked = (-1, 0)
+        self._forgotten: dict[Line, tuple[int, int]] = {}
         self._known_moves: tuple[int, tuple[_Ways, _Ways]] = (-1, ((), ()))
         self._in, self._out = _ways(shared.facts, frame)
 
@@ -129,9 +130,13 @@ class Place:
 
     def forgotten(self, line: Line) -> int:
         """The bits of what tests said of names that get values."""
-        found = 0
-        for name in line.assigned:
-            found |= self.facts.about(name)
+        if not line.assigned:
+            return 0
+        known, found = self._forgotten.get(line, (-1, 0))
+        if known != len(self.facts):
+            for name in line.assigned:
+                found |= self.facts.about(name)
+            self._forgotten[line] = len(self.facts), found
         return found
 
     def stored(self, put: Put, scaled: Scaled) -> Scaled:

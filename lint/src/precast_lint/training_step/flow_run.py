@@ -196,11 +196,14 @@ class Run:
         left = ~place.forgotten(line)
         after: _Paths = {}
         for path in paths:
-            begin = path.state, path.scaled
-            end = known.get(begin)
+            state, facts, scaled = path
+            end = known.get((state, scaled))
             if end is None:
-                end = known[begin] = self._along(line, place, *begin)
-            after[Path(end[0], path.known & left, end[1])] = None
+                end = known[state, scaled] = self._along(line, place, state, scaled)
+            if end[0] == state and end[1] == scaled and facts & left == facts:
+                after[path] = None
+            else:
+                after[Path(end[0], facts & left, end[1])] = None
         return after
 
     def _along(self, line: Line, place: Place, state: int, scaled: Scaled) -> tuple[int, Scaled]:
