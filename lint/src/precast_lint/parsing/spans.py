@@ -91,7 +91,10 @@ class Spans:
 
 class _Provider(ByteSpanPositionProvider):
     def write(
-        self, module: Module, codegen: Callable[[SpanProvidingCodegenState], None], indents: list[str]
+        self,
+        module: Module,
+        codegen: Callable[[SpanProvidingCodegenState], None],
+        indents: list[str],
     ) -> bytes:
         """Writes a node, and notes where in its text all nodes in it are.
 
@@ -110,7 +113,7 @@ class _Provider(ByteSpanPositionProvider):
     def spans(self, start: int) -> dict[CSTNode, Span]:
         """The spans of the nodes of a text that stands somewhere."""
         return {
-            node: Span(start + at.start, start + at.start + at.length)
+            node: Span(start + at.start, start + at.start + at.length)  # type: ignore[union-attr]
             for node, at in self._computed.items()
         }
 

@@ -52,9 +52,12 @@ def _of_parts(
     if any(_is_about_version(source, outer) for outer in source.around(statement)):
         return
     test = value_given(source, statement.test)
-    found = {release: holds(source, test, release) for release in (*releases, "0.0.0")}
-    if None in found.values():
-        return
+    found: dict[str, bool] = {}
+    for release in ("0.0.0", *releases):  # most tests are not about versions, which the first says
+        is_through = holds(source, test, release)
+        if is_through is None:
+            return
+        found[release] = is_through
     older = found.pop("0.0.0")  # whether it asks for older versions
     first = next((release for release in releases if found[release] is not older), None)
     if first is None:

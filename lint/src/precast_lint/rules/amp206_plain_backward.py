@@ -63,6 +63,8 @@ def check(source: Source) -> Iterator[Finding]:
             return None
         return _State(), on
 
+    if not any(flow.comes_by(("backward", None)) for flow, _ in followed(source)):
+        return
     for flow, scaler, node, _ in judged(source, follow):
         yield source.find(RULE, node, fix=_scale(source, flow, scaler))
 

@@ -260,13 +260,22 @@ def _parameter(source: Source, flow: Flow, saved: Node) -> tuple[str, Node | Non
 
 
 def _scaler(source: Source, flow: Flow) -> Node | None:
-    """A scaler that this function makes, or uses, or an attribute of its class that is one."""
+    """A scaler that this function makes, or uses, or an attribute of its class that is one; looked for once."""
+    known = source.cache.setdefault("scalers of functions", {})
+    assert isinstance(known, dict)
+    if flow not in known:
+        known[flow] = _scaler_of_function(source, flow)
+    found: Node | None = known[flow]
+    return found
+
+
+def _scaler_of_function(source: Source, flow: Flow) -> Node | None:
     for node in flow.nodes:
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        if type(node) is cst.Call and isinstance(node.func, cst.Attribute):
             owner = node.func.value
             if node.func.attr.value == "scale" and source.instance(owner) in SCALERS:
                 return owner
-        if isinstance(node, cst.Arg) and isinstance(node.value, cst.Name):
+        if type(node) is cst.Arg and isinstance(node.value, cst.Name):
             call = source.parents[node]
             called = called_function(source, call)
             if called is not None and source.instance(node.value) in SCALERS:
@@ -278,11 +287,22 @@ def _scaler(source: Source, flow: Flow) -> Node | None:
         if source.scopes.scope_of[used].home(used.value) is module:
             return used
     home = source.values.enclosing_class(flow.node)
-    for node in walk(home) if home is not None else ():
-        is_of_self = isinstance(node, cst.Attribute) and key(source, node.value) == "self"
-        if is_of_self and source.instance(node) in SCALERS:
-            return node
-    return None
+    return _scaler_of_class(source, home) if home is not None else None
+
+
+def _scaler_of_class(source: Source, home: Node) -> Node | None:
+    """The first attribute of a class that is a scaler; looked for once."""
+    known = source.cache.setdefault("scalers of classes", {})
+    assert isinstance(known, dict)
+    if home not in known:
+        known[home] = None
+        for node in walk(home):
+            is_of_self = type(node) is cst.Attribute and key(source, node.value) == "self"
+            if is_of_self and source.instance(node) in SCALERS:
+                known[home] = node
+                break
+    found: Node | None = known[home]
+    return found
 
 
 def _is_of_object(source: Source, flow: Flow) -> bool:
