@@ -64,6 +64,8 @@ class Source:
         self.codes = codes
         guard(text.string)
         self.module = cst.parse_module(text.string)
+        self._functions: dict[Node, cst.FunctionDef | None] = {}
+        self._called: dict[tuple[str, ...], list[tuple[cst.Call, Node, Arguments]]] = {}
         self.cache: dict[
             str, object
         ] = {}  # what several rules compute together, by a name of theirs
@@ -102,6 +104,11 @@ class Source:
 
     def function(self, node: Node) -> cst.FunctionDef | None:
         """The innermost function whose body (not decorators or defaults) a node is in."""
+        if node not in self._functions:
+            self._functions[node] = self._function(node)
+        return self._functions[node]
+
+    def _function(self, node: Node) -> cst.FunctionDef | None:
         for outer in self.around(node):
             if isinstance(outer, (cst.FunctionDef, cst.ClassDef)) and node is outer.body:
                 return outer if isinstance(outer, cst.FunctionDef) else None
@@ -201,10 +208,14 @@ class Source:
 
     def methods(self, *names: str) -> Iterator[tuple[cst.Call, Node, Arguments]]:
         """The calls `receiver.name(...)`: the call, its receiver, its arguments."""
-        found = [pair for name in set(names) for pair in self._methods.get(name, ())]
-        for _, call in sorted(found, key=lambda pair: pair[0]):
-            assert isinstance(call.func, cst.Attribute)
-            yield call, call.func.value, Arguments.of(call)
+        if names not in self._called:
+            found = [pair for name in set(names) for pair in self._methods.get(name, ())]
+            self._called[names] = [
+                (call, call.func.value, Arguments.of(call))
+                for _, call in sorted(found, key=lambda pair: pair[0])
+                if isinstance(call.func, cst.Attribute)
+            ]
+        return iter(self._called[names])
 
     @cached_property
     def _methods(self) -> dict[str, list[tuple[int, cst.Call]]]:
