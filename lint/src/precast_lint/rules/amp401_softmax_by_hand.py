@@ -119,9 +119,23 @@ def _in_place(source: Source, name: cst.Name) -> Operation | None:
         line = source.statement(call)
         block = block_of(source, line)
         behind = block[block.index(line) + 1 :] if line in block else []
-        if {*behind} & {*source.around(name)} and not arguments.positional:
+        is_read = {*behind} & {*source.around(name)} and not arguments.positional
+        if is_read and not _is_lowered(source, name):
             return Operation("exp", owner, (), {}, call, is_method=True)
     return None
+
+
+def _is_lowered(source: Source, name: cst.Name) -> bool:
+    """Whether a function subtracts from a tensor in place: `scores.sub_(scores.max())`, `scores -= scores.max()`."""
+    lowered = [owner for _, owner, _ in source.methods("sub_", "subtract_")]
+    updates = source.all(cst.AugAssign)
+    lowered += [u.target for u in updates if isinstance(u.operator, cst.SubtractAssign)]
+    return any(
+        isinstance(node, cst.Name)
+        and node.value == name.value
+        and source.function(node) is source.function(name)
+        for node in lowered
+    )
 
 
 def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
@@ -270,6 +284,21 @@ VALID = (
 
         weights = torch.softmax(x, dim=-1)
     """),
+    Case(
+        """
+        import torch
+
+        def in_place(scores, others, dim):
+            scores.sub_(scores.amax(dim, keepdim=True))
+            scores.exp_()
+            total = scores.sum(dim, keepdim=True)
+            scores.div_(total)
+            others -= others.amax(dim, keepdim=True)
+            others.exp_()
+            return scores, others / others.sum(dim, keepdim=True)
+        """,
+        note="The maximum is subtracted in place.",
+    ),
     Case(
         """
         import torch
