@@ -19,7 +19,7 @@ from precast_lint.parsing.handed import Handed
 from precast_lint.parsing.names import Names, canonical, is_none
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import Binding, elements
-from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.syntax import Node, children, cst, strings, walk
 
 __all__ = ["SCALERS", "Values"]
 
@@ -178,7 +178,7 @@ class Values:
         """The values that a call of a function of this file returns; empty where they are not all written there."""
         function = self.handed.function_called(call) or self._method_of_base(call)
         if function is None:
-            return []
+            return self._of_lambda(call)
         if function not in self._returns:
             run = self.family.run_by_self(function)
             given = list(map(returned_by, run)) if all(map(self._gives_on, run)) else []
@@ -186,6 +186,14 @@ class Values:
                 [value for one in given for value in one] if all(given) else []
             )
         return self._returns[function]
+
+    def _of_lambda(self, call: cst.Call) -> list[Node]:
+        """What a name gives that is a function without parameters: `amp = lambda: autocast("cuda")`."""
+        binding = self.names.only_binding(call.func)
+        made = binding.value if binding is not None and binding.kind == "assign" else None
+        if not isinstance(made, cst.Lambda) or call.args or any(children(made.params)):
+            return []
+        return [made.body]
 
     def _gives_on(self, function: cst.FunctionDef) -> bool:
         """Whether what decorates a function gives on what it returns: regions and other decorators of PyTorch's."""

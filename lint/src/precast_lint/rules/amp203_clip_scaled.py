@@ -29,7 +29,9 @@ _State = str | frozenset[cst.Call | None]
 
 _SCALED, _UNSCALED, _UNKNOWN, _HIDDEN = "scaled", "unscaled", "unknown", "hidden"
 # What depends on how large a gradient is; sums, copies, reductions over processes and `is None` do not.
-_MEASURES = {"clamp", "clamp_", "clip", "clip_", "norm", "square"}
+_MEASURES = {"clamp", "clamp_", "clip", "clip_", "norm", "pow", "square", "std", "var"}
+_SAME = ("clone", "data", "detach", "flatten", "float", "ravel", "reshape", "view")
+_JOINS = ("torch.cat", "torch.concat", "torch.hstack", "torch.stack")
 _ADDS = {"add", "add_", "sub", "sub_"}
 _FUNCTIONS = {
     "torch.clamp",
@@ -184,7 +186,7 @@ def _measures(source: Source, grad: Node) -> bool:
     """Whether the size of a gradient matters where it is read."""
     node = grad
     parent = source.parents[node]
-    while isinstance(parent, cst.Attribute) and parent.attr.value in ("data", "detach", "float"):
+    while isinstance(parent, cst.Attribute) and parent.attr.value in _SAME:
         node, parent = parent, source.parents[parent]
         if isinstance(parent, cst.Call) and parent.func is node:
             node, parent = parent, source.parents[parent]
@@ -193,6 +195,8 @@ def _measures(source: Source, grad: Node) -> bool:
         return isinstance(outer, cst.Call) and any(_is_foreign(arg.value) for arg in outer.args)
     if isinstance(parent, cst.Attribute):
         return parent.attr.value in _MEASURES
+    if isinstance(parent, cst.BinaryOperation):
+        return isinstance(parent.operator, cst.Power) and parent.left is node
     if isinstance(parent, (cst.ListComp, cst.GeneratorExp)) and parent.elt is node:
         return _is_measured(source, parent)
     call = source.parents.get(parent)
@@ -205,18 +209,37 @@ def _measures(source: Source, grad: Node) -> bool:
 
 def _is_measured(source: Source, grads: Node) -> bool:
     """Whether the norm of a list of gradients is taken, where the list stands or of its name."""
-    uses = [grads]
-    statement = source.parents[grads]
+    for use in _uses(source, grads):
+        parent = source.parents.get(use)
+        call = source.parents.get(parent) if isinstance(parent, cst.Arg) else None
+        if not isinstance(call, cst.Call):
+            continue
+        if source.origin(call.func) in _FUNCTIONS:
+            return True
+        if source.origin(call.func) in _JOINS:
+            places = [(one, source.parents.get(one)) for one in _uses(source, call)]
+            outer = [
+                (source.parents.get(by) if isinstance(by, cst.Arg) else by) for _, by in places
+            ]
+            if any(_takes_norm(source, one) for one in outer):
+                return True
+    return False
+
+
+def _takes_norm(source: Source, node: Node | None) -> bool:
+    if isinstance(node, cst.Call):
+        return source.origin(node.func) in _FUNCTIONS
+    return isinstance(node, cst.Attribute) and node.attr.value in _MEASURES
+
+
+def _uses(source: Source, value: Node) -> list[Node]:
+    """Where a value is asked for: where it stands, or by the name that it gets."""
+    statement = source.parents[value]
     if isinstance(statement, cst.Assign) and isinstance(statement.targets[0].target, cst.Name):
         name = statement.targets[0].target
         home = source.scope(name).home(name.value)
-        uses = list(source.scopes.references(home, name.value)) if home is not None else []
-    for use in uses:
-        parent = source.parents.get(use)
-        call = source.parents.get(parent) if isinstance(parent, cst.Arg) else None
-        if isinstance(call, cst.Call) and source.origin(call.func) in _FUNCTIONS:
-            return True
-    return False
+        return list(source.scopes.references(home, name.value)) if home is not None else []
+    return [value]
 
 
 def _fix(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:

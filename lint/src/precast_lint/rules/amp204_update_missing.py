@@ -72,7 +72,7 @@ def check(source: Source) -> Iterator[Finding]:
             return None
         hidden = any(hides(source, event, scaler) for event in flow.events())
         owned = flow.is_seen(scaler, "update") and not hidden
-        never = "." in scaler and not _is_updated(source, scaler)
+        never = "." in scaler and not _is_updated(flow, scaler)
         updates = [e for e in flow.events() if e.kind == "update" and e.scaler == scaler]
         updating = {
             loop
@@ -129,13 +129,25 @@ def _only_sometimes(source: Source) -> Iterator[Finding]:
                 yield source.find(RULE, event.node, _SOMETIMES.format(scaler))
 
 
-def _is_updated(source: Source, scaler: str) -> bool:
-    """Whether something in the file that is called as the attribute of a scaler is updated."""
-    last = scaler.rpartition(".")[2]
+def _is_updated(flow: Flow, scaler: str) -> bool:
+    """Whether something in the file is updated that is called as the attribute of a scaler, or may be it."""
+    source, last = flow.source, scaler.rpartition(".")[2]
+    made = {
+        source.values.constructed(node)
+        for node in flow.nodes
+        if isinstance(node, cst.Attribute) and key(source, node) == scaler
+    }
     return any(
-        (key(source, owner) or "").rpartition(".")[2] == last or source.instance(owner) in SCALERS
+        (key(source, owner) or "").rpartition(".")[2] == last
+        or (source.instance(owner) in SCALERS and not _is_another(source, owner, made))
         for _, owner, _ in source.methods("update")
     )
+
+
+def _is_another(source: Source, owner: Node, made: set[Node | None]) -> bool:
+    """Whether an attribute of self is a scaler that another call makes."""
+    own = source.values.constructed(owner) if isinstance(owner, cst.Attribute) else None
+    return own is not None and bool(made) and None not in made and own not in made
 
 
 def _behind_loop(source: Source) -> Iterator[Finding]:

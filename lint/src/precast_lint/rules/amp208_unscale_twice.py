@@ -496,10 +496,13 @@ INVALID = (
                 self.scaler.unscale_(self.optimizer)
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.count += 1
-                if self.count % self.every == 0:
+                if self.is_last():
                     self.scaler.step(self.optimizer)
                     self.scaler.update()
                     self.optimizer.zero_grad()
+
+            def is_last(self):
+                return self.count % self.every == 0
 
         """,
         count=1,

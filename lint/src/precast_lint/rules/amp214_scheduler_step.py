@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Flow, Say, flows
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import asks_scale, followed, hides, loop_in
@@ -43,6 +43,8 @@ def check(source: Source) -> Iterator[Finding]:
         def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:
             if hides(source, event, scaler) or event.kind == "optimizer_step":
                 return _State()
+            if event.kind == "loop" and _is_over_schedulers(source, event.node):
+                return state
             return _on(state, event, say, scaler)
 
         for node, message in flow.run(_State(), on):
@@ -66,6 +68,15 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
     return state
 
 
+def _is_over_schedulers(source: Source, loop: Node) -> bool:
+    """Whether a loop does nothing but step what it runs over: `for scheduler in schedulers: scheduler.step()`."""
+    if not isinstance(loop, cst.For) or not isinstance(loop.target, cst.Name):
+        return False
+    calls = [n for n in walk(loop.body) if isinstance(n, cst.Call)]
+    owner = f"{loop.target.value}.step"
+    return len(calls) == 1 and key(source, calls[0].func) == owner
+
+
 def _asks(source: Source, node: Node) -> bool:
     """Whether a test around a scheduler's step asks if gradients are finite."""
     tests = [outer.test for outer in source.around(node) if isinstance(outer, cst.If)]
@@ -76,6 +87,8 @@ def _is_beside(flow: Flow, node: object, steps: list[Event]) -> bool:
     """Whether the scheduler goes on with the batches, not with the epochs."""
     event = next(e for e in flow.events() if e.node is node)
     loop = loop_in(flow, event.node)
+    if loop is not None and _is_over_schedulers(flow.source, loop):
+        loop = loop_in(flow, loop)
     same = any(loop_in(flow, step.node) is loop for step in steps)
     is_step = loop is not None or isinstance(flow.node, cst.FunctionDef)  # what is called in a loop
     return same and is_step and not (event.instance or "").endswith(_BY_RESULT)
@@ -231,6 +244,27 @@ INVALID = (
                 scaler.update()
                 scheduler.step()
     """),
+    Case(
+        """
+        import torch
+
+        def train(model, batches):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            schedulers = [
+                torch.optim.lr_scheduler.LinearLR(optimizer),
+                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            ]
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                for scheduler in schedulers:
+                    scheduler.step()
+        """,
+        count=1,
+    ),
 )
 
 RULE = Rule(

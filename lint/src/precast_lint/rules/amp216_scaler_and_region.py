@@ -23,6 +23,7 @@ _OPPOSITE = "the scaler is on where the region is off, and the other way round"
 _SOMETIMES = "this region is always on, its scaler only with `{flag}`: without it, small gradients become zero"
 # A region is off by itself where there is no CUDA.
 _DEVICE = re.compile(r"cuda|device|available|gpu", re.IGNORECASE)
+_DTYPE = re.compile(r"dtype|float16|fp16|half|precision", re.IGNORECASE)
 _OTHER_DEVICE = re.compile(r"cpu|mps|xpu|hpu|tpu|xla", re.IGNORECASE)  # `not args.cpu`
 
 
@@ -141,8 +142,19 @@ def _disagreement(
         yield region.call, _SOMETIMES.format(flag=flag), _fix(source, region, made)
 
 
+def _is_choice(source: Source, node: Node) -> bool:
+    """`args.amp == "yes"`, `bool(int(os.environ.get("AMP", "1")))`."""
+    return isinstance(node, cst.Comparison) or any(
+        (source.origin(inner) or "").startswith(("os.environ", "os.getenv")) for inner in walk(node)
+    )
+
+
 def _flag(source: Source, scaler: Node | None) -> str:
     """The flag that a scaler is on with, or the one that it is off with: `args.amp`, `not args.no_amp`."""
+    if isinstance(scaler, (cst.Comparison, cst.Call)) and _is_choice(source, scaler):
+        text = source.code(scaler)
+        about = _DEVICE.search(text) or _OTHER_DEVICE.search(text) or _DTYPE.search(text)
+        return "" if about or "\n" in text else text
     negated = _negated(scaler)
     node = scaler if negated is None else _value(source, negated)
     name = dotted(node) if isinstance(node, (cst.Name, cst.Attribute)) else None

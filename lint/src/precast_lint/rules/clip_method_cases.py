@@ -144,9 +144,61 @@ VALID = (
                 scaler.update()
         """,
     ),
+    Case("""
+        import torch
+
+        def train(model, optimizer, batches, average):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                flat = torch.cat([p.grad.view(-1) for p in model.parameters()])
+                average(flat)
+                unused = [p for p in model.parameters() if p.grad.abs().sum() == 0]
+                scaler.step(optimizer)
+                scaler.update()
+    """),
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        def train(model, optimizer, batches, limit):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                total = sum((p.grad**2).sum() for p in model.parameters())
+                total = total + sum(p.grad.data.pow(2).sum() for p in model.parameters())
+                flat = torch.cat([p.grad.view(-1) for p in model.parameters()])
+                if flat.norm() > limit or total > limit:
+                    continue
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import torch
+
+        def train(model, optimizer, batches, limit):
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.unscale_(optimizer)
+                total = sum((p.grad**2).sum() for p in model.parameters())
+                total = total + sum(p.grad.data.pow(2).sum() for p in model.parameters())
+                flat = torch.cat([p.grad.view(-1) for p in model.parameters()])
+                if flat.norm() > limit or total > limit:
+                    continue
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        count=3,
+        note="Norms by hand.",
+    ),
     Case(
         """
         import torch

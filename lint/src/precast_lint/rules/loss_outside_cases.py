@@ -315,4 +315,20 @@ INVALID = (
         count=2,
         note="A function or a module of the file computes the loss.",
     ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, optimizer, amp=True):
+            region = lambda: torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp)
+            for x, y in batches:
+                with region():
+                    out = model(x)
+                loss = torch.nn.functional.mse_loss(out, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        """,
+        count=1,
+    ),
 )

@@ -191,9 +191,58 @@ VALID = (
         """,
         note="The loss alone is computed in float32.",
     ),
+    Case("""
+        import torch
+
+        def train(model, batches, optimizer, dtype=torch.float16):
+            scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+            for batch in batches:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=dtype):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    """),
 )
 
 INVALID = (
+    Case(
+        """
+        import os
+        import torch
+
+        AMP = os.environ.get("AMP", "1") == "1"
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda", enabled=AMP)
+            for batch in batches:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        """
+        import os
+        import torch
+
+        AMP = os.environ.get("AMP", "1") == "1"
+
+        def train(model, batches, optimizer):
+            scaler = torch.amp.GradScaler("cuda", enabled=AMP)
+            for batch in batches:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16, enabled=AMP):
+                    loss = model(batch)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        unsafe=True,
+        count=1,
+    ),
     Case(
         """
         import torch

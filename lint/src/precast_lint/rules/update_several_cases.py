@@ -201,4 +201,52 @@ SEVERAL_INVALID = (
         """,
         count=1,
     ),
+    Case(
+        """
+        import torch
+
+        class Gan:
+            def __init__(self, generator, critic):
+                self.generator, self.critic = generator, critic
+                self.first = torch.optim.Adam(generator.parameters())
+                self.second = torch.optim.Adam(critic.parameters())
+                self.one = torch.amp.GradScaler("cuda")
+                self.other = torch.amp.GradScaler("cuda")
+
+            def step(self, batch):
+                self.first.zero_grad()
+                self.one.scale(self.generator(batch)).backward()
+                self.one.step(self.first)
+                self.other.update()
+                self.second.zero_grad()
+                self.other.scale(self.critic(batch)).backward()
+                self.other.step(self.second)
+                self.other.update()
+        """,
+        """
+        import torch
+
+        class Gan:
+            def __init__(self, generator, critic):
+                self.generator, self.critic = generator, critic
+                self.first = torch.optim.Adam(generator.parameters())
+                self.second = torch.optim.Adam(critic.parameters())
+                self.one = torch.amp.GradScaler("cuda")
+                self.other = torch.amp.GradScaler("cuda")
+
+            def step(self, batch):
+                self.first.zero_grad()
+                self.one.scale(self.generator(batch)).backward()
+                self.one.step(self.first)
+                self.one.update()
+                self.other.update()
+                self.second.zero_grad()
+                self.other.scale(self.critic(batch)).backward()
+                self.other.step(self.second)
+                self.other.update()
+        """,
+        unsafe=True,
+        count=1,
+        note="The other scaler is updated twice.",
+    ),
 )

@@ -24,6 +24,10 @@ def counts(source: Source, test: Node, depth: int = 2) -> bool:
             return True
         if isinstance(inner, cst.Comparison) and key(source, inner.left) in added:
             return True
+        if depth and isinstance(inner, cst.Call):
+            returned = source.values.returned(inner)
+            if returned and all(counts(source, value, depth - 1) for value in returned):
+                return True
         binding = source.names.only_binding(inner) if isinstance(inner, cst.Name) else None
         value = binding.value if binding is not None and binding.kind == "assign" else None
         if value is not None and depth and counts(source, value, depth - 1):
