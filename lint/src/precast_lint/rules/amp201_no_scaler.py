@@ -16,6 +16,7 @@ from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.rules.no_scaler_cases import INVALID, VALID
 from precast_lint.training_step.flow import Say, flows
 from precast_lint.training_step.flow_events import Event, key
+from precast_lint.training_step.propagated import has_no_grad
 
 __all__ = ["RULE"]
 
@@ -25,7 +26,6 @@ _HANDLED = re.compile(
 )
 _LARGE = 64  # a factor that is no weight of a loss, but a scale
 _DEEP = 3  # names that get their values from others
-_NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def check(source: Source) -> Iterator[Finding]:
 def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
     if event.kind == "assign":
         name = event.receiver or ""
-        if _is_scaled(source, event.value) or _has_no_grad(source, event.node):
+        if _is_scaled(source, event.value) or has_no_grad(source, event.node):
             return replace(state, lower=state.lower - {name})
         comes = _in_region(source, event.node) or _uses(source, event.value, state.lower)
         comes = comes or _is_returned_from_region(source, event.value)
@@ -147,7 +147,7 @@ def _is_lower(source: Source, value: Node, depth: int) -> bool:
     """Whether a value is computed in a float16 region, where it stands or where its names get theirs."""
     if _in_region(source, value):
         return True
-    if depth == 0 or _is_scaled(source, value) or _has_no_grad(source, value):
+    if depth == 0 or _is_scaled(source, value) or has_no_grad(source, value):
         return False
     if isinstance(value, (cst.Dict, cst.Tuple, cst.List)):
         items = source.values.contents.elements(value) or []
@@ -203,19 +203,7 @@ def _in_region(source: Source, node: Node) -> bool:
         return function is not None and _is_called_in_region(source, function)
     if region.dtype != "torch.float16" or region.enabled is False:
         return False
-    return not _has_no_grad(source, node)
-
-
-def _has_no_grad(source: Source, node: Node) -> bool:
-    """Whether a node runs without gradients."""
-    for outer in source.around(node):
-        if isinstance(outer, cst.FunctionDef):
-            return False
-        if isinstance(outer, cst.With):
-            items = [i.item for i in outer.items if isinstance(i.item, cst.Call)]
-            if any(source.origin(item.func) in _NO_GRAD for item in items):
-                return True
-    return False
+    return not has_no_grad(source, node)
 
 
 def _is_called_in_region(source: Source, function: cst.FunctionDef) -> bool:

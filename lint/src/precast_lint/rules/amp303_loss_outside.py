@@ -16,7 +16,7 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.rules.loss_outside_cases import INVALID, VALID
 from precast_lint.training_step.flow_events import key
-from precast_lint.training_step.propagated import is_propagated
+from precast_lint.training_step.propagated import has_no_grad, is_propagated
 
 __all__ = ["RULE"]
 
@@ -195,8 +195,8 @@ def _is_surely_there(source: Source, target: Node) -> bool:
 
 def _is_forward_inside(source: Source, node: Node) -> bool:
     """Whether a region computes an expression that a model returns."""
-    if region_in_force(source, node) is None:
-        return False
+    if region_in_force(source, node) is None or has_no_grad(source, node):
+        return False  # of a teacher without gradients the loss of a float32 model is float32
     plain = _plain(node)
     if isinstance(plain, (cst.Name, cst.Attribute)):
         target = _last_target(source, plain, node)

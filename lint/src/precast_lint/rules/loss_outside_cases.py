@@ -134,6 +134,27 @@ VALID = (
                 optimizer.step()
         """,
     ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        @torch.no_grad()
+        def targets(teacher_model, x):
+            with torch.autocast("cuda"):
+                return teacher_model(x)
+
+        def train(student, teacher_model, batches, optimizer):
+            for x in batches:
+                loss = F.mse_loss(student(x), targets(teacher_model, x))
+                with torch.no_grad(), torch.autocast("cuda"):
+                    target = teacher_model(x)
+                loss = loss + F.l1_loss(student(x), target)
+                loss.backward()
+                optimizer.step()
+        """,
+        note="The student computes in float32, and so does the loss.",
+    ),
 )
 
 INVALID = (

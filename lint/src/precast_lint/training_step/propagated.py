@@ -1,4 +1,4 @@
-"""Whether `backward` is called on a loss, in the function that computes it or where that is called.
+"""Whether `backward` is called on a loss, in the function that computes it or where that is called, and can be.
 
 Invariant: the way to the call of `backward` is sums, names, attributes of self and results of functions of this file.
 """
@@ -13,9 +13,25 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.training_step.flow_events import key
 
-__all__ = ["is_propagated"]
+__all__ = ["has_no_grad", "is_propagated"]
 
 _DEEP = 3  # functions that return what others return
+_NO_GRAD = ("torch.no_grad", "torch.inference_mode")
+
+
+def has_no_grad(source: Source, node: Node) -> bool:
+    """Whether a node runs without gradients, as far as its own function shows it."""
+    for outer in source.around(node):
+        if isinstance(outer, cst.FunctionDef):
+            made = [d.decorator for d in outer.decorators]
+            return any(
+                source.origin(d.func if isinstance(d, cst.Call) else d) in _NO_GRAD for d in made
+            )
+        if isinstance(outer, cst.With):
+            items = [i.item for i in outer.items if isinstance(i.item, cst.Call)]
+            if any(source.origin(item.func) in _NO_GRAD for item in items):
+                return True
+    return False
 
 
 def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]:
