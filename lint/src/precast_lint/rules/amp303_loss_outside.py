@@ -66,8 +66,8 @@ def _is_widened(call: cst.Call) -> bool:
     return any(isinstance(func, cst.Attribute) and func.attr.value == "float" for func in casts)
 
 
-def _is_output(source: Source, node: Node, at: Node, depth: int) -> bool:
-    """Whether something behind all regions is what a model returned in one, in its dtype."""
+def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = True) -> bool:
+    """Whether something behind all regions is what a model returned in one, in its dtype; with gradients, if asked."""
     plain = _plain(node)
     if plain is None or depth == 0:
         return False
@@ -75,24 +75,26 @@ def _is_output(source: Source, node: Node, at: Node, depth: int) -> bool:
         forward = called_forward(source, plain) or _forward_with_region(source, plain)
         returned = returned_by(forward) if forward is not None else source.values.returned(plain)
         return bool(returned) and all(
-            _is_output(source, value, value, depth - 1) or _is_forward_inside(source, value)
+            _is_output(source, value, value, depth - 1, grads)
+            or _is_forward_inside(source, value, grads)
             for value in returned
         )
     target = _last_target(source, plain, at) or _only_target(source, plain)
     if target is None:
         given = _handed(source, plain)
-        return bool(given) and all(_is_output(source, one, one, depth - 1) for one in given)
+        every = all(_is_output(source, one, one, depth - 1, grads=False) for one in given)
+        return every and any(_is_output(source, one, one, depth - 1, grads) for one in given)
     value = _given(source, target)
     if value is not None and region_in_force(source, target) is not None:
-        return _is_surely_there(source, target) and _is_forward_inside(source, value)
+        return _is_surely_there(source, target) and _is_forward_inside(source, value, grads)
     several = source.values.contents.of_target(target) if value is not None else None
     if several:
         return all(
-            _is_output(source, one, one, depth - 1) or _is_forward_inside(source, one)
+            _is_output(source, one, one, depth - 1, grads) or _is_forward_inside(source, one, grads)
             for one in several
         )
     is_call = isinstance(value, cst.Call) and target in _targets(source, value)
-    return is_call and value is not None and _is_output(source, value, at, depth - 1)
+    return is_call and value is not None and _is_output(source, value, at, depth - 1, grads)
 
 
 def _handed(source: Source, plain: Node) -> list[Node]:
@@ -193,9 +195,9 @@ def _is_surely_there(source: Source, target: Node) -> bool:
     return True
 
 
-def _is_forward_inside(source: Source, node: Node) -> bool:
+def _is_forward_inside(source: Source, node: Node, grads: bool) -> bool:
     """Whether a region computes an expression that a model returns."""
-    if region_in_force(source, node) is None or has_no_grad(source, node):
+    if region_in_force(source, node) is None or (grads and has_no_grad(source, node)):
         return False  # of a teacher without gradients the loss of a float32 model is float32
     plain = _plain(node)
     if isinstance(plain, (cst.Name, cst.Attribute)):

@@ -324,6 +324,12 @@ INVALID = (
                 loss = self.loss(outputs, y)
                 self.scaler.scale(loss).backward()
 
+            @torch.no_grad()
+            def validate(self, x, y):
+                with torch.autocast("cuda"):
+                    outputs = self.model(x)
+                return self.loss(outputs, y)
+
         def train(model, batches, optimizer):
             criterion = Smooth()
             for x, y in batches:
