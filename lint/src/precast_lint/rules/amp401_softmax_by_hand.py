@@ -27,6 +27,7 @@ _SMALL = re.compile(
     r"(?<![a-z])(log(p|pt|prob|probs|norm|density)?|log_?softmax|stab\w*|shift\w*|clamp\w*|clip(ped)?|sigma|tanh|cos"
     r"(ine)?|normali[sz]ed?|a?range|linspace)(?![a-z])"
 )
+_SUBTRACT = ("sub_", "subtract_", "clamp_", "clamp_max_", "clip_", "neg_")
 _DEPTH = 4  # an expression, what its names are given, and so on
 _STEPS = 6  # masks of a numerator
 _SEVERAL = 4  # values of a name
@@ -35,17 +36,38 @@ _SEVERAL = 4  # values of a name
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `exp(x) / exp(x).sum(...)`."""
     for division, left, right in _divisions(source):
-        power = _power(source, left)
+        power = _power(source, _picked_of(source, left))
         total = _sum(source, right)
         if power is None or total is None or _is_bounded(source, power.operand):
             continue
-        same = source.code(total.operand) == source.code(left) or (
+        whole = _picked_of(source, left)
+        same = source.code(total.operand) == source.code(whole) or (
             source.code(value_of(source, total.operand)) == source.code(power.call)
         )
         if same:
             plain = isinstance(division, cst.BinaryOperation) and division.left is power.call
             fix = _fix(source, division, power, total) if plain else None
             yield source.find(RULE, division, fix=fix)
+    for call, arguments in source.calls("torch.nn.functional.normalize"):
+        order = arguments.get("p", 1)
+        if order is None or constant(source, order) != 1 or not arguments.positional:
+            continue
+        power = _power(source, arguments.positional[0])
+        if power is not None and not _is_bounded(source, power.operand):
+            yield source.find(RULE, call)
+
+
+def _picked_of(source: Source, node: Node) -> Node:
+    """The tensor of which the targets' elements are divided: `e` of `e.gather(1, y[:, None]).squeeze(1)`."""
+    found = node
+    for _ in range(_DEPTH):
+        shape = operation(source, value_of(source, found), "squeeze", "gather")
+        if shape is None:
+            return node
+        found = shape.operand
+        if shape.name == "gather":
+            return found
+    return node
 
 
 def _power(source: Source, node: Node, depth: int = _STEPS) -> Operation | None:
@@ -210,7 +232,24 @@ def _says_small(source: Source, node: Node) -> bool:
     value = constant(source, first)
     if value is not None and value < 0:
         return True
+    if operation(source, first, "sub", "subtract", "sub_", "neg") is not None:
+        return True
+    if isinstance(first, cst.Name) and _is_subtracted(source, first):
+        return True
     return any(_SMALL.search(inner.value) for inner in _names(source, node))
+
+
+def _is_subtracted(source: Source, name: cst.Name) -> bool:
+    """Whether something is taken from a tensor in place: `x -= x.max()`, `x.sub_(x.max())`, `x.clamp_(max=10)`."""
+    home = source.scopes.scope_of[name].home(name.value) if name in source.scopes.scope_of else None
+    for other in source.scopes.references(home, name.value) if home is not None else ():
+        outer = source.parents.get(other)
+        if isinstance(outer, cst.AugAssign) and outer.target is other:
+            if isinstance(outer.operator, cst.SubtractAssign):
+                return True
+        elif isinstance(outer, cst.Attribute) and outer.attr.value in _SUBTRACT:
+            return True
+    return False
 
 
 def _given(source: Source, node: Node) -> set[Node]:
@@ -263,6 +302,22 @@ VALID = (
             return e / e.sum(-1, keepdim=True) + w / w.sum(-1, keepdim=True)
         """,
         note="What is divided may be something else than an exponential.",
+    ),
+    Case(
+        """
+        import torch
+
+        def weigh(x, y, mask):
+            x -= x.max(-1, keepdim=True)[0]
+            e = torch.exp(x)
+            if mask is not None:
+                e = e * mask
+            y.sub_(y.amax(-1, keepdim=True))
+            f = torch.exp(y)
+            g = y.sub(y.amax(-1, keepdim=True)).exp()
+            return e / e.sum(-1, keepdim=True) + f / f.sum(-1, keepdim=True) + g / g.sum(-1, keepdim=True)
+        """,
+        note="The maximum is subtracted in place.",
     ),
     Case("""
         import torch
@@ -394,6 +449,18 @@ INVALID = (
         """,
         count=3,
         note="A mask is a factor, also under a test and in place.",
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def loss(logits, target):
+            e = torch.exp(logits)
+            p = e.gather(1, target[:, None]).squeeze(1) / e.sum(1)
+            return F.nll_loss(F.normalize(logits.exp(), p=1, dim=1), target) + p.mean()
+        """,
+        count=2,
     ),
     Case("""
         import torch
@@ -536,7 +603,7 @@ RULE = Rule(
     what="A softmax that is written as `exp(x) / exp(x).sum(...)`, without the maximum subtracted first.",
     why="inf divided by inf is NaN. `torch.softmax` subtracts the maximum, and is one kernel instead of three.",
     fine="The values are known to be small.",
-    words=("torch exp( sum(", "torch exp_( sum("),
+    words=("torch exp( sum(", "torch exp_( sum(", "torch exp( functional normalize( p=1"),
     check=check,
     valid=VALID,
     invalid=INVALID,

@@ -7,11 +7,20 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
 from precast_lint.meaning.functions import called_forward, called_function
-from precast_lint.meaning.tensors import Operation, modules_in, operation, value_of, written
-from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.meaning.tensors import (
+    Operation,
+    constant,
+    modules_in,
+    operation,
+    value_of,
+    written,
+)
+from precast_lint.model import Applicability, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.returns import returned_by
+from precast_lint.parsing.scopes import elements
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
+from precast_lint.rules.log_cases import INVALID, VALID
 
 __all__ = ["RULE"]
 
@@ -37,30 +46,58 @@ _PICKS = (
 )
 _STEPS = 6  # parts of parts
 _DEEP = 3  # functions that call one another
-_BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", "sum": "logsumexp"}
+_MANY = 6  # values, one of each call or `return`
+_LOGARITHMS = ("log", "log1p", "log2", "log10")
+_TOTALS = ("sum", "mean")
+_BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", **dict.fromkeys(_TOTALS, "logsumexp")}
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `log` of them, direct or through a name."""
     for call in source.all(cst.Call):
-        log = operation(source, call, "log")
+        log = operation(source, call, *_LOGARITHMS)
         if log is None or log.positional or log.keywords:
             continue
-        inner = operation(source, value_of(source, log.operand), *_BETTER)
-        name = inner.name if inner is not None else _probabilities(source, log.operand)
-        if name is None or _is_meant(source, call, _BETTER[name]) or _only_ranks(source, call):
+        found = _complement(source, log) if log.name != "log2" else None
+        if found is None and log.name != "log1p":
+            found = _found(source, log)
+        if found is None or _is_meant(source, call, found[1]) or _only_ranks(source, call):
             continue
-        if inner is not None and name == "sum" and not _is_of_exponentials(source, inner):
-            continue
-        is_direct = inner is not None and inner.call is log.operand
+        name, better, inner = found
+        is_direct = inner is not None and inner.call is log.operand and log.name == "log"
         fix = _fix(source, log, inner) if inner is not None and is_direct else None
-        yield source.find(RULE, call, RULE.message.format(old=name, new=_BETTER[name]), fix)
+        yield source.find(RULE, call, RULE.message.format(old=name, new=better), fix)
+
+
+def _found(source: Source, log: Operation) -> tuple[str, str, Operation | None] | None:
+    """What the logarithm is of, what computes it better, and the operation if its result is the operand."""
+    inner = operation(source, value_of(source, log.operand), *_BETTER)
+    if inner is not None and inner.name in _TOTALS:
+        is_it = _is_of_exponentials(source, inner)
+        return (inner.name, "logsumexp", inner) if is_it else None
+    name = inner.name if inner is not None else _probabilities(source, log.operand)
+    return (name, _BETTER[name], inner) if name is not None else None
+
+
+def _complement(source: Source, log: Operation) -> tuple[str, str, None] | None:
+    """`torch.log(1 - torch.sigmoid(x))`, and `torch.log1p(-torch.sigmoid(x))`."""
+    node = value_of(source, log.operand)
+    other: Node | None = None
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Subtract):
+        is_one = log.name != "log1p" and constant(source, node.left) == 1
+        other = node.right if is_one else None
+    elif isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
+        other = node.expression if log.name == "log1p" else None
+    if other is None or _probabilities(source, other) != "sigmoid":
+        return None
+    return "1 - sigmoid", "logsigmoid(-x)", None
 
 
 def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None:
     """The operation, `softmax` or `sigmoid`, of which an expression is the result, or a part.
 
-    `torch.softmax(x, 1).gather(1, y).squeeze(1)`, `p[:, 0]`, and what a function or a module of this file returns.
+    `torch.softmax(x, 1).gather(1, y).squeeze(1)`, `p[:, 0]`, what a function or a module of this file returns, and what
+    all calls of this file hand to a parameter.
     """
     for _ in range(_STEPS):
         node = value_of(source, node)
@@ -74,16 +111,54 @@ def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None
     found = operation(source, node, "softmax", "sigmoid")
     if found is not None:
         return found.name
-    if not isinstance(node, cst.Call) or depth == 0:
+    if depth == 0:
+        return None
+    if isinstance(node, cst.Name):
+        return _of_all(source, _given(source, node), depth)
+    if isinstance(node, cst.Attribute):
+        stored = source.values.sources(node)
+        given = [value for value, note in stored if note is None and value is not None]
+        return _of_all(source, given, depth) if len(given) == len(stored) == 1 else None
+    if not isinstance(node, cst.Call):
         return None
     module = _called_module(source, node)
-    if module is not None:
-        return module
-    function = called_forward(source, node) or called_function(source, node)
-    if function is None or function.decorators:
-        return None
-    names = {_probabilities(source, value, depth - 1) for value in returned_by(function)}
-    return names.pop() if len(names) == 1 else None
+    return module if module is not None else _of_all(source, _returned(source, node), depth)
+
+
+def _of_all(source: Source, values: list[Node], depth: int) -> str | None:
+    """The operation that all of some expressions are results of."""
+    names = {_probabilities(source, value, depth - 1) for value in values[:_MANY]}
+    return names.pop() if len(names) == 1 and len(values) <= _MANY else None
+
+
+def _returned(source: Source, call: cst.Call) -> list[Node]:
+    """What the function or module of this file returns that a call runs."""
+    function = called_forward(source, call) or called_function(source, call)
+    return returned_by(function) if function is not None and not function.decorators else []
+
+
+def _given(source: Source, name: cst.Name) -> list[Node]:
+    """What a parameter is handed in this file, or a name of `probs, value = model(x)`, which nothing else binds."""
+    binding = source.names.only_binding(name)
+    if binding is None:
+        return []
+    if binding.kind == "param":
+        handed = source.values.handed.whatever_to(binding)
+        known = [value for value in handed if value is not None]
+        return known if len(known) == len(handed) else []
+    element = source.parents.get(binding.node)
+    line = source.parents.get(element) if isinstance(element, cst.Element) else None
+    target = source.parents.get(line) if isinstance(line, cst.Tuple) else None
+    assign = source.parents.get(target) if isinstance(target, cst.AssignTarget) else None
+    if not isinstance(assign, cst.Assign) or not isinstance(assign.value, cst.Call):
+        return []
+    assert isinstance(line, cst.Tuple)
+    place = next(i for i, one in enumerate(line.elements) if one is element)
+    found = [
+        elements(value, len(line.elements))[place] for value in _returned(source, assign.value)
+    ]
+    parts = [value for value in found if value is not None]
+    return parts if len(parts) == len(found) else []
 
 
 def _called_module(source: Source, call: cst.Call) -> str | None:
@@ -144,7 +219,7 @@ def _fix(source: Source, log: Operation, inner: Operation) -> Fix | None:
         text, imports = _log_softmax(source, inner)
     elif inner.name == "sum":
         text, imports = _logsumexp(source, inner)
-    elif not inner.positional and not inner.keywords:
+    elif inner.name == "sigmoid" and not inner.positional and not inner.keywords:
         name = _functional(source, log.call)
         if name is not None:
             text, imports = f"{name[0]}.logsigmoid({source.code(inner.operand)})", name[1]
@@ -197,330 +272,25 @@ def _after(source: Source, call: cst.Call) -> str:
     return source.text.data[start:end].decode("utf-8")
 
 
-VALID = (
-    Case("""
-        import torch
-        from torch import nn
-
-        net = nn.Sequential(nn.Linear(8, 8), nn.Softmax(dim=1), nn.Linear(8, 1), nn.Softplus())
-        y = torch.log(net(x))
-    """),
-    Case("""
-        import torch
-
-        a = torch.log_softmax(x, dim=1)
-        b = torch.nn.functional.logsigmoid(x)
-        c = torch.logsumexp(x, dim=1)
-    """),
-    Case(
-        """
-        import torch
-
-        m = x.max(dim=1, keepdim=True).values
-        total = torch.log(torch.exp(x - m).sum(dim=1, keepdim=True)) + m
-        """,
-        note="The maximum is subtracted.",
-    ),
-    Case(
-        """
-        import torch
-
-        def logsumexp(x, dim):
-            if x.numel() == 0:
-                return torch.sum(torch.exp(x), dim).log()
-            return torch.logsumexp(x, dim)
-        """,
-        note="What would be called is written here.",
-    ),
-    Case(
-        """
-        import torch
-
-        test = dict(name="LogSigmoid", reference_fn=lambda x: x.sigmoid().log())
-
-        def loss_reference(t, x):
-            return t * x.sigmoid().log()
-        """,
-        note="What a test compares with.",
-    ),
-    Case("""
-        import torch
-
-        p = torch.softmax(x, dim=1) * weights
-        entropy = -(p * torch.log(p)).sum()
-        q = torch.log(torch.sum(x, dim=1))
-    """),
-    Case("""
-        import numpy as np
-        import torch
-
-        y = np.log(np.sum(np.exp(x)))
-
-        def entropy(xp, x):
-            return torch.log(xp.sigmoid(x)) + xp.log(xp.softmax(x, 1))
-    """),
-    Case("""
-        import torch
-
-        p = torch.softmax(x, dim=1)
-        p[mask] = 1
-        y = torch.log(p)
-    """),
-    Case(
-        """
-        import torch
-        from torch import nn
-
-        class Net(nn.Module):
-            def forward(self, x):
-                if self.training:
-                    return self.logits(x)
-                return torch.softmax(self.logits(x), dim=1)
-
-            def loss(self, x):
-                return torch.log(self(x))
-
-        class Smooth(nn.Module):
-            def forward(self, x):
-                return torch.softmax(x, dim=1)
-
-            def loss(self, x):
-                return torch.log(self(x))
-
-        class Smoother(Smooth):
-            def forward(self, x):
-                return super().forward(x) + 1e-3
-
-        def safe(x):
-            return torch.sigmoid(x).clamp(1e-4)
-
-        y = torch.log(safe(x))
-        """,
-        note="Not all that is returned is a bare softmax.",
-    ),
-    Case(
-        """
-        import torch
-
-        def generate_beam(model, tokens, beams):
-            scores = model(tokens)[:, -1].softmax(-1).log()
-            return scores.topk(beams)
-
-        @torch.no_grad()
-        def rank(logits):
-            return torch.log(torch.sigmoid(logits)).argsort()
-        """,
-        note="Where scores are only compared, `-inf` is the score of what is impossible.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-        from collections import OrderedDict
-        from torch import nn
-
-        class Critic(nn.Module):
-            def __init__(self, d):
-                super().__init__()
-                self.main = nn.Sequential(nn.Linear(d, d), nn.ReLU(), nn.Linear(d, 1), nn.Sigmoid())
-
-            def forward(self, x):
-                return self.main(x).view(-1)
-
-        classify = nn.Sequential(OrderedDict([("fc", nn.Linear(8, 3)), ("p", nn.Softmax(dim=1))]))
-        critic = Critic(8)
-        loss = -torch.log(critic(x)).mean() - classify(x).log().gather(1, y).mean()
-        """,
-        count=2,
-        note="The last module of a `Sequential`.",
-    ),
-    Case(
-        """
-        import torch
-
-        def loss(x, y):
-            p = torch.softmax(x, dim=-1)
-            picked = p.gather(1, y[:, None]).squeeze(1)
-            return torch.log(picked).mean() + p[:, 0].log()
-        """,
-        count=2,
-    ),
-    Case("""
-        import torch
-        from torch import nn
-
-        class Head(nn.Module):
-            def __init__(self, d):
-                super().__init__()
-                self.normalize = nn.Softmax(dim=-1)
-                self.gate = nn.Sigmoid()
-
-            def forward(self, x):
-                p = self.normalize(x)
-                return p.log() + torch.log(self.gate(x))
-    """),
-    Case(
-        """
-        import torch
-        from torch import nn
-
-        class Head(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.softmax = nn.Softmax(dim=-1)
-
-            def forward(self, x):
-                p = self.softmax(x)
-                return torch.log(p)
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        y = torch.log(torch.softmax(x, dim=1))
-        """,
-        """
-        import torch
-
-        y = torch.log_softmax(x, dim=1)
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-
-        a = F.softmax(x / t, dim=-1, dtype=torch.float32).log()
-        b = x.softmax(-1).log()
-        c = torch.log(torch.sigmoid(x))
-        d = torch.log(torch.sum(torch.exp(x), 1, keepdim=True))
-        e = x.exp().sum(dim=(0, 1)).log()
-        """,
-        """
-        import torch
-        import torch.nn.functional as F
-
-        a = F.log_softmax(x / t, dim=-1, dtype=torch.float32)
-        b = x.log_softmax(-1)
-        c = F.logsigmoid(x)
-        d = torch.logsumexp(x, dim=1, keepdim=True)
-        e = torch.logsumexp(x, dim=(0, 1))
-        """,
-        count=5,
-    ),
-    Case(
-        """
-        from torch import log
-        from torch.nn.functional import softmax
-
-        y = log(softmax(x, dim=1))
-        """,
-        """
-        import torch
-        from torch import log
-        from torch.nn.functional import softmax
-
-        y = torch.nn.functional.log_softmax(x, dim=1)
-        """,
-    ),
-    Case(
-        """
-        import torch
-
-        p = torch.softmax(x, dim=1)
-        entropy = -(p * torch.log(p)).sum()
-        total = torch.log(torch.exp(x).sum())
-        """,
-        count=2,
-        note="The softmax is needed elsewhere; `logsumexp` wants a dim.",
-    ),
-    Case(
-        """
-        import torch
-        import torch.nn.functional as F
-
-        def f(F, x):
-            return torch.log(torch.sigmoid(x))
-        """,
-        """
-        import torch
-        import torch.nn.functional as F
-
-        def f(F, x):
-            return torch.nn.functional.logsigmoid(x)
-        """,
-        note="`F` is something else here.",
-    ),
-    Case(
-        """
-        def f(x):
-            import torch
-            return torch.log(torch.exp(x).sum(1)) + torch.log(torch.sigmoid(x))
-        """,
-        """
-        def f(x):
-            import torch
-            return torch.logsumexp(x, dim=1) + torch.nn.functional.logsigmoid(x)
-        """,
-    ),
-    Case(
-        """
-        from torch import exp, log
-
-        def f(torch, x):
-            return log(exp(x).sum(1))
-        """,
-        note="There is no name for the module `torch` here.",
-    ),
-    Case(
-        """
-        import torch
-        from torch import nn
-
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.logits = nn.Linear(8, 3)
-
-            def forward(self, x):
-                return torch.softmax(self.logits(x), dim=1)
-
-            def loss(self, x, one_hot):
-                p = self(x)
-                return -(one_hot * torch.log(p)).sum(1).mean()
-
-        def chance(x):
-            gate = x.sigmoid()
-            return gate[:, 0]
-
-        net = Net()
-        total = net(x)[:, 0].log().mean() + torch.log(chance(x)).mean()
-        """,
-        count=3,
-        note="A function, or a module, of the file returns the probabilities.",
-    ),
-)
-
 RULE = Rule(
     code="AMP402",
     name="log-of-softmax",
     severity=Severity.WARNING,
     fix=Applicability.SAFE,
     message="the logarithm of `{old}` is -inf or inf where it need not be: use `{new}`",
-    what="The logarithm of a softmax, of a sigmoid, or of a sum of exponentials.",
+    what="The logarithm of a softmax, of a sigmoid, of one minus a sigmoid, or of a sum or mean of exponentials.",
     why=(
         "A probability below 6e-8 is zero in float16, below 1e-45 in float32, and its logarithm -inf; gradients become "
         "NaN. `log_softmax`, `logsigmoid` and `logsumexp` compute the same without that step."
     ),
     fine="The probabilities are known to be far from zero.",
-    words=tuple(
-        f"torch log( {inner}"
-        for inner in ("softmax(", "Softmax(", "sigmoid(", "Sigmoid(", "exp( sum(")
+    words=(
+        *(
+            f"torch {log} {inner}"
+            for log in ("log(", "log2(", "log10(")
+            for inner in ("softmax(", "Softmax(", "sigmoid(", "Sigmoid(", "exp( sum(", "exp( mean(")
+        ),
+        *("torch log1p( sigmoid(", "torch log1p( Sigmoid("),
     ),
     check=check,
     valid=VALID,
