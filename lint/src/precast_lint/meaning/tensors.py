@@ -90,6 +90,12 @@ _SUMS = (
 _LOWERED_TOO = ("amax", "amin", "clamp", "clamp_min", "mean", "sigmoid", "t", "tanh")
 _UPDATES = 6  # one after another
 _CALLS = 6  # of a function
+_OF_FLOAT32 = {"eps": 2.0**-23, "tiny": 2.0**-126, "smallest_normal": 2.0**-126}
+_OF_FLOAT64 = {"eps": 2.0**-52, "tiny": 2.0**-1022, "smallest_normal": 2.0**-1022}
+_LIMITS_OF = {
+    **dict.fromkeys(("float32", "float"), _OF_FLOAT32),
+    **dict.fromkeys(("float64", "double"), _OF_FLOAT64),
+}
 _LIMITS = ("amax", "amin", "clamp", "clamp_max", "clamp_min", "max", "min", "neg", "relu_")
 _TABLED = ("max", "min")  # with a dim they give the values and the places
 
@@ -217,9 +223,21 @@ def constant(source: Source, node: Node | None, depth: int = 8) -> float | None:
         given = the_value(source, node)
         if given is node and isinstance(node, cst.Attribute):
             given = default_of_field(source, node) or node
-        is_other = given is not node and not isinstance(given, cst.Attribute)
-        return constant(source, given, depth - 1) if is_other else None
+        if given is not node:
+            return constant(source, given, depth - 1)
+        return _limit(source, node) if isinstance(node, cst.Attribute) else None
     return None
+
+
+def _limit(source: Source, node: cst.Attribute) -> float | None:
+    """The number that `torch.finfo(torch.float32).eps` is, and its kin of float32 and float64."""
+    call = node.value
+    if not isinstance(call, cst.Call) or len(call.args) != 1:
+        return None
+    if source.origin(call.func) not in ("torch.finfo", "numpy.finfo"):
+        return None
+    dtype = (source.origin(call.args[0].value) or "").rpartition(".")[2]
+    return _LIMITS_OF.get(dtype, {}).get(node.attr.value)
 
 
 def _default(source: Source, binding: Binding, depth: int) -> float | None:
@@ -295,6 +313,12 @@ def is_half(source: Source, node: Node, depth: int = 10) -> bool:
         isinstance(node, cst.Attribute) and node.attr.value in ("T", "mT", "data")
     ):
         return is_half(source, node.value, depth - 1)
+    if isinstance(node, cst.Attribute):
+        stored = source.values.sources(node) if isinstance(node.value, cst.Name) else []
+        return bool(stored) and all(
+            note is None and value is not None and is_half(source, value, depth - 3)
+            for value, note in stored
+        )
     return isinstance(node, cst.UnaryOperation) and is_half(source, node.expression, depth - 1)
 
 

@@ -79,7 +79,7 @@ def _found(source: Source, log: Operation) -> tuple[str, str, Operation | None] 
     return (name, _BETTER[name], inner) if name is not None else None
 
 
-def _complement(source: Source, log: Operation) -> tuple[str, str, None] | None:
+def _complement(source: Source, log: Operation) -> tuple[str, str, Operation | None] | None:
     """`torch.log(1 - torch.sigmoid(x))`, and `torch.log1p(-torch.sigmoid(x))`."""
     node = value_of(source, log.operand)
     other: Node | None = None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from precast_lint.meaning.regions import regions_around
 from precast_lint.meaning.tensors import constant, is_half, operation
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
@@ -22,6 +23,10 @@ def check(source: Source) -> Iterator[Finding]:
             for epsilon, other in ((node.right, node.left), (node.left, node.right)):
                 if _vanishes(source, epsilon) and is_half(source, other):
                     yield source.find(RULE, epsilon)
+    for update in source.all(cst.AugAssign):
+        is_sum = isinstance(update.operator, cst.AddAssign) and _vanishes(source, update.value)
+        if is_sum and is_half(source, update.target):
+            yield source.find(RULE, update.value)
     for call in source.all(cst.Call):
         found = operation(source, call, "clamp", "clamp_", "clamp_min", "clamp_min_", "add", "add_")
         if found is None:
@@ -37,7 +42,7 @@ def check(source: Source) -> Iterator[Finding]:
 def _limits(source: Source) -> Iterator[Finding]:
     """`torch.maximum(x, torch.tensor(1e-9))`; `normalize(x, eps=1e-12)` behind regions, where the norm is float16."""
     for call in source.all(cst.Call):
-        found = operation(source, call, "maximum", "normalize")
+        found = operation(source, call, "maximum", "max", "normalize")
         if found is None or (found.is_method and found.name == "normalize"):
             continue
         if found.name == "normalize":
@@ -52,9 +57,11 @@ def _limits(source: Source) -> Iterator[Finding]:
 
 def _number_in(source: Source, node: Node | None) -> Node | None:
     """The number in `torch.tensor(1e-9)`, which takes the dtype of the tensor beside it."""
-    if isinstance(node, cst.Call) and source.origin(node.func) == "torch.tensor":
-        return node.args[0].value if len(node.args) == 1 else None
-    return None
+    if not isinstance(node, cst.Call) or source.origin(node.func) != "torch.tensor":
+        return None
+    given = Arguments.of(node)
+    is_plain = len(given.positional) == 1 and "dtype" not in given.keywords and not given.starred
+    return given.positional[0] if is_plain else None
 
 
 def _vanishes(source: Source, node: Node) -> bool:
@@ -63,6 +70,21 @@ def _vanishes(source: Source, node: Node) -> bool:
 
 
 VALID = (
+    Case("""
+        import torch
+
+        class Norm:
+            def __init__(self, n, half):
+                self.var = torch.ones(n, dtype=torch.float16)
+                if not half:
+                    self.var = torch.ones(n)
+
+            def scale(self, x):
+                h = x.half()
+                h += 1e-4
+                n = h / torch.max(h.norm(), torch.tensor(1e-9, dtype=torch.float32).view(1))
+                return n + 1 / (self.var + 1e-9) + h / (h.norm() + torch.finfo(torch.float32).eps)
+    """),
     Case(
         """
         import torch
@@ -180,6 +202,45 @@ INVALID = (
         class Config:
             eps: float = 1e-8
 
+        class Norm:
+            def __init__(self, config: Config, n):
+                self.eps = config.eps
+                self.var = torch.ones(n, dtype=torch.float16)
+
+            def scale(self, x):
+                h = x.half().abs()
+                h += 1e-9
+                g = h / torch.max(h.norm(), torch.tensor(1e-9, device=h.device))
+                return g / (h.norm() + torch.finfo(torch.float32).tiny) + 1 / (self.var + 1e-9)
+        """,
+        count=4,
+        note="In place, as a limit of float32, beside an attribute.",
+    ),
+    Case("""
+        import torch
+        from dataclasses import dataclass
+
+        @dataclass
+        class Config:
+            eps: float = 1e-8
+
+        class Norm(torch.nn.Module):
+            def __init__(self, config: Config):
+                super().__init__()
+                self.eps = config.eps
+
+            def forward(self, x):
+                return x.half() / (x.half().norm() + self.eps)
+    """),
+    Case(
+        """
+        import torch
+        from dataclasses import dataclass
+
+        @dataclass
+        class Config:
+            eps: float = 1e-8
+
         class RMSNorm(torch.nn.Module):
             def __init__(self, d, eps: float = 1e-8):
                 super().__init__()
@@ -257,7 +318,7 @@ RULE = Rule(
     words=tuple(
         f"torch {dtype} {number}"
         for dtype in ("half(", "torch.half", "float16", "autocast")
-        for number in ("e-8", "e-08", "e-9", "e-09", "e-1")
+        for number in ("e-8", "e-08", "e-9", "e-09", "e-1", ".tiny", ".smallest_normal")
     ),
     check=check,
     valid=VALID,

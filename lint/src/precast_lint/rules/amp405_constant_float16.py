@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from precast_lint.meaning.assignments import the_value
 from precast_lint.meaning.tensors import constant, is_half, is_lowered
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
@@ -21,7 +22,7 @@ _CREATORS = {
     **dict.fromkeys(_LEGACY, 0),
 }
 _SUMS = {"add_": 0, "add": 0, "sub_": 0, "sub": 0}
-_FILLS = {"fill_": 0, "new_full": 1, "fill_diagonal_": 0, **_SUMS}
+_FILLS = {"fill_": 0, "new_full": 1, "new_tensor": 0, "fill_diagonal_": 0, **_SUMS}
 _VALUES = {"torch.full": "fill_value", "torch.asarray": "obj"}
 
 
@@ -32,7 +33,9 @@ def check(source: Source) -> Iterator[Finding]:
         value = arguments.get(_VALUES.get(origin, "data"), _CREATORS[origin])
         if isinstance(value, cst.Integer) and origin in _LEGACY:
             continue  # a size
-        is_half_made = origin in _LEGACY or source.origin(arguments.get("dtype")) in _HALF
+        dtype = arguments.get("dtype")
+        given = source.origin(dtype) or source.origin(the_value(source, dtype))
+        is_half_made = origin in _LEGACY or given in _HALF
         if value is not None and (is_half_made or _is_cast(source, call)):
             for number in _numbers(value):
                 if _is_lost(source, number):
@@ -57,7 +60,7 @@ def _filled(source: Source) -> Iterator[tuple[Node, Node]]:
         if given is None or arguments.get("dtype") is not None:
             continue
         if not is_sum or _is_infinite(source, given):
-            yield given, owner
+            yield from ((number, owner) for number in _numbers(given))
     for _, arguments in source.calls("torch.full_like"):
         given, like = arguments.get("fill_value", 1), arguments.get("input", 0)
         if given is not None and like is not None and arguments.get("dtype") is None:
@@ -159,6 +162,19 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import torch
+
+        class Bias:
+            dtype = torch.half
+
+            def make(self, x, n):
+                low = x.half().new_tensor([0.5, 1e-9])
+                return torch.full((n, n), -1e9, dtype=self.dtype) + low
+        """,
+        count=2,
+    ),
     Case(
         """
         import torch
