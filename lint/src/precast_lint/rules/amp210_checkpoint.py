@@ -167,8 +167,27 @@ def _added(source: Source, name: cst.Name) -> list[tuple[str, Node]] | None:
             if text is None or not isinstance(statement, cst.Assign):
                 return None
             found.append((text, statement.value))
+        elif (updated := _updated(source, parent, target)) is not None:
+            found += updated
         elif _may_grow(source, parent, target):
             return None
+    return found
+
+
+def _updated(source: Source, parent: Node, call: Node | None) -> list[tuple[str, Node]] | None:
+    """What `state.update(optimizer=...)` and `state.update({"optimizer": ...})` put in; None where that is not known."""
+    is_update = isinstance(parent, cst.Attribute) and parent.attr.value == "update"
+    if not is_update or not isinstance(call, cst.Call) or call.func is not parent:
+        return None
+    found: list[tuple[str, Node]] = []
+    for arg in call.args:
+        if arg.keyword is not None:
+            found.append((arg.keyword.value, arg.value))
+            continue
+        entries = _entries(source, arg.value) if arg.star in ("", "**") else None
+        if entries is None:
+            return None
+        found += entries
     return found
 
 
@@ -183,10 +202,16 @@ def _may_grow(source: Source, parent: Node, call: Node | None) -> bool:
 
 def _entries(source: Source, node: Node) -> tuple[tuple[str, Node], ...] | None:
     if isinstance(node, cst.Dict):
-        if not all(isinstance(element, cst.DictElement) for element in node.elements):
-            return None
-        plain = [e for e in node.elements if isinstance(e, cst.DictElement)]
-        return tuple((strings(e.key) or "", e.value) for e in plain)
+        found: list[tuple[str, Node]] = []
+        for element in node.elements:
+            if isinstance(element, cst.DictElement):
+                found.append((strings(element.key) or "", element.value))
+                continue
+            inner = _entries(source, element.value)
+            if inner is None:
+                return None
+            found += inner
+        return tuple(found)
     if not isinstance(node, cst.Call) or source.names.builtin(node.func) != "dict":
         return None
     named = [(arg.keyword.value, arg.value) for arg in node.args if arg.keyword]
@@ -358,8 +383,7 @@ def _fix(source: Source, flow: Flow, state: _Saved, name: str, made: Node | None
     called = key_loaded(source)
     if isinstance(saved, cst.Dict) and saved.elements:
         element = saved.elements[-1]
-        assert isinstance(element, cst.DictElement)
-        first: Node = element.key
+        first: Node = element.key if isinstance(element, cst.DictElement) else element
         last: Node = element.value
         entry = f"{source.quote}{called}{source.quote}: {name}.state_dict()"
     elif isinstance(saved, cst.Call) and saved.args and called.isidentifier():

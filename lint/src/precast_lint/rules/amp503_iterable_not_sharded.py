@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from precast_lint.meaning.functions import called_method
 from precast_lint.meaning.regions import arguments_of
 from precast_lint.meaning.tensors import constant
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
+from precast_lint.rules.data_set_cases import INVALID, VALID
 
 __all__ = ["RULE"]
 
@@ -106,11 +107,27 @@ def _class_of(source: Source, dataset: Node | None) -> cst.ClassDef | None:
 
 
 def _reads_all(source: Source, home: cst.ClassDef) -> bool:
-    is_iterable = len(home.bases) == 1 and source.origin(home.bases[0].value) in _DATASETS
-    own = [s for s in home.body.body if isinstance(s, cst.FunctionDef)]
-    if not is_iterable or not any(function.name.value == "__iter__" for function in own):
+    """Whether a data set, with its bases in this file, has no word of who reads what."""
+    family = (home, *source.values.family.bases(home))
+    origins = [_base(source, base.value) for one in family for base in one.bases]
+    foreign = [origin for origin in origins if origin is not None]
+    own = [s for one in family for s in one.body.body if isinstance(s, cst.FunctionDef)]
+    if len(origins) != len(family) or len(foreign) != 1 or foreign[0] not in _DATASETS:
         return False
-    return not any(map(_SHARED.search, _words(source, home))) and not any(map(_picks, walk(home)))
+    if not any(function.name.value == "__iter__" for function in own):
+        return False
+    return not any(
+        any(map(_SHARED.search, _words(source, one))) or any(map(_picks, walk(one)))
+        for one in family
+    )
+
+
+def _base(source: Source, base: Node) -> str | None:
+    """What a base is that is no class of this file, with or without what it yields: `IterableDataset[str]`."""
+    name = base.value if isinstance(base, cst.Subscript) else base
+    binding = source.names.only_binding(name)
+    is_own = binding is not None and binding.kind == "class"
+    return None if is_own else source.origin(name) or ""
 
 
 def _words(source: Source, home: cst.ClassDef) -> Iterator[str]:
@@ -254,301 +271,6 @@ def _reads(source: Source, call: cst.Call) -> bool:
     home = source.values.enclosing_class(call)
     return method is not None and home is source.values.enclosing_class(method)
 
-
-VALID = (
-    Case(
-        """
-        import random
-        from torch.utils.data import DataLoader, IterableDataset
-
-        class Lines(IterableDataset):
-            def __init__(self, lines):
-                self.lines = lines
-
-            def __iter__(self):
-                yield from self.lines
-
-        class Drawn(IterableDataset):
-            def __init__(self, rows, seed):
-                self.rows, self.rng = rows, random.Random(seed)
-
-            def __iter__(self):
-                for _ in range(1000):
-                    yield self.rows[self.rng.randrange(len(self.rows))]
-
-        class Some(IterableDataset):
-            def __init__(self, rows):
-                self.rows = rows
-
-            def __iter__(self):
-                rng = random.Random(0)
-                for row in self.rows:
-                    if rng.random() < 0.1:
-                        yield row
-
-        options = dict(batch_size=8, num_workers=4)
-        if shared:
-            options["worker_init_fn"] = share
-        first = DataLoader(Lines(lines), **options)
-        second = DataLoader(Drawn(rows, 0), num_workers=2)
-        third = DataLoader(Some(rows), num_workers=2)
-        """,
-        note="A table that may say more, and data that are drawn by chance.",
-    ),
-    Case(
-        """
-        import random
-        from torch.utils.data import DataLoader, IterableDataset
-
-        class Counted(IterableDataset):
-            def __init__(self, files, shard, shards):
-                self.files, self.shard, self.shards = files, shard, shards
-
-            def __iter__(self):
-                for i, file in enumerate(self.files):
-                    if i % self.shards == self.shard:
-                        yield from open(file)
-
-        class Picked(IterableDataset):
-            def __iter__(self):
-                for shard in my_part(self.shards):
-                    yield from open(shard)
-
-        class Sliced(IterableDataset):
-            def __iter__(self):
-                for shard in self.shards[self.first :: self.count]:
-                    yield from open(shard)
-
-        class Renamed(IterableDataset):
-            def __init__(self, files, first, count):
-                self.files, self.first, self.count = files, first, count
-
-            def __iter__(self):
-                files = list(self.files)
-                for file in files[self.first :: self.count]:
-                    yield from open(file)
-
-        class Chosen(IterableDataset):
-            def __iter__(self):
-                rows = []
-                for shard in self.shards:
-                    rows.append(shard)
-                for _ in range(100):
-                    yield rows[random.randrange(len(rows))]
-
-        class Made(IterableDataset):
-            def __init__(self, seed):
-                self.seed = seed
-
-            def __iter__(self):
-                yield from make(self.seed)
-
-        class Drawn(IterableDataset):
-            def __iter__(self):
-                rows = []
-                for shard in self.shards:
-                    rows.append(shard)
-                while True:
-                    yield rows[random.randrange(len(rows))]
-
-        loaders = [
-            DataLoader(Counted(files, 0, 2), num_workers=4),
-            DataLoader(Picked(), num_workers=4),
-            DataLoader(Sliced(), num_workers=4),
-            DataLoader(Renamed(files, 0, 2), num_workers=4),
-            DataLoader(Chosen(), num_workers=4),
-            DataLoader(Made(0), num_workers=4),
-            DataLoader(Drawn(), num_workers=4),
-        ]
-        """,
-        note="A part is picked, or what comes next is drawn by chance.",
-    ),
-    Case("""
-        from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
-        class Lines(IterableDataset):
-            def __init__(self, lines):
-                self.lines = lines
-
-            def __iter__(self):
-                info = get_worker_info()
-                yield from self.lines[info.id :: info.num_workers] if info else self.lines
-
-        loader = DataLoader(Lines(lines), num_workers=4)
-    """),
-    Case(
-        """
-        from torch.utils.data import DataLoader, IterableDataset
-
-        class Lines(IterableDataset):
-            def __init__(self, lines):
-                self.lines = lines
-
-            def __iter__(self):
-                yield from self.lines
-
-        loader = DataLoader(Lines(lines))
-        loader = DataLoader(Lines(lines), num_workers=0)
-        loader = DataLoader(Lines(lines), num_workers=4, worker_init_fn=share)
-        """,
-        note="Without workers, or they share the work when they start.",
-    ),
-    Case("""
-        import torch
-        from torch.utils.data import DataLoader, IterableDataset
-
-        class Noise(IterableDataset):
-            def __iter__(self):
-                while True:
-                    yield torch.randn(3)
-
-        loader = DataLoader(Noise(), num_workers=4)
-    """),
-    Case("""
-        from torch.utils.data import DataLoader, Dataset
-
-        class Lines(Dataset):
-            def __getitem__(self, i):
-                return self.lines[i]
-
-        loader = DataLoader(Lines(), num_workers=4)
-    """),
-)
-
-INVALID = (
-    Case("""
-        import random
-        from torch.utils.data import DataLoader, IterableDataset
-
-        class Lines(IterableDataset):
-            def __init__(self, lines):
-                self.lines = lines
-
-            def __iter__(self):
-                random.shuffle(self.lines)
-                yield from self.lines
-
-        loader = DataLoader(Lines(lines), num_workers=4)
-    """),
-    Case(
-        """
-        import random
-        import torch
-        from torch.utils.data import DataLoader, IterableDataset
-
-        class Files(IterableDataset):
-            def __init__(self, files, seed=0):
-                self.files, self.seed, self.epoch = files, seed, 0
-
-            def __iter__(self):
-                rng = random.Random(self.seed + self.epoch)
-                files = list(self.files)
-                rng.shuffle(files)
-                for file in files:
-                    yield from open(file)
-
-        class Buffered(IterableDataset):
-            def __init__(self, file, seed):
-                self.file = file
-                self.rng = random.Random(seed)
-                self.rng.seed(seed)
-
-            def __iter__(self):
-                buffer = []
-                for line in open(self.file):
-                    buffer.append(line)
-                    if len(buffer) > 100:
-                        yield buffer.pop(self.rng.randrange(len(buffer)))
-                self.rng.shuffle(buffer)
-                yield from buffer
-
-        class Ordered(IterableDataset):
-            def __init__(self, rows, seed):
-                self.rows, self.seed = rows, seed
-
-            def __iter__(self):
-                g = torch.Generator()
-                g.manual_seed(self.seed)
-                for i in torch.randperm(len(self.rows), generator=g).tolist():
-                    yield self.rows[i]
-
-        options = dict(batch_size=8, num_workers=4)
-        options["pin_memory"] = True
-        first = DataLoader(Files(files), **options)
-        second = DataLoader(Buffered(file, 0), **{"num_workers": 2})
-        third = DataLoader(Ordered(rows, 0), num_workers=2)
-        """,
-        count=3,
-        note="Options in a table; a generator that only says in which order they come.",
-    ),
-    Case(
-        """
-        from torch.utils.data import DataLoader, IterableDataset
-
-        class Lines(IterableDataset):
-            def __init__(self, lines):
-                self.lines = lines
-
-            def __iter__(self):
-                yield from self.lines
-
-        dataset = Lines(lines)
-        loader = DataLoader(dataset, batch_size=8, num_workers=4)
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import os
-        from torch.utils.data import DataLoader, IterableDataset
-
-        class Rows(IterableDataset):
-            def __init__(self, files):
-                self.files = files
-
-            def __iter__(self):
-                for file in self.files:
-                    for line in open(file):
-                        yield line.split(",")
-
-        def make(files, workers=8):
-            first = DataLoader(Rows(files), num_workers=os.cpu_count() // 2)
-            return first, DataLoader(dataset=Rows(files), num_workers=min(workers, os.cpu_count()))
-        """,
-        count=2,
-    ),
-    Case(
-        """
-        import gzip
-        import random
-        from torch.utils.data import DataLoader, IterableDataset
-
-        class Lines(IterableDataset):
-            def __init__(self, shards, seed):
-                self.shards = sorted(shards)
-                self.buffer, self.seed = 512, seed
-
-            def __iter__(self):
-                shards = list(self.shards)
-                random.Random(self.seed).shuffle(shards)
-                waiting = []
-                for shard in shards:
-                    with gzip.open(shard, "rt") as lines:
-                        for line in lines:
-                            if len(waiting) < self.buffer:
-                                waiting.append(line)
-                                continue
-                            i = random.randrange(len(waiting))
-                            yield waiting[i]
-                            waiting[i] = line
-                yield from waiting
-
-        loader = DataLoader(Lines(files, 0), num_workers=4)
-        """,
-        count=1,
-        note="That the files are called shards, and their lines come in another order, shares nothing.",
-    ),
-)
 
 RULE = Rule(
     code="AMP503",

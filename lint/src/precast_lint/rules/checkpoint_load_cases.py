@@ -11,6 +11,76 @@ LOAD_INVALID = (
         """
         import torch
 
+        def train(model, batches, path):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            state = dict(model=model.state_dict())
+            state.update(optimizer=optimizer.state_dict(), epoch=3)
+            torch.save(state, path)
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        """,
+        """
+        import torch
+
+        def train(model, batches, path):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            state = dict(model=model.state_dict(), scaler=scaler.state_dict())
+            state.update(optimizer=optimizer.state_dict(), epoch=3)
+            torch.save(state, path)
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        """,
+        unsafe=True,
+        count=1,
+        note="Put in by `update`.",
+    ),
+    Case(
+        """
+        import torch
+
+        def train(model, batches, path):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            torch.save(
+                {**{"model": model.state_dict(), "o": optimizer.state_dict()}}, path
+            )
+        """,
+        """
+        import torch
+
+        def train(model, batches, path):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(model(batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            torch.save(
+                {**{"model": model.state_dict(), "o": optimizer.state_dict()}, "scaler": scaler.state_dict()}, path
+            )
+        """,
+        unsafe=True,
+    ),
+    Case(
+        """
+        import torch
+
         def resume(model, optimizer, scaler, path):
             state = torch.load(path)
             model.load_state_dict(state["model"])
