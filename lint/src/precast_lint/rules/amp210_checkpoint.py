@@ -175,7 +175,7 @@ def _added(source: Source, name: cst.Name) -> list[tuple[str, Node]] | None:
 
 
 def _updated(source: Source, parent: Node, call: Node | None) -> list[tuple[str, Node]] | None:
-    """What `state.update(optimizer=...)` and `state.update({"optimizer": ...})` put in; None where that is not known."""
+    """What `state.update(optimizer=...)` and `state.update({"optimizer": ...})` put in; None: not known."""
     is_update = isinstance(parent, cst.Attribute) and parent.attr.value == "update"
     if not is_update or not isinstance(call, cst.Call) or call.func is not parent:
         return None

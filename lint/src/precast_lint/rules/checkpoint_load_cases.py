@@ -22,7 +22,6 @@ LOAD_INVALID = (
             state = dict(model=model.state_dict())
             state.update(optimizer=optimizer.state_dict(), epoch=3)
             torch.save(state, path)
-            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         """,
         """
         import torch
@@ -38,7 +37,6 @@ LOAD_INVALID = (
             state = dict(model=model.state_dict(), scaler=scaler.state_dict())
             state.update(optimizer=optimizer.state_dict(), epoch=3)
             torch.save(state, path)
-            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         """,
         unsafe=True,
         count=1,
