@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.meaning.guards import is_guarded, is_tried
+from precast_lint.meaning.guards import is_guarded
 from precast_lint.model import Applicability, Case, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
@@ -57,7 +57,7 @@ def check(source: Source) -> Iterator[Finding]:
         there = _replacement(path)
         if not there or source.origin(func) in set_here:
             continue
-        if not is_guarded(source, func) and not is_tried(source, func):
+        if not is_guarded(source, func):
             yield _found(source, func, path, there)
     for statement in source.all(cst.ImportFrom):
         if statement.relative or isinstance(statement.names, cst.ImportStar):
