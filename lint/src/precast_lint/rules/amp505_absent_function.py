@@ -27,7 +27,7 @@ _ACTIVATIONS = ("elu", "gelu", "leaky_relu", "mish", "silu", "softplus", "swish"
 _WORDS = (
     *(f"torch.{name}(" for name in ABSENT),
     *(f"torch {name}" for name in _TELLING),
-    *(f"torch.{name}" for name in _ACTIVATIONS),
+    *(f"torch.{name}{end}" for name in _ACTIVATIONS for end in ",)}"),
     *(f"functional .{name}" for name in ABSENT_FUNCTIONAL),
     *(f"functional import {name}" for name in ABSENT_FUNCTIONAL),
     *(f"torch linalg .{name}(" for name in ABSENT_LINALG),
