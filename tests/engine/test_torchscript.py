@@ -18,6 +18,7 @@ from torch import Tensor
 
 import precast
 from precast import Policy, _torch
+from precast.engine import registration
 from precast.weights.unversioned_writes import USES_BETWEEN_CHECKS
 from tests.conformance.test_torchscript import WAYS, fresh
 
@@ -204,6 +205,31 @@ def test_what_is_forked_runs_in_the_policy_of_the_thread_that_forks() -> None:
     with precast.autocast("cpu", policy=KEEP):
         assert torch.mm(x, x).dtype is torch.float32
         assert forked(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("engine", registration.available_engines())
+def test_what_is_forked_after_a_region_runs_without_its_policy(engine: str) -> None:
+
+    @torch.jit.script
+    def forked(x: Tensor) -> Tensor:
+        return torch.jit.wait(torch.jit.fork(torch.mm, x, x))
+
+    x, policy, found = torch.randn(3, 3), KEEP.replace(name="of this test alone"), []
+
+    def in_a_thread_that_had_no_region() -> None:
+        with torch.autocast("cpu"):
+            forked(x), forked(x)
+        for _ in range(3):
+            with precast.autocast("cpu", policy=policy):
+                pass
+            with torch.autocast("cpu"):
+                found.append(forked(x).dtype)
+
+    with registration.use_engine(engine):
+        thread = threading.Thread(target=in_a_thread_that_had_no_region)
+        thread.start()
+        thread.join()
+    assert found == [torch.bfloat16] * 3
 
 
 @pytest.mark.parametrize("entered", ["once", "for each call"])

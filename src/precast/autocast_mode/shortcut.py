@@ -43,6 +43,8 @@ class Start:
         if calls is None or not native.is_used or bound is None or bound.pending or _is_heard():
             return None
         regions.introduce()
+        if compile_guards.inherited() is None:
+            return None  # the way out has to lend what was lent before, and before a thread's first region nothing is
         # A guard id that repeats is written each time, as that drops what was compiled.
         if regions.written_guard_id is not regions.guard_id or regions.guard_id.repeats:
             return None
