@@ -553,7 +553,9 @@ RULE = Rule(
     message="this test of the version is wrong for some version of PyTorch",
     what=(
         "A test of PyTorch's version that compares texts, or lets versions through that do not have the AMP name under "
-        "it."
+        'it. `torch.__version__` itself is no plain text since PyTorch 1.10: `torch.__version__ >= "2.4"` compares as '
+        "versions do, and is right. What is made of it is plain text: `str(torch.__version__)`, slices, and what "
+        "`split` and `partition` give. Versions that `importlib.metadata` tells are not looked at."
     ),
     why=(
         "`torch.autocast` is there from PyTorch 1.10, `torch.amp.autocast` from 1.12, `torch.amp.GradScaler` from 2.3, "

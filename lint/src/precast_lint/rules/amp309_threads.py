@@ -206,8 +206,22 @@ def _is_product(source: Source, node: Node) -> bool:
 
 def _is_parallel(source: Source, func: Node) -> bool:
     """Whether a name holds a DataParallel, if only in one of its branches."""
-    made = (_moved(value) for value, _ in source.values.sources(func))
-    return any(isinstance(m, cst.Call) and source.origin(m.func) in _PARALLEL for m in made)
+    return any(
+        isinstance(made, cst.Call) and source.origin(made.func) in _PARALLEL
+        for made in _all_made(source, func, _DEEP)
+    )
+
+
+def _all_made(source: Source, node: Node, depth: int) -> Iterator[Node]:
+    """The calls that make what a name may be, as far as they are seen: through other names, and what calls hand on."""
+    for value, _ in source.values.sources(node):
+        made = _moved(value)
+        if isinstance(made, cst.Call):
+            yield made
+            for returned in source.values.returned(made):
+                yield _moved(returned) or returned
+        elif isinstance(made, (cst.Name, cst.Attribute)) and depth:
+            yield from _all_made(source, made, depth - 1)
 
 
 def _moved(node: Node | None) -> Node | None:
@@ -247,6 +261,21 @@ VALID = (
         with torch.autocast("cuda", dtype=torch.bfloat16):
             other(x)
     """),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        def run_epoch(model, batches):
+            for x in batches:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    model(x)
+
+        net = nn.DataParallel(Net()).cuda()
+        run_epoch(net.module, batches)
+        """,
+        note="It gets the model inside, which runs in the thread that calls it.",
+    ),
     Case("""
         import threading
         import torch
@@ -492,6 +521,41 @@ INVALID = (
         """,
         count=1,
         note="Threads that are put into a list one by one.",
+    ),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        def build(device):
+            return nn.DataParallel(Net()).to(device)
+
+        def run_epoch(model, batches):
+            for x in batches:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    model(x)
+
+        def evaluate(net, batches):
+            run_epoch(net, batches)
+
+        class Server:
+            def __init__(self, net):
+                self.net = net
+
+            @torch.autocast("cuda", dtype=torch.bfloat16)
+            def answer(self, x):
+                return self.net(x)
+
+        model = nn.DataParallel(Net()).cuda()
+        run_epoch(model, batches)
+        evaluate(model, batches)
+        server = Server(model)
+        built = build("cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            built(x)
+        """,
+        count=3,
+        note="Functions and objects that are handed the replicated model.",
     ),
 )
 

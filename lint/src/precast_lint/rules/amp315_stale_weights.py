@@ -14,7 +14,7 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, children, cst
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import key
-from precast_lint.training_step.frames import frame_of, own_nodes
+from precast_lint.training_step.frames import frame_of, nodes_of, own_nodes
 from precast_lint.training_step.trained import home, trained
 
 __all__ = ["RULE"]
@@ -176,14 +176,32 @@ def _steps(source: Source, node: Node, optimizer: str) -> bool:
 
 
 def _uses(source: Source, node: Node, model: str) -> bool:
-    """`model(x)`, or `evaluate(model, batches)`."""
+    """`model(x)`, `evaluate(model, batches)`, or a function of this file that calls the model."""
     if not isinstance(node, cst.Call):
         return False
     if isinstance(node.func, (cst.Name, cst.Attribute)) and key(source, node.func) == model:
         return True
+    if _calls_model(source, node, model):
+        return True
     name = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
     given = any(key(source, arg.value) == model for arg in node.args)
     return given and isinstance(name, cst.Name) and _EVALUATES.search(name.value) is not None
+
+
+def _calls_model(source: Source, call: cst.Call, model: str) -> bool:
+    """Whether a call runs a function of this file that calls the model, and opens no region and clears no casts."""
+    found = followed_call(source, call)
+    if found is None:
+        return False
+    frame = frame_of(source, *found, lambda node: key(source, node))
+    nodes = nodes_of(source, frame.function)
+    return not any(_clears(source, node) for node in nodes) and any(
+        isinstance(node, cst.Call)
+        and isinstance(node.func, (cst.Name, cst.Attribute))
+        and frame.named(node.func) == model
+        and next(regions_around(source, node), None) is None
+        for node in nodes
+    )
 
 
 def _is_on(source: Source, node: Node) -> bool:
@@ -353,6 +371,36 @@ VALID = (
         """,
         note="Each call has a region of its own.",
     ),
+    Case(
+        """
+        import torch
+
+        class Trainer:
+            def __init__(self, net):
+                self.net = net
+                self.opt = torch.optim.SGD(self.net.parameters(), 0.1)
+
+            def loss(self, x):
+                return self.net(x).mean()
+
+            def exact(self, x):
+                with torch.autocast("cuda", enabled=False):
+                    return self.net(x).mean()
+
+            def fresh(self, x):
+                torch.clear_autocast_cache()
+                return self.net(x).mean()
+
+            def step(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    self.loss(x).backward()
+                    self.opt.step()
+                    scores = self.exact(x), self.fresh(x)
+                with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
+                    return scores, self.loss(x)
+        """,
+        note="What is computed behind the step uses no casts from before it.",
+    ),
 )
 
 INVALID = (
@@ -459,6 +507,39 @@ INVALID = (
                         self.step(x)
         """,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+
+        def loss_of(net, x):
+            return net(x).mean()
+
+        class Trainer:
+            def __init__(self, net):
+                self.net = net
+                self.opt = torch.optim.SGD(self.net.parameters(), 0.1)
+
+            def loss(self, x):
+                return self.net(x).mean()
+
+            def step(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    before = self.loss(x)
+                    before.backward()
+                    self.opt.step()
+                    with torch.no_grad():
+                        after = self.loss(x)
+                return before.detach(), after
+
+            def other_step(self, x):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss_of(self.net, x).backward()
+                    self.opt.step()
+                    return loss_of(self.net, x)
+        """,
+        count=2,
+        note="A function that calls the model, before the step and after it.",
     ),
 )
 
