@@ -165,7 +165,7 @@ def lowered_by(
         and _is_moved(source, node)
     ):
         return lowered_by(source, node.func.value, depth - 1, keeps)
-    region = _of_call(source, node, depth)
+    region = _of_call(source, node, depth, keeps)
     return (node, region) if region is not None else None
 
 
@@ -206,7 +206,7 @@ def _of_attribute(source: Source, node: cst.Attribute) -> Region | None:
     return region if region is not None and is_lowered(source, value) else None  # type: ignore[arg-type]
 
 
-def _of_call(source: Source, call: cst.Call, depth: int) -> Region | None:
+def _of_call(source: Source, call: cst.Call, depth: int, keeps: bool) -> Region | None:
     """The region in which a function of this file computes all that it returns."""
     function = source.values.handed.function_called(call)
     if function is None or function.asynchronous is not None:
@@ -217,7 +217,7 @@ def _of_call(source: Source, call: cst.Call, depth: int) -> Region | None:
     for value in returned:
         region = region_in_force(source, value)
         if region is None and not decorators:
-            found = lowered_by(source, value, depth - 1)
+            found = lowered_by(source, value, depth - 1, keeps)
             region = found[1] if found is not None else None
         elif not is_lowered(source, value):
             return None

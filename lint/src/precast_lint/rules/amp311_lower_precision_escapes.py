@@ -44,10 +44,12 @@ def check(source: Source) -> Iterator[Finding]:
         return
     for use in (*source.all(cst.BinaryOperation), *source.all(cst.Call)):
         for operand, message in _refused(source, use):
-            if any(regions_around(source, use)) or is_tried(source, use):
-                continue
-            found = lowered_by(source, operand)
             is_numpy = message is _NO_NUMPY
+            is_inside = any(regions_around(source, use))
+            if (is_inside and not is_numpy) or is_tried(source, use):
+                continue
+            # A region gives float32 for some of the operations that keep the dtype behind it.
+            found = lowered_by(source, operand, keeps=not is_inside)
             if found is None or (is_numpy and found[1].dtype != "torch.bfloat16"):
                 continue
             if any(regions_of_callers(source, use)):
@@ -102,6 +104,18 @@ def _of_product(source: Source, operands: list[Node]) -> Iterator[tuple[Node, st
 
 
 VALID = (
+    Case("""
+        import torch
+
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            h = a @ b
+            h.softmax(-1).cpu().numpy(), torch.exp(h).numpy(), h.float().numpy()
+            p = torch.softmax(h, -1)
+            p.cpu().numpy()
+        with torch.autocast("cuda", dtype=torch.float16):
+            k = a @ b
+            k.cpu().numpy()
+    """),
     Case("""
         import torch
         from torch import nn
@@ -217,6 +231,38 @@ VALID = (
 )
 
 INVALID = (
+    Case(
+        """
+        import numpy as np
+        import torch
+        import torch.nn.functional as F
+
+        weights = torch.load("head.pt", weights_only=True)
+        found = []
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            for chunk in chunks:
+                hidden = torch.relu(F.linear(chunk, weights["w"], weights["b"]))
+                out = F.linear(hidden, weights["v"])
+                found.append(out.cpu().numpy())
+                np.asarray(hidden[0])
+        """,
+        """
+        import numpy as np
+        import torch
+        import torch.nn.functional as F
+
+        weights = torch.load("head.pt", weights_only=True)
+        found = []
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            for chunk in chunks:
+                hidden = torch.relu(F.linear(chunk, weights["w"], weights["b"]))
+                out = F.linear(hidden, weights["v"])
+                found.append(out.float().cpu().numpy())
+                np.asarray(hidden.float()[0])
+        """,
+        unsafe=True,
+        count=2,
+    ),
     Case(
         """
         import torch
@@ -460,8 +506,8 @@ RULE = Rule(
     fix=Applicability.UNSAFE,
     message="this tensor is in lower precision, which this use does not take; cast it with `.float()`",
     what=(
-        "What a product of matrices gave in a region, used behind it: by `.numpy()` (bfloat16), by a decomposition in "
-        "`torch.linalg`, or by a layer with float32 weights."
+        "What a product of matrices gave in a region, used by `.numpy()` there or behind it (bfloat16), or behind it "
+        "by a decomposition in `torch.linalg`, or by a layer with float32 weights."
     ),
     why="A region casts operands, not results: what it computed stays in lower precision, and each of these raises.",
     fine="The layer's weights are in the same lower precision.",
