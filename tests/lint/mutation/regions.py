@@ -76,6 +76,18 @@ def step_inside(module: cst.Module) -> Iterator[cst.Module]:
 _LOSSES = ("F.cross_entropy", "criterion", "self.criterion", "F.mse_loss")
 
 
+def _lowered(module: cst.Module, loss: cst.Call) -> Iterator[cst.Call]:
+    """A loss that runs in 16 bits behind a region: a mean of squares only with a 16-bit target."""
+    if "nn.MSELoss()" not in source(module) and path(loss.func) != "F.mse_loss":
+        yield loss
+        return
+    output, target = loss.args[0], loss.args[1]
+    name = source(output.value)
+    for cast in ("bfloat16()", f"to({name}.dtype)", f"type_as({name})"):
+        lowered = target.with_changes(value=expr(f"({source(target.value)}).{cast}"))
+        yield loss.with_changes(args=[output, lowered, *loss.args[2:]])
+
+
 @mutates("AMP303")
 def loss_outside(module: cst.Module) -> Iterator[cst.Module]:
     is_torchs = any(
@@ -90,7 +102,9 @@ def loss_outside(module: cst.Module) -> Iterator[cst.Module]:
             if is_theirs and len(_body(region)) == 2 and is_torchs:
                 assert isinstance(region.body, cst.IndentedBlock)
                 shorter = region.body.with_changes(body=_body(region)[:-1])
-                yield replaced(module, {region: [region.with_changes(body=shorter), last]})
+                for loss in _lowered(module, found[1]):
+                    outside = last.deep_replace(found[1], loss)
+                    yield replaced(module, {region: [region.with_changes(body=shorter), outside]})
 
 
 @mutates("AMP304")

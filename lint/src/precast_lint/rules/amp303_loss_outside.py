@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.meaning.callers import calls_of, regions_of_callers
+from precast_lint.meaning.callers import regions_of_callers
 from precast_lint.meaning.functions import called_forward, methods_of
 from precast_lint.meaning.regions import AUTOCASTS, region_in_force, regions, regions_around
 from precast_lint.meaning.tensors import is_lowered
@@ -15,6 +15,7 @@ from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.rules.loss_outside_cases import INVALID, VALID
+from precast_lint.rules.loss_target import handed, is_low
 from precast_lint.training_step.flow_events import key
 from precast_lint.training_step.propagated import has_no_grad, is_propagated
 
@@ -35,6 +36,7 @@ _FUNCTIONS = frozenset(
     )
 )
 _CLASSES = re.compile(r"torch\.nn\.(modules\.loss\.)?\w+Loss$")
+_PROMOTED = re.compile(r"(^|\.)(mse_loss|l1_loss|smooth_l1_loss|MSELoss|L1Loss|SmoothL1Loss)$")
 _MODELS = re.compile(
     r"(model|net|network|module|generator|discriminator|unet|classifier)", re.IGNORECASE
 )
@@ -49,9 +51,12 @@ def check(source: Source) -> Iterator[Finding]:
     if not any(region.enabled is not False for region in regions(source)):
         return
     for call in source.all(cst.Call):
-        if not _is_loss(source, call) or _is_widened(call):
+        loss = _loss(source, call)
+        if loss is None or _is_widened(call):
             continue
         if not any(_is_output(source, arg.value, call, _DEEP) for arg in call.args[:2]):
+            continue
+        if _PROMOTED.search(loss) and not _is_low(source, call):
             continue
         is_inside = any(True for _ in regions_around(source, call))
         if is_inside or any(regions_of_callers(source, call)):
@@ -64,6 +69,39 @@ def _is_widened(call: cst.Call) -> bool:
     """Whether one of a loss's inputs is made float32, to which the other one is promoted."""
     casts = [arg.value.func for arg in call.args[:2] if isinstance(arg.value, cst.Call)]
     return any(isinstance(func, cst.Attribute) and func.attr.value == "float" for func in casts)
+
+
+def _is_low(source: Source, call: cst.Call) -> bool:
+    """Whether what a loss gets is all 16-bit: with float32 among it PyTorch computes in that, as a region would.
+
+    Of cross entropies that is not so: with a float32 target, too, sigmoid and softmax are rounded to 16 bits.
+    """
+    arguments = Arguments.of(call)
+    target = arguments.get("target", 1)
+    first = arguments.get("input", 0)
+
+    if first is None or target is None:
+        return False
+    known, other = first, target
+    if not _is_output(source, first, call, _DEEP):
+        known, other = target, first
+    alike = _text(source, known)
+
+    def is_output(node: Node) -> bool:
+        if _text(source, node) == alike:
+            return True  # whatever it is of: the other one has its dtype
+        if isinstance(node, cst.Name):
+            return False  # it may have other values than the last one in the text
+        inside = _is_forward_inside(source, node, grads=False)
+        return inside or _is_output(source, node, node, _DEEP, grads=False)
+
+    return is_low(source, other, is_output)
+
+
+def _text(source: Source, node: Node) -> str | None:
+    """The text of the name that an expression is a part or a view of."""
+    plain = _plain(node)
+    return source.code(plain) if plain is not None else None
 
 
 def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = True) -> bool:
@@ -81,7 +119,7 @@ def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = T
         )
     target = _last_target(source, plain, at) or _only_target(source, plain)
     if target is None:
-        given = _handed(source, plain)
+        given = handed(source, plain)
         every = all(_is_output(source, one, one, depth - 1, grads=False) for one in given)
         return every and any(_is_output(source, one, one, depth - 1, grads) for one in given)
     value = _given(source, target)
@@ -95,22 +133,6 @@ def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = T
         )
     is_call = isinstance(value, cst.Call) and target in _targets(source, value)
     return is_call and value is not None and _is_output(source, value, at, depth - 1, grads)
-
-
-def _handed(source: Source, plain: Node) -> list[Node]:
-    """What all calls of this file hand to the parameter that a name is; empty where one is not known."""
-    binding = source.names.only_binding(plain)
-    function = source.function(plain)
-    if binding is None or binding.kind != "param" or function is None:
-        return []
-    names = [
-        param.name.value for param in (*function.params.posonly_params, *function.params.params)
-    ]
-    names = names[1:] if names[:1] == ["self"] else names
-    at = names.index(binding.name) if binding.name in names else None
-    found = [Arguments.of(call).get(binding.name, at) for call in calls_of(source, function)]
-    known = [value for value in found if value is not None]
-    return known if len(known) == len(found) else []
 
 
 def _forward_with_region(source: Source, call: cst.Call) -> cst.FunctionDef | None:
@@ -240,14 +262,17 @@ def _has_parameters(source: Source, func: Node) -> bool:
     return any(key(source, value) in known for value in plain)
 
 
-def _is_loss(source: Source, call: cst.Call) -> bool:
-    if source.origin(call.func) in _FUNCTIONS:
-        return True
+def _loss(source: Source, call: cst.Call) -> str | None:
+    """The documented name of the function or the class of PyTorch's that computes a loss, if a call does."""
+    path = source.origin(call.func)
+    if path in _FUNCTIONS:
+        return path
+    made = None
     if isinstance(call.func, cst.Call):
-        return _CLASSES.match(source.origin(call.func.func) or "") is not None
-    if isinstance(call.func, (cst.Name, cst.Attribute, cst.Subscript)):
-        return _CLASSES.match(source.instance(call.func) or "") is not None
-    return False
+        made = source.origin(call.func.func)
+    elif isinstance(call.func, (cst.Name, cst.Attribute, cst.Subscript)):
+        made = source.instance(call.func)
+    return made if made is not None and _CLASSES.match(made) else None
 
 
 def _plain(node: Node | None) -> Node | None:
@@ -280,7 +305,10 @@ RULE = Rule(
         "Inside a region for CUDA losses run in float32, which is part of why autocast is safe. Behind it they run in "
         "the dtype of their inputs: sums over many elements lose digits, and may overflow in float16."
     ),
-    fine="The model returns float32, because its last operation does.",
+    fine=(
+        "The model returns float32, because its last operation does. `mse_loss`, `l1_loss` and `smooth_l1_loss` with a "
+        "float32 target run in float32 behind the region, too, and are left alone unless their target is 16-bit."
+    ),
     words=("autocast backward",),
     check=check,
     valid=VALID,

@@ -155,6 +155,39 @@ VALID = (
         """,
         note="The student computes in float32, and so does the loss.",
     ),
+    Case(
+        """
+        import torch
+        from torch import nn
+
+        def flow_loss(labels, out):
+            criterion = nn.MSELoss(reduction="mean")
+            flows = 5.0 * labels[:, -2:]
+            loss = criterion(out[:, -3:-1], flows)
+            loss /= 2.0
+            return loss
+
+        def fit(net, optimizer, batches, device, low):
+            for image, labels in batches:
+                image, labels = image.to(device), torch.from_numpy(labels).to(device)
+                with torch.autocast(device_type=device.type, dtype=torch.bfloat16):
+                    out = net(image)[0]
+                loss = flow_loss(labels, out)
+                if low:
+                    labels = labels.bfloat16()
+                loss += nn.functional.l1_loss(out, labels)
+                loss += nn.functional.smooth_l1_loss(out, torch.zeros(8, device=device))
+                loss += nn.functional.mse_loss(out, torch.ones_like(out, dtype=torch.float32))
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    pair = net(image)
+                    first, second = net(image)
+                loss += nn.functional.mse_loss(out, second) + nn.functional.mse_loss(out, pair[1])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        """,
+        note="With a target that is float32, or may be, PyTorch computes these losses in float32.",
+    ),
 )
 
 INVALID = (
@@ -170,7 +203,7 @@ INVALID = (
             for x, y in batches:
                 with torch.autocast("cuda", dtype=torch.bfloat16):
                     mean, variance = net(x)
-                loss = F.gaussian_nll_loss(mean, y, variance) + LOSSES["first"](mean, y)
+                loss = F.gaussian_nll_loss(mean, y, variance) + LOSSES["first"](mean, y.bfloat16())
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -234,7 +267,7 @@ INVALID = (
             for x, y in batches:
                 with torch.cuda.amp.autocast():
                     out = model(x)
-                scaler.scale(criterion(out.squeeze(1), y)).backward()
+                scaler.scale(criterion(out.squeeze(1), y.type_as(out))).backward()
     """),
     Case(
         """
@@ -257,7 +290,7 @@ INVALID = (
 
             def first(self, x, y):
                 out = self.forward(x)
-                loss = self.criterion(out, y)
+                loss = self.criterion(out, torch.ones_like(out))
                 loss.backward()
 
             def second(self, x, y):
@@ -287,7 +320,7 @@ INVALID = (
                     self.fake = self.generator(x)
 
             def backward(self, y):
-                self.loss = F.l1_loss(self.fake, y)
+                self.loss = F.l1_loss(self.fake, y.to("cuda", torch.float16))
                 self.scaler.scale(self.loss).backward()
 
         def train(batches, optimizer):
@@ -321,14 +354,14 @@ INVALID = (
             def step(self, x, y):
                 with torch.autocast("cuda"):
                     outputs = self.model(x)
-                loss = self.loss(outputs, y)
+                loss = self.loss(outputs, y.half())
                 self.scaler.scale(loss).backward()
 
             @torch.no_grad()
             def validate(self, x, y):
                 with torch.autocast("cuda"):
                     outputs = self.model(x)
-                return self.loss(outputs, y)
+                return self.loss(outputs, y.half())
 
         def train(model, batches, optimizer):
             criterion = Smooth()
@@ -351,11 +384,64 @@ INVALID = (
             for x, y in batches:
                 with region():
                     out = model(x)
+                y = y.to(out.dtype)
                 loss = torch.nn.functional.mse_loss(out, y)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
         """,
         count=1,
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+        from torch.utils.data import DataLoader, Dataset
+
+        class Images(Dataset):
+            def __init__(self, images, depths):
+                self.images = images
+                self.depths = depths.half()
+
+            def __len__(self):
+                return len(self.images)
+
+            def __getitem__(self, i):
+                return self.images[i], self.depths[i]
+
+        def train(model, teacher_model, images, depths, optimizer, scaler):
+            for x, depth in DataLoader(Images(images, depths), batch_size=8):
+                x, depth = x.cuda(), depth.cuda()
+                with torch.no_grad(), torch.autocast("cuda"):
+                    wanted = teacher_model(x)
+                with torch.autocast("cuda"):
+                    out, code = model(x)
+                loss = F.smooth_l1_loss(out, depth) + F.mse_loss(input=out, target=wanted.detach())
+                loss = loss + F.l1_loss(torch.zeros(8, dtype=code.dtype), code)
+                loss = loss + F.mse_loss(out, out.new_ones(8)) + F.l1_loss(out, x[:, 0].long())
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        count=5,
+        note="Targets of 16 bits: of a data set, of another model, made like the output; and of integers.",
+    ),
+    Case(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def train(model, batches, optimizer):
+            for x, y in batches:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    out = model(x)
+                loss = F.binary_cross_entropy_with_logits(out, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        """,
+        count=1,
+        note="With a float32 target, too, the sigmoid in the gradient is rounded to 16 bits.",
     ),
 )

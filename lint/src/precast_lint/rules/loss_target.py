@@ -1,0 +1,153 @@
+"""Whether the target of a loss makes PyTorch compute it in 16 bits: for AMP303.
+
+Invariant: only with evidence for each value that the target may have; of what is not known PyTorch may make float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from precast_lint.meaning.assignments import values_seen
+from precast_lint.meaning.callers import calls_of
+from precast_lint.meaning.functions import methods_of
+from precast_lint.meaning.low_values import SHAPES, lowered_by
+from precast_lint.parsing.arguments import Arguments
+from precast_lint.parsing.returns import returned_by
+from precast_lint.parsing.scopes import Binding
+from precast_lint.parsing.source import Source
+from precast_lint.parsing.syntax import Node, cst
+
+__all__ = ["handed", "is_low"]
+
+_LOW = ("torch.float16", "torch.half", "torch.bfloat16")
+_INTEGERS = ("int", "long", "short")
+_LIKE = {f"torch.{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")}
+_MAKERS = {
+    f"torch.{name}" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "tensor")
+}
+_NEW = ("new_empty", "new_full", "new_ones", "new_zeros")
+_LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+_DEEP = 8
+
+
+def is_low(
+    source: Source,
+    node: Node,
+    is_output: Callable[[Node], bool],
+    depth: int = _DEEP,
+    followed: frozenset[Node] = frozenset(),
+) -> bool:
+    """Whether a target is 16-bit, or of integers, for certain.
+
+    Args:
+        source: the file.
+        node: the target.
+        is_output: whether something is what a model returned in a region, in its dtype.
+        depth: how many names, calls and operations are followed.
+        followed: the values that are looked at already: of `y = y.cuda()` in a loop what was before it counts.
+    """
+    if node in followed or depth == 0:
+        return node in followed
+
+    def again(inner: Node) -> bool:
+        return is_low(source, inner, is_output, depth - 1, followed | {node})
+
+    if isinstance(node, cst.Subscript):
+        index = node.slice[0].slice
+        one = index.value if len(node.slice) == 1 and isinstance(index, cst.Index) else None
+        if isinstance(one, (cst.Integer, cst.SimpleString)):
+            return False  # one of several that a model returns may be float32
+        return again(node.value)
+    if is_output(node) or lowered_by(source, node) is not None:
+        return True
+    if isinstance(node, cst.Call):
+        return _is_low_call(source, node, again)
+    if isinstance(node, cst.Attribute):
+        values = [value for value, _ in source.values.sources(node)]
+        return bool(values) and all(value is not None and again(value) for value in values)
+    if not isinstance(node, cst.Name) or node not in source.scopes.scope_of:
+        return False
+    found = values_seen(source, node)
+    if len(found) == 1 and found[0].kind == "param":
+        given = handed(source, node)
+        return bool(given) and all(map(again, given))
+    values = [_value(source, binding) for binding in found]
+    return bool(values) and all(value is not None and again(value) for value in values)
+
+
+def _is_low_call(source: Source, call: cst.Call, again: Callable[[Node], bool]) -> bool:
+    """A cast to 16 bits or to integers, a tensor made so, and what keeps the dtype of such a one."""
+    arguments = Arguments.of(call)
+    given = [*arguments.positional, *arguments.keywords.values()]
+    dtype = arguments.keywords.get("dtype")
+
+    def is_low_dtype(value: Node) -> bool:
+        if isinstance(value, cst.Attribute) and value.attr.value == "dtype":
+            return again(value.value)
+        return source.origin(value) in _LOW
+
+    origin = source.origin(call.func)
+    if origin is not None:
+        is_made_low = dtype is not None and is_low_dtype(dtype)
+        if origin in _MAKERS:
+            return is_made_low
+        first = arguments.get("input", 0)
+        return origin in _LIKE and (
+            is_made_low or (dtype is None and first is not None and again(first))
+        )
+    if not isinstance(call.func, cst.Attribute):
+        return False
+    name, owner = call.func.attr.value, call.func.value
+    if name in ("half", "bfloat16", *_INTEGERS):
+        return not given
+    if name == "type_as":
+        return len(given) == 1 and again(given[0])
+    if name in ("to", "type"):
+        alike = len(given) == 1 and isinstance(given[0], cst.Name) and again(given[0])
+        return alike or any(map(is_low_dtype, given))
+    if name in _NEW:
+        return is_low_dtype(dtype) if dtype is not None else again(owner)
+    return name in SHAPES and again(owner)
+
+
+def handed(source: Source, plain: Node) -> list[Node]:
+    """What all calls of this file hand to the parameter that a name is; empty where one is not known."""
+    binding = source.names.only_binding(plain)
+    function = source.function(plain)
+    if binding is None or binding.kind != "param" or function is None:
+        return []
+    names = [
+        param.name.value for param in (*function.params.posonly_params, *function.params.params)
+    ]
+    names = names[1:] if names[:1] == ["self"] else names
+    at = names.index(binding.name) if binding.name in names else None
+    found = [Arguments.of(call).get(binding.name, at) for call in calls_of(source, function)]
+    known = [value for value in found if value is not None]
+    return known if len(known) == len(found) else []
+
+
+def _value(source: Source, binding: Binding) -> Node | None:
+    """What a name is given: by an assignment, or by a loop over batches of a data set of this file."""
+    if binding.kind == "assign":
+        return binding.value
+    element = source.parents.get(binding.node)
+    line = source.parents.get(element) if isinstance(element, cst.Element) else None
+    loop = source.parents.get(line) if isinstance(line, cst.Tuple) else None
+    if not isinstance(loop, cst.For) or loop.target is not line:
+        return None
+    assert isinstance(line, cst.Tuple)
+    loader = source.values.constructed(loop.iter)
+    if not isinstance(loader, cst.Call) or source.origin(loader.func) not in _LOADERS:
+        return None
+    arguments = Arguments.of(loader)
+    home = source.values.object_class(arguments.get("dataset", 0))
+    if home is None or "collate_fn" in arguments.keywords:
+        return None
+    method = methods_of(source, home).get("__getitem__")
+    returned = returned_by(method.node) if method is not None else []
+    only = returned[0] if len(returned) == 1 else None
+    if not isinstance(only, cst.Tuple) or len(only.elements) != len(line.elements):
+        return None
+    value = only.elements[list(line.elements).index(element)].value  # type: ignore[arg-type]
+    is_item = isinstance(value, cst.Subscript) and isinstance(value.value, cst.Attribute)
+    return value.value if is_item else value  # type: ignore[attr-defined]
