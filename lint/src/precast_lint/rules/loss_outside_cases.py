@@ -410,7 +410,9 @@ INVALID = (
                 return self.images[i], self.depths[i]
 
         def train(model, teacher_model, images, depths, optimizer, scaler):
-            for x, depth in DataLoader(Images(images, depths), batch_size=8):
+            data = Images(images, depths)
+            loader = DataLoader(data, batch_size=8)
+            for x, depth in loader:
                 x, depth = x.cuda(), depth.cuda()
                 with torch.no_grad(), torch.autocast("cuda"):
                     wanted = teacher_model(x)
