@@ -200,15 +200,28 @@ def _only_ranks(source: Source, call: Node) -> bool:
 
 
 def _is_of_exponentials(source: Source, total: Operation) -> bool:
-    """Whether it sums `exp(x)` of an x from which nothing is subtracted, a maximum for example."""
+    """Whether it sums `exp(x)` of an x from which nothing is subtracted, a maximum for example.
+
+    Means are often of exponents that cannot be large in size, as of minus the distances on a sphere: of these, x has to
+    be what somebody else has made.
+    """
     power = operation(source, value_of(source, total.operand), "exp")
     if power is None:
         return False
     exponent = value_of(source, power.operand)
-    is_shifted = isinstance(exponent, cst.BinaryOperation) and isinstance(
-        exponent.operator, cst.Subtract
-    )
-    return not is_shifted
+    if total.name == "mean":
+        return isinstance(exponent, cst.Name)
+    return not _is_shifted(exponent)
+
+
+def _is_shifted(exponent: Node) -> bool:
+    """Whether it is a difference, or a multiple of one."""
+    if not isinstance(exponent, cst.BinaryOperation):
+        return False
+    if isinstance(exponent.operator, cst.Subtract):
+        return True
+    scales = isinstance(exponent.operator, (cst.Multiply, cst.Divide))
+    return scales and (_is_shifted(exponent.left) or _is_shifted(exponent.right))
 
 
 def _fix(source: Source, log: Operation, inner: Operation) -> Fix | None:

@@ -138,6 +138,20 @@ VALID = (
         """,
         note="Where scores are only compared, `-inf` is the score of what is impossible.",
     ),
+    Case("""
+        import torch
+        import torch.nn.functional as F
+
+        def uniformity(x, t=2):
+            squares = torch.pdist(F.normalize(x, dim=-1), p=2).pow(2)
+            return squares.mul(-t).exp().mean().log() + torch.log(torch.exp(-2 * squares).mean())
+
+        class Pool(torch.nn.Module):
+            def forward(self, x):
+                top = x.amax(dim=1, keepdim=True)
+                powers, more = torch.exp(self.r * (x - top)), torch.exp((x - top) / self.r)
+                return torch.log(powers.mean(dim=1)) + torch.log(more.sum(dim=1))
+    """),
 )
 
 INVALID = (
