@@ -43,6 +43,8 @@ def check(source: Source) -> Iterator[Finding]:
             continue
         if any(_branches(source, r.node) != _branches(source, call) for r in found):
             continue  # what decides on one need not decide on the other
+        if any(_branches(source, r.call) - _branches(source, r.node) for r in found):
+            continue  # a function or a lambda decides whether there is a region
         disagree = [list(_disagreement(source, made, region)) for region in found]
         if len({said_of[0][1] if said_of else None for said_of in disagree}) != 1:
             continue  # regions that differ are there for a reason

@@ -204,6 +204,43 @@ VALID = (
                 scaler.step(optimizer)
                 scaler.update()
     """),
+    Case("""
+        from contextlib import nullcontext
+
+        import torch
+
+        def region(amp):
+            if amp:
+                return torch.autocast("cuda", dtype=torch.float16)
+            return nullcontext()
+
+        def other(amp):
+            return torch.autocast("cuda", dtype=torch.float16) if amp else nullcontext()
+
+        def main(model, optimizer, loader, amp=True):
+            scaler = torch.amp.GradScaler("cuda", enabled=amp)
+            third = lambda: torch.autocast("cuda", dtype=torch.float16) if amp else nullcontext()
+            for x, y in loader:
+                for made in (region(amp), other(amp), third()):
+                    optimizer.zero_grad()
+                    with made:
+                        loss = model(x, y)
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                optimizer.zero_grad()
+                with region(amp):
+                    first = model(x, y)
+                with other(amp):
+                    second = model(x, y)
+                with third():
+                    last = model(x, y)
+                scaler.scale(first).backward()
+                scaler.scale(second).backward()
+                scaler.scale(last).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    """),
 )
 
 INVALID = (
