@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -45,20 +46,21 @@ def _native_engine() -> Iterator[None]:
 
 
 def python_calls(act: Callable[[], object]) -> list[str]:
-    """The functions of precast that Python calls meanwhile."""
-    called: list[str] = []
+    """Return the names of the functions of precast that Python calls while `act` runs."""
+    package = str(Path(precast.__file__).parent) + os.sep
+    calls: list[str] = []
 
-    def note(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and "precast" in frame.f_code.co_filename.split("tests")[0]:
-            called.append(frame.f_code.co_name)
+    def record(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append(frame.f_code.co_name)
 
-    kept = sys.getprofile()
-    sys.setprofile(note)
+    previous = sys.getprofile()
+    sys.setprofile(record)
     try:
         act()
     finally:
-        sys.setprofile(kept)
-    return called
+        sys.setprofile(previous)
+    return calls
 
 
 def layer(*, attached: bool = False, grad: bool = True) -> tuple[nn.Linear, Tensor]:

@@ -7,12 +7,13 @@ not the program's, and are skipped as well.
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from typing import Final
 
 __all__ = ["callers_level"]
 
-_OURS: Final = str(Path(__file__).parent.parent)
+_OURS: Final = str(Path(__file__).parent.parent) + os.sep
 _BETWEEN: Final = ("torch/utils/_contextlib.py", "torch/_dynamo/eval_frame.py")
 
 
