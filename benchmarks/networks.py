@@ -136,7 +136,7 @@ def transformers_gpt2(size: str = "medium") -> Network:
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError(
-            "transformers is not installed here; write: pip install 'precast[test-clients]'"
+            "transformers is not installed; in a clone: pip install '.[test-clients]'"
         )
     from benchmarks.client_models import MODELS, SIZES
 

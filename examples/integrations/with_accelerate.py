@@ -2,7 +2,7 @@
 
     python examples/integrations/with_accelerate.py
 
-Needs `pip install 'precast[accelerate]'`. On a GPU it trains in float16 under a scaler, elsewhere in bfloat16, without.
+Needs `pip install accelerate`. On a GPU it trains in float16 under a scaler, elsewhere in bfloat16, without.
 The monitor says how much of the gradients would be lost in formats of 8 bits.
 """
 

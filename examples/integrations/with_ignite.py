@@ -2,7 +2,7 @@
 
     python examples/integrations/with_ignite.py
 
-Needs `pip install 'precast[ignite]'`. One batch is broken on purpose: its step is skipped, and named.
+Needs `pip install pytorch-ignite`. One batch is broken on purpose: its step is skipped, and named.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/integrations/with_lightning.py
 
-Needs `pip install 'precast[lightning]'`. One batch is broken on purpose: its step is skipped, and named.
+Needs `pip install lightning`. One batch is broken on purpose: its step is skipped, and named.
 """
 
 from __future__ import annotations

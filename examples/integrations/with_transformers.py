@@ -2,7 +2,7 @@
 
     python examples/integrations/with_transformers.py
 
-Needs `pip install 'precast[transformers]'`; nothing is downloaded. A small GPT-2 learns to count, with its last layer
+Needs `pip install transformers`; nothing is downloaded. A small GPT-2 learns to count, with its last layer
 in float32: in float16 under a scaler where there is a GPU, else in bfloat16.
 """
 

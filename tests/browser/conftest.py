@@ -17,7 +17,7 @@ _FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--force-device-scale-factor=1"),
 )
-_HOW = "install it: apt-get install chromium chromium-driver; pip install 'precast[test-browser]'"
+_HOW = "install it: apt-get install chromium chromium-driver; pip install selenium"
 
 
 @pytest.fixture(scope="session")

@@ -374,7 +374,7 @@ def test_rows_have_figures_or_a_reason() -> None:
     }
     for row in rows:
         if row["case"] == "transformers":
-            assert "pip install 'precast[test-clients]'" in row["skipped"]
+            assert "pip install '.[test-clients]'" in row["skipped"]
         else:
             assert row["dtype"] == "bfloat16"
             assert row.keys() >= FIGURES | COUNTS

@@ -146,10 +146,8 @@ def test_the_first_screen_says_what_it_is_how_it_is_installed_and_shows_the_repo
     text = _read(ROOT / page)
     first, after = text.split("```sh\n", 1)
     assert "torch.amp" in first
-    assert len(first.splitlines()) < 12
-    assert after.startswith(
-        "git clone <URL of this repository> precast\npip install './precast[all]'\n"
-    )
+    assert len(first.splitlines()) < 14
+    assert after.startswith("pip install '.[all]'\nprecast build")
     assert re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)[0].endswith("images/report.png")
     assert after.index("report.png") < after.index("```python")
 

@@ -171,5 +171,5 @@ def test_without_optuna_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPat
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(MissingExtraError, match=r"pip install 'precast\[tune-study\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install optuna\."):
         precast.tune(Wide(), step, batches, study="study.log")

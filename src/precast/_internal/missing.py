@@ -1,10 +1,12 @@
-"""Makes the errors for packages that are not installed: they say what needs the package and how to install it.
+"""Errors for packages that are not installed. Each names what needs the package and the command that installs it.
 
 Invariant: the command that installs an extra is written here and nowhere else.
 """
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
 from typing import Final
 
 from precast.errors import MissingExtraError
@@ -12,28 +14,51 @@ from precast.errors import MissingExtraError
 __all__ = ["missing_extra", "missing_requirement"]
 
 _REQUIRED: Final = ("torch", "click", "rich", "tomli_w")
-"""The packages that pip installs with precast, unless it is told `--no-deps`."""
+"""The packages that pip installs with precast, unless `--no-deps` is passed."""
+_REQUIREMENT: Final = re.compile(r"([\w.-]+)[^;]*; extra == ['\"]([\w-]+)['\"]")
 
 
-def missing_extra(what: str, package: str, extra: str) -> MissingExtraError:
-    """Returns the error to raise where `what`, the subject of its sentence, needs a package of an optional extra."""
+def missing_extra(subject: str, package: str, extra: str) -> MissingExtraError:
+    """Return the error to raise if `subject` (of the sentence) needs a package of an optional extra.
+
+    The command in the message installs `package` and all other packages of the extra that are not installed.
+    """
+    others = [name for name in _packages_of(extra) if name != package and not _is_installed(name)]
     return MissingExtraError(
-        f"{what} needs the package {package}, which is not installed here. Write: pip install 'precast[{extra}]', or "
-        f"in a clone of precast: pip install '.[{extra}]'."
+        f"{subject} needs the package {package}, which is not installed. Install it: "
+        f"pip install {' '.join([package, *others])}."
     )
 
 
-def missing_requirement(what: str, error: ModuleNotFoundError) -> MissingExtraError | None:
-    """Returns that error for a required package that is missing; None where `error` is about another module."""
+def missing_requirement(subject: str, error: ModuleNotFoundError) -> MissingExtraError | None:
+    """Return that error for a required package that is missing; None if `error` is about another module."""
     package = (error.name or "").partition(".")[0]
     if package not in _REQUIRED:
         return None
     if package == "torch":
         return MissingExtraError(
-            f"{what} needs PyTorch, which is not installed here. Write: pip install torch. `precast report` "
-            "does without."
+            f"{subject} needs PyTorch, which is not installed. Install it: pip install torch. `precast report` "
+            "works without it."
         )
     return MissingExtraError(
-        f"{what} needs the package {package}, which precast was installed without. Write: pip install "
+        f"{subject} needs the package {package}, which is not installed. Install it: pip install "
         f"{package.replace('_', '-')}."
     )
+
+
+def _packages_of(extra: str) -> list[str]:
+    """Return the names of the packages that an extra lists, in precast's own metadata."""
+    try:
+        requirements = metadata.requires("precast") or []
+    except metadata.PackageNotFoundError:  # imported from a folder, without an installation
+        return []
+    matches = filter(None, map(_REQUIREMENT.fullmatch, requirements))
+    return [match[1] for match in matches if match[2] == extra and match[1] != "precast"]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -34,7 +34,7 @@ def find(name: str) -> click.Command | None:
         return command
     if name in _OF_THE_CHECKER:
         raise click.ClickException(
-            f"`precast {name}` is a command of precast-lint, which is not installed here. Write: pip install "
-            "precast-lint, or in a clone of precast: pip install ./lint. It needs no PyTorch."
+            f"`precast {name}` is a command of precast-lint, which is not installed. Install it, in a clone "
+            "of precast: pip install ./lint. It needs no PyTorch."
         )
     return None

@@ -378,7 +378,7 @@ def test_a_missing_package_is_named_with_its_extra(
     module: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"{package}.*pip install 'precast\[report\]'"):
+    with pytest.raises(MissingExtraError, match=rf"pip install {package}\."):
         html(flat())
 
 

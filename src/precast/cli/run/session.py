@@ -90,7 +90,8 @@ class Session:
             with self._isolation.ours():
                 document = self._document(status)
                 where = _write(document, self.files, self._folder)
-                _say(summary(document, where))
+                slower = () if self._observer is None else _slower_engine()
+                _say(summary(document, [*slower, *where]))
                 if self.opens and status.how != "interrupted":
                     _open(self.files)
         except BaseException as error:  # nothing that fails here is the program's failure
@@ -108,6 +109,17 @@ class Session:
             self._observer.stop()
             self._observer.describe(document)
         return document
+
+
+def _slower_engine() -> list[str]:
+    """Return a sentence on the reference engine, if this process ran on it, and on the command that replaces it."""
+    from precast.diagnostics.hardware.engine_report import engine_here
+
+    engine = engine_here(measure=False)
+    if not engine.reason:
+        return []
+    remedy = f". For the faster native engine: {engine.remedy}" if engine.remedy else ""
+    return [f"regions ran on the slower reference engine, as {engine.reason}{remedy}"]
 
 
 def _write(document: Document, files: OutputFiles, folder: Path) -> list[str]:

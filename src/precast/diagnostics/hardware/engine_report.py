@@ -1,4 +1,4 @@
-"""Which engine runs in this process, and where it is the slower one, why, and what that costs here.
+"""The engine of this process; for the slower one the reason, the remedy, and its cost on this machine.
 
 Invariant: a figure is there only where both engines could be measured, in turns, in this process.
 """
@@ -48,8 +48,11 @@ class EngineReport:
     cost: Cost | None = None
 
 
-def engine_here() -> EngineReport:
-    """The engine of this process; where it is the reference and the other can be had, both are measured."""
+def engine_here(*, measure: bool = True) -> EngineReport:
+    """Return the engine of this process.
+
+    With `measure`, the cost of the reference engine is measured where the native one is available, too.
+    """
     name = registration.engine()
     if name == "native":
         return EngineReport(name)
@@ -58,7 +61,8 @@ def engine_here() -> EngineReport:
         return EngineReport("reference", found.reason, found.remedy)
     asked = os.environ.get("PRECAST_ENGINE")
     reason = f"PRECAST_ENGINE is {asked!r}" if asked else "the program has chosen it"
-    return EngineReport("reference", reason, "unset PRECAST_ENGINE" if asked else "", _cost())
+    remedy = "unset PRECAST_ENGINE" if asked else ""
+    return EngineReport("reference", reason, remedy, _cost() if measure else None)
 
 
 def _cost() -> Cost:
