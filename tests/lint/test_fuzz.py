@@ -15,12 +15,9 @@ from precast_lint.model import Applicability
 from precast_lint.parsing.text import decode
 from precast_lint.selecting.registry import all_rules
 from precast_lint.selecting.settings import Settings
+from tests.lint.cases import ALL
 
-CASES = [
-    textwrap.dedent(case.code).strip("\n") + "\n"
-    for rule in all_rules().values()
-    for case in (*rule.valid, *rule.invalid)
-]
+CASES = [case.code for case in ALL]
 _WRAPPERS = (
     "{}",
     "def outer(a, b):\n{}",

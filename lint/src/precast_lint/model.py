@@ -13,7 +13,6 @@ from typing import Any
 
 __all__ = [
     "Applicability",
-    "Case",
     "Edit",
     "Finding",
     "Fix",
@@ -83,49 +82,23 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Case:
-    """Source text with what a rule has to say about it; tests and the rule's page are made of them.
-
-    Attributes:
-        code: the text. Indentation that all lines share is taken off.
-        fixed: the text after the rule's fixes, unsafe ones included; None where nothing may change.
-        min_torch: the oldest PyTorch the text is for; None: any that exists today.
-        filename: for rules that look at it.
-        unsafe: the fix is unsafe; the test then sees to it that safe fixes change nothing.
-        count: the number of findings, in invalid cases.
-        also: codes of other rules that are selected beside the rule's own.
-        note: shown on the page above the case.
-    """
-
-    code: str
-    fixed: str | None = None
-    min_torch: str | None = None
-    filename: str = "example.py"
-    unsafe: bool = False
-    count: int | None = None
-    also: tuple[str, ...] = ()
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Rule:
-    """One rule: what it is called, what it says on its page, its cases, and how it looks.
+    """A rule: its name, the text of its page, and the function that checks a file.
 
     Attributes:
-        code: "AMP001".
-        name: "cuda-autocast".
-        severity: of its findings, unless `find` is told otherwise.
-        fix: the best fix that it has.
-        message: of its findings, unless `find` is told otherwise; one sentence without a full stop.
-        what: what it finds. Markdown, as are the next two.
-        why: why that matters.
-        fine: when not to worry.
-        words: a file is only looked at if it contains one of them. An entry of several words, "a b",
-            asks for all of them.
-        check: yields findings for a file, a `precast_lint.parsing.source.Source`.
-        valid: texts that it must be silent about.
-        invalid: texts that it must find something in.
-        default: selected if nothing is asked for.
+        code: For example "AMP001".
+        name: For example "cuda-autocast".
+        severity: Severity of a finding, unless `find` gets another one.
+        fix: The best fix that the rule offers.
+        message: Message of a finding, unless `find` gets another one; one sentence without a full stop.
+        what: Description of the mistake. Markdown, as are the next two.
+        why: The harm that it does.
+        fine: The circumstances in which the code is right.
+        words: A file is parsed only if it contains one of these. An entry of several words, "a b",
+            requires all of them.
+        check: Yields the findings of a file, a `precast_lint.parsing.source.Source`.
+        example: A program before and after the correction, in diff format: each line starts with " ", "-" or "+".
+        default: True for a rule that runs unless the settings say otherwise.
     """
 
     code: str
@@ -138,8 +111,7 @@ class Rule:
     fine: str
     words: tuple[str, ...]
     check: Callable[[Any], Iterable[Finding]]
-    valid: tuple[Case, ...]
-    invalid: tuple[Case, ...]
+    example: str
     default: bool = True
 
 

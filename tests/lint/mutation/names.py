@@ -148,16 +148,6 @@ def old_classes(module: cst.Module) -> Iterator[cst.Module]:
             yield replaced(module, {node: node.with_changes(annotation=note)})
 
 
-@mutates("AMP007")
-def old_names_in_strings(module: cst.Module) -> Iterator[cst.Module]:
-    for node in nodes(module):
-        if isinstance(node, cst.SimpleString) and node.raw_value == "torch.amp.GradScaler":
-            yield replaced(module, {node: expr('"torch.cuda.amp.GradScaler"')})
-        if isinstance(node, cst.Param) and node.name.value == "scaler":
-            note = cst.Annotation(expr('"torch.cuda.amp.GradScaler"'))
-            yield replaced(module, {node: node.with_changes(annotation=note)})
-
-
 _OLD_STATE = {
     ("torch.get_autocast_dtype", "cuda"): "torch.get_autocast_gpu_dtype",
     ("torch.get_autocast_dtype", "cpu"): "torch.get_autocast_cpu_dtype",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import libcst as cst
 
@@ -12,7 +11,6 @@ from tests.lint.mutation.trees import (
     assigned,
     calls,
     expr,
-    is_import,
     lines,
     nodes,
     path,
@@ -113,27 +111,6 @@ def constant_too_large(module: cst.Module) -> Iterator[cst.Module]:
                 if isinstance(node, cst.Float) and node.value in ("1000.0", "60000.0"):
                     for new in ("100000.0", "1e5", "70000"):
                         yield replaced(module, {node: expr(new)})
-
-
-@mutates("AMP503")
-def not_sharded(module: cst.Module) -> Iterator[cst.Module]:
-    loops = [
-        n for n in nodes(module) if isinstance(n, cst.If) and "workers == number" in source(n.test)
-    ]
-    asks = [
-        line
-        for line in lines(module)
-        if not is_import(line)
-        and ("get_worker_info" in source(line) or "worker.num_workers" in source(line))
-    ]
-    imports = [
-        line for line in module.body if "get_worker_info" in source(line) and is_import(line)
-    ]
-    if loops and asks and imports:
-        plain = stmt("from torch.utils.data import DataLoader, IterableDataset\n")
-        inner = list(loops[0].body.body)
-        news: dict[Any, Any] = {**dict.fromkeys(asks), loops[0]: inner, imports[0]: plain}
-        yield replaced(module, news)
 
 
 __all__ = ["assigned"]

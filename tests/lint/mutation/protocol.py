@@ -75,10 +75,6 @@ def _loops(tree: cst.CSTNode) -> Iterator[cst.For]:
             yield node
 
 
-def _only(found: list[Line]) -> Line | None:
-    return found[0] if len(found) == 1 else None
-
-
 @mutates("AMP201")
 def no_scaler(module: cst.Module) -> Iterator[cst.Module]:
     scaler = scaler_of(module)
@@ -143,23 +139,6 @@ def clipped_while_scaled(module: cst.Module) -> Iterator[cst.Module]:
                 yield replaced(module, {steps[0]: [*stmt(clip), steps[0]]})
 
 
-@mutates("AMP204")
-def update_missing(module: cst.Module) -> Iterator[cst.Module]:
-    scaler = scaler_of(module)
-    if scaler is None:
-        return
-    for loop in _loops(module):
-        for block in blocks(loop):
-            updates = [line for line in block if _is(line, scaler, "update")]
-            steps = _steps(block, scaler)
-            if steps and updates:
-                yield replaced(module, {updates[0]: None})
-                yield moved(module, updates[0], before=steps[0])
-                backwards = [line for line in block if _scaled_backward(line, scaler) is not None]
-                if backwards and block[0] is not backwards[0]:
-                    yield moved(module, updates[0], before=block[0])
-
-
 @mutates("AMP205")
 def steps_scaled(module: cst.Module) -> Iterator[cst.Module]:
     scaler = scaler_of(module)
@@ -172,37 +151,6 @@ def steps_scaled(module: cst.Module) -> Iterator[cst.Module]:
             yield replaced(module, {line: [*plain, line]})
             if not any(_is(other, scaler or "", "unscale_") for other in block):
                 yield replaced(module, {line: plain})  # what is unscaled may be stepped with
-
-
-@mutates("AMP206")
-def backward_unscaled(module: cst.Module) -> Iterator[cst.Module]:
-    scaler = scaler_of(module)
-    for block in blocks(module) if scaler else ():
-        for line in block:
-            scale = _scaled_backward(line, scaler or "")
-            if scale is not None:
-                loss = scale.args[0].value
-                yield replaced(module, {scale: loss})
-                dropped = stmt(f"{source(scale)}\n{source(loss)}.backward()\n")
-                yield replaced(module, {line: dropped})
-
-
-@mutates("AMP207")
-def zero_grad_misplaced(module: cst.Module) -> Iterator[cst.Module]:
-    scaler = scaler_of(module)
-    if scaler is None:
-        return
-    zeros = [line for line in lines(module) if method(line, "zero_grad")]
-    if zeros:
-        yield replaced(module, dict.fromkeys(zeros))
-    for block in blocks(module):
-        backwards = [line for line in block if _scaled_backward(line, scaler) is not None]
-        steps = _steps(block, scaler)
-        for zero in zeros:
-            if backwards and steps and any(zero is line for line in block):
-                optimizer = method(zero, "zero_grad")
-                if optimizer and any(optimizer[0] in source(step) for step in steps):
-                    yield moved(module, zero, after=backwards[-1])
 
 
 @mutates("AMP208")
@@ -355,20 +303,6 @@ def not_on_together(module: cst.Module) -> Iterator[cst.Module]:
         yield replaced(module, {found[1]: with_keyword(found[1], "enabled", "False")})
         off = {c: with_keyword(c, "enabled", "False") for c in calls(module, *REGIONS)}
         yield replaced(module, off)
-
-
-@mutates("AMP217")
-def overflow_hidden(module: cst.Module) -> Iterator[cst.Module]:
-    scaler = scaler_of(module)
-    for block in blocks(module) if scaler else ():
-        backwards = [line for line in block if _scaled_backward(line, scaler or "") is not None]
-        steps = _steps(block, scaler or "")
-        if backwards and steps:
-            step = method(steps[0], "step")
-            assert step is not None
-            parameters = f"{source(step[1].args[0].value)}.param_groups[0]['params']"
-            hidden = f"for p in {parameters}:\n    torch.nan_to_num_(p.grad, nan=0.0, posinf=0.0)\n"
-            yield replaced(module, {backwards[-1]: [backwards[-1], *stmt(hidden)]})
 
 
 __all__ = ["inside", "names", "scaler_of", "with_imports"]

@@ -6,19 +6,15 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from tests.lint.mutation.misuse import with_keyword
 from tests.lint.mutation.names import REGIONS, device
 from tests.lint.mutation.protocol import scaler_of
 from tests.lint.mutation.registry import mutates
 from tests.lint.mutation.trees import (
     Body,
-    assigned,
     assignment,
     blocks,
     calls,
     expr,
-    indented,
-    lines,
     made,
     method,
     nodes,
@@ -107,65 +103,6 @@ def loss_outside(module: cst.Module) -> Iterator[cst.Module]:
                     yield replaced(module, {region: [region.with_changes(body=shorter), outside]})
 
 
-@mutates("AMP304")
-def half_by_hand(module: cst.Module) -> Iterator[cst.Module]:
-    if not any(method(line, "step") for line in lines(module)) or not any(calls(module, *REGIONS)):
-        return  # without a region it is AMP316 that says so
-    casts = ("half()", "bfloat16()", "to(torch.float16)", "to(dtype=torch.bfloat16)")
-    for line in lines(module):
-        found = assigned(line)
-        if found and found[0] in ("model", "self.model"):
-            for cast in casts:
-                yield replaced(module, {found[1]: expr(f"{source(found[1])}.{cast}")})
-                yield replaced(module, {line: [line, *stmt(f"{found[0]}.{cast}\n")]})
-
-
-@mutates("AMP305")
-def binary_cross_entropy(module: cst.Module) -> Iterator[cst.Module]:
-    for call in calls(module, "F.binary_cross_entropy_with_logits"):
-        first, *rest = call.args
-        inputs = first.with_changes(value=expr(f"torch.sigmoid({source(first.value)})"))
-        plain = call.with_changes(func=expr("F.binary_cross_entropy"), args=[inputs, *rest])
-        yield replaced(module, {call: plain})
-        by_path = plain.with_changes(func=expr("torch.nn.functional.binary_cross_entropy"))
-        yield replaced(module, {call: by_path})
-    for call in calls(module, "nn.BCEWithLogitsLoss"):
-        yield replaced(module, {call: call.with_changes(func=expr("nn.BCELoss"))})
-
-
-def _without_decorators(node: cst.FunctionDef, *gone: str) -> cst.FunctionDef:
-    kept = [d for d in node.decorators if not any(name in source(d) for name in gone)]
-    return node.with_changes(decorators=kept)
-
-
-@mutates("AMP306")
-def no_custom_fwd(module: cst.Module) -> Iterator[cst.Module]:
-    found = [
-        node
-        for node in nodes(module)
-        if isinstance(node, cst.FunctionDef) and "custom_" in "".join(map(source, node.decorators))
-    ]
-    if found:
-        yield replaced(module, {n: _without_decorators(n, "custom_") for n in found})
-
-
-@mutates("AMP307")
-def custom_bwd_alone(module: cst.Module) -> Iterator[cst.Module]:
-    for node in nodes(module):
-        if (
-            isinstance(node, cst.FunctionDef)
-            and node.name.value == "forward"
-            and "custom_fwd" in "".join(map(source, node.decorators))
-        ):
-            yield replaced(module, {node: _without_decorators(node, "custom_fwd")})
-
-
-@mutates("AMP313")
-def custom_fwd_on_backward(module: cst.Module) -> Iterator[cst.Module]:
-    for call in calls(module, "custom_bwd"):
-        yield replaced(module, {call: call.with_changes(func=expr("custom_fwd"))})
-
-
 @mutates("AMP314")
 def checkpoint_without_region(module: cst.Module) -> Iterator[cst.Module]:
     for call in calls(module, "torch.is_autocast_enabled"):
@@ -179,39 +116,6 @@ def checkpoint_without_region(module: cst.Module) -> Iterator[cst.Module]:
             kept = assignment(module, "ctx.enabled")
             yield replaced(module, {around[0]: around[0].with_changes(items=plain), kept: None})
             assert call is not None
-
-
-@mutates("AMP315")
-def stale_weights(module: cst.Module) -> Iterator[cst.Module]:
-    for node in nodes(module):
-        if isinstance(node, cst.For) and any(method(line, "step") for line in node.body.body):
-            for _, region in _regions(node.body.body):
-                inner = [
-                    part
-                    for line in node.body.body
-                    for part in (_body(region) if line is region else [line])
-                ]
-                loop = node.with_changes(body=indented(inner))
-                yield replaced(module, {node: region.with_changes(body=indented([loop]))})
-
-
-@mutates("AMP316")
-def trained_in_16_bits(module: cst.Module) -> Iterator[cst.Module]:
-    if "optim" not in source(module) or "autocast" in source(module):
-        return  # beside a region it is AMP304 that says so
-    for line in lines(module):
-        found = assigned(line)
-        for cast in ("bfloat16()", "half()", "to(torch.bfloat16)", "to(dtype=torch.bfloat16)"):
-            if found and found[0] == "model":
-                yield replaced(module, {found[1]: expr(f"{source(found[1])}.{cast}")})
-                yield replaced(module, {line: [line, *stmt(f"model.{cast}\n")]})
-
-
-@mutates("AMP317")
-def float16_on_cpu(module: cst.Module) -> Iterator[cst.Module]:
-    for call in calls(module, *REGIONS):
-        if device(call) == "cpu":
-            yield replaced(module, {call: with_keyword(call, "dtype", "torch.float16")})
 
 
 @mutates("AMP308")
@@ -241,33 +145,6 @@ def custom_fwd_without_ctx(module: cst.Module) -> Iterator[cst.Module]:
                 yield replaced(module, {node: [new, *setup]})
 
 
-@mutates("AMP309")
-def threads(module: cst.Module) -> Iterator[cst.Module]:
-    if "import threading" not in source(module):
-        for line in lines(module):
-            found = assigned(line)
-            if (
-                found
-                and found[0] == "model"
-                and "bfloat16" in source(module)
-                and "step" in source(module)
-            ):
-                wrapped = stmt("model = torch.nn.DataParallel(model)\n")
-                yield replaced(module, {line: [line, *wrapped]})
-        return
-    for function in nodes(module):
-        if isinstance(function, cst.FunctionDef):
-            [region] = [n for n in function.body.body if isinstance(n, cst.With)]
-            plain = region.with_changes(items=[cst.WithItem(expr("torch.no_grad()"))])
-            news: dict[cst.CSTNode, list[cst.CSTNode] | cst.CSTNode] = {region: plain}
-            for block in blocks(module):
-                begin = [s for s in block if method(s, "start")]
-                if begin:
-                    item = cst.WithItem(expr('torch.autocast("cuda", dtype=torch.float16)'))
-                    news[begin[0]] = cst.With(items=[item], body=indented([begin[0]]))
-            yield replaced(module, news)
-
-
 @mutates("AMP310")
 def uncast_in_island(module: cst.Module) -> Iterator[cst.Module]:
     for node in nodes(module):
@@ -275,29 +152,6 @@ def uncast_in_island(module: cst.Module) -> Iterator[cst.Module]:
             for call in nodes(node):
                 if isinstance(call, cst.Call) and source(call) == "hidden.float()":
                     yield replaced(module, {call: expr("hidden")})
-
-
-@mutates("AMP311")
-def lower_escapes(module: cst.Module) -> Iterator[cst.Module]:
-    if "torch.mm" not in source(module):
-        return
-    for call in nodes(module):
-        if isinstance(call, cst.Call) and source(call) == "product.float()":
-            yield replaced(module, {call: expr("product")})
-
-
-@mutates("AMP312")
-def in_place(module: cst.Module) -> Iterator[cst.Module]:
-    before = assignment(module, "b")
-    for line in lines(module):
-        found = made(line)
-        if before and found and path(found[1].func) in ("torch.mm", "torch.addmm", "torch.matmul"):
-            name, call = found
-            empty = stmt(f'{name} = torch.empty(8, 8, device="cuda")\n')
-            new = stmt(source(with_keyword(call, "out", name)) + "\n")
-            yield replaced(module, {line: new, before: [before, *empty]})
-            if path(call.func) == "torch.addmm":
-                yield replaced(module, {line: stmt(f"c.addmm_(a, b)\n{name} = c\n")})
 
 
 __all__ = ["device", "scaler_of", "with_imports"]

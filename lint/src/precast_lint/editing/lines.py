@@ -10,7 +10,7 @@ from precast_lint.model import Edit
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
-__all__ = ["block_of", "exchange", "insert_after", "insert_before", "line_of", "remove"]
+__all__ = ["block_of", "insert_after", "insert_before", "line_of", "remove"]
 
 
 def line_of(source: Source, node: Node) -> cst.SimpleStatementLine | None:
@@ -52,11 +52,6 @@ def remove(source: Source, line: Node) -> Edit | None:
     if source.text.data[source.span(line).end : end].strip() or len(block_of(source, line)) < 2:
         return None
     return Edit(start, end, "")
-
-
-def exchange(source: Source, one: Node, other: Node) -> list[Edit]:
-    """Two statements in each other's place."""
-    return [source.replace(one, source.code(other)), source.replace(other, source.code(one))]
 
 
 def _start(source: Source, line: Node) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
 
-__all__ = ["calls_of", "is_called_in_region", "regions_of_callers", "runs_in_region"]
+__all__ = ["calls_of", "is_called_in_region", "regions_of_callers"]
 
 _DEEP = 3
 _SAME_MODULE = ("bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "to", "train")
@@ -146,14 +146,6 @@ def regions_of_callers(
         else:
             found.append(region)
     return found
-
-
-def runs_in_region(source: Source, node: Node) -> bool:
-    """Whether a node stands in a region, or in a function that all calls of this file run in one."""
-    if region_in_force(source, node) is not None:
-        return True
-    found = regions_of_callers(source, node)
-    return bool(found) and None not in found
 
 
 def is_called_in_region(source: Source, node: Node) -> bool:

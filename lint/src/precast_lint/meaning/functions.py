@@ -14,7 +14,6 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
 __all__ = [
-    "CUSTOM_BWD",
     "CUSTOM_FWD",
     "MODULES",
     "NEW_CUSTOM",
@@ -48,7 +47,6 @@ NEW_CUSTOM = (
 """The decorators that are told their device type, by keyword alone."""
 
 CUSTOM_FWD = frozenset({*NEW_CUSTOM[::2], "torch.cuda.amp.custom_fwd"})
-CUSTOM_BWD = frozenset({*NEW_CUSTOM[1::2], "torch.cuda.amp.custom_bwd"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +55,6 @@ class Method:
 
     node: cst.FunctionDef
     decorators: tuple[tuple[cst.Decorator, str | None], ...]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all decorators are PyTorch's."""
-        return all((origin or "").startswith("torch.") for _, origin in self.decorators)
 
     def decorator(self, origins: frozenset[str]) -> tuple[cst.Decorator, str] | None:
         """The decorator that is one of some, with its origin."""

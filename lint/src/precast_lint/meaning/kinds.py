@@ -24,7 +24,6 @@ __all__ = [
     "is_number",
     "is_text",
     "texts",
-    "the_device",
 ]
 
 DTYPES = frozenset(
@@ -68,29 +67,6 @@ def is_dtype(source: Source, node: Node | None) -> bool:
 def texts(source: Source, node: Node | None) -> frozenset[str]:
     """The strings that an expression may be, if it is certainly one of some; else empty."""
     return _texts(source, node, _DEPTH)
-
-
-def the_device(source: Source) -> str | None:
-    """The device type that a file is for: the only one that it names, as a text or by `.cuda()`."""
-    known = source.cache.get("the device")
-    if known is None:
-        named = {
-            match[1]
-            for node in source.all(cst.SimpleString)
-            if (match := _DEVICE.fullmatch(strings(node) or ""))
-        }
-        if any(source.methods("cuda")) or any(
-            _is_cuda(source, n) for n in source.all(cst.Attribute)
-        ):
-            named.add("cuda")
-        known = source.cache["the device"] = named.pop() if len(named) == 1 else ""
-    assert isinstance(known, str)
-    return known or None
-
-
-def _is_cuda(source: Source, node: cst.Attribute) -> bool:
-    """`torch.cuda.amp`: no other part of `torch.cuda` says that the file is for nothing else."""
-    return source.names.path(node) == "torch.cuda.amp"
 
 
 def _flag(source: Source, node: Node, depth: int) -> bool:

@@ -20,7 +20,6 @@ __all__ = [
     "AUTOCASTS",
     "DEFAULT_DTYPE",
     "NEW_AUTOCASTS",
-    "PYTORCHS_AUTOCASTS",
     "TRAINERS",
     "Region",
     "arguments_of",
@@ -38,7 +37,6 @@ NEW_AUTOCASTS = ("torch.amp.autocast", "precast.autocast")
 AUTOCASTS = (*NEW_AUTOCASTS, "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
 """All classes that open a region; the last two have their device in their name, and are deprecated."""
 
-PYTORCHS_AUTOCASTS = frozenset(name for name in AUTOCASTS if name.startswith("torch."))
 
 DEFAULT_DTYPE = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
 """The dtype of a region that is not told one, by device type."""

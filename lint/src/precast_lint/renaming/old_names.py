@@ -1,6 +1,6 @@
 """The deprecated names of PyTorch's AMP: every use in a file, and what has to change for it to be new.
 
-Rules AMP001 to AMP007 and AMP010 each report one kind of use from here. The fixes are made together, because
+Rules AMP001 to AMP006 and AMP010 each report one kind of use from here. The fixes are made together, because
 one import may carry names of several rules; `move_fixes.py` makes them.
 
 Invariant: guarded uses, uses that the oldest supported PyTorch has no new name for, and classes that are only
@@ -118,7 +118,7 @@ def is_instance_test(source: Source, arg: cst.Arg) -> bool:
 def _classified(source: Source, node: Node, place: Node, origin: str) -> Use:
     if node is not place:
         edits = in_string(source, place, node, MOVE)
-        return Use(node, place, origin, "annotation", "AMP007", edits and (), renamed=edits)
+        return Use(node, place, origin, "annotation", "AMP006", edits and (), renamed=edits)
     parent = source.parents[node]
     old = OLD.get(origin)
     if old is None:
@@ -128,7 +128,7 @@ def _classified(source: Source, node: Node, place: Node, origin: str) -> Use:
         if has_new_arguments(source, parent, old.kind):
             # A lone text was taken for a flag that is true; beside others it has always raised.
             guess = len(parent.args) == 1 and parent.args[0].keyword is None
-            return Use(node, parent, origin, "call", "AMP106", (), unsafe=guess)
+            return Use(node, parent, origin, "call", old.code, (), unsafe=guess)
         call = call_edits(source, parent, parent.args, old.kind, old.device)
         return Use(node, parent, origin, "call", old.code, call, unsafe)
     if isinstance(parent, cst.Decorator):
@@ -137,7 +137,7 @@ def _classified(source: Source, node: Node, place: Node, origin: str) -> Use:
             with_device = (source.after(node, f"(device_type={device})"),)
             return Use(node, node, origin, "decorator", old.code, with_device)
         with_device = (source.after(node, f"({device})"),)
-        return Use(node, node, origin, "bare decorator", "AMP103", with_device, unsafe=True)
+        return Use(node, node, origin, "bare decorator", old.code, with_device, unsafe=True)
     code = "AMP010" if unsafe else "AMP006"
     return _reference(source, node, origin, code)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import without_import
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import cst, dotted
 from precast_lint.renaming import old_names
@@ -45,127 +45,6 @@ def _left_over(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, alias, message, source.fix("Import torch alone", edit))
 
 
-VALID = (
-    Case("""
-        from torch.amp import GradScaler, autocast
-    """),
-    Case("""
-        try:
-            from torch.amp import GradScaler
-        except ImportError:
-            from torch.cuda.amp import GradScaler
-    """),
-    Case("""
-        try:
-            from torch.amp import *
-        except ImportError:
-            from torch.cuda.amp import *
-    """),
-    Case(
-        """
-        from settings import modern
-
-        if modern:
-            from torch.amp import autocast
-        else:
-            from torch.cuda.amp import autocast
-        """,
-    ),
-    Case(
-        """
-        import torch.cuda.amp
-
-        kinds = [torch.cuda.amp.GradScaler]
-        """,
-        note="Something of it is used.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        from torch.cuda.amp import *
-
-        with autocast():
-            pass
-        """,
-        count=1,
-        note="Which names come from there is not known, so nothing is changed.",
-    ),
-    Case(
-        """
-        from torch.cuda.amp import (
-            GradScaler,  # the scaler
-            autocast,
-        )
-
-        scaler = GradScaler()
-        with autocast():
-            pass
-        """,
-        """
-        from torch.amp import (
-            GradScaler,  # the scaler
-            autocast,
-        )
-
-        scaler = GradScaler("cuda")
-        with autocast("cuda"):
-            pass
-        """,
-        also=("AMP001", "AMP003"),
-    ),
-    Case(
-        """
-        from torch.cuda.amp import GradScaler
-
-        __all__ = ["GradScaler"]
-        """,
-        note="Other files may import the name from here: there is no fix.",
-    ),
-    Case(
-        """
-        from torch.cuda.amp import autocast
-
-        class Region(autocast):
-            pass
-        """,
-        note="A use that can't be changed keeps the import.",
-    ),
-    Case(
-        """
-        import contextlib
-        import os
-
-        if os.environ.get("AMP"):
-            from torch.cuda.amp import autocast
-        else:
-            autocast = contextlib.nullcontext
-
-        with autocast():
-            pass
-        """,
-        count=1,
-        note="A setting is no test of the version. What the name stands for is not known, so there is no fix.",
-    ),
-    Case(
-        """
-        import torch.cuda.amp
-        import torch
-
-        with torch.amp.autocast("cuda"):
-            pass
-        """,
-        """
-        import torch
-
-        with torch.amp.autocast("cuda"):
-            pass
-        """,
-        note="Left behind when all uses are new.",
-    ),
-)
-
 RULE = Rule(
     code="AMP005",
     name="old-import",
@@ -187,6 +66,11 @@ RULE = Rule(
         "torch.cpu.amp import *",
     ),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+-import torch.cuda.amp
+ import torch
+
+ with torch.amp.autocast("cuda"):
+     pass
+""",
 )

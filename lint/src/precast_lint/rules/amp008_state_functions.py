@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.renaming.old_names import is_listed
@@ -64,114 +64,6 @@ def _fix(source: Source, node: Node, new: str, device: str) -> Fix | None:
     return source.fix(f"Use torch.{new}", source.replace(node.attr, new), first)
 
 
-VALID = (
-    Case("""
-        import torch
-
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-    """),
-    Case(
-        """
-        import torch
-
-        dtype = torch.get_autocast_gpu_dtype()
-        """,
-        min_torch="2.3",
-        note="`torch.get_autocast_dtype` is there since PyTorch 2.4.",
-    ),
-    Case("""
-        import torch
-
-        if hasattr(torch, "get_autocast_dtype"):
-            dtype = torch.get_autocast_dtype("cuda")
-        else:
-            dtype = torch.get_autocast_gpu_dtype()
-    """),
-    Case(
-        """
-        import torch
-
-        def is_on(device):
-            try:
-                return torch.is_autocast_enabled(device)
-            except TypeError:
-                return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
-        """,
-        note="Before 2.4 the function takes no device: what is in the handler is for then.",
-    ),
-    Case(
-        """
-        import torch
-
-        ignored = {torch.get_autocast_gpu_dtype, torch.is_autocast_cpu_enabled}
-        handlers = {torch.get_autocast_cpu_dtype: handle}
-        """,
-        note="Functions that are only listed: the old ones are meant.",
-    ),
-    Case(
-        """
-        import torch
-
-        kept = torch.get_autocast_gpu_dtype
-        torch.get_autocast_gpu_dtype = lambda: torch.bfloat16
-        try:
-            run()
-        finally:
-            torch.get_autocast_gpu_dtype = kept
-        """,
-        note="Another function in its place.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        if torch.is_autocast_cpu_enabled():
-            dtype = torch.get_autocast_cpu_dtype()
-        else:
-            torch.set_autocast_gpu_dtype(torch.bfloat16)
-        """,
-        """
-        import torch
-
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-        else:
-            torch.set_autocast_dtype("cuda", torch.bfloat16)
-        """,
-        count=3,
-    ),
-    Case(
-        """
-        import torch
-
-        print(f"on the CPU: {torch.is_autocast_cpu_enabled()}")
-        """,
-        """
-        import torch
-
-        print(f"on the CPU: {torch.is_autocast_enabled('cpu')}")
-        """,
-        note="In marks that do not end the text around it.",
-    ),
-    Case(
-        """
-        from torch import get_autocast_gpu_dtype
-
-        dtype = get_autocast_gpu_dtype()
-        """,
-        note="Change the import by hand: there is no fix.",
-    ),
-    Case("""
-        import torch as th
-
-        ask = th.get_autocast_xla_dtype
-    """),
-)
-
 RULE = Rule(
     code="AMP008",
     name="state-functions",
@@ -192,6 +84,10 @@ RULE = Rule(
         "autocast_ipu_",
     ),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+-print(torch.is_autocast_cpu_enabled())
++print(torch.is_autocast_enabled("cpu"))
+""",
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded
 from precast_lint.meaning.regions import AUTOCASTS
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.values import SCALERS
@@ -62,70 +62,6 @@ def _is_bound(source: Source, node: Node) -> bool:
     return any(binding.node is node for binding in source.names.bindings(node))
 
 
-VALID = (
-    Case("""
-        import amp
-
-        amp.initialize(model, optimizer)
-    """),
-    Case("""
-        from apex.normalization import FusedLayerNorm
-
-        norm = FusedLayerNorm(64)
-    """),
-    Case("""
-        try:
-            from apex import amp
-        except ImportError:
-            amp = None
-    """),
-    Case(
-        """
-        import apex
-        import torch
-
-        def initialize(model, optimizer, backend):
-            if backend == "apex":
-                return apex.amp.initialize(model, optimizer), None
-            return (model, optimizer), torch.amp.GradScaler("cuda")
-        """,
-        note="Apex is one of two ways that are offered.",
-    ),
-    Case(
-        """
-        from apex import amp
-
-        class ApexScaler:
-            def __call__(self, loss, optimizer):
-                with amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-        """,
-        note="It is there for Apex.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        try:
-            from apex import amp
-        except ImportError:
-            amp = None
-
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        """,
-        count=2,
-    ),
-    Case("""
-        import apex
-
-        parameters = apex.amp.master_params(optimizer)
-    """),
-)
-
 RULE = Rule(
     code="AMP009",
     name="apex-amp",
@@ -143,6 +79,11 @@ RULE = Rule(
     ),
     words=("apex amp",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+-from apex import amp
++import torch
+
+-model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
++scaler = torch.amp.GradScaler("cuda")
+""",
 )

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.renaming import old_names
-from precast_lint.rules.old_name_cases import INVALID, VALID
 
 __all__ = ["RULES"]
 
@@ -25,6 +24,7 @@ def _rule(
     why: str,
     fine: str,
     words: tuple[str, ...],
+    example: str,
 ) -> Rule:
     """A rule that reports the uses with its code."""
 
@@ -42,8 +42,7 @@ def _rule(
         fine=fine,
         words=words,
         check=check,
-        valid=VALID[code],
-        invalid=INVALID[code],
+        example=example,
     )
     return rule
 
@@ -61,6 +60,13 @@ RULES = (
         ),
         fine="The code has to run on PyTorch before 1.12: set `min-torch`.",
         words=("cuda autocast",),
+        example="""
+ import torch
+
+-with torch.cuda.amp.autocast():
++with torch.amp.autocast("cuda"):
+     pass
+""",
     ),
     _rule(
         code="AMP002",
@@ -70,6 +76,13 @@ RULES = (
         why="It is deprecated since PyTorch 2.4 and warns whenever it is called.",
         fine="The code has to run on PyTorch before 1.12: set `min-torch`.",
         words=("cpu autocast",),
+        example="""
+ import torch
+
+-with torch.cpu.amp.autocast():
++with torch.amp.autocast("cpu"):
+     pass
+""",
     ),
     _rule(
         code="AMP003",
@@ -79,6 +92,12 @@ RULES = (
         why="They are deprecated since PyTorch 2.4 and warn whenever they are called.",
         fine="The code has to run on PyTorch before 2.3: set `min-torch`.",
         words=("cuda GradScaler", "cpu GradScaler"),
+        example="""
+ import torch
+
+-scaler = torch.cuda.amp.GradScaler(2.0**10, enabled=use_amp)
++scaler = torch.amp.GradScaler("cuda", 2.0**10, enabled=use_amp)
+""",
     ),
     _rule(
         code="AMP004",
@@ -91,6 +110,12 @@ RULES = (
         ),
         fine="The code has to run on PyTorch before 2.4: set `min-torch`.",
         words=("custom_fwd", "custom_bwd"),
+        example="""
+ import torch
+
+-forward = torch.cuda.amp.custom_fwd(run)
++forward = torch.amp.custom_fwd(run, device_type="cuda")
+""",
     ),
     _rule(
         code="AMP006",
@@ -106,5 +131,11 @@ RULES = (
         ),
         fine="A subclass that has to run on PyTorch before 2.3.",
         words=("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd"),
+        example="""
+ import torch
+
+-assert isinstance(scaler, torch.cuda.amp.GradScaler)
++assert isinstance(scaler, torch.amp.GradScaler)
+""",
     ),
 )

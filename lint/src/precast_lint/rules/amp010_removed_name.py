@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import is_alone
 from precast_lint.meaning.guards import is_guarded, is_tried
-from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
 from precast_lint.renaming import old_names
@@ -113,132 +113,6 @@ def _without_six(source: Source, statement: cst.ImportFrom) -> Fix | None:
     return source.fix("Import from where it is", source.replace(statement, text), unsafe=True)
 
 
-VALID = (
-    Case("""
-        from math import inf
-    """),
-    Case("""
-        try:
-            from torch._six import inf
-        except ImportError:
-            from torch import inf
-    """),
-    Case(
-        """
-        import torch.amp
-        import torch.cuda.amp.grad_scaler
-        from torch.amp import autocast_mode, is_autocast_available
-        from torch.cuda.amp import common
-
-        try:
-            from torch.amp import something_new
-        except ImportError:
-            something_new = None
-        if hasattr(torch.amp, "later"):
-            torch.amp.later()
-        """,
-    ),
-    Case("""
-        try:
-            from torch import _six
-        except ImportError:
-            _six = None
-    """),
-)
-
-INVALID = (
-    Case(
-        """
-        from torch._six import container_abcs, inf, string_classes
-        """,
-        """
-        from collections import abc as container_abcs
-        from math import inf
-        string_classes = (str, bytes)
-        """,
-        unsafe=True,
-    ),
-    Case(
-        """
-        from torch.cuda.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
-
-        class Scaler(GradScaler):
-            def reset(self):
-                return _refresh_per_optimizer_state()
-        """,
-        """
-        from torch.amp.grad_scaler import _refresh_per_optimizer_state
-        from torch.cuda.amp.grad_scaler import GradScaler
-
-        class Scaler(GradScaler):
-            def reset(self):
-                return _refresh_per_optimizer_state()
-        """,
-        unsafe=True,
-        also=("AMP005", "AMP006"),
-    ),
-    Case(
-        """
-        import torch
-        from torch.cuda.amp import autocast_mode
-
-        def cast(args):
-            return autocast_mode._cast(args, torch.float16)
-        """,
-        """
-        import torch
-        from torch.amp import autocast_mode
-
-        def cast(args):
-            return autocast_mode._cast(args, "cuda", torch.float16)
-        """,
-        unsafe=True,
-        note="The new function takes the device type between the values and the dtype.",
-    ),
-    Case("""
-        import torch
-
-        if isinstance(x, torch._six.string_classes):
-            pass
-    """),
-    Case(
-        """
-        from torch.amp import GradScaler, autocats
-        from torch.cpu.amp import custom_fwd
-        """,
-        count=2,
-        note="Nothing has to use them: the import raises.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.cuda.amp.Gradscaler()
-        """,
-    ),
-    Case(
-        """
-        from torch.cuda.amp.autocast_mode import _cast
-        from torch.cuda.amp.grad_scaler import _refresh_per_optimizer_state
-        """,
-        """
-        from torch.amp.autocast_mode import _cast
-        from torch.amp.grad_scaler import _refresh_per_optimizer_state
-        """,
-        unsafe=True,
-        count=2,
-        note="Imported, and not used.",
-    ),
-    Case(
-        """
-        from torch import _six as six, nn
-
-        biggest = six.inf
-    """,
-        count=1,
-    ),
-)
-
 RULE = Rule(
     code="AMP010",
     name="removed-name",
@@ -263,6 +137,8 @@ RULE = Rule(
         "torch amp.auto",
     ),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+-from torch._six import inf
++from math import inf
+""",
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_tried
 from precast_lint.meaning.kinds import is_flag, is_number
-from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node
@@ -47,133 +47,6 @@ def _as_enabled(source: Source, arguments: Arguments, value: Node) -> Fix | None
     return source.fix("Give it by keyword", edit, unsafe=True)
 
 
-VALID = (
-    Case(
-        """
-        import torch
-
-        state = {"amp": True, "device": "cuda"}
-        scaler = torch.amp.GradScaler(state["device"], enabled=state["amp"])
-        """,
-    ),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", 2.0**10, enabled=True)
-        old = torch.cuda.amp.GradScaler(2.0**10, 2.0, 0.5, 2000, True)
-    """),
-    Case(
-        """
-        import torch
-
-        def make(device, init_scale, amp, config):
-            return [
-                torch.amp.GradScaler(device),
-                torch.amp.GradScaler(init_scale),
-                torch.amp.GradScaler(amp),
-                torch.amp.GradScaler(config.fp16),
-            ]
-        """,
-        note="What these are is not known.",
-    ),
-    Case("""
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
-    """),
-    Case("""
-        from mine import GradScaler
-
-        scaler = GradScaler(1024.0)
-    """),
-    Case("""
-        try:
-            from torch.amp import GradScaler
-        except ImportError:
-            from torch.cuda.amp import GradScaler
-
-        scaler = GradScaler(1024.0)
-    """),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler(2.0**10)
-        """,
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", 2.0**10)
-        """,
-        unsafe=True,
-    ),
-    Case(
-        """
-        from torch.amp import GradScaler
-
-        def make(use_amp: bool, scale=1024.0):
-            return GradScaler(use_amp), GradScaler(scale, 2.0, enabled=use_amp)
-        """,
-        """
-        from torch.amp import GradScaler
-
-        def make(use_amp: bool, scale=1024.0):
-            return GradScaler(enabled=use_amp), GradScaler("cuda", scale, 2.0, enabled=use_amp)
-        """,
-        unsafe=True,
-        count=2,
-    ),
-    Case(
-        """
-        import torch
-
-        def make(args):
-            first = torch.amp.GradScaler(args.scale * 1.0)
-            return first, torch.amp.GradScaler(2**args.bits)
-        """,
-        """
-        import torch
-
-        def make(args):
-            first = torch.amp.GradScaler("cuda", args.scale * 1.0)
-            return first, torch.amp.GradScaler("cuda", 2**args.bits)
-        """,
-        unsafe=True,
-        count=2,
-    ),
-    Case(
-        """
-        from torch.cuda.amp import GradScaler
-
-        scaler = GradScaler(torch_dtype == "float16")
-        """,
-        """
-        from torch.cuda.amp import GradScaler
-
-        scaler = GradScaler(enabled=torch_dtype == "float16")
-        """,
-        unsafe=True,
-        note="A scale of True is 1, and one of False is 0: all gradients are lost.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", (not debug))
-        """,
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=(not debug))
-        """,
-        unsafe=True,
-    ),
-)
-
 RULE = Rule(
     code="AMP107",
     name="scaler-device-slot",
@@ -188,6 +61,10 @@ RULE = Rule(
     fine="Never: the argument does nothing, or not what it is for.",
     words=("GradScaler",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+-scaler = torch.amp.GradScaler(2.0**10)
++scaler = torch.amp.GradScaler("cuda", 2.0**10)
+""",
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from precast_lint.meaning.guards import is_guarded, is_tried
 from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.meaning.tensor_values import is_tensor
-from precast_lint.model import Applicability, Case, Edit, Finding, Rule, Severity
+from precast_lint.model import Applicability, Edit, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
 
@@ -141,152 +141,6 @@ def _is_entered(source: Source, node: Node) -> bool:
     return isinstance(source.parents[node], cst.WithItem)
 
 
-VALID = (
-    Case("""
-        import contextlib
-        import torch
-
-        def run(amp):
-            region = torch.autocast("cuda") if amp else contextlib.nullcontext()
-            with region:
-                pass
-            other = torch.autocast("cuda")
-            other.__enter__()
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.autocast("cpu"))
-            return torch.autocast("cuda")
-    """),
-    Case("""
-        import torch
-
-        region = torch.autocast("cuda")
-
-        class Trainer:
-            region = torch.autocast("cuda")
-
-            def __init__(self):
-                self.region = torch.autocast("cuda")
-    """),
-    Case(
-        """
-        import torch
-
-        def is_supported():
-            try:
-                torch.autocast("cuda", dtype=torch.bfloat16)
-            except RuntimeError:
-                return False
-            return True
-        """,
-        note="It is there to see whether it can be made.",
-    ),
-    Case("""
-        import pytest
-        import torch
-
-        def test_it():
-            with pytest.raises(RuntimeError):
-                torch.autocast("nothing")
-    """),
-    Case("""
-        import torch
-
-        with torch.no_grad(), amp and torch.autocast("cuda"):
-            pass
-    """),
-    Case(
-        """
-        import torch
-
-        def train(model, make, x):
-            step = torch.autocast("cuda")(make(model))
-            forward = torch.autocast("cuda")(model)
-            compiled = torch.autocast("cuda")(torch.compile(model))
-            return step(x) + forward(x) + compiled(x)
-        """,
-        note="It decorates functions.",
-    ),
-    Case("""
-        import torch
-
-        with torch.cuda.device_count() and torch.autocast("cuda"):
-            pass
-    """),
-)
-
-INVALID = (
-    Case("""
-        import torch
-
-        def train(model, x):
-            torch.autocast("cuda")
-            return model(x)
-    """),
-    Case("""
-        from torch.cuda.amp import autocast
-
-        def train(model, x):
-            region = autocast()
-            return model(x)
-    """),
-    Case(
-        """
-        import torch
-
-        with torch.no_grad() and torch.autocast("cuda"):
-            pass
-        with torch.autocast("cuda")  and  torch.no_grad(), open("x") as file:
-            pass
-        with torch.autocast("cuda") and other():
-            pass
-        """,
-        """
-        import torch
-
-        with torch.no_grad(), torch.autocast("cuda"):
-            pass
-        with torch.autocast("cuda"), torch.no_grad(), open("x") as file:
-            pass
-        with torch.autocast("cuda") and other():
-            pass
-        """,
-        unsafe=True,
-        count=3,
-        note="The first is often met: gradients are kept all the same.",
-    ),
-    Case(
-        """
-        import torch
-
-        region = torch.autocast("cuda")
-
-        def train(model, x, y):
-            model.train()
-            loss = torch.autocast("cuda")(torch.nn.functional.mse_loss(model(x), y))
-            other = region(model(x))
-            last = region(loss_of(x, y))
-            last.backward()
-        """,
-        count=3,
-        note="What is given has been computed by then.",
-    ),
-    Case(
-        """
-        import torch
-
-        with torch.cuda.device(0) and torch.autocast("cuda"):
-            pass
-        """,
-        """
-        import torch
-
-        with torch.cuda.device(0), torch.autocast("cuda"):
-            pass
-        """,
-        unsafe=True,
-    ),
-)
-
 RULE = Rule(
     code="AMP113",
     name="region-never-entered",
@@ -305,6 +159,11 @@ RULE = Rule(
     fine="It is made only to see whether it can be.",
     words=("autocast",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+-with torch.no_grad() and torch.autocast("cuda"):
++with torch.no_grad(), torch.autocast("cuda"):
+     pass
+""",
 )

@@ -13,7 +13,6 @@ from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.scopes import elements
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
-from precast_lint.rules.no_scaler_cases import INVALID, VALID
 from precast_lint.training_step.flow import Say, flows
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.propagated import has_no_grad
@@ -252,6 +251,19 @@ RULE = Rule(
     fine="The gradients are known to be large enough, or something that the rule can't see scales the loss.",
     words=("autocast backward( .step(",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+ optimizer = torch.optim.SGD(model.parameters(), 0.1)
++scaler = torch.amp.GradScaler("cuda")
+ for batch in batches:
+     optimizer.zero_grad()
+     with torch.autocast("cuda", dtype=torch.float16):
+         loss = model(batch).mean()
+-    loss.backward()
+-    optimizer.step()
++    scaler.scale(loss).backward()
++    scaler.step(optimizer)
++    scaler.update()
+""",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.regions import regions
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
@@ -52,156 +52,6 @@ def _is_for_cpu(source: Source, call: cst.Call, arguments: Arguments) -> bool:
     return device is not None and strings(device) == "cpu"
 
 
-VALID = (
-    Case(
-        """
-        import torch
-
-        def train(cfg, model, opt, loader):
-            dtype = torch.bfloat16 if cfg.bf16 else torch.float16
-            scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-            for x, y in loader:
-                opt.zero_grad()
-                with torch.autocast("cuda", dtype=dtype):
-                    loss = model(x, y)
-                scaler.scale(loss).backward()
-                scaler.step(opt)
-                scaler.update()
-        """,
-    ),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(batch)
-        scaler.scale(loss).backward()
-    """),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-        with torch.autocast("cuda", dtype=dtype):
-            loss = model(batch)
-        scaler.scale(loss).backward()
-        """,
-        note="The usual way to write a program for both.",
-    ),
-    Case("""
-        import torch
-
-        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-        scaler = torch.amp.GradScaler("cuda")
-        with torch.autocast("cuda", dtype=dtype):
-            loss = model(batch)
-        scaler.scale(loss).backward()
-    """),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda") if half else None
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(batch)
-        if scaler:
-            scaler.scale(loss).backward()
-    """),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=False)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(batch)
-        scaler.scale(loss).backward()
-    """),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(batch)
-        scaler.scale(loss).backward()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            evaluate(model)
-    """),
-)
-
-INVALID = (
-    Case(
-        """
-        import enum
-        import torch
-
-        class Precision(enum.Enum):
-            FP16 = torch.float16
-            BF16 = torch.bfloat16
-
-        def train(net, opt, loader):
-            scaler = torch.amp.GradScaler("cuda")
-            for x in loader:
-                with torch.autocast("cuda", dtype=Precision.BF16.value):
-                    loss = net(x).mean()
-                scaler.scale(loss).backward()
-                scaler.step(opt)
-                scaler.update()
-                opt.zero_grad()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-        from torch.cuda.amp import GradScaler, autocast
-
-        class Trainer:
-            def __init__(self):
-                self.scaler = GradScaler()
-
-            def step(self, batch):
-                with autocast(dtype=torch.bfloat16):
-                    loss = self.model(batch)
-                self.scaler.scale(loss).backward()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        if __name__ == "__main__":
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    loss = model(batch)
-                scaler.scale(loss).backward()
-        """,
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cpu")
-        for batch in batches:
-            with torch.autocast("cpu"):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-        """,
-    ),
-)
-
 RULE = Rule(
     code="AMP202",
     name="scaler-with-bfloat16",
@@ -219,6 +69,16 @@ RULE = Rule(
         "GradScaler cpu scale(",
     ),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+-scaler = torch.amp.GradScaler("cuda")
+ with torch.autocast("cuda", dtype=torch.bfloat16):
+     loss = model(batch)
+-scaler.scale(loss).backward()
+-scaler.step(optimizer)
+-scaler.update()
++loss.backward()
++optimizer.step()
+""",
 )

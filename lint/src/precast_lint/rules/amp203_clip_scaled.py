@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from precast_lint.editing.lines import block_of, insert_before, line_of, remove
-from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
-from precast_lint.rules import clip_cases, clip_method_cases
-from precast_lint.rules.object_cases import CLIP_INVALID, CLIP_VALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
@@ -273,79 +271,6 @@ def _fix(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:
     return source.fix("Unscale the gradients before, once", edit, taken, unsafe=True)
 
 
-_WITHOUT_SCALER = (
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer, scaler, args):
-            for batch in batches:
-                optimizer.zero_grad()
-                loss = model(batch)
-                if scaler is not None:
-                    scaler.scale(loss).backward()
-                else:
-                    loss.backward()
-                if args.a:
-                    print("a")
-                if args.b:
-                    print("b")
-                if args.c:
-                    print("c")
-                if args.d:
-                    print("d")
-                if args.e:
-                    print("e")
-                if args.f:
-                    print("f")
-                if args.g:
-                    print("g")
-                if args.h:
-                    print("h")
-                if scaler is None:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                    scaler.update()
-
-        scaler = torch.amp.GradScaler("cuda") if amp else None
-        train(model, batches, optimizer, scaler, args)
-        """,
-        note="Of many tests the one for the scaler is remembered longest.",
-    ),
-    Case(
-        """
-        import torch
-
-        def backward(loss, scaler):
-            if scaler is not None:
-                scaler.scale(loss).backward()
-            else:
-                loss.backward()
-
-        def train(model, batches, optimizer, scaler, limit):
-            for batch in batches:
-                optimizer.zero_grad()
-                with torch.autocast("cuda"):
-                    loss = model(batch)
-                backward(loss, scaler)
-                if scaler is not None:
-                    scaler.unscale_(optimizer)
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-                    optimizer.step()
-
-        scaler = torch.amp.GradScaler("cuda") if amp else None
-        train(model, batches, optimizer, scaler, 1.0)
-        """,
-        note="Without a scaler nothing is scaled, in the function that is called either.",
-    ),
-)
-
 RULE = Rule(
     code="AMP203",
     name="clip-scaled-gradients",
@@ -363,6 +288,15 @@ RULE = Rule(
     fine="The gradients are unscaled in code that the rule can't see.",
     words=("clip_grad scale(", ".grad scale("),
     check=check,
-    valid=(*_WITHOUT_SCALER, *clip_cases.VALID, *clip_method_cases.VALID, *CLIP_VALID),
-    invalid=(*clip_cases.INVALID, *clip_method_cases.INVALID, *CLIP_INVALID),
+    example="""
+ import torch
+
+ scaler = torch.amp.GradScaler("cuda")
+ for batch in batches:
+     scaler.scale(model(batch)).backward()
++    scaler.unscale_(optimizer)
+     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+     scaler.step(optimizer)
+     scaler.update()
+""",
 )

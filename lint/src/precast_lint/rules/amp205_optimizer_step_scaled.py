@@ -13,8 +13,6 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
-from precast_lint.rules.object_cases import STEP_INVALID
-from precast_lint.rules.optimizer_step_cases import INVALID, VALID
 from precast_lint.training_step.flow import Flow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
@@ -300,6 +298,16 @@ RULE = Rule(
     fine="The gradients are unscaled in code that the rule can't see.",
     words=("scale( .step(",),
     check=check,
-    valid=VALID,
-    invalid=(*INVALID, *STEP_INVALID),
+    example="""
+ import torch
+
+ optimizer = torch.optim.SGD(model.parameters(), 0.1)
+ scaler = torch.amp.GradScaler("cuda")
+ for batch in batches:
+     optimizer.zero_grad()
+     scaler.scale(model(batch)).backward()
+-    optimizer.step()
++    scaler.step(optimizer)
+     scaler.update()
+""",
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.callers import calls_of
 from precast_lint.meaning.functions import followed_call
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.values import SCALERS
@@ -114,207 +114,6 @@ def _is_in_loop(
     return caller is not None and is_handed and _runs_in_loop(source, caller, given, depth - 1)
 
 
-VALID = (
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            scaler.scale(model(batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    """),
-    Case(
-        """
-        import torch
-
-        for fold in range(5):
-            optimizer = torch.optim.SGD(models[fold].parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(models[fold](batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        """,
-        note="One for each training.",
-    ),
-    Case(
-        """
-        import torch
-
-        for enabled in (False, True):
-            model, optimizer = make()
-            scaler = torch.amp.GradScaler("cuda", enabled=enabled)
-            scaler.scale(model(batch)).backward()
-            scaler.step(optimizer)
-        """,
-        note="Each round has an optimizer of its own.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
-                self.scaler = None
-
-            def step(self, batch):
-                if self.scaler is None:
-                    self.scaler = torch.amp.GradScaler("cuda")
-                self.scaler.scale(self.model(batch)).backward()
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-
-            def train(self, batches):
-                for batch in batches:
-                    self.step(batch)
-        """,
-        note="Made when it is first needed.",
-    ),
-    Case("""
-        import torch
-
-        def train(model, batches):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-
-        for model in models:
-            train(model, batches)
-    """),
-    Case(
-        """
-        import torch
-
-        def train(model, opt, batches):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                if scaler.get_scale() < 1:
-                    scaler = torch.amp.GradScaler("cuda", init_scale=1024)
-                scaler.scale(model(batch)).backward()
-                scaler.step(opt)
-                scaler.update()
-        """,
-        note="Made anew when the scale has become too small.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        for batch in batches:
-            optimizer.zero_grad()
-            scaler = torch.amp.GradScaler("cuda")
-            with torch.autocast("cuda"):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def step(model, optimizer, batch):
-            scaler = torch.amp.GradScaler("cuda")
-            with torch.autocast("cuda"):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-        def train(model, optimizer, batches):
-            for batch in batches:
-                step(model, optimizer, batch)
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def make_scaler():
-            return torch.amp.GradScaler("cuda", init_scale=1024)
-
-        for batch in batches:
-            scaler = make_scaler()
-            scaler.scale(model(batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, batches):
-                for batch in batches:
-                    self.scaler = torch.amp.GradScaler("cuda")
-                    self.optimizer.zero_grad()
-                    self.scaler.scale(self.model(batch)).backward()
-                    self.scaler.step(self.optimizer)
-                    self.scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, loader, opt):
-            scaler = torch.amp.GradScaler("cuda")
-            for x in loader:
-                scaler = torch.amp.GradScaler("cuda")
-                opt.zero_grad()
-                with torch.autocast("cuda"):
-                    loss = model(x).mean()
-                scaler.scale(loss).backward()
-                scaler.step(opt)
-                scaler.update()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        class Step:
-            def __init__(self, model, optimizer):
-                self.model, self.optimizer = model, optimizer
-
-            def __call__(self, batch):
-                scaler = torch.amp.GradScaler("cuda")
-                self.optimizer.zero_grad()
-                scaler.scale(self.model(batch)).backward()
-                scaler.step(self.optimizer)
-                scaler.update()
-
-        def train(model, optimizer, batches):
-            step = Step(model, optimizer)
-            for batch in batches:
-                step(batch)
-        """,
-        count=1,
-        note="The object that steps is called in a loop.",
-    ),
-)
-
 RULE = Rule(
     code="AMP209",
     name="scaler-made-in-loop",
@@ -329,6 +128,14 @@ RULE = Rule(
     fine="Each round of the loop is a training of its own.",
     words=("GradScaler scale( .step(",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
++scaler = torch.amp.GradScaler("cuda")
+ for batch in batches:
+-    scaler = torch.amp.GradScaler("cuda")
+     scaler.scale(model(batch)).backward()
+     scaler.step(optimizer)
+     scaler.update()
+""",
 )

@@ -12,10 +12,7 @@ from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
-from precast_lint.rules.checkpoint_cases import INVALID, VALID
-from precast_lint.rules.checkpoint_load_cases import LOAD_INVALID
 from precast_lint.rules.checkpoint_loads import SCALER_NAME, key_loaded, loads
-from precast_lint.rules.object_cases import SAVE_INVALID
 from precast_lint.training_step.flow import Flow, flows
 from precast_lint.training_step.flow_events import is_optimizer, key
 from precast_lint.training_step.protocol import is_plain
@@ -419,6 +416,17 @@ RULE = Rule(
     fine="The state is saved elsewhere, or a few skipped steps do not matter.",
     words=("GradScaler torch.save state_dict", "GradScaler import save state_dict"),
     check=check,
-    valid=VALID,
-    invalid=(*INVALID, *LOAD_INVALID, *SAVE_INVALID),
+    example="""
+ import torch
+
+ def train(model, optimizer, batches, path):
+     scaler = torch.amp.GradScaler("cuda")
+     for batch in batches:
+         scaler.scale(model(batch)).backward()
+         scaler.step(optimizer)
+         scaler.update()
+-    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
++    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "scaler": scaler.state_dict()}
+     torch.save(state, path)
+""",
 )

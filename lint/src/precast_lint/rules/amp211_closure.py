@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import cst
 from precast_lint.parsing.values import SCALERS
@@ -45,74 +45,6 @@ def _is_off(source: Source, owner: cst.CSTNode) -> bool:
     return any(isinstance(value, cst.Name) and value.value == "False" for value in found)
 
 
-VALID = (
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        scaler.step(optimizer)
-        other.step(optimizer, closure)
-    """),
-    Case("""
-        import torch
-
-        optimizer = torch.optim.LBFGS(model.parameters())
-        scaler = torch.amp.GradScaler("cuda")
-        scaler.scale(loss).backward()
-        scaler.step(others)
-        optimizer.step(closure)
-    """),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda", enabled=False)
-        scaler.step(optimizer, closure=closure)
-    """),
-    Case(
-        """
-        import torch
-
-        class Wrapped:
-            def __init__(self, optimizer):
-                self.optimizer = optimizer
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def step(self, closure=None):
-                self.scaler.step(self.optimizer, closure)
-                self.scaler.update()
-        """,
-        note="It hands on what it gets, which is nothing unless somebody gives it a closure.",
-    ),
-)
-
-INVALID = (
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        scaler.step(optimizer, closure=closure)
-    """),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        scaler.step(optimizer, lambda: model(batch))
-    """),
-    Case("""
-        from torch.cuda.amp import GradScaler
-        from torch.optim import LBFGS
-
-        class Trainer:
-            def __init__(self, model):
-                self.optimizer = LBFGS(model.parameters())
-                self.scaler = GradScaler()
-
-            def step(self, loss):
-                self.scaler.scale(loss).backward()
-                self.scaler.step(self.optimizer)
-    """),
-)
-
 RULE = Rule(
     code="AMP211",
     name="scaler-step-closure",
@@ -130,6 +62,11 @@ RULE = Rule(
         ".scale( .step(",
     ),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+ scaler = torch.amp.GradScaler("cuda")
+-scaler.step(optimizer, closure)
++scaler.step(optimizer)
+""",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.tensors import constant
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Flow
@@ -72,78 +72,6 @@ def _is_beside_number(source: Source, node: Node, whole: Node) -> bool:
     return False
 
 
-VALID = (
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            with torch.autocast("cuda"):
-                loss = model(batch)
-            scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
-            inverse = 1.0 / scaler.get_scale()
-            with torch.autocast("cuda"):
-                loss = loss + sum((g * inverse).square().sum() for g in scaled).sqrt()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    """),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        gradients = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-        scaler.scale(loss + gradients[0].norm()).backward()
-    """),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        gradients = torch.autograd.grad(scaler.scale(loss), parameters)
-        torch._foreach_copy_(buffers, gradients)
-    """),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        class Training:
-            def __init__(self, critic):
-                self.critic = critic
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def penalty(self, x):
-                with torch.autocast("cuda"):
-                    score = self.critic(x)
-                scaled = self.scaler.scale(score.sum())
-                gradient = torch.autograd.grad(scaled, x, create_graph=True)[0]
-                return ((gradient.norm(2, dim=1) - 1) ** 2).mean()
-        """,
-        count=1,
-        note="Its caller cannot unscale the gradients any more.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            with torch.autocast("cuda"):
-                loss = model(batch)
-            gradients = torch.autograd.grad(
-                outputs=scaler.scale(loss), inputs=model.parameters(), create_graph=True
-            )
-            loss = loss + sum(g.square().sum() for g in gradients).sqrt()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        count=1,
-    ),
-)
-
 RULE = Rule(
     code="AMP213",
     name="penalty-of-scaled-gradients",
@@ -158,6 +86,15 @@ RULE = Rule(
     fine="The gradients are unscaled in code that the rule can't see.",
     words=("autograd scale(",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+ scaler = torch.amp.GradScaler("cuda")
+ with torch.autocast("cuda"):
+     score = critic(x).sum()
+-gradient = torch.autograd.grad(scaler.scale(score), x, create_graph=True)[0]
++gradient = torch.autograd.grad(scaler.scale(score), x, create_graph=True)[0] / scaler.get_scale()
+ loss = (gradient.norm(2, dim=1) - 1).square().mean()
+ scaler.scale(loss).backward()
+""",
 )

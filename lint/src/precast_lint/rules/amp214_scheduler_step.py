@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Flow, Say, flows
@@ -94,179 +94,6 @@ def _is_beside(flow: Flow, node: object, steps: list[Event]) -> bool:
     return same and is_step and not (event.instance or "").endswith(_BY_RESULT)
 
 
-VALID = (
-    Case("""
-        import torch
-
-        def train(model, batches):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scale = scaler.get_scale()
-                scaler.step(optimizer)
-                scaler.update()
-                if scaler.get_scale() >= scale:
-                    scheduler.step()
-    """),
-    Case(
-        """
-        import torch
-
-        def train(model, epochs, batches):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-            scaler = torch.amp.GradScaler("cuda")
-            for epoch in range(epochs):
-                for batch in batches:
-                    scaler.scale(model(batch)).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-                scheduler.step()
-        """,
-        note="Once an epoch.",
-    ),
-    Case("""
-        import torch
-
-        def train(model, batches):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
-            scaler = torch.amp.GradScaler("cuda", enabled=False)
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scheduler.step()
-    """),
-    Case("""
-        import torch
-        from mine import get_schedule
-
-        def train(model, batches, optimizer):
-            scaler = torch.amp.GradScaler("cuda")
-            schedule = get_schedule(optimizer, 100, 1000)
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(**batch).loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                schedule.step()
-    """),
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-        for batch in batches:
-            scaler.scale(model(batch)).backward()
-            scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            if norm.isfinite():
-                scheduler.step()
-    """),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-        from torch.optim.lr_scheduler import OneCycleLR
-
-        def train(model, batches):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scheduler = OneCycleLR(optimizer, 0.1, len(batches))
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                scheduler.step()
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches):
-            '''Trains a network with skip connections.'''
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                scaler.scale(model(batch)).backward()
-                scheduler.step()
-                scaler.step(optimizer)
-                scaler.update()
-                print(f"scale {scaler.get_scale()}")
-        """,
-    ),
-    Case(
-        """
-        import torch
-        from torch.optim.lr_scheduler import OneCycleLR
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.Adam(model.parameters())
-                self.scheduler = OneCycleLR(self.optimizer, 0.1, 100)
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def step(self, loss):
-                self.optimizer.zero_grad()
-                self.scaler.scale(loss).backward()
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-                self.scheduler.step()
-
-            def train(self, batches):
-                for batch in batches:
-                    self.step(self.model(batch))
-        """,
-        note="The loop is around the call.",
-    ),
-    Case("""
-        import torch
-        from transformers import get_linear_schedule_with_warmup
-
-        def train(model, batches, optimizer):
-            scaler = torch.amp.GradScaler("cuda")
-            scheduler = get_linear_schedule_with_warmup(optimizer, 100, 1000)
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(**batch).loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                scheduler.step()
-    """),
-    Case(
-        """
-        import torch
-
-        def train(model, batches):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            schedulers = [
-                torch.optim.lr_scheduler.LinearLR(optimizer),
-                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-            ]
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                optimizer.zero_grad()
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                for scheduler in schedulers:
-                    scheduler.step()
-        """,
-        count=1,
-    ),
-)
-
 RULE = Rule(
     code="AMP214",
     name="scheduler-after-skipped-step",
@@ -281,6 +108,19 @@ RULE = Rule(
     fine="A few steps more or less do not matter to the schedule.",
     words=("schedule .step( scale(",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+ scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, len(batches))
+ scaler = torch.amp.GradScaler("cuda")
+ for batch in batches:
+     optimizer.zero_grad()
+     scaler.scale(model(batch)).backward()
++    scale = scaler.get_scale()
+     scaler.step(optimizer)
+     scaler.update()
+-    scheduler.step()
++    if scaler.get_scale() >= scale:
++        scheduler.step()
+""",
 )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.model import Applicability, Case, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow import Flow, Say
@@ -153,275 +153,6 @@ def _scales(source: Source, call: cst.Call, text: str) -> bool:
     return [source.code(arg.value) for arg in call.args] == [text]
 
 
-VALID = (
-    Case("""
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            optimizer.zero_grad()
-            scaler.scale(main_loss).backward(retain_graph=True)
-            scaler.scale(other_loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    """),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            critic_loss.backward()
-            critic_optimizer.step()
-            scaler.scale(actor_loss).backward()
-            scaler.step(actor_optimizer)
-            scaler.update()
-        """,
-        note="Other parameters, another optimizer.",
-    ),
-    Case("""
-        import torch
-
-        def train(model, batches, optimizer, amp):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                loss = model(batch)
-                if amp:
-                    scaler.scale(loss).backward()
-                else:
-                    loss.backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    """),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer, amp):
-            scaler = torch.amp.GradScaler("cuda") if amp == "float16" else None
-            for batch in batches:
-                loss = model(batch)
-                if amp == "float16":
-                    scaler.scale(loss).backward()
-                if scaler is None:
-                    loss.backward()
-                if scaler:
-                    scaler.step(optimizer)
-                    scaler.update()
-                optimizer.zero_grad()
-        """,
-        note="Alternatives, though their tests are written in two ways.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            scaler.scale(loss).backward()
-            (penalty * scaler.get_scale()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        """,
-        note="Scaled by hand.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            probe_loss.backward()
-            sensitivity = batch.grad.clone()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        note="The gradients of the first are not what steps.",
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer, scaler):
-            for batch in batches:
-                model(batch).backward()
-                optimizer.first_step(zero_grad=True)
-                scaler.scale(model(batch)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                for p in model.parameters():
-                    p.grad.zero_()
-        """,
-        note="What another method of the optimizer does is not known.",
-    ),
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            critic_loss.backward()
-            loss = critic.step()
-            scaler.scale(actor_loss).backward()
-            scaler.step(actor)
-            scaler.update()
-            actor.zero_grad()
-        """,
-        note="Whatever steps may be an optimizer.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-            penalty = 1e-4 * sum(p.square().sum() for p in model.parameters())
-            penalty.backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        for batch in batches:
-            optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = model(batch)
-            scaler.scale(loss).backward()
-            penalty = 1e-4 * sum(p.square().sum() for p in model.parameters())
-            scaler.scale(penalty).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        unsafe=True,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer, scaler, every):
-            for i, batch in enumerate(batches):
-                loss = model(batch) / every
-                scaler.scale(loss).backward()
-                loss.backward()
-                if i % every == 0:
-                    scaler.unscale_(optimizer)
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    scaler.step(optimizer)
-                    scaler.update()
-                    optimizer.zero_grad()
-        """,
-        count=1,
-        note="The same loss twice: one of the two is to go, and there is no fix.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Trainer:
-            def __init__(self, model):
-                self.model = model
-                self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def step(self, batch):
-                self.regularize()
-                self.scaler.scale(self.model(batch)).backward()
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-                self.optimizer.zero_grad()
-
-            def regularize(self):
-                orthogonality(self.model).backward()
-        """,
-        count=1,
-        note="Methods of the same class are followed.",
-    ),
-    Case(
-        """
-        import torch
-
-        def train(model, batches, optimizer, auxiliary):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                loss, aux = model(batch)
-                scaler.scale(loss).backward(retain_graph=True)
-                if auxiliary:
-                    aux.backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        """,
-        """
-        import torch
-
-        def train(model, batches, optimizer, auxiliary):
-            scaler = torch.amp.GradScaler("cuda")
-            for batch in batches:
-                loss, aux = model(batch)
-                scaler.scale(loss).backward(retain_graph=True)
-                if auxiliary:
-                    scaler.scale(aux).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        """,
-        unsafe=True,
-    ),
-    Case(
-        """
-        import torch
-
-        def train(env, net, optimizer, steps):
-            scaler = torch.amp.GradScaler("cuda")
-            profiler = torch.profiler.profile()
-            state, _ = env.reset()
-            for _ in range(steps):
-                state, reward, done, *_ = env.step(net.act(state))
-                policy, value = net.losses(state, reward)
-                optimizer.zero_grad()
-                scaler.scale(policy).backward(retain_graph=True)
-                value.backward()
-                scaler.step(optimizer)
-                scaler.update()
-                profiler.step()
-        """,
-        """
-        import torch
-
-        def train(env, net, optimizer, steps):
-            scaler = torch.amp.GradScaler("cuda")
-            profiler = torch.profiler.profile()
-            state, _ = env.reset()
-            for _ in range(steps):
-                state, reward, done, *_ = env.step(net.act(state))
-                policy, value = net.losses(state, reward)
-                optimizer.zero_grad()
-                scaler.scale(policy).backward(retain_graph=True)
-                scaler.scale(value).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                profiler.step()
-        """,
-        unsafe=True,
-        count=1,
-        note="The environment and the profiler have steps, too.",
-    ),
-)
-
 RULE = Rule(
     code="AMP215",
     name="scaled-and-plain-gradients",
@@ -440,6 +171,19 @@ RULE = Rule(
     fine="The plain loss is for parameters that the optimizer does not have.",
     words=("backward( scale( .step(",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+ scaler = torch.amp.GradScaler("cuda")
+ for batch in batches:
+     optimizer.zero_grad()
+     with torch.autocast("cuda", dtype=torch.float16):
+         loss = model(batch)
+     scaler.scale(loss).backward()
+     penalty = 1e-4 * sum(p.square().sum() for p in model.parameters())
+-    penalty.backward()
++    scaler.scale(penalty).backward()
+     scaler.step(optimizer)
+     scaler.update()
+""",
 )

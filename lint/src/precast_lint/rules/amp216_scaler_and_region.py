@@ -11,7 +11,6 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.parsing.values import SCALERS
-from precast_lint.rules.scaler_and_region_cases import INVALID, VALID
 from precast_lint.training_step.flow_events import key
 
 __all__ = ["RULE"]
@@ -250,6 +249,17 @@ RULE = Rule(
     fine="The flag is never off where the region is on.",
     words=("GradScaler enabled scale( autocast",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+ def train(model, batches, optimizer, amp):
+     scaler = torch.amp.GradScaler("cuda", enabled=amp)
+     for batch in batches:
+-        with torch.autocast("cuda", dtype=torch.float16):
++        with torch.autocast("cuda", dtype=torch.float16, enabled=amp):
+             loss = model(batch)
+         scaler.scale(loss).backward()
+         scaler.step(optimizer)
+         scaler.update()
+""",
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.callers import is_called_in_region
 from precast_lint.meaning.regions import AUTOCASTS, region_in_force
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
@@ -66,141 +66,6 @@ def _opens_region(source: Source, home: cst.ClassDef) -> bool:
     )
 
 
-VALID = (
-    Case("""
-        import torch
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with torch.autocast("cuda"):
-            loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-    """),
-    Case("""
-        import torch
-
-        with torch.autocast("cuda", enabled=False):
-            optimizer.step()
-    """),
-    Case(
-        """
-        import torch
-
-        with torch.autocast("cuda"):
-            env.step(action)
-            latents = self.scheduler.step(noise, t, latents)
-            profiler.step()
-            self.optimizer_scheduler.step()
-        """,
-        note="Many things have a method of this name.",
-    ),
-    Case("""
-        import torch
-
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        with torch.autocast("cuda"):
-            scheduler.step()
-    """),
-    Case(
-        """
-        import torch
-        from torch.optim.lr_scheduler import LRScheduler
-
-        class Warmup(LRScheduler):
-            def step(self, epoch=None):
-                self.last_epoch += 1
-
-        class Muon(torch.optim.Optimizer):
-            @torch.no_grad()
-            def step(self, closure=None):
-                with torch.autocast("cuda", enabled=False):
-                    self.orthogonalise()
-
-        class Simulation:
-            def step(self):
-                self.time += 1
-
-        muon = Muon(model.parameters())
-        warmup = Warmup(muon)
-        world = Simulation()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            world.step()
-            warmup.step()
-            muon.step()
-        """,
-        note="An optimizer that opens a region of its own sees to that.",
-    ),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        def train(model, x, optimizer):
-            scaler = torch.amp.GradScaler("cuda")
-            with torch.autocast("cuda"):
-                scaler.scale(model(x).mean()).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        """,
-        """
-        import torch
-
-        def train(model, x, optimizer):
-            scaler = torch.amp.GradScaler("cuda")
-            with torch.autocast("cuda"):
-                scaler.scale(model(x).mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        unsafe=True,
-    ),
-    Case(
-        """
-        import torch
-
-        opt = torch.optim.AdamW(model.parameters())
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            for x in batches:
-                model(x).mean().backward()
-                opt.step()
-                self.optimizer_d.step()
-        """,
-        count=2,
-    ),
-    Case(
-        """
-        import torch
-        from torch.optim import Optimizer
-
-        class Orthogonal(Optimizer):
-            def __init__(self, params, lr=0.02):
-                super().__init__(params, dict(lr=lr))
-
-        class Muon(Orthogonal):
-            @torch.no_grad()
-            def step(self, closure=None):
-                for p in self.param_groups[0]["params"]:
-                    p.sub_(p.grad @ p.grad.T @ p.grad)
-
-        def autocast():
-            return torch.autocast("cuda", dtype=torch.bfloat16)
-
-        def train(model, batches):
-            muon = Muon(model.parameters())
-            for x in batches:
-                with autocast():
-                    loss = model(x).mean()
-                loss.backward()
-                with autocast():
-                    muon.step()
-        """,
-        count=1,
-        note="An optimizer of the file's own, in a region that it does not need.",
-    ),
-)
-
 RULE = Rule(
     code="AMP302",
     name="step-in-region",
@@ -216,6 +81,16 @@ RULE = Rule(
     fine="The optimizer works element by element, and the region ends before the next forward.",
     words=("autocast .step(",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+ def train(model, x, optimizer):
+     scaler = torch.amp.GradScaler("cuda")
+     with torch.autocast("cuda"):
+         scaler.scale(model(x).mean()).backward()
+-        scaler.step(optimizer)
+-        scaler.update()
++    scaler.step(optimizer)
++    scaler.update()
+""",
 )

@@ -14,7 +14,6 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
-from precast_lint.rules.loss_outside_cases import INVALID, VALID
 from precast_lint.rules.loss_target import handed, is_low
 from precast_lint.training_step.flow_events import key
 from precast_lint.training_step.propagated import has_no_grad, is_propagated
@@ -311,6 +310,14 @@ RULE = Rule(
     ),
     words=("autocast backward",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+ import torch.nn.functional as F
+
+ with torch.autocast("cuda"):
+     out = model(x)
+-loss = F.cross_entropy(out, y)
++    loss = F.cross_entropy(out, y)
+ loss.backward()
+""",
 )

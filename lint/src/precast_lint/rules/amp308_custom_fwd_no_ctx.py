@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.functions import CUSTOM_FWD, functions, methods_of
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import cst
 
@@ -39,112 +39,6 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, decorator, _ON_A_MODULE, severity=Severity.WARNING)
 
 
-VALID = (
-    Case("""
-        import torch
-
-        class Square(torch.autograd.Function):
-            @staticmethod
-            @torch.amp.custom_fwd(device_type="cuda")
-            def forward(ctx, x):
-                return x * x
-
-        class Net(torch.nn.Module):
-            @torch.autocast("cuda", enabled=False)
-            def forward(self, x):
-                return Square.apply(x)
-    """),
-    Case(
-        """
-        import precast
-        import torch
-
-        class Square(torch.autograd.Function):
-            @staticmethod
-            @precast.custom_fwd(device_type="cuda")
-            def forward(x):
-                return x * x
-
-            @staticmethod
-            def setup_context(ctx, inputs, output):
-                ctx.save_for_backward(*inputs)
-        """,
-        note="precast's works with both styles.",
-    ),
-    Case("""
-        import torch
-
-        class Square(torch.autograd.Function):
-            @staticmethod
-            def forward(x):
-                return x * x
-
-            @staticmethod
-            def setup_context(ctx, inputs, output):
-                ctx.save_for_backward(*inputs)
-    """),
-    Case("""
-        import torch
-        from mine import Layer
-
-        class Net(Layer):
-            @torch.amp.custom_fwd(device_type="cuda")
-            def forward(self, x):
-                return x
-    """),
-    Case("""
-        import torch
-        from torch import nn
-
-        class Head(nn.Sequential):
-            @torch.autocast("cuda", enabled=False)
-            def forward(self, x):
-                return super().forward(x.float())
-    """),
-)
-
-INVALID = (
-    Case("""
-        import torch
-
-        class Square(torch.autograd.Function):
-            @staticmethod
-            @torch.amp.custom_fwd(device_type="cuda")
-            def forward(x):
-                return x * x
-
-            @staticmethod
-            def setup_context(ctx, inputs, output):
-                ctx.save_for_backward(*inputs)
-
-            @staticmethod
-            @torch.amp.custom_bwd(device_type="cuda")
-            def backward(ctx, grad):
-                return grad
-    """),
-    Case(
-        """
-        from torch import nn
-        from torch.cuda.amp import custom_fwd
-
-        class Net(nn.Module):
-            @custom_fwd(cast_inputs=torch.float32)
-            def forward(self, x):
-                return x.softmax(-1)
-        """,
-        note="A warning: what it does to the inputs happens to be right. A region that is off and a cast say so.",
-    ),
-    Case("""
-        import torch
-        from torch import nn
-
-        class Head(nn.Sequential):
-            @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
-            def forward(self, x):
-                return super().forward(x)
-    """),
-)
-
 RULE = Rule(
     code="AMP308",
     name="custom-fwd-without-ctx",
@@ -160,6 +54,14 @@ RULE = Rule(
     fine="It is on a module, casts its inputs, and works.",
     words=("custom_fwd",),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ from torch import nn
+ from torch.cuda.amp import custom_fwd
+
+ class Net(nn.Module):
+-    @custom_fwd(cast_inputs=torch.float32)
+     def forward(self, x):
+-        return x.softmax(-1)
++        return x.float().softmax(-1)
+""",
 )

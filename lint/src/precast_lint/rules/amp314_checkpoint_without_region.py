@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.functions import Method, functions
-from precast_lint.model import Applicability, Case, Finding, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
@@ -106,249 +106,6 @@ def _runs(backward: Method, call: cst.Call, kept: set[str]) -> bool:
     return bool(wanted & kept)
 
 
-VALID = (
-    Case(
-        """
-        import torch
-
-        class Sum(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, hooks, sizes, x):
-                ctx.hooks, ctx.sizes = hooks, sizes
-                ctx.sizes = list(sizes)
-                return sum(x[size] for size in sizes)
-
-            @staticmethod
-            def backward(ctx, grad):
-                with torch.enable_grad():
-                    for hook in ctx.hooks:
-                        hook(grad)
-                    for size in ctx.sizes:
-                        grad = torch.cat([grad, grad.new_zeros(size)])
-                return None, None, grad
-        """,
-        note="Forward runs no element of the list.",
-    ),
-    Case("""
-        import torch
-        from torch.utils.checkpoint import checkpoint
-
-        def forward(block, x):
-            return checkpoint(block, x, use_reentrant=False)
-    """),
-    Case("""
-        import torch
-
-        class Checkpoint(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, run, x):
-                ctx.run, ctx.x = run, x
-                ctx.on = torch.is_autocast_enabled("cuda")
-                ctx.run = run
-                with torch.no_grad():
-                    return ctx.run(x)
-
-            @staticmethod
-            def backward(ctx, grad):
-                x = ctx.x.detach().requires_grad_()
-                with torch.enable_grad(), torch.autocast("cuda", enabled=ctx.on):
-                    y = ctx.run(x)
-                return None, *torch.autograd.grad(y, x, grad)
-    """),
-    Case(
-        """
-        import torch
-
-        class Checkpoint(torch.autograd.Function):
-            @staticmethod
-            @torch.amp.custom_fwd(device_type="cuda")
-            def forward(ctx, run, x):
-                ctx.run = run
-                ctx.x = x
-                with torch.no_grad():
-                    return run(x)
-
-            @staticmethod
-            @torch.amp.custom_bwd(device_type="cuda")
-            def backward(ctx, grad):
-                x = ctx.x.detach().requires_grad_()
-                with torch.enable_grad():
-                    y = ctx.run(x)
-                return None, *torch.autograd.grad(y, x, grad)
-        """,
-        note="`custom_bwd` enters the region of the forward.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Scaled(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, size):
-                ctx.size = size
-                ctx.save_for_backward(x)
-                return x * size
-
-            @staticmethod
-            def backward(ctx, grad):
-                (x,) = ctx.saved_tensors
-                with torch.enable_grad():
-                    y = x.detach().requires_grad_() * ctx.size
-                return grad * ctx.size, None
-        """,
-        note="Nothing that was given is run.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Hook(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, then, x):
-                ctx.then = then
-                return x
-
-            @staticmethod
-            def backward(ctx, grad):
-                with torch.enable_grad():
-                    ctx.then(grad)
-                return None, grad
-        """,
-        note="Forward has not run it.",
-    ),
-    Case("""
-        import torch
-
-        class Block(torch.nn.Module):
-            def forward(self, run, x):
-                self.run = run
-                return run(x)
-
-            def backward(self, x):
-                with torch.enable_grad():
-                    return self.run(x)
-    """),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        class Chain(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, blocks, x, *params):
-                ctx.blocks = list(blocks)
-                ctx.save_for_backward(x)
-                with torch.no_grad():
-                    for block in blocks:
-                        x = block(x)
-                return x
-
-            @staticmethod
-            def backward(ctx, grad):
-                (x,) = ctx.saved_tensors
-                blocks = ctx.blocks
-                with torch.enable_grad():
-                    y = x = x.detach().requires_grad_()
-                    for i, block in enumerate(blocks):
-                        y = block(y)
-                torch.autograd.backward(y, grad)
-                return None, x.grad
-
-        class Reversible(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, *blocks):
-                with torch.no_grad():
-                    for block in blocks:
-                        x = block(x)
-                ctx.blocks, ctx.y = blocks, x.detach()
-                ctx.blocks = blocks
-                return x
-
-            @staticmethod
-            def backward(ctx, grad):
-                for block in ctx.blocks[::-1]:
-                    with torch.enable_grad():
-                        y = block(ctx.y)
-                return grad, *(None for _ in ctx.blocks)
-        """,
-        count=2,
-        note="A list of functions.",
-    ),
-    Case(
-        """
-        import torch
-
-        class Checkpoint(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, run_function, length, *args):
-                ctx.run_function = run_function
-                ctx.inputs = list(args[:length])
-                ctx.params = list(args[length:])
-                with torch.no_grad():
-                    return ctx.run_function(*ctx.inputs)
-
-            @staticmethod
-            def backward(ctx, *grads):
-                inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
-                with torch.enable_grad():
-                    outputs = ctx.run_function(*inputs)
-                found = torch.autograd.grad(outputs, inputs + ctx.params, grads, allow_unused=True)
-                return (None, None) + found
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch as th
-        from torch.autograd import Function
-
-        class Recompute(Function):
-            @staticmethod
-            def forward(ctx, layer, x):
-                ctx.layer = layer
-                ctx.save_for_backward(x)
-                with th.no_grad():
-                    y = layer(x)
-                return y
-
-            @staticmethod
-            def backward(ctx, grad):
-                (x,) = ctx.saved_tensors
-                layer = ctx.layer
-                with th.enable_grad():
-                    x = x.detach().requires_grad_()
-                    y = layer(x)
-                y.backward(grad)
-                return None, x.grad
-        """,
-        count=1,
-    ),
-    Case(
-        """
-        import torch
-
-        class Reversible(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, block):
-                ctx.block = block
-                ctx.save_for_backward(x)
-                with torch.no_grad():
-                    return block(x)
-
-            @staticmethod
-            def backward(ctx, grad):
-                x = ctx.saved_tensors[0].detach().requires_grad_()
-                with torch.set_grad_enabled(True):
-                    y = ctx.block(x)
-                y.backward(grad)
-                return x.grad, None
-        """,
-        count=1,
-    ),
-)
-
 RULE = Rule(
     code="AMP314",
     name="checkpoint-without-region",
@@ -367,6 +124,25 @@ RULE = Rule(
     fine="The model is cast by hand, and no region is ever around it.",
     words=("Function enable_grad backward", "Function set_grad_enabled backward"),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+ class Reversible(torch.autograd.Function):
+     @staticmethod
++    @torch.amp.custom_fwd(device_type="cuda")
+     def forward(ctx, x, block):
+         ctx.block = block
+         ctx.save_for_backward(x)
+         with torch.no_grad():
+             return block(x)
+
+     @staticmethod
++    @torch.amp.custom_bwd(device_type="cuda")
+     def backward(ctx, grad):
+         x = ctx.saved_tensors[0].detach().requires_grad_()
+         with torch.enable_grad():
+             y = ctx.block(x)
+         y.backward(grad)
+         return x.grad, None
+""",
 )

@@ -19,7 +19,6 @@ from precast_lint.meaning.tensors import (
 from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, children, cst
-from precast_lint.rules.softmax_cases import INVALID, VALID
 
 __all__ = ["RULE"]
 
@@ -299,6 +298,10 @@ RULE = Rule(
     fine="The values are known to be small.",
     words=("torch exp( sum(", "torch exp_( sum(", "torch exp( functional normalize( p=1"),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+-weights = torch.exp(x) / torch.exp(x).sum(dim=-1, keepdim=True)
++weights = torch.softmax(x, dim=-1)
+""",
 )

@@ -20,7 +20,6 @@ from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import elements
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
-from precast_lint.rules.log_cases import INVALID, VALID
 
 __all__ = ["RULE"]
 
@@ -306,6 +305,10 @@ RULE = Rule(
         *("torch log1p( sigmoid(", "torch log1p( Sigmoid("),
     ),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+-y = torch.log(torch.softmax(x, dim=1))
++y = torch.log_softmax(x, dim=1)
+""",
 )

@@ -19,7 +19,6 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
-from precast_lint.rules.mask_cases import INVALID, VALID
 
 __all__ = ["RULE"]
 
@@ -244,6 +243,11 @@ RULE = Rule(
         *("finfo(torch.float", "finfo(np.float", "torch -9999", "torch -100000", "torch 10**"),
     ),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
+ import torch
+
+ scores = torch.matmul(q, k.transpose(-2, -1)) / d**0.5
+-scores = scores.masked_fill(mask == 0, -1e9)
++scores = scores.masked_fill(mask == 0, torch.finfo(scores.dtype).min)
+""",
 )

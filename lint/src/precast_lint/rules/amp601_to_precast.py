@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import without_import
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Applicability, Case, Edit, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Edit, Finding, Fix, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.renaming.move_fixes import exported, group_key, groups_of, share
@@ -108,186 +108,6 @@ def _together(source: Source, alias: Node, fixes: list[Fix]) -> Fix | None:
     return source.fix(_MOVE.message, edits - added, change, unsafe=unsafe)
 
 
-VALID = (
-    Case("""
-        import precast
-
-        with precast.autocast("cpu"):
-            pass
-    """),
-    Case(
-        """
-        import torch
-
-        def is_scaler(value):
-            return isinstance(value, torch.amp.GradScaler)
-        """,
-        note="precast's scaler is an instance of PyTorch's class, so this holds for both.",
-    ),
-    Case("""
-        import torch
-
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-    """),
-)
-
-INVALID = (
-    Case(
-        """
-        import torch
-
-        scaler = torch.amp.GradScaler("cuda")
-        with torch.autocast("cuda", torch.float16):
-            pass
-        """,
-        """
-        import precast
-        import torch
-
-        scaler = precast.GradScaler("cuda")
-        with precast.autocast("cuda", torch.float16):
-            pass
-        """,
-        count=2,
-    ),
-    Case(
-        """
-        import torch
-
-        with torch.amp.autocast("cpu"):
-            pass
-        """,
-        """
-        import precast
-
-        with precast.autocast("cpu"):
-            pass
-        """,
-        note="Nothing else of PyTorch is used, so its import goes.",
-    ),
-    Case(
-        """
-        import os, torch as th
-        import precast
-
-        def f(scaler: "th.amp.GradScaler"):
-            with th.autocast("cpu"):
-                pass
-        """,
-        """
-        import os
-        import precast
-
-        def f(scaler: "precast.GradScaler"):
-            with precast.autocast("cpu"):
-                pass
-        """,
-        count=2,
-    ),
-    Case(
-        """
-        from functools import partial
-        from torch import amp, nn
-        from torch.amp.grad_scaler import GradScaler, OptState
-
-        class Square(nn.Module):
-            @amp.custom_fwd(device_type="cuda")
-            def forward(self, x):
-                return x
-
-        make = partial(GradScaler, "cuda")
-        """,
-        """
-        from functools import partial
-        import precast as amp
-        from torch import nn
-        from precast import GradScaler
-        from torch.amp.grad_scaler import OptState
-
-        class Square(nn.Module):
-            @amp.custom_fwd(device_type="cuda")
-            def forward(self, x):
-                return x
-
-        make = partial(GradScaler, "cuda")
-        """,
-    ),
-    Case(
-        """
-        from torch.amp import autocast, is_autocast_available
-
-        region = autocast
-        with region("cpu"):
-            print(is_autocast_available("cpu"))
-        """,
-        """
-        from precast import autocast
-        from torch.amp import is_autocast_available
-
-        region = autocast
-        with region("cpu"):
-            print(is_autocast_available("cpu"))
-        """,
-        unsafe=True,
-    ),
-    Case("""
-        import torch
-
-        class Scaler(torch.amp.GradScaler):
-            pass
-    """),
-    Case(
-        """
-        import torch
-        from torch import GradScaler
-
-        scaler = GradScaler("cuda")
-        other = torch.GradScaler("cpu")
-        x = torch.ones(3)
-        """,
-        """
-        import precast
-        import torch
-        from precast import GradScaler
-
-        scaler = GradScaler("cuda")
-        other = precast.GradScaler("cpu")
-        x = torch.ones(3)
-        """,
-    ),
-    Case(
-        """
-        import os
-
-        import numpy as np
-        import torch
-        from numpy import pi
-
-        from mine import model
-
-        x = np.ones(int(pi))
-        with torch.autocast("cuda"):
-            model(os, torch.tensor(x))
-        """,
-        """
-        import os
-
-        import numpy as np
-        import precast
-        import torch
-        from numpy import pi
-
-        from mine import model
-
-        x = np.ones(int(pi))
-        with precast.autocast("cuda"):
-            model(os, torch.tensor(x))
-        """,
-        note="The import stands where isort puts it.",
-    ),
-)
-
 RULE = Rule(
     code="AMP601",
     name="to-precast",
@@ -302,7 +122,13 @@ RULE = Rule(
     fine="It is off unless it is asked for by its code, its name, or `--to precast`; `ALL` does not select it.",
     words=("torch autocast", "torch GradScaler", "torch custom_fwd", "torch custom_bwd"),
     check=check,
-    valid=VALID,
-    invalid=INVALID,
+    example="""
++import precast
+ import torch
+
+-with torch.autocast("cuda", torch.float16):
++with precast.autocast("cuda", torch.float16):
+     pass
+""",
     default=False,
 )

@@ -28,7 +28,7 @@ __all__ = [
 # What the engine itself reports: code -> name.
 ENGINE = {"AMP900": "syntax-error", "AMP901": "unused-suppression"}
 # What `fix --to precast` selects. The first is a choice, not a fault: only its own code or name selects it.
-TO_PRECAST = ("AMP601", "AMP001", "AMP002", "AMP003", "AMP004", "AMP005", "AMP006", "AMP007")
+TO_PRECAST = ("AMP601", "AMP001", "AMP002", "AMP003", "AMP004", "AMP005", "AMP006")
 _PACKAGE = "precast_lint.rules"
 
 

@@ -6,7 +6,7 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow_events import key
 
-__all__ = ["counted_test", "counts"]
+__all__ = ["counts"]
 
 
 def counts(source: Source, test: Node, depth: int = 2) -> bool:
@@ -33,27 +33,3 @@ def counts(source: Source, test: Node, depth: int = 2) -> bool:
         if value is not None and depth and counts(source, value, depth - 1):
             return True
     return False
-
-
-def counted_test(source: Source, node: Node, loop: Node) -> Node | None:
-    """The test of a counter under which a node runs in a loop, or behind which it does: `if i % 4: continue`."""
-    inner = node
-    for outer in source.around(node):
-        if outer is loop:
-            return None
-        if isinstance(outer, cst.If) and inner is not outer.test and counts(source, outer.test):
-            return outer
-        if isinstance(outer, cst.IndentedBlock):
-            block: list[Node] = list(outer.body)
-            for line in block[: block.index(inner)] if inner in block else ():
-                if isinstance(line, cst.If) and _goes_on(line) and counts(source, line.test):
-                    return line
-        inner = outer
-    return None
-
-
-def _goes_on(line: cst.If) -> bool:
-    """Whether a test goes on to the next round."""
-    last = line.body.body[-1] if line.body.body else None
-    inner = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last
-    return isinstance(inner, cst.Continue)

@@ -20,7 +20,6 @@ from functools import cached_property
 from typing import TypeVar
 
 from precast_lint.meaning.functions import followed_call
-from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
@@ -159,46 +158,6 @@ class Flow:
         )
         return made and "." not in name and not self.leaks(name)
 
-    def is_seen(self, name: str, *methods: str) -> bool:
-        """Whether a scaler can be followed to its last use: nobody else calls these methods of one, as far as is seen.
-
-        It is made here and never leaks; or calls of this file hand it to this function, or a class without foreign
-        bases, or the top level of the file, makes it, and no other function of the file calls these methods of any
-        scaler.
-        """
-        if self.is_owned(name):
-            return True
-        return self._is_of_file(name) and not any(
-            call not in self._methods_seen and self.source.instance(owner) in SCALERS
-            for call, owner, _ in self.source.methods(*methods)
-        )
-
-    def _is_of_file(self, name: str) -> bool:
-        values = self.source.values
-        node = next((n for n in self.nodes if self._is(n, name)), None)
-        if isinstance(node, cst.Name):
-            binding = self.source.names.only_binding(node)
-            if binding is not None and self._is_of_top_level(node, binding):
-                return True
-            is_handed = binding is not None and values.handed.is_handed(binding)
-            return is_handed and self.is_local(name) and not self.leaks(name)
-        home, attribute = self._home(name)
-        if not isinstance(home, cst.ClassDef) or self.leaks(name):
-            return False
-        made = values.attributes(home).get(attribute, [])
-        is_made = any(_is_made(value) for value, _ in made) or (
-            any(note is not None for _, note in made) and self._is_constructed(home)
-        )
-        return values.family.is_of_file(home) and is_made
-
-    def _is_constructed(self, home: cst.ClassDef) -> bool:
-        """Whether this file makes objects of one of its classes."""
-        return any(
-            (binding := self.source.names.only_binding(call.func)) is not None
-            and binding.node is home
-            for call in self.source.all(cst.Call)
-        )
-
     def _home(self, name: str) -> tuple[Node | None, str]:
         """The class of this file to which an attribute belongs, of self or of another object, and the attribute."""
         owner, _, attribute = name.rpartition(".")
@@ -213,14 +172,6 @@ class Flow:
         if not name:
             return []
         return [node for node in self.nodes if self._is(node, name)]
-
-    def _is_of_top_level(self, name: cst.Name, binding: Binding) -> bool:
-        """Whether the top level of the file makes it, and no place in the file hands it to others."""
-        home = self.source.scopes.scope_of[name].home(name.value)
-        if home is None or not isinstance(home.node, cst.Module) or binding.kind != "assign":
-            return False
-        places = self.source.scopes.references(home, name.value)
-        return isinstance(binding.value, cst.Call) and not any(map(self._leaks_at, places))
 
     def has_all(self, name: str, method: str) -> bool:
         """Whether this function makes all calls of a method of what it owns, or of an attribute of its class."""

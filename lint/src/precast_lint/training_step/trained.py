@@ -16,8 +16,6 @@ from precast_lint.training_step.flow_events import is_optimizer, key
 
 __all__ = [
     "Models",
-    "cast_dtype",
-    "cast_model",
     "home",
     "names_of",
     "optimizers_of",
@@ -204,40 +202,3 @@ def home(source: Source, node: Node, name: str) -> Node | None:
         if found is source.scopes.module:
             return None
     return source.function(node)
-
-
-def cast_dtype(source: Source, call: cst.Call, arguments: Arguments) -> str | None:
-    """The lower precision that a call casts to: `x.half()`, `x.to(torch.float16)`, `x.to("cuda", torch.float16)`."""
-    assert isinstance(call.func, cst.Attribute)
-    name = call.func.attr.value
-    if name in _METHODS:
-        return None if call.args else _METHODS[name]
-    if name != "to" or arguments.starred:
-        return None
-    given = (arguments.get("dtype"), *arguments.positional)
-    found = (_LOW.get(source.origin(value) or "") for value in given)
-    return next((dtype for dtype in found if dtype), None)
-
-
-def cast_model(source: Source, call: cst.Call, owner: Node, models: Models) -> Node | None:
-    """The name of the trained model that a call casts: `model.half()`, `model = Net().half().cuda()`."""
-    if _is_one(source, owner, models):
-        return owner
-    outer: Node = call
-    while isinstance(source.parents[outer], (cst.Attribute, cst.Call)):
-        outer = source.parents[outer]
-    parent = source.parents[outer]
-    if isinstance(parent, cst.Return):
-        root = _uncast(outer)
-        return next((one for one in (outer, root) if _is_one(source, one, models)), None)
-    if not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
-        return None
-    target = parent.targets[0].target
-    # of a name that gets a tensor later on it says nothing: only what is made here
-    is_made = isinstance(owner, cst.Call) or (key(source, target) or "").startswith("self.")
-    return target if is_made and _is_one(source, target, models) else None
-
-
-def _is_one(source: Source, node: Node, models: Models) -> bool:
-    text = key(source, node) or ""
-    return (text, home(source, node, text)) in models
