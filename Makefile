@@ -10,9 +10,9 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 CLIENTS := .venvs/clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 # Tests of what is not part of the package: the site, benchmarks, tools, examples, layout, and what other tests rest on.
-# Three files beside them are about the package, and `make test` runs them: public names, the wheel, and faults.
+# Two files beside them are about the package, and `make test` runs them: public names and the wheel.
 PROJECT_TESTS := tests/browser tests/attack/test_runner.py tests/conformance/test_compare.py \
-	$(filter-out %/test_faults.py %/test_package.py %/test_public.py,$(wildcard tests/project/test_*.py))
+	$(filter-out %/test_package.py %/test_public.py,$(wildcard tests/project/test_*.py))
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start some hundred programs; without bytecode on disk each compiles precast, which takes as long as the rest.
@@ -82,7 +82,7 @@ test-package: $(STAMP)  ## the wheel and the source distribution in empty enviro
 test-versions: $(STAMP)  ## both groups of tests on the oldest and the newest PyTorch that is supported
 	$(BIN)/python -m tools.versions
 
-attack: $(NATIVE)  ## every scenario of tests/attack with three fresh seeds; writes what it found to docs/reliability.md
+attack: $(NATIVE)  ## every scenario of tests/attack with three fresh seeds; writes the counts to docs/reliability.md
 	$(BIN)/python -m tests.attack --seeds 3 --write
 
 conformance: $(NATIVE)  ## all that is compared with PyTorch, and ten thousand random programs; writes docs/conformance.md
@@ -128,7 +128,7 @@ ci: $(NATIVE)  ## everything CI runs (the layer test and the docs examples are p
 		lint types docs test-package $(CLIENTS_STAMP)
 	$(MAKE) test test-reference test-project test-clients
 
-bench: $(NATIVE) $(CLIENTS_STAMP)  ## all that has a target, beside torch.autocast, in some twenty minutes; writes docs/performance.md
+bench: $(NATIVE) $(CLIENTS_STAMP)  ## all that has a target, beside torch.autocast, in some twenty minutes; writes docs/figures.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks.check --write

@@ -18,17 +18,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from benchmarks import (
     clients,
-    demos,
     elsewhere,
-    growth,
     models,
     observing,
     overhead,
-    packages,
     page,
-    shipping,
-    starting,
-    stepping,
     targets,
 )
 from benchmarks.tables import about, print_rows
@@ -89,9 +83,8 @@ def _rounds(default: int | None) -> Callable[[Any], Any]:
 def main(context: click.Context, rounds: int | None, output: Output) -> None:
     """Measure precast beside torch.autocast, in one process, in turns.
 
-    Without COMMAND: overhead (with the reference engine too, in a process of its own), demos, models, observing, steps,
-    shipping (converted models, packages, the start of a process), and the clients that have a target, in their
-    environment. What has a target gets a verdict.
+    Without COMMAND: overhead (also with the reference engine, in a separate process), models, observing, and the
+    clients that have a target, in their environment. Each target is judged.
     """
     if context.invoked_subcommand is None:
         _measure(_all(rounds), output)
@@ -106,27 +99,14 @@ def _all(rounds: int | None) -> Suites:
         )
     return {
         **suites,
-        "demos": Suite(lambda: iter(demos.run(rounds=rounds or demos.ROUNDS))),
         **_models(rounds or models.ROUNDS),
         "observing": Suite(lambda: observing.run(rounds=rounds or _ROUNDS_OF_OBSERVING)),
-        "steps": Suite(lambda: stepping.run(rounds=rounds or _ROUNDS_OF_STEPS)),
-        **_shipped(rounds),
         "clients": Suite(lambda: elsewhere.clients(rounds or overhead.ROUNDS)),
     }
 
 
-def _shipped(rounds: int | None, only: tuple[str, ...] = ()) -> Suites:
-    return {
-        "shipping": Suite(lambda: shipping.run(rounds=rounds or shipping.ROUNDS, only=only)),
-        "packages": Suite(lambda: packages.run(rounds=rounds or packages.ROUNDS, only=only)),
-        "start": Suite(
-            lambda: starting.run(rounds=min(rounds or starting.ROUNDS, starting.ROUNDS))
-        ),
-    }
-
-
-_ROUNDS_OF_REFERENCE, _ROUNDS_OF_OBSERVING, _ROUNDS_OF_STEPS = 7, 9, 9
-"""Fewer than by themselves: all of it is to end within twenty minutes."""
+_ROUNDS_OF_REFERENCE, _ROUNDS_OF_OBSERVING = 7, 9
+"""Fewer than in the separate commands, so that all suites end within twenty minutes."""
 
 
 @main.command("overhead")
@@ -137,46 +117,12 @@ def _overhead(rounds: int, output: Output) -> None:
     _measure({"overhead": Suite(lambda: overhead.run(rounds=rounds))}, output)
 
 
-@main.command("demos")
-@_rounds(demos.ROUNDS)
-@_output
-def _demos(rounds: int, output: Output) -> None:
-    """A training step of the demos, as the demos train."""
-    _measure({"demos": Suite(lambda: iter(demos.run(rounds=rounds)))}, output)
-
-
 @main.command("observing")
 @_rounds(observing.ROUNDS)
 @_output
 def _observing(rounds: int, output: Output) -> None:
     """What watching a training step costs: traced, counted, monitored."""
     _measure({"observing": Suite(lambda: observing.run(rounds=rounds))}, output)
-
-
-@main.command("steps")
-@_rounds(stepping.ROUNDS)
-@click.option(
-    "--millions", multiple=True, type=float, help="Of numbers that are stepped; 10, 25 and 100."
-)
-@click.option("--steps-only", is_flag=True, help="No training steps.")
-@_output
-def _steps(rounds: int, millions: tuple[float, ...], steps_only: bool, output: Output) -> None:
-    """An optimizer's step in one pass beside PyTorch's, alone and in the training of a decoder."""
-    shapes = () if steps_only else stepping.SHAPES
-    run = partial(
-        stepping.run, rounds=rounds, millions=millions or stepping.MILLIONS, shapes=shapes
-    )
-    _measure({"steps": Suite(run)}, output)
-
-
-@main.command("shipping")
-@_rounds(None)
-@click.option("--only", multiple=True, help="Cases with this in their name; all if none is given.")
-@_output
-def _shipping(rounds: int | None, only: tuple[str, ...], output: Output) -> None:
-    """Converted and exported models and packages beside 16 bits by hand; the start of a process."""
-    suites = _shipped(rounds, only)
-    _measure({name: suite for name, suite in suites.items() if name != "start" or not only}, output)
 
 
 @main.command("clients")
@@ -206,7 +152,7 @@ def _clients(
 
 @main.command("models")
 @_rounds(models.ROUNDS)
-@click.option("--only", multiple=True, help="Cases with this in their name; or: growth.")
+@click.option("--only", multiple=True, help="Cases with this in their name.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--threads", default=1, show_default=True, help="Of PyTorch on the CPU.")
 @_output
@@ -233,17 +179,12 @@ def _models(
     threads: int = 1,
 ) -> Suites:
     where = device or torch.device("cpu")
-    suites = {
+    return {
         "models": Suite(
             lambda: models.run(rounds=rounds, only=only, device=where, threads=threads),
             models.comparisons(only, where),
         )
     }
-    if not only or "growth" in only:
-        suites["growth"] = Suite(
-            lambda: growth.run(rounds=rounds, device=where, threads=threads), growth.COMPARISONS
-        )
-    return suites
 
 
 def _measure(suites: Suites, output: Output) -> None:

@@ -9,7 +9,7 @@ import io
 from typing import Any
 
 from benchmarks.models import title
-from benchmarks.variants import BASELINE, LOWER_GRADIENTS, WORKS
+from benchmarks.variants import BASELINE, WORKS
 
 __all__ = ["png"]
 
@@ -18,7 +18,6 @@ _COLORS = {
     "precast": "#d1570a",
     "attached": "#1f6feb",
     "attached + lean": "#1a7f37",
-    LOWER_GRADIENTS: "#8250df",
     "by hand": "#1f2328",
 }
 _MARKS = dict.fromkeys(_COLORS, "o") | {"float32": "s", "by hand": "|"}

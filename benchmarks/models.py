@@ -27,7 +27,6 @@ from benchmarks.variants import (
     GENERATION_IN_INFERENCE_MODE,
     INFERENCE,
     LEAN,
-    LOWER_GRADIENTS,
     TRAINING,
     Prepared,
     Setting,
@@ -89,7 +88,7 @@ def _decoders() -> Iterator[tuple[str, Case]]:
         training = (TRAINING,) if batch == 1 else ()
         generation = (GENERATION,) if batch * length == 1 else ()
         make = _on_any(networks.decoder, 1024, batch, length)
-        case = Case(make, (INFERENCE, *training, *generation), _JUDGED, (LEAN, LOWER_GRADIENTS))
+        case = Case(make, (INFERENCE, *training, *generation), _JUDGED, (LEAN,))
         yield f"decoder 1024, {batch}x{length}", case
 
 

@@ -1,4 +1,4 @@
-"""The measured part of docs/performance.md, tables and a chart, made from the JSON of `python -m benchmarks`.
+"""The page docs/figures.md, tables and a chart, made from the JSON of `python -m benchmarks`.
 
 The generated part of the page stands between two comments; what is around it is written by hand.
 """
@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks import chart
 from benchmarks.models import title
 from benchmarks.sections import put
-from benchmarks.shipping_page import shipped
 from benchmarks.targets import NOT_MET, summary, written
 from benchmarks.variants import ACCUMULATION, BASELINE, TRAINING, kinds
 from precast._internal.atomic_write import replace
@@ -22,7 +21,7 @@ __all__ = ["BEGIN", "DATA", "END", "PAGE", "render", "write"]
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PICTURE, DATA = (
-    DOCS / "performance.md",
+    DOCS / "figures.md",
     DOCS / "images" / "models.png",
     DOCS / "data" / "benchmarks.json",
 )
@@ -48,7 +47,7 @@ def render(data: dict[str, Any]) -> str:
     for row in data["rows"]:
         if row.get("case") != "all":
             by_name[row["benchmark"]].append(row)
-    rows, grown = by_name["models"], by_name["models growth"]
+    rows = by_name["models"]
     machine = data["machine"]
     return "\n".join(
         [
@@ -56,11 +55,11 @@ def render(data: dict[str, Any]) -> str:
             _machine(machine),
             *_failed(data["rows"]),
             "",
-            "### Targets",
+            "## Targets",
             "",
             *_targets(by_name["targets"]),
             "",
-            "### A call",
+            "## A call",
             "",
             "Microseconds. PyTorch's side runs with all kernels of precast off the dispatcher.",
             "",
@@ -71,39 +70,26 @@ def render(data: dict[str, Any]) -> str:
             *_calls_growth(by_name["growth"]),
             *_memory(by_name["memory"]),
             "",
-            "### A training step of the demos",
-            "",
-            "With Adam, at the demos' sizes; the ratio is to `torch.autocast` and PyTorch's scaler.",
-            "",
-            *_demos(by_name["demos"]),
-            "",
             *_clients(by_name["clients"]),
-            "### Whole networks",
+            "## Whole networks",
             "",
             "![Time of each variant as a ratio to torch.autocast; left is faster](images/models.png)",
             "",
-            "#### Time",
+            "### Time",
             "",
             f"Milliseconds of `{BASELINE}`, and ratios to it (interquartile range).",
             "",
             *_times(rows),
             *_left_out(rows),
             "",
-            "#### Memory and casts of one step",
+            "### Memory and casts of one step",
             "",
             "Peak of tensor memory, MiB; number of casts and the MiB they write.",
             "",
             *_needs(rows),
             "",
             *_parts(rows),
-            "#### Growth",
-            "",
-            "Microseconds, how often the first size's, and the ratio to `torch.autocast`.",
-            "",
-            *_growth(grown),
-            "",
             *_watching(by_name["observing"]),
-            *shipped(by_name["shipping"], by_name["packages"], by_name["start"]),
         ]
     )
 
@@ -171,14 +157,6 @@ def _memory(rows: Sequence[Row]) -> Iterator[str]:
         yield _line([row["case"], row["engine"], f"{row['regions']:,}", grown])
 
 
-def _demos(rows: Sequence[Row]) -> Iterator[str]:
-    yield _line(["demo", "variant", "ms", "spread", "ratio"])
-    yield "|---|---|---|---|---|"
-    for row in rows:
-        figures = f"{row['median_ms']:.1f}", f"{row['iqr_ms']:.1f}", f"{row['ratio']:.3f}"
-        yield _line([row["case"], row["kind"], *figures])
-
-
 def _targets(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         yield "None was judged."
@@ -198,7 +176,7 @@ def _clients(rows: Sequence[Row]) -> Iterator[str]:
     if not any("ratio" in row for row in rows):
         return
     shown = list(dict.fromkeys(row["kind"] for row in rows if "ratio" in row))
-    yield "### Programs of other libraries"
+    yield "## Programs of other libraries"
     yield ""
     yield "Models of transformers, with nothing but `precast.install()`, as ratios to the first `torch.autocast`."
     yield ""
@@ -224,7 +202,7 @@ def _parts(rows: Sequence[Row]) -> Iterator[str]:
     if not chosen:
         return
     parts = list(chosen[0]["parts_ms"])
-    yield "#### What the time of one step goes into"
+    yield "### What the time of one step goes into"
     yield ""
     yield "Milliseconds under PyTorch's profiler, which adds some to each operation. Outside of operations are"
     yield "Python, the dispatcher, and what precast does."
@@ -258,19 +236,10 @@ def _needs(rows: Sequence[Row]) -> Iterator[str]:
             yield _line([network, work, *(_need(found.get(kind)) for kind in _KINDS)])
 
 
-def _growth(rows: Sequence[Row]) -> Iterator[str]:
-    shown = list(dict.fromkeys(row["kind"] for row in rows if "ratio" in row))
-    yield _line(["with", *shown])
-    yield "|---|" + "---|" * len(shown)
-    for axis, size in dict.fromkeys((row["case"], row["size"]) for row in rows):
-        found = {r["kind"]: r for r in rows if (r["case"], r["size"]) == (axis, size)}
-        yield _line([f"{axis}: {size}", *(_grown(found.get(kind)) for kind in shown)])
-
-
 def _watching(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         return
-    yield "### A step that is watched"
+    yield "## A step that is watched"
     yield ""
     yield 'A training step of the decoder with AdamW; ratios to the plain step. "ended" is after a trace has ended.'
     yield ""
@@ -313,12 +282,6 @@ def _need(row: Row | None) -> str:
         return ""
     casts = f"{row['casts']} / {row['cast_bytes'] / _MIB:.1f}" if row["casts"] else "none"
     return f"{row['peak_bytes'] / _MIB:.1f}; {casts}"
-
-
-def _grown(row: Row | None) -> str:
-    if row is None or "ratio" not in row:
-        return ""
-    return f"{row['median_ms'] * 1e3:.1f}, {row['times_first']:.2f}x, {_figure(row, 'ratio')}"
 
 
 def _measured(data: dict[str, Any]) -> list[Row]:

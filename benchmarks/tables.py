@@ -51,15 +51,9 @@ def print_rows(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "overhead": _overhead,
         "growth": _growth,
         "memory": _memory,
-        "demos": _demos,
         "clients": _clients,
         "models": _models,
-        "models growth": _models_growth,
         "observing": _observing,
-        "steps": _steps,
-        "shipping": _shipping,
-        "packages": _packages,
-        "start": _start,
         "targets": _targets,
     }
     for benchmark, fill in tables.items():
@@ -117,15 +111,6 @@ def _targets(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _demos(rows: list[dict[str, Any]]) -> Table:
-    title = "Training step of the demos (ratio: to torch.autocast + torch's scaler)"
-    table = _table(title, ("demo", "variant"), ("ms", "spread", "ratio"))
-    for row in rows:
-        step = (f"{row['median_ms']:.2f}", f"{row['iqr_ms']:.2f}")
-        table.add_row(row["case"], row["kind"], *step, f"{row['ratio']:.3f}")
-    return table
-
-
 def _clients(rows: list[dict[str, Any]]) -> Table:
     kinds = list(dict.fromkeys(row["kind"] for row in rows if row["kind"] != clients.BASELINE))
     table = Table(
@@ -166,16 +151,6 @@ def _models(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _models_growth(rows: list[dict[str, Any]]) -> Table:
-    title = "How the cost of whole networks grows (ratio: to torch.autocast)"
-    table = _table(title, ("with", "variant"), ("us", "to the first", "ratio"))
-    for row in rows:
-        if "skipped" not in row:
-            times = (f"{row['median_ms'] * 1e3:.1f}", f"{row['times_first']:.2f}")
-            table.add_row(f"{row['case']}: {row['size']}", row["kind"], *times, _ratio(row))
-    return table
-
-
 def _observing(rows: list[dict[str, Any]]) -> Table:
     title = "A training step that is watched (ratio: to the plain step, and its spread)"
     table = _table(title, ("network", "step"), ("ms", "ratio", "at most"))
@@ -183,53 +158,6 @@ def _observing(rows: list[dict[str, Any]]) -> Table:
         target = "" if row["target"] is None else f"{row['target']:.2f}"
         time = "" if row["median_ms"] is None else f"{row['median_ms']:.2f}"
         table.add_row(row["case"], row["kind"], time, _ratio(row), target)
-    return table
-
-
-def _steps(rows: list[dict[str, Any]]) -> Table:
-    title = "A step in one pass (ratio: to what is named, and its spread)"
-    table = _table(title, ("of", "way"), ("ms", "ratio", "to", "peak, MiB"))
-    for row in rows:
-        peak = f"{row['peak_bytes'] / 2**20:.1f}" if "peak_bytes" in row else ""
-        figures = f"{row['median_ms']:.2f}", _ratio(row), row["baseline"], peak
-        table.add_row(row["case"], row["kind"], *figures)
-    return table
-
-
-def _shipping(rows: list[dict[str, Any]]) -> Table:
-    title = "Converted models beside 16 bits by hand, which round what the policy keeps in float32"
-    table = _table(title, ("network", "model", "float32"), ("ms", "time", "weights", "peak"))
-    for row in rows:
-        time = f"{row['by_hand']:.3f} ({row['by_hand_iqr']:.3f})"
-        figures = f"{row['median_ms']:.2f}", time, f"{row['weights']:.3f}", f"{row['peak']:.2f}"
-        table.add_row(row["case"], row["kind"], ", ".join(row["islands"]), *figures)
-    return table
-
-
-def _packages(rows: list[dict[str, Any]]) -> Table:
-    title = "Programs and packages beside those of 16 bits by hand"
-    table = _table(title, ("network", "kind", "policy's program"), ("ms", "time", "file"))
-    for row in rows:
-        figures = ["skipped", "", ""]
-        if "by_hand" in row:
-            time = f"{row['by_hand']:.3f} ({row['by_hand_iqr']:.3f})"
-            figures = [
-                f"{row['median_ms']:.2f}",
-                time,
-                f"{row['file']:.3f}" if "file" in row else "",
-            ]
-        table.add_row(row["case"], row["kind"], row["same_as"], *figures)
-    return table
-
-
-def _start(rows: list[dict[str, Any]]) -> Table:
-    title = "From the start of a process to its first result"
-    table = _table(title, ("network", "kind"), ("s", "ratio", "peak MiB"))
-    for row in rows:
-        figures = ["skipped", "", ""]
-        if "ratio" in row:
-            figures = [f"{row['median_s']:.2f}", _ratio(row), f"{row['peak_mib']:.0f}"]
-        table.add_row(row["case"], row["kind"], *figures)
     return table
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import packages, shipping, stepping
 from benchmarks.models import CASES, SHAPES, WIDTHS
 from benchmarks.overhead import MANY_REGIONS, POLICIES
 from benchmarks.variants import BASELINE, BY_HAND, GENERATION, INFERENCE, TRAINING
@@ -32,11 +31,6 @@ _FIGURES = {
     "difference_us": f"us more than {BASELINE}",
     "ratio_to_first": "of the first size",
     "grown_bytes": "bytes more",
-    "same_islands": f"of {BY_HAND}, with the same float32",
-    "weights_same_islands": f"of the weights of {BY_HAND}, with the same float32",
-    "of_best": "of PyTorch's fused or foreach, the faster one, with casts",
-    "of_autocast": f"of {stepping.AUTOCAST}",
-    "peak_of_call": "of the peak of a call in float32",
 }
 """What each figure of a row is, as the tables say it."""
 
@@ -156,38 +150,6 @@ def _growth() -> Iterator[Target]:
             yield Target(f"a call's growth: {kind}", row, "ratio_to_first", _CONSTANT, within=size)
 
 
-def _steps() -> Iterator[Target]:
-    def row(case: str) -> dict[str, str]:
-        return {"benchmark": "steps", "kind": stepping.ONE_PASS, "case": case}
-
-    for millions in stepping.MILLIONS:
-        case = row(stepping.case_of_step(millions))
-        yield Target("a step in one pass", case, "of_best", 0.5)
-    for batch, length in stepping.SHAPES:
-        case = row(f"decoder 512, {batch}x{length}")
-        limit = 0.98 if batch * length > _MANY else 0.75
-        work = f"one pass, {TRAINING}"
-        yield Target(work, case, "of_autocast", limit, needs_units=True)
-        yield Target(f"{work}, peak beside attached", case, "grown_bytes", 0)
-
-
-_MANY = 128
-"""Tokens of a batch from which on the step is a small part of a training step."""
-
-
-def _shipping() -> Iterator[Target]:
-    for case in shipping.CASES:
-        row = {"benchmark": "shipping", "kind": "converted", "case": case}
-        yield Target("converted", row, "same_islands", 1.03, needs_units=True)
-        yield Target("converted, weights", row, "weights_same_islands", 1.02)
-        # Of the 35 KB of the MLP, the state of PyTorch's random numbers, 5 KB, is a seventh.
-        if case != "MLP":
-            yield Target("converting in place", row, "peak_of_call", 1.1)
-    for case in packages.CASES:
-        row = {"benchmark": "packages", "kind": packages.PACKAGE, "case": case}
-        yield Target("a package of AOTInductor", row, "same_islands", 1.02, needs_units=True)
-
-
 _NO_GROWTH = 10 * MANY_REGIONS
 """Bytes: 10 for each region, which is less than the smallest thing that could stay behind."""
 _CONSTANT = 1.005
@@ -203,7 +165,7 @@ def _network(kind: str, work: str, case: str) -> dict[str, str]:
     return {"benchmark": "models", "kind": kind, "work": work, "case": case, "device": "cpu"}
 
 
-TARGETS = (*_calls(), *_networks(), *_clients(), *_growth(), *_steps(), *_shipping())
+TARGETS = (*_calls(), *_networks(), *_clients(), *_growth())
 
 
 def judged(machine: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

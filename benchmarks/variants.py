@@ -28,7 +28,7 @@ from benchmarks.networks import MOST_BATCHES, Batch, Network
 from precast.engine import registration
 
 __all__ = ["ACCUMULATION", "BASELINE", "BY_HAND", "GENERATION", "INFERENCE", "TRAINING", "WORKS"]
-__all__ += ["GENERATION_IN_INFERENCE_MODE", "LEAN", "LOWER_GRADIENTS", "Prepared", "Setting"]
+__all__ += ["GENERATION_IN_INFERENCE_MODE", "LEAN", "Prepared", "Setting"]
 __all__ += ["SkippedError", "kinds", "prepare"]
 
 BASELINE, BY_HAND = "torch.autocast", "by hand"
@@ -39,7 +39,7 @@ _WITHOUT_GRADIENTS = (INFERENCE, GENERATION, GENERATION_IN_INFERENCE_MODE)
 _FORWARDS = 16
 """Forward passes in the one region of a generation."""
 _SUMMING = "by hand, float32 sums"
-LEAN, LOWER_GRADIENTS = "attached + lean", "attached, gradients in 16 bits"
+LEAN = "attached + lean"
 _LEARNING_RATE = 1e-2
 
 Region = Callable[[], AbstractContextManager[object]]
@@ -82,8 +82,7 @@ class Prepared:
 
 def kinds(work: str) -> tuple[str, ...]:
     """The variants of a work."""
-    mixed = [kind for kind in _MIXED if kind != LOWER_GRADIENTS or _trains(work)]
-    return (*mixed, BY_HAND, *([_SUMMING] if work == ACCUMULATION else []))
+    return (*_MIXED, BY_HAND, *([_SUMMING] if work == ACCUMULATION else []))
 
 
 def _trains(work: str) -> bool:
@@ -122,9 +121,7 @@ class _Mixed:
     region: Callable[[Setting], Region]
     before: Callable[[Region], object] = lambda _: None
     scaler: Callable[..., Any] = torch.amp.GradScaler
-    attach: Callable[[nn.Module, Optimizer | None, Setting], Callable[[], object]] = lambda *_: (
-        lambda: None
-    )
+    attach: Callable[[nn.Module], Callable[[], object]] = lambda _: lambda: None
 
 
 def _torch_region(setting: Setting) -> Region:
@@ -136,21 +133,11 @@ def _precast_region(setting: Setting, policy: str | None = None) -> Region:
     return region if policy is None else partial(region, policy=precast.Policy.load(policy))
 
 
-def _attach(
-    model: nn.Module, _optimizer: object, _setting: Setting, policy: str | None = None
-) -> Callable[[], object]:
+def _attach(model: nn.Module, policy: str | None = None) -> Callable[[], object]:
     try:
         return precast.attach(model, policy).detach
     except precast.PrecastError as error:
         raise SkippedError(str(error)) from error
-
-
-def _attach_both(
-    model: nn.Module, optimizer: Optimizer | None, setting: Setting
-) -> Callable[[], object]:
-    if setting.dtype == torch.float16:
-        raise SkippedError("gradients in float16 leave a scaler no range")
-    return precast.attach(model, optimizer=optimizer, grad_dtype=setting.dtype).detach
 
 
 def _register(region: Region) -> None:
@@ -165,7 +152,6 @@ _MIXED: Mapping[str, _Mixed] = {
     "precast": _Mixed(partial(_precast_region, policy="torch"), _register, precast.GradScaler),
     "attached": _Mixed(_precast_region, _register, precast.GradScaler, _attach),
     LEAN: _Mixed(_precast_region, _register, precast.GradScaler, partial(_attach, policy="lean")),
-    LOWER_GRADIENTS: _Mixed(_precast_region, _register, precast.GradScaler, _attach_both),
 }
 
 
@@ -173,7 +159,7 @@ def _mixed(kind: str, job: _Job) -> Prepared:
     chosen = _MIXED[kind]
     optimizer = _sgd(list(job.model.parameters())) if job.trains else None
     region = chosen.region(job.setting)
-    detach = chosen.attach(job.model, optimizer, job.setting)
+    detach = chosen.attach(job.model)
     called, before = job.setting.compile(job.model), partial(chosen.before, region)
     if optimizer is None:
         return Prepared(_inference(called, job.batches, region, job.work), detach, before)

@@ -21,6 +21,7 @@ from tests.attack.table import OPEN, TABLE
 @click.command()
 @click.option("--area", "areas", multiple=True, type=click.Choice(AREAS), help="Only this area.")
 @click.option("--name", "part", default="", help="Only scenarios with this text in their names.")
+@click.option("--list", "lists", is_flag=True, help="Print the scenarios and run none.")
 @click.option("--quick", is_flag=True, help="Only those that `make test` runs.")
 @click.option("--open", "is_open", is_flag=True, help="Those of defects that are not mended yet.")
 @click.option("--seed", type=int, help="The first seed; without it, a fresh one.")
@@ -32,6 +33,7 @@ from tests.attack.table import OPEN, TABLE
 def main(  # noqa: PLR0917 -- click hands on what it was given
     areas: tuple[str, ...],
     part: str,
+    lists: bool,
     quick: bool,
     is_open: bool,
     seed: int | None,
@@ -49,6 +51,10 @@ def main(  # noqa: PLR0917 -- click hands on what it was given
     ]
     if not chosen:
         raise click.UsageError(f"no scenario has {part!r} in its name and is in that area")
+    if lists:
+        for one in chosen:
+            click.echo(f"{one.area}: {one.name}: {one.claim} ({one.oracle})")
+        return
     first = random.SystemRandom().randrange(1 << 30) if seed is None else seed
     click.echo(f"{len(chosen)} scenarios, {seeds} seeds each, from --seed {first}")
     outcomes = _run(chosen, range(first, first + seeds), jobs, seconds)

@@ -1,4 +1,4 @@
-"""The part of docs/reliability.md that says what was attacked: the counts, the scenarios and the known limits."""
+"""The attack's section of docs/reliability.md: the counts and the known limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- begin of the attack -->", "<!-- end of the attack -->"
 
 
 def section() -> str:
-    """The tables of counts, of limits and of scenarios, as Markdown."""
+    """Return the tables of counts and of limits as Markdown."""
     limits = [one for one in TABLE.values() if one.limit is not None]
     lines = ["| area | scenarios | hold | known limits |", "|---|---|---|---|"]
     lines += [_counts(area, [s for s in TABLE.values() if s.area == area]) for area in AREAS]
@@ -33,13 +33,6 @@ def section() -> str:
         lines += ["|---|---|---|"]
         lines += [f"| {one.area} | {one.name} | {_cell(one.claim)} |" for one in OPEN.values()]
         lines += [""]
-    lines += ["### Scenarios", "", "| area | scenario | what holds | oracle |", "|---|---|---|---|"]
-    for area in AREAS:
-        lines += [
-            f"| {area} | {one.name} | {_cell(one.claim)} | {one.oracle} |"
-            for one in TABLE.values()
-            if one.area == area and one.limit is None
-        ]
     return "\n".join(lines) + "\n"
 
 

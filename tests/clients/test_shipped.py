@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="`make test-clients` runs these tests")
 
-from tools.shipping import DTYPES, compared
-from tools.shipping_cases import CASES, POLICIES
+from tests.clients.shipped_cases import CASES, POLICIES
+from tests.clients.shipped_ways import DTYPES, compared
 
 # A module rule says nothing of names that a model has twice; what libraries warn of is theirs to repair.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,7 +46,6 @@ def test_what_is_shipped_is_the_model_in_a_region(name: str, policy: str, dtype:
     ],
 )
 def test_a_sample_of_what_is_exported(name: str, policy: str, dtype: str) -> None:
-    """The table of the documentation has all models in all ways; a person makes it."""
     found = compared(CASES[name], policy, DTYPES[dtype], ["exported", "AOTInductor", "ONNX"])
     assert found["exported"] == found["AOTInductor"] == "equal"
     assert found["ONNX"].startswith(("equal on ", "differs by ")), found

@@ -28,8 +28,8 @@ from precast._internal import torch_versions
 from precast.engine import registration
 from precast.policy import toml_file
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
-from tools.lean_cases import CASES, REFUSED, Case
-from tools.lean_errors import DTYPES, Outcome, outcome, ratios
+from tests.policy.lean_cases import CASES, REFUSED, Case
+from tests.policy.lean_errors import DTYPES, Outcome, outcome, ratios
 
 LEAN, DEFAULT, TORCH = map(Policy.load, ("lean", "default", "torch"))
 LIKE_CUDA = LEAN.retarget("cpu", like="cuda").replace(mixed="raise")

@@ -18,12 +18,11 @@ from torch.optim import SGD
 from benchmarks import (
     by_hand,
     chart,
-    demos,
     elsewhere,
-    growth,
     models,
     networks,
     observe,
+    observing,
     overhead,
     page,
     targets,
@@ -39,11 +38,9 @@ from benchmarks.variants import (
     GENERATION,
     GENERATION_IN_INFERENCE_MODE,
     INFERENCE,
-    LOWER_GRADIENTS,
     TRAINING,
     Prepared,
     Setting,
-    SkippedError,
     kinds,
     prepare,
 )
@@ -147,7 +144,6 @@ def test_generation_is_one_region_around_many_forward_passes(work: str, inferenc
         lambda _: (torch.randn(4, 16), torch.randn(4, 8)),
         nn.functional.mse_loss,
     )
-    assert LOWER_GRADIENTS not in kinds(work)
     once = prepare(BASELINE, network, INFERENCE, SETTING).work()
     calls.clear()
     for kind in ("precast", BASELINE):
@@ -179,10 +175,6 @@ def test_float16_trains_with_a_scaler() -> None:
     network = networks.mlp(8, 4, layers=2)
     found = {}
     for kind in kinds(TRAINING):
-        if kind == LOWER_GRADIENTS:
-            with pytest.raises(SkippedError, match="no range"):
-                prepare(kind, network, TRAINING, setting)
-            continue
         prepared = prepare(kind, network, TRAINING, setting)
         found[kind] = torch.stack([prepared.work().float() for _ in range(5)])
         prepared.close()
@@ -386,32 +378,6 @@ def test_rows_have_figures_or_a_reason() -> None:
     json.dumps(rows)
 
 
-@pytest.mark.usefixtures("short_turns")
-def test_growth_tells_how_often_the_first_sizes_time_a_size_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    axes = {name: (make, sizes[:2]) for name, (make, sizes) in growth.AXES.items()}
-    monkeypatch.setattr(growth, "AXES", axes)
-    rows = [row for row in growth.run(rounds=1) if "skipped" not in row]
-    assert {(r["case"], r["size"]) for r in rows} == {(a, s) for a in axes for s in axes[a][1]}
-    first = {(r["case"], r["kind"]): r["median_ms"] for r in reversed(rows)}
-    for row in rows:
-        assert row["times_first"] == row["median_ms"] / first[row["case"], row["kind"]]
-
-
-def test_regions_grow_by_calls_in_a_region_each() -> None:
-    make, _ = growth.AXES["regions"]
-    assert [make(count)[1] for count in (1, 4)] == [1, 4]
-    calls: list[Tensor] = []
-
-    def work() -> Tensor:
-        calls.append(torch.ones(()))
-        return calls[-1]
-
-    growth._repeat(work, 4)
-    assert len(calls) == 4
-
-
 def test_cuda_is_measured_in_both_types_eager_and_compiled() -> None:
     found = {(s.dtype, s.compiled) for s in models.settings(torch.device("cuda"))}
     assert found == {(d, c) for d in (torch.float16, torch.bfloat16) for c in (False, True)}
@@ -529,7 +495,7 @@ def test_every_target_is_about_a_case_that_is_measured() -> None:
             assert row["size"] in elsewhere._SIZES
 
 
-_APART = {"models", "clients", "shipping", "packages", "steps"}
+_APART = {"models", "clients"}
 """What other tests measure."""
 
 
@@ -582,7 +548,6 @@ DATA = {
             "skipped": "no GPT",
         },
         _row(BASELINE, 1.0, device="cuda", compiled=True, dtype="float16"),
-        _row(BASELINE, 1.0, benchmark="models growth", case="layers", size=4, times_first=1.0),
         *({"benchmark": "overhead", **call} for call in CALLS),
         *(
             _row(kind, ratio, benchmark="clients", size="small", case="Llama")
@@ -620,13 +585,12 @@ def test_the_page_says_what_the_rows_say() -> None:
         "| a call | linear, torch | us more than torch.autocast | +0.50 (0.125) | +0.40 | **not met** |",
         "| inference | decoder | of torch.autocast | 0.500 | 0.40 | not judged: no units |",
         "| with a weight | linear | `torch` | 7.00 | 7.25 | +0.25 | 0.05 | +9.00 |",
-        "| decoder 512, 1x1 | inference | 10.00 (0.10) |  |  | 0.440 (0.012) | 0.400 (0.012) |  |  |  |",
-        "| decoder 512, 1x1 | inference |  | 3.0; 7 / 0.5 |  | 3.0; 7 / 0.5 | 3.0; none |  |  |",
-        "| decoder 512, 1x1, float16, compiled | inference | 10.00 (0.10) |  |  |  |  |  |  |  |",
+        "| decoder 512, 1x1 | inference | 10.00 (0.10) |  |  | 0.440 (0.012) | 0.400 (0.012) |  |  |",
+        "| decoder 512, 1x1 | inference |  | 3.0; 7 / 0.5 |  | 3.0; 7 / 0.5 | 3.0; none |  |",
+        "| decoder 512, 1x1, float16, compiled | inference | 10.00 (0.10) |  |  |  |  |  |  |",
         "| small | Llama | inference | 10.00 ms | 1.004 (0.012) |",
         "| decoder 512, 1x1 | inference | attached | 1.50 | 0.25 |",
-        "| GPT | inference | skipped |  |  |  |  |  |  |  |",
-        "| layers: 4 | 10000.0, 1.00x, 1.000 (0.012) |",
+        "| GPT | inference | skipped |  |  |  |  |  |  |",
     ):
         assert line in text.splitlines()
     assert "Skipped: GPT: no GPT." in text
@@ -698,9 +662,9 @@ def test_an_interrupted_run_keeps_what_was_measured(
         yield DATA["rows"][0]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demos, "run", interrupted)
+    monkeypatch.setattr(observing, "run", interrupted)
     path = tmp_path / "rows.json"
-    result = CliRunner().invoke(main, ["demos", "--json", str(path)])
+    result = CliRunner().invoke(main, ["observing", "--json", str(path)])
     assert result.exit_code == 130
     assert "measured before" in result.output
     assert json.loads(path.read_text(encoding="utf-8"))["rows"] == [DATA["rows"][0]]
@@ -731,19 +695,22 @@ def test_what_others_measured_is_kept_when_one_measurement_fails(
         yield DATA["rows"][0]
         raise RuntimeError("no more")
 
-    monkeypatch.setattr(demos, "run", failing)
+    monkeypatch.setattr(observing, "run", failing)
     path = tmp_path / "rows.json"
-    result = CliRunner().invoke(main, ["demos", "--json", str(path)])
+    result = CliRunner().invoke(main, ["observing", "--json", str(path)])
     assert result.exit_code == 1
     assert "no more" in result.output
     written = json.loads(path.read_text(encoding="utf-8"))
-    assert written["rows"] == [DATA["rows"][0], elsewhere.skipped("demos", "RuntimeError: no more")]
-    assert "Not all measured: demos: RuntimeError: no more." in page.render(written)
+    assert written["rows"] == [
+        DATA["rows"][0],
+        elsewhere.skipped("observing", "RuntimeError: no more"),
+    ]
+    assert "Not all measured: observing: RuntimeError: no more." in page.render(written)
 
 
 def test_lines_are_all_that_a_child_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demos, "run", lambda **_: iter([DATA["rows"][0]]))
-    result = CliRunner().invoke(main, ["demos", "--lines"], catch_exceptions=False)
+    monkeypatch.setattr(observing, "run", lambda **_: iter([DATA["rows"][0]]))
+    result = CliRunner().invoke(main, ["observing", "--lines"], catch_exceptions=False)
     assert [json.loads(line) for line in result.stdout.splitlines()] == [DATA["rows"][0]]
 
 

@@ -22,7 +22,7 @@ from precast.tuning.inference_proof import prove_runs
 from precast.tuning.serving import Serving, needed_bytes
 from precast.tuning.training import FLOAT32, Setup, Workload
 from precast.tuning.tuner import Progress
-from tools import tuning_cases as planted
+from tests.tuning import planted
 
 DEFAULT = Policy.load("default")
 LOW = Setup("default", DEFAULT, torch.bfloat16)

@@ -24,7 +24,7 @@ from precast.tuning.sensitivity import (
 )
 from precast.tuning.sites import Program, Site
 from precast.tuning.training import FLOAT32, Setup, Workload, random_states_kept
-from tools import tuning_cases as planted
+from tests.tuning import planted
 
 DEFAULT = Policy.load("default")
 LOSS, GRADIENT = 0.01, 0.3

@@ -14,12 +14,12 @@ from torch import nn
 import precast
 from precast.policy.policy import Policy
 from precast.tuning import tuner
+from tests.tuning import planted
 from tests.tuning.test_tuner import tune
-from tools import tuning_cases as planted
 
 TRAIN = """
 import torch
-from tools import tuning_cases as planted
+from tests.tuning import planted
 
 case = planted.CASES["overflow"]
 given = planted.workload(case, 1)

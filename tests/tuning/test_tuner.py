@@ -21,7 +21,7 @@ from precast.errors import PolicyError, TuningError
 from precast.tuning import evidence as files
 from precast.tuning import tuner
 from precast.tuning.tuner import Progress
-from tools import tuning_cases as planted
+from tests.tuning import planted
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
 

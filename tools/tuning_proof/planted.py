@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import precast
 from precast.tuning.result import TuningResult
 from precast.tuning.training import Workload
-from tools.tuning_cases import CASES, PLANTED, Block, Case, workload
+from tests.tuning.planted import CASES, PLANTED, Block, Case, workload
 
 __all__ = ["planted"]
 

@@ -1,6 +1,4 @@
-"""Measures the policy `lean` against float64: what its rows change, and what was measured and left out.
-
-    python -m tools.lean_errors
+"""The error of the policy `lean` against float64, relative to that of the policy `torch`.
 
 A ratio is the error under a policy with the row over the error under `torch`, both against float64: of the root mean
 square and the largest element the worse, and the worst over all cases, dtypes and seeds. Both policies get the same
@@ -10,13 +8,10 @@ are compared in the dtypes of their inputs. An operation behind it that takes fl
 
 Invariants:
     - Rules of CUDA are measured on CPU kernels; what those do otherwise in backward has `gradients_on="cuda"`.
-    - Not part of the package.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,12 +19,11 @@ from torch import Tensor
 
 import precast
 from precast.policy.policy import Policy
-from tools.lean_cases import CASES, REFUSED, Case
+from tests.policy.lean_cases import Case
 
 __all__ = ["DTYPES", "Outcome", "Ratios", "outcome", "ratios"]
 
 DTYPES = (torch.bfloat16, torch.float16)
-SEEDS = range(4)
 
 
 class Outcome(NamedTuple):
@@ -105,52 +99,3 @@ def _quotient(before: float, after: float) -> float:
     if before == 0:
         return 1.0 if after == 0 else float("inf")
     return after / before
-
-
-# --- the tables ---
-
-
-def _tables() -> Iterator[str]:
-    lean, torchs = Policy.load("lean"), Policy.load("torch")
-    yield "| operations | values | gradients | values, if float32 is taken |"
-    yield "|---|---|---|---|"
-    alike: dict[str, list[str]] = {}
-    for key, cases in CASES.items():
-        device = next(d for d in ("cuda", "cpu") if _differs(lean, torchs, d, key))
-        cells = _cells(cases, torchs.retarget("cpu", device), lean.retarget("cpu", device))
-        alike.setdefault(cells, []).append(f"`{key.removesuffix('.default')}`")
-    yield from (f"| {', '.join(names)} | {cells} |" for cells, names in alike.items())
-    yield ""
-    yield "| device | operation | rule | values | gradients | values, if float32 is taken | why |"
-    yield "|---|---|---|---|---|---|---|"
-    for each in REFUSED:
-        before = torchs.retarget("cpu", each.device)
-        after = before.replace(ops={"cpu": {each.operation: each.rule}})
-        cells = _cells(each.cases, before, after)
-        yield f"| {each.device} | `{each.operation}` | `{each.rule}` | {cells} | {each.why} |"
-
-
-def _differs(lean: Policy, torchs: Policy, device: str, key: str) -> bool:
-    name = f"aten::{key}"
-    return lean.entries(device).get(name) != torchs.entries(device).get(name)
-
-
-def _cells(cases: Sequence[Case], before: Policy, after: Policy) -> str:
-    seen = [
-        ratios(case, dtype, seed, (before, after))
-        for case, dtype, seed in itertools.product(cases, DTYPES, SEEDS)
-    ]
-    return " | ".join(map(_worst, zip(*seen, strict=True)))
-
-
-def _worst(column: tuple[float | None, ...]) -> str:
-    ratio = max((each for each in column if each is not None), default=None)
-    if ratio is None:
-        return "on CUDA only"
-    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for line in _tables():
-        print(line)

@@ -9,8 +9,9 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +23,16 @@ from torch.backends import mha
 
 import precast
 from precast._internal.pytree import tensors_in
+from precast.errors import MissingExtraError, PrecastError
 from precast.policy.policy import Policy
 from precast.shipping.exported_onnx import write_onnx
 from precast.shipping.exported_package import write_package
-from tools.shipping_cases import POLICIES, Case, Shipped
+from precast.shipping.function_calls import is_same
+from tests.clients.shipped_cases import POLICIES, Case, Shipped
 
-__all__ = ["WAYS", "NotShippedError", "Trial", "Way", "run_onnx"]
+__all__ = ["DTYPES", "WAYS", "NotShippedError", "Trial", "Way", "compared", "run_onnx"]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class NotShippedError(Exception):
@@ -235,3 +240,65 @@ WAYS: dict[str, Way] = {
     "ONNX": Way(_onnx, is_graph=True),
 }
 """The columns of the table."""
+
+
+# --- comparison with a region ---
+
+
+def compared(case: Case, policy: str, dtype: torch.dtype, ways: Iterable[str]) -> dict[str, str]:
+    """Return how the result of each way of shipping compares with the model in a region.
+
+    A value is "equal", "differs by" the largest difference over the largest element, or "refused" with the reason.
+    """
+    trial = Trial(case, policy, dtype, {})
+    return {way: _cell_of(WAYS[way], trial) for way in ways}
+
+
+def _cell_of(way: Way, trial: Trial) -> str:
+    try:
+        expected = trial.expected_of_graph if way.is_graph else trial.expected
+    except MissingExtraError:
+        raise
+    except NotShippedError as error:
+        return str(error)
+    except PrecastError as error:
+        return f"refused in a region too: {_first(error)}"
+    except RuntimeError as error:
+        return f"refused by PyTorch in a region too: {_first(error)}"
+    trial.note = ""
+    try:
+        return f"{_compare(expected, way.ship(trial))} {trial.note}".strip()
+    except (PrecastError, NotShippedError) as error:
+        return f"refused: {_first(error)}"
+
+
+def _first(error: Exception) -> str:
+    """The first sentence; for what torch.export says, also the first of its own."""
+    first, _, rest = str(error).partition("\n")
+    said = first.partition(". ")[0].rstrip(".")
+    if first.endswith("on this example."):
+        said = f"{said}: {rest.partition(chr(10))[0].partition('. ')[0]}"
+    return said.replace("|", "/").replace("<", "`").replace(">", "`")
+
+
+def _compare(expected: Any, found: Any) -> str:
+    ours, theirs = _values(found), _values(expected)
+    assert theirs, "a case computes tensors"
+    if len(ours) == len(theirs) and all(map(is_same, ours, theirs)):
+        return "equal"
+    if [t.shape for t in ours] != [t.shape for t in theirs]:
+        return "differs in shape"
+    if [t.dtype for t in ours] != [t.dtype for t in theirs]:
+        return "differs in dtype"
+    return f"differs by {max(map(_distance, ours, theirs)):.1g}"
+
+
+def _values(result: Any) -> list[Tensor]:
+    return tensors_in(result) or tensors_in(list(vars(result).values()))
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference, divided by the largest number."""
+    one, other = one.double(), other.double()
+    distance = ((one - other).abs().max() / other.abs().max()).item()
+    return math.inf if math.isnan(distance) else distance

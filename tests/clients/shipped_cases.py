@@ -1,4 +1,4 @@
-"""The models that `python -m tools.shipping` ships in every way, and what is called of each.
+"""Models that are shipped in every way, and the calls that are compared.
 
 Other people's models are those of the clients' tests; the libraries are those of the extra `test-clients`.
 """
