@@ -18,7 +18,6 @@ from tests.lint.mutation.trees import (
     expr,
     inside,
     lines,
-    made,
     method,
     moved,
     names,
@@ -200,29 +199,6 @@ def checkpoint_without(module: cst.Module) -> Iterator[cst.Module]:
             yield replaced(module, {node: None})
 
 
-@mutates("AMP211")
-def closures(module: cst.Module) -> Iterator[cst.Module]:
-    scaler = scaler_of(module)
-    for block in blocks(module) if scaler else ():
-        for line in _steps(block, scaler or ""):
-            step = method(line, "step")
-            assert step is not None
-            optimizer = source(step[1].args[0].value)
-            made = "def closure():\n    return loss\n"
-            for given in ("closure", "closure=closure"):
-                new = f"{made}\n{scaler}.step({optimizer}, {given})\n"
-                yield replaced(module, {line: stmt(new)})
-    for name in ("SGD", "Adam", "AdamW"):
-        for call in calls(module, f"torch.optim.{name}"):
-            if scaler and len(list(calls(module, "torch.optim.Adam"))) < 2:
-                lbfgs = expr(
-                    "torch.optim.LBFGS(PARAMETERS)".replace(
-                        "PARAMETERS", source(call.args[0].value)
-                    )
-                )
-                yield replaced(module, {call: lbfgs})
-
-
 @mutates("AMP212")
 def update_between(module: cst.Module) -> Iterator[cst.Module]:
     scaler = scaler_of(module)
@@ -281,28 +257,6 @@ def scheduler_goes_on(module: cst.Module) -> Iterator[cst.Module]:
                 )
                 if value and value[0] == optimizer and is_near:
                     yield replaced(module, {**after, line: [line, *stmt(made)]})
-
-
-@mutates("AMP215")
-def plain_beside_scaled(module: cst.Module) -> Iterator[cst.Module]:
-    scaler = scaler_of(module)
-    for block in blocks(module) if scaler else ():
-        backwards = [line for line in block if _scaled_backward(line, scaler or "") is not None]
-        if len(backwards) == 1 and len(_steps(block, scaler or "")) == 1:
-            extra = "extra_loss = 1e-4 * weights_of().square().sum()\nextra_loss.backward()\n"
-            yield replaced(module, {backwards[0]: [backwards[0], *stmt(extra)]})
-            yield replaced(module, {backwards[0]: [*stmt(extra), backwards[0]]})
-
-
-@mutates("AMP216")
-def not_on_together(module: cst.Module) -> Iterator[cst.Module]:
-    scaler = scaler_of(module)
-    line = assignment(module, scaler) if scaler else None
-    found = made(line) if line is not None else None
-    if found is not None and "AdamW" not in source(module):  # in some only, to keep them few
-        yield replaced(module, {found[1]: with_keyword(found[1], "enabled", "False")})
-        off = {c: with_keyword(c, "enabled", "False") for c in calls(module, *REGIONS)}
-        yield replaced(module, off)
 
 
 __all__ = ["inside", "names", "scaler_of", "with_imports"]

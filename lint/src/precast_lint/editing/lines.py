@@ -10,7 +10,7 @@ from precast_lint.model import Edit
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
-__all__ = ["block_of", "insert_after", "insert_before", "line_of", "remove"]
+__all__ = ["block_of", "insert_before", "line_of", "remove"]
 
 
 def line_of(source: Source, node: Node) -> cst.SimpleStatementLine | None:
@@ -32,16 +32,6 @@ def insert_before(source: Source, line: Node, code: str) -> Edit:
     """Puts a statement on a line of its own before another."""
     start, indent = _start(source, line)
     return Edit(start, start, f"{indent}{code}{source.text.newline}")
-
-
-def insert_after(source: Source, line: Node, code: str) -> Edit:
-    """Puts a statement on a line of its own after another."""
-    _, indent = _start(source, line)
-    end = source.text.data.find(b"\n", source.span(line).end)
-    if end < 0:
-        end = len(source.text.data)
-        return Edit(end, end, f"{source.text.newline}{indent}{code}")
-    return Edit(end + 1, end + 1, f"{indent}{code}{source.text.newline}")
 
 
 def remove(source: Source, line: Node) -> Edit | None:

@@ -6,7 +6,6 @@ default value, or a name all of whose values have such evidence. A variable's na
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from precast_lint.meaning.assignments import value_stored
@@ -17,23 +16,16 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings
 
 __all__ = [
-    "DTYPES",
     "is_device",
-    "is_dtype",
     "is_flag",
     "is_number",
     "is_text",
     "texts",
 ]
 
-DTYPES = frozenset(
-    f"torch.{name}"
-    for name in ("float16", "half", "bfloat16", "float32", "float", "float64", "double")
-)
 _FLAG_BUILTINS = {"bool", "isinstance", "issubclass", "hasattr", "callable", "any", "all"}
 _NUMBER_BUILTINS = {"int", "float", "len", "abs", "round"}
 _COUNTS = ("os.cpu_count", "multiprocessing.cpu_count", "torch.cuda.device_count")
-_DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|mtia|npu)(:\d+)?")
 _TENSOR = {"torch.Tensor", "torch.nn.Parameter", "torch.nn.parameter.Parameter"}
 _MAKERS = {"torch.zeros", "torch.ones", "torch.tensor", "torch.randn", "torch.rand", "torch.empty"}
 _DEPTH = 6
@@ -57,11 +49,6 @@ def is_text(source: Source, node: Node | None) -> bool:
 def is_device(source: Source, node: Node | None) -> bool:
     """Whether an expression is a `torch.device`."""
     return node is not None and _device(source, node, _DEPTH)
-
-
-def is_dtype(source: Source, node: Node | None) -> bool:
-    """Whether an expression is a dtype of floating-point numbers."""
-    return node is not None and _dtype(source, node, _DEPTH)
 
 
 def texts(source: Source, node: Node | None) -> frozenset[str]:
@@ -125,12 +112,6 @@ def _text(source: Source, node: Node, depth: int) -> bool:
     return _everywhere(source, node, _text, ("str",), depth)
 
 
-def _dtype(source: Source, node: Node, depth: int) -> bool:
-    if source.origin(node) in DTYPES:
-        return True
-    return _everywhere(source, node, _dtype, (), depth) or _annotated(source, node, "torch.dtype")
-
-
 def _device(source: Source, node: Node, depth: int) -> bool:
     if source.instance(node) == "torch.device":
         return True
@@ -161,10 +142,6 @@ def _is_tensor(source: Source, node: Node) -> bool:
             return isinstance(func, cst.Attribute) and func.attr.value in ("parameters", "buffers")
         return source.origin(node.func) in _MAKERS
     return source.instance(node) in _TENSOR | _MAKERS
-
-
-def _annotated(source: Source, node: Node, wanted: str) -> bool:
-    return source.instance(node) == wanted
 
 
 def _everywhere(

@@ -11,14 +11,14 @@ import re
 from precast_lint.meaning.assignments import value_stored, values_seen
 from precast_lint.meaning.kinds import is_device, is_number, is_text
 from precast_lint.meaning.regions import Region, region_in_force
-from precast_lint.meaning.tensors import constant, is_lowered, operation, value_of
+from precast_lint.meaning.tensors import constant, is_lowered, operation
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
-__all__ = ["SHAPES", "casts_modules", "is_float32", "lowered_by"]
+__all__ = ["SHAPES", "casts_modules", "lowered_by"]
 
 _DEEP = 8
 SHAPES = (
@@ -80,17 +80,10 @@ _KEEPS = (
     ),
 )
 _VIEWS = ("T", "mT", "H", "mH", "data")
-_MAKERS = {f"torch.{name}" for name in ("empty", "eye", "ones", "rand", "randn", "zeros")}
-_PARAMETERS = ("torch.nn.Parameter", "torch.nn.parameter.Parameter")
-_WEIGHTED = re.compile(
-    r"torch\.nn\.(modules\.\w+\.)?(Linear|Bilinear|Embedding|Conv(Transpose)?[123]d)$"
-)
 _MODULE_NAMES = re.compile(
     r"^self$|model|net|module|encoder|decoder|backbone|head|layer|proj", re.IGNORECASE
 )
 _LOW = ("torch.float16", "torch.half", "torch.bfloat16")
-_FLOAT32 = ("torch.float32", "torch.float")
-_DEFAULTS = ("torch.set_default_dtype", "torch.set_default_tensor_type")
 
 
 def casts_modules(source: Source) -> bool:
@@ -228,31 +221,6 @@ def _of_call(source: Source, call: cst.Call, depth: int, keeps: bool) -> Region 
     return made[0] if made and is_plain else None
 
 
-def is_float32(source: Source, node: Node, depth: int = _DEEP) -> bool:
-    """Whether a tensor is float32 for certain: `x.float()`, or one that was made without a dtype."""
-    if depth == 0 or any(True for _ in source.calls(*_DEFAULTS)):
-        return False
-    if isinstance(node, cst.BinaryOperation):
-        for side, other in ((node.left, node.right), (node.right, node.left)):
-            if _is_scalar(source, other):
-                return is_float32(source, side, depth - 1)
-        return False
-    if isinstance(node, cst.Subscript):
-        return is_float32(source, node.value, depth - 1)
-    if isinstance(node, cst.Attribute):
-        if node.attr.value in _VIEWS:
-            return is_float32(source, node.value, depth - 1)
-        is_weight = node.attr.value == "weight" and not casts_modules(source)
-        if is_weight and _WEIGHTED.match(source.instance(node.value) or ""):
-            return True
-        made = source.values.constructed(node) or _buffer(source, node)
-        return made is not None and made is not node and is_float32(source, made, depth - 1)
-    if isinstance(node, cst.Name):
-        given = value_of(source, node)
-        return given is not node and is_float32(source, given, depth - 1)
-    return isinstance(node, cst.Call) and _makes_float32(source, node, depth)
-
-
 def _is_scalar(source: Source, node: Node) -> bool:
     """Whether a factor is a number of Python's, which changes no dtype: `0.5`, `x.size(0)`, `x.shape[0]`."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
@@ -261,41 +229,6 @@ def _is_scalar(source: Source, node: Node) -> bool:
     if isinstance(node, cst.Subscript) and isinstance(node.value, cst.Attribute):
         return node.value.attr.value == "shape"
     return constant(source, node) is not None or is_number(source, node)
-
-
-def _buffer(source: Source, node: cst.Attribute) -> Node | None:
-    """The tensor that `self.register_buffer("name", ...)` stores, once in the class of a node."""
-    if not isinstance(node.value, cst.Name) or node.value.value != "self":
-        return None
-    home = source.values.enclosing_class(node)
-    found = [
-        arguments.get("tensor", 1)
-        for call, _, arguments in source.methods("register_buffer")
-        if source.values.enclosing_class(call) is home
-        and (first := arguments.get("name", 0)) is not None
-        and strings(first) == node.attr.value
-    ]
-    return found[0] if len(found) == 1 else None
-
-
-def _makes_float32(source: Source, call: cst.Call, depth: int) -> bool:
-    arguments = Arguments.of(call)
-    origin = source.origin(call.func)
-    if origin in _PARAMETERS:
-        return bool(call.args) and is_float32(source, call.args[0].value, depth - 1)
-    if origin is not None:
-        dtype = arguments.keywords.get("dtype")
-        is_plain = dtype is None or source.origin(dtype) in _FLOAT32
-        return origin in _MAKERS and is_plain and not arguments.starred
-    if not isinstance(call.func, cst.Attribute):
-        return False
-    name, owner = call.func.attr.value, call.func.value
-    if name == "float":
-        return not call.args
-    if name == "to" and any(source.origin(arg.value) in _FLOAT32 for arg in call.args):
-        return True
-    is_same = name in SHAPES or (name == "to" and _is_moved(source, call))
-    return (is_same or name == "requires_grad_") and is_float32(source, owner, depth - 1)
 
 
 def _is_moved(source: Source, call: cst.Call) -> bool:

@@ -1,24 +1,44 @@
-"""What an expression with PyTorch's version in it is worth for one release, and whether a test holds for it.
+"""Evaluation of an expression that contains PyTorch's version, for one release.
 
-Invariants: texts, numbers, tuples and lists are Python's own, so what goes wrong when versions are compared as texts
-goes wrong here as well; `torch.__version__` and what a parser of versions returns compare as versions do; whatever else
-stands in an expression makes its value unknown.
+Invariants: texts, numbers, tuples and lists are Python's own, so what goes wrong where versions are compared as texts
+goes wrong here as well; `torch.__version__` and the result of a version parser compare as versions; anything else in an
+expression makes its value unknown.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from precast_lint.meaning.version_tests import since_of_name
-from precast_lint.meaning.versions import PARSERS, unpacked, value_given
 from precast_lint.model import version
+from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 
-__all__ = ["holds", "names_releases"]
+__all__ = ["SINCE", "evaluate_test", "names_releases", "value_given"]
 
+SINCE = {
+    "torch.autocast": "1.10",
+    "torch.amp.autocast": "1.12",
+    "torch.amp.GradScaler": "2.3",
+    "torch.amp.custom_fwd": "2.4",
+    "torch.amp.custom_bwd": "2.4",
+    "torch.amp.is_autocast_available": "2.4",
+    "torch.get_autocast_dtype": "2.4",
+    "torch.set_autocast_dtype": "2.4",
+    "torch.cpu.amp.autocast": "1.10",
+    "torch.cpu.amp.GradScaler": "2.3",
+}
+# Older names.
+_OLDER = {
+    "torch.cuda.amp": "1.6",
+    "torch.cuda.amp.autocast": "1.6",
+    "torch.cuda.amp.GradScaler": "1.6",
+    "torch.amp": "1.12",
+}
+_PARSERS = re.compile(r"(packaging\.version\.(parse|Version)|.*\.(parse_version|LooseVersion))")
 _DEEPEST = 20  # how many expressions may stand in one another
 _COMPARE: dict[type, Callable[[Any, Any], bool]] = {
     cst.GreaterThanEqual: operator.ge,
@@ -27,6 +47,8 @@ _COMPARE: dict[type, Callable[[Any, Any], bool]] = {
     cst.LessThanEqual: operator.le,
     cst.Equal: operator.eq,
     cst.NotEqual: operator.ne,
+    cst.Is: operator.is_,
+    cst.IsNot: operator.is_not,
     cst.In: lambda one, other: one in other,
     cst.NotIn: lambda one, other: one not in other,
 }
@@ -94,14 +116,14 @@ class _Version(str):
     __hash__ = str.__hash__
 
 
-def holds(source: Source, node: Node, release: str) -> bool | None:
+def evaluate_test(source: Source, node: Node, release: str) -> bool | None:
     """Whether a test lets a release through; None where that is not known.
 
     What else an `and` asks for (`torch.cuda.is_available()`) is left out, if it compares nothing.
     """
     if isinstance(node, cst.BooleanOperation):
         sides = (node.left, node.right)
-        parts = [holds(source, side, release) for side in sides]
+        parts = [evaluate_test(source, side, release) for side in sides]
         if isinstance(node.operator, cst.Or):
             return None if None in parts else any(parts)
         known = [
@@ -111,13 +133,13 @@ def holds(source: Source, node: Node, release: str) -> bool | None:
         ]
         return None if not known or None in known else all(known)
     if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
-        inner = holds(source, node.expression, release)
+        inner = evaluate_test(source, node.expression, release)
         return None if inner is None else not inner
     try:
         value = _Reader(source, release).value(node)
     except (_Unknown, TypeError, ValueError, IndexError, AttributeError, RecursionError):
         return None
-    return value if isinstance(value, bool) else None
+    return bool(value) if value is None or isinstance(value, bool) else None
 
 
 def names_releases(source: Source, node: Node) -> bool:
@@ -171,7 +193,7 @@ class _Reader:
             return _CONSTANTS[node.value]
         if (given := value_given(self.source, node)) is not node:
             return self.value(given, local)
-        if (part := unpacked(self.source, node)) is not None:
+        if (part := _unpacked(self.source, node)) is not None:
             return tuple(self.value(part[0], local))[part[1]]
         return self._computed(node, local)
 
@@ -260,8 +282,9 @@ class _Reader:
         return (*numbers, 0, 0)[places[node.attr.value]]
 
     def _call(self, node: cst.Call, local: Mapping[str, Any]) -> Any:
-        if (since := since_of_name(self.source, node)) is not None:
-            return version(self.release) >= version(since)
+        if (since := _since_of_name(self.source, node)) is not None:
+            is_there = version(self.release) >= version(since)
+            return is_there if len(node.args) == 2 else is_there or None
         if any(arg.star or arg.keyword for arg in node.args):
             raise _Unknown
         name = self.source.names.builtin(node.func)
@@ -278,7 +301,7 @@ class _Reader:
         arguments = [self.value(arg.value, local) for arg in node.args]
         if name is not None:
             return _BUILTINS[name](*arguments)
-        if PARSERS.fullmatch(self.source.origin(node.func) or ""):
+        if _PARSERS.fullmatch(self.source.origin(node.func) or ""):
             text = arguments[0] if len(arguments) == 1 else None
             if not isinstance(text, str):
                 raise _Unknown
@@ -288,3 +311,34 @@ class _Reader:
             if isinstance(owner, str):
                 return getattr(str.__str__(owner), node.func.attr.value)(*arguments)
         raise _Unknown
+
+
+def _since_of_name(source: Source, call: cst.Call) -> str | None:
+    """The version that introduced the name that `hasattr` or `getattr(..., None)` asks for."""
+    arguments = {"hasattr": 2, "getattr": 3}.get(source.names.builtin(call.func) or "")
+    if len(call.args) != arguments or not all(is_none(arg.value) for arg in call.args[2:]):
+        return None
+    path = f"{source.names.path(call.args[0].value)}.{strings(call.args[1].value)}"
+    return _OLDER.get(path) or SINCE.get(path)
+
+
+def _unpacked(source: Source, node: Node) -> tuple[Node, int] | None:
+    """What a name is unpacked from, and its place there: `major, minor = ...`."""
+    binding = source.names.only_binding(node)
+    line = source.statement(binding.node) if binding is not None else None
+    statement = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
+    if binding is None or not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+        return None
+    target = statement.targets[0].target
+    if not isinstance(target, (cst.Tuple, cst.List)):
+        return None
+    places: list[Node] = [element.value for element in target.elements]
+    return (statement.value, places.index(binding.node)) if binding.node in places else None
+
+
+def value_given(source: Source, node: Node) -> Node:
+    """The one value that a name or an attribute of self gets, or the expression itself."""
+    found = source.values.sources(node)
+    if len(found) != 1 or source.origin(node) is not None:
+        return node
+    return found[0][0] if found[0][0] is not None else node

@@ -38,11 +38,6 @@ class Handed:
             return []
         return [self._argument(function, call, binding) for call in self._calls.get(function, ())]
 
-    def is_handed(self, binding: Binding) -> bool:
-        """Whether all that a parameter gets is seen in the calls of this file, whatever its annotation says."""
-        function = self._function(binding.node) if binding.kind == "param" else None
-        return function is not None and bool(self.calls(function))
-
     def calls(self, function: cst.FunctionDef) -> list[cst.Call]:
         """The calls of a function that is only called; empty where it may be called from elsewhere, too."""
         return self._calls.get(function, [])

@@ -2,120 +2,117 @@
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_version_test
-from precast_lint.meaning.version_tests import SINCE, VersionTest, version_test
-from precast_lint.meaning.version_values import holds, names_releases
-from precast_lint.meaning.versions import minor_kind, value_given, version_kind
+from precast_lint.meaning.version_values import SINCE, evaluate_test, names_releases, value_given
 from precast_lint.model import Applicability, Finding, Fix, Rule, Severity, version
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 from precast_lint.torch_versions import MINORS
 
 __all__ = ["RULE"]
 
-_RELEASES = tuple(f"{minor}.0" for minor in MINORS)
+_EVERY = (
+    "0.0.0",
+    *(f"1.{minor}.0" for minor in range(14)),
+    *(f"{m}.0" for m in MINORS if m[0] != "1"),
+)
 _MENTIONED = re.compile(
     r"torch\.(cuda\.|cpu\.)?amp\.\w+|torch\.autocast|torch\.[gs]et_autocast_dtype"
 )
-_AS_TEXT = "this compares versions as texts: it is wrong for PyTorch {found}"
-_TOO_EARLY = "`{name}` is there from PyTorch {since}; this lets {found} through"
-_GAP = "this holds otherwise for PyTorch {found} than for {first}, which is older: compare whole versions"
+_WRONG = (
+    "this test is wrong for PyTorch {releases}: compare whole versions, not their texts or parts"
+)
+_TOO_EARLY = "`{name}` is there from PyTorch {since}; this lets {releases} through"
+_Results = dict[str, bool]
+_If = cst.If | cst.IfExp
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each test under which AMP is used and that is wrong for some release."""
-    releases = [
-        r for r in _RELEASES if source.min_torch is None or version(r) >= version(source.min_torch)
-    ]
-    statements: list[cst.If | cst.IfExp] = [*source.all(cst.If), *source.all(cst.IfExp)]
+    """Yield a finding for each test that is wrong for a release and has AMP's names in one of its branches."""
+    statements: list[_If] = [*source.all(cst.If), *source.all(cst.IfExp)]
     for statement in statements:
-        test = version_test(source, statement.test)
-        if test is None:
-            yield from _of_parts(source, statement, releases)
+        test = value_given(source, statement.test)
+        results = _results(source, test)
+        if results is None or any(_is_about_version(source, o) for o in source.around(statement)):
             continue
-        wrong = [r for r in releases if test.holds(r) != test.right(r)]
-        if not wrong:
-            yield from _too_early(source, statement, test.holds, releases, test)
-        elif any(_mentions(source, statement)):
-            message = _AS_TEXT.format(found=_listed(wrong))
-            yield source.find(RULE, statement.test, message)
+        wrong = _wrong(source, results)
+        if not wrong or names_releases(source, test):
+            yield from _too_early(source, statement, results)
+        elif any(_names(source, statement, part) for part in (statement.body, statement.orelse)):
+            yield source.find(RULE, statement.test, _WRONG.format(releases=_listed(wrong)))
 
 
-def _of_parts(
-    source: Source, statement: cst.If | cst.IfExp, releases: list[str]
-) -> Iterator[Finding]:
-    """What is wrong with a test that is computed for each release: it has several parts, or compares parts of texts."""
-    if any(_is_about_version(source, outer) for outer in source.around(statement)):
-        return
-    test = value_given(source, statement.test)
-    found: dict[str, bool] = {}
-    for release in ("0.0.0", *releases):  # most tests are not about versions, which the first says
-        is_through = holds(source, test, release)
-        if is_through is None:
-            return
-        found[release] = is_through
-    older = found.pop("0.0.0")  # whether it asks for older versions
-    first = next((release for release in releases if found[release] is not older), None)
-    if first is None:
-        return
-    wrong = [r for r in releases[releases.index(first) :] if found[r] is older]
-    if not wrong or names_releases(source, test):
-        yield from _too_early(source, statement, lambda release: found[release], releases)
-    elif any(_mentions(source, statement)):
-        message = _GAP.format(found=_listed(wrong), first=_listed([first]))
-        yield source.find(RULE, statement.test, message)
+def _results(source: Source, test: Node) -> _Results | None:
+    """Return the result of a test for each release; None if one is unknown, or if all are the same."""
+    results: _Results = {}
+    for release in _EVERY:
+        result = evaluate_test(source, test, release)
+        if result is None:
+            return None
+        results[release] = result
+    return results if len(set(results.values())) == 2 else None
+
+
+def _supported(source: Source) -> list[str]:
+    """Return the releases that the file supports."""
+    oldest = version(source.min_torch or MINORS[0])
+    return [release for release in _EVERY if version(release) >= oldest]
+
+
+def _wrong(source: Source, results: _Results) -> list[str]:
+    """Return the supported releases for which a test gives the result of much older ones again."""
+    first = next(release for release in _EVERY if results[release] is not results[_EVERY[0]])
+    newer = _EVERY[_EVERY.index(first) :]
+    supported = _supported(source)
+    return [r for r in newer if results[r] is results[_EVERY[0]] and r in supported]
 
 
 def _is_about_version(source: Source, outer: Node) -> bool:
-    """Whether a test around another one looks at PyTorch's version, too."""
-    if not isinstance(outer, (cst.If, cst.IfExp)):
-        return False
-    return any(
-        version_kind(source, n.left) is not None or minor_kind(source, n.left) is not None
-        for n in walk(outer.test)
-        if isinstance(n, cst.Comparison)
+    """Return True if an outer test depends on PyTorch's version, too."""
+    return isinstance(outer, (cst.If, cst.IfExp)) and any(
+        _results(source, node) is not None
+        for node in walk(outer.test)
+        if isinstance(node, cst.Comparison)
     )
 
 
-def _too_early(
-    source: Source,
-    statement: cst.If | cst.IfExp,
-    lets_through: Callable[[str], bool | None],
-    releases: list[str],
-    test: VersionTest | None = None,
-) -> Iterator[Finding]:
-    """A finding for the newest name that a branch uses in releases which do not have it."""
+def _too_early(source: Source, statement: _If, results: _Results) -> Iterator[Finding]:
+    """Yield a finding for the newest name that a branch uses in releases that do not have it."""
     branches = ((statement.body, True), (statement.orelse, False))
-    used = [(n, taken) for part, taken in branches if part for n in _names(source, statement, part)]
-    late = {(name, taken) for name, taken in used if name in SINCE}
+    used = {(name, taken) for part, taken in branches for name in _names(source, statement, part)}
+    late = [(name, taken) for name, taken in used if name in SINCE]
     for name, taken in sorted(late, key=lambda pair: version(SINCE[pair[0]]), reverse=True):
         since = version(SINCE[name])
-        wrong = [r for r in releases if lets_through(r) is taken and version(r) < since]
-        if not wrong:
-            continue
-        fix = _fix(source, test, taken, SINCE[name]) if test is not None else None
-        message = _TOO_EARLY.format(name=name, since=SINCE[name], found=_listed(wrong))
-        yield source.find(RULE, statement.test, message, fix)
-        return
+        wrong = [r for r in _supported(source) if results[r] is taken and version(r) < since]
+        if wrong:
+            fix = _fix(source, statement.test, taken, SINCE[name])
+            message = _TOO_EARLY.format(name=name, since=SINCE[name], releases=_listed(wrong))
+            yield source.find(RULE, statement.test, message, fix)
+            return
 
 
-def _fix(source: Source, test: VersionTest, taken: bool, since: str) -> Fix | None:
-    """The version that has the name, in the place of the one that is asked for."""
-    is_bound = test.compare in (operator.ge, operator.lt) and (test.compare is operator.ge) is taken
-    if test.bound is None or not is_bound:
+def _fix(source: Source, test: Node, taken: bool, since: str) -> Fix | None:
+    """Return a fix that replaces the version in a comparison by the one that has the name."""
+    compared = value_given(source, test)
+    if not isinstance(compared, cst.Comparison) or len(compared.comparisons) != 1:
         return None
-    if isinstance(test.bound, cst.Tuple):
+    target = compared.comparisons[0]
+    expected = cst.GreaterThanEqual if taken else cst.LessThan
+    if not isinstance(target.operator, expected):
+        return None
+    bound = target.comparator
+    if isinstance(bound, cst.Tuple):
         text = f"({', '.join(since.split('.'))})"
-        edit = source.replace(test.bound, text if not test.bound.lpar else text[1:-1])
-    else:
-        edit = source.replace(
-            test.bound, re.sub(r"\d[\w.+]*", since, source.code(test.bound), count=1)
-        )
-    return source.fix(f"Ask for PyTorch {since}", edit, unsafe=True)
+        edit = source.replace(bound, text if not bound.lpar else text[1:-1])
+        return source.fix(f"Ask for PyTorch {since}", edit, unsafe=True)
+    texts = [n for n in walk(bound) if isinstance(n, cst.SimpleString) and strings(n)]
+    if len(texts) != 1 or not re.fullmatch(r"\d+(\.\d+){0,2}", strings(texts[0]) or ""):
+        return None
+    text = re.sub(r"\d[\w.+]*", since, source.code(texts[0]), count=1)
+    return source.fix(f"Ask for PyTorch {since}", source.replace(texts[0], text), unsafe=True)
 
 
 def _listed(releases: list[str]) -> str:
@@ -123,12 +120,10 @@ def _listed(releases: list[str]) -> str:
     return short[0] if len(short) == 1 else f"{short[0]} to {short[-1]}"
 
 
-# --- what is under it ---
-
-
-def _names(source: Source, statement: Node, part: Node) -> Iterator[str]:
-    """The names of AMP in a branch that no other test of what PyTorch has is around."""
-    for node in walk(part):
+def _names(source: Source, statement: Node, part: Node | None) -> list[str]:
+    """Return AMP's names in a branch that are under no other test of PyTorch's features."""
+    found = []
+    for node in walk(part) if part is not None else ():
         name = None
         if isinstance(node, (cst.Name, cst.Attribute)):
             name = source.names.path(node)
@@ -136,18 +131,10 @@ def _names(source: Source, statement: Node, part: Node) -> Iterator[str]:
             outer = source.parents.get(node)
             module = dotted(outer.module) if isinstance(outer, cst.ImportFrom) else None
             name = f"{module}.{dotted(node.name)}" if module else None
-        if (
-            name is not None
-            and _MENTIONED.fullmatch(name)
-            and not _is_guarded_within(source, node, statement)
-        ):
-            yield name
-
-
-def _mentions(source: Source, statement: cst.If | cst.IfExp) -> Iterator[bool]:
-    for part in (statement.body, statement.orelse):
-        if part is not None:
-            yield any(True for _ in _names(source, statement, part))
+        is_amp = name is not None and _MENTIONED.fullmatch(name)
+        if name and is_amp and not _is_guarded_within(source, node, statement):
+            found.append(name)
+    return found
 
 
 def _is_guarded_within(source: Source, node: Node, statement: Node) -> bool:

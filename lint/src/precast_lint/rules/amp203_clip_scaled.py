@@ -18,7 +18,6 @@ from precast_lint.training_step.protocol import (
     only_here,
     scales_by_hand,
 )
-from precast_lint.training_step.trained import home, optimizers_of, trained
 
 __all__ = ["RULE"]
 
@@ -132,14 +131,24 @@ def _is_of_other(source: Source, event: Event, unscaled: frozenset[cst.Call | No
         return False
     if func.attr.value != "parameters":
         return False
-    text = key(source, func.value) or ""
-    own = trained(source).get((text, home(source, func.value, text)))
-    makers = [call for _, call in optimizers_of(source)]
-    models = {call: {t for t, one in optimizers_of(source) if one is call} for call in makers}
-    if own is None or not all(call in models for call in unscaled):
-        return False
-    together = set().union(*(models[call] for call in unscaled if call is not None))
-    return own not in unscaled and not together & models[own]
+    model = key(source, func.value)
+    makers = [
+        call
+        for call in source.all(cst.Call)
+        if (source.origin(call.func) or "").startswith("torch.optim.")
+    ]
+    makers = [call for call in makers if any(_gives(source, arg, model) for arg in call.args)]
+    return bool(makers) and unscaled.isdisjoint(makers)
+
+
+def _gives(source: Source, arg: cst.Arg, model: str | None) -> bool:
+    """Return True if an argument contains `model.parameters()`."""
+    return any(
+        isinstance(node, cst.Attribute)
+        and node.attr.value == "parameters"
+        and key(source, node.value) == model
+        for node in walk(arg)
+    )
 
 
 def _needs_size(source: Source, event: Event) -> bool:

@@ -28,6 +28,10 @@ _State = frozenset[tuple[str, Node]]
 _AGAIN = (
     "the next batch comes here before `update` was called: `unscale_` belongs where the step is"
 )
+_SKIPPED = (
+    "an iteration that skips the step ends before `update` was called, and the next `unscale_` "
+    "raises: call `update` in that iteration too"
+)
 
 
 class _Follower:
@@ -80,7 +84,9 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, node)
         for node in follower.again:
             if _is_each_time(source, flow, scaler, node):
-                yield source.find(RULE, node, _AGAIN)
+                yield source.find(
+                    RULE, node, _AGAIN if _accumulates(source, flow, scaler) else _SKIPPED
+                )
         for node in follower.left - follower.again - follower.second:
             if _is_in_each_call(source, flow, scaler, node):
                 yield source.find(RULE, node, _AGAIN)
@@ -122,6 +128,16 @@ def _is_each_time(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
     return comes_each_time(source, at, loop) and all(_always_runs(source, one) for one in inside)
 
 
+def _accumulates(source: Source, flow: Flow, scaler: str) -> bool:
+    """Return True if a counter decides when `update` runs, as where gradients are accumulated."""
+    return any(
+        _is_counted(source, one)
+        for event in flow.events()
+        if event.kind == "update" and event.scaler == scaler
+        for one in leading_to(flow, event.node)
+    )
+
+
 def _is_in_each_call(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
     """Whether each call of a function comes by, and only every so many calls come by the update."""
     if not isinstance(flow.node, cst.FunctionDef):
@@ -133,16 +149,19 @@ def _is_in_each_call(source: Source, flow: Flow, scaler: str, node: Node) -> boo
     if not updates or not is_all or any(loops_around(source, one) for one in way):
         return False
     return all(_always_runs(source, one) for one in way) and all(
-        any(_is_counted(source, one) for one in leading_to(flow, update)) for update in updates
+        any(
+            _is_counted(source, one) and not loops_around(source, one)
+            for one in leading_to(flow, update)
+        )
+        for update in updates
     )
 
 
 def _is_counted(source: Source, node: Node) -> bool:
-    """Whether a node runs in every so many calls of its function: a test of a counter stands around or before it."""
-    function = source.function(node)
+    """Return True if a test of a counter decides whether a node runs in an iteration or a call of its function."""
     inner = node
     for outer in source.around(node):
-        if outer is function or loop_around(source, node) is not None:
+        if isinstance(outer, (cst.FunctionDef, cst.For, cst.While)):
             return False
         if isinstance(outer, cst.If) and inner is not outer.test and counts(source, outer.test):
             return True
@@ -156,11 +175,13 @@ def _is_counted(source: Source, node: Node) -> bool:
 
 
 def _leaves(line: Node) -> bool:
-    """Whether a statement is a test that ends the function."""
+    """Return True if a statement is a test that ends the iteration or the function."""
     if not isinstance(line, cst.If) or not isinstance(line.body, cst.IndentedBlock):
         return False
     last = line.body.body[-1]
-    return isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Return)
+    return isinstance(last, cst.SimpleStatementLine) and isinstance(
+        last.body[-1], (cst.Return, cst.Continue)
+    )
 
 
 def _always_runs(source: Source, node: Node) -> bool:
@@ -187,9 +208,12 @@ RULE = Rule(
     message="this optimizer's gradients are unscaled already: `unscale_` is called once before each `update`",
     what=(
         "`scaler.unscale_(optimizer)` twice before `scaler.update()`; in a loop that accumulates gradients, `unscale_` "
-        "at each batch with `update` only at some."
+        "at each batch with `update` only at some; an iteration that skips the step and `update` after `unscale_`."
     ),
-    why="`unscale_` raises a RuntimeError the second time.",
+    why=(
+        "`unscale_` raises a RuntimeError the second time. A step that is skipped by hand, as for a norm that is too "
+        "large, needs `update` in that iteration, too."
+    ),
     fine="`update` is called in code that the rule can't see.",
     words=("unscale_(",),
     check=check,

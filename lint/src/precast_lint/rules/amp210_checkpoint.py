@@ -8,26 +8,25 @@ from dataclasses import dataclass
 
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.functions import called_function, followed_call
-from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Finding, Rule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
-from precast_lint.rules.checkpoint_loads import SCALER_NAME, key_loaded, loads
 from precast_lint.training_step.flow import Flow, flows
 from precast_lint.training_step.flow_events import is_optimizer, key
-from precast_lint.training_step.protocol import is_plain
 
 __all__ = ["RULE"]
 
 _MODELS = ("model", "net", "network", "model_state_dict", "state_dict", "weights", "ema")
 _STEPS = ("scale", "unscale_", "step", "update", "get_scale", "is_enabled")
+_SCALER_NAME = re.compile(r"scal|\bamp\b", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
 
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each saved dictionary with states of a model and an optimizer alone."""
     if any(
-        SCALER_NAME.search(key(source, owner) or "") and not _is_offered(source, call)
+        _SCALER_NAME.search(key(source, owner) or "") and not _is_offered(source, call)
         for call, owner, _ in source.methods("state_dict")
     ):
         return
@@ -38,15 +37,10 @@ def check(source: Source) -> Iterator[Finding]:
                 continue
             place = saved.place
             node = _scaler(source, flow)
-            if node is not None and not _is_off(source, node) and not _is_fixed(source):
-                name = key(source, node) or ""
-                made = source.values.constructed(node) if _is_there(source, node, place) else None
-                yield source.find(RULE, place, fix=_fix(source, flow, saved, name, made))
-            elif node is None and (
-                _is_saved_for_scaler(source, flow) or _is_of_object(source, flow)
+            if (node is not None and not _is_off(source, node) and not _is_fixed(source)) or (
+                node is None and (_is_saved_for_scaler(source, flow) or _is_of_object(source, flow))
             ):
-                name, made = _parameter(source, flow, place)
-                yield source.find(RULE, place, fix=_fix(source, flow, saved, name, made))
+                yield source.find(RULE, place)
         yield from _apart(source, flow)
 
 
@@ -70,7 +64,7 @@ def _apart(source: Source, flow: Flow) -> Iterator[Finding]:
     scaler = _scaler(source, flow)
     if scaler is None or _is_off(source, scaler):
         return
-    if _is_fixed(source) or any(SCALER_NAME.search(key(source, o) or "") for _, o in saved):
+    if _is_fixed(source) or any(_SCALER_NAME.search(key(source, o) or "") for _, o in saved):
         return
     yield source.find(RULE, next(call for call, owner in saved if owner is optimizers[0]))
 
@@ -219,7 +213,7 @@ def _is_training_state(source: Source, flow: Flow, saved: _Saved) -> bool:
     """Whether it has the states of an optimizer and something else, and nothing that may be a scaler's."""
     states = []
     for name, value in saved.entries:
-        if SCALER_NAME.search(name) or SCALER_NAME.search(key(source, value) or ""):
+        if _SCALER_NAME.search(name) or _SCALER_NAME.search(key(source, value) or ""):
             return False
         if (owner := _state_of(value)) is not None:
             states.append(owner)
@@ -238,7 +232,7 @@ def _is_saved_for_scaler(source: Source, flow: Flow) -> bool:
                 continue
             scaler = _scaler(source, other)
             handed = any(
-                SCALER_NAME.search(key(source, arg.value) or "")
+                _SCALER_NAME.search(key(source, arg.value) or "")
                 and not _is_ignored(source, call, arg.value)
                 for arg in call.args
             )
@@ -264,21 +258,6 @@ def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
         return False
     outer = [source.parents[node] for node in source.scopes.references(scope, name)]
     return all(isinstance(node, cst.Attribute) and node.attr.value in _STEPS for node in outer)
-
-
-def _parameter(source: Source, flow: Flow, saved: Node) -> tuple[str, Node | None]:
-    """The parameter by which each call of a function hands it one scaler, which it does not save, and what makes it."""
-    function = flow.node
-    if not isinstance(function, cst.FunctionDef) or source.function(saved) is not function:
-        return "", None
-    for name, bindings in source.scopes.owned[function].bindings.items():
-        given = source.values.handed.whatever_to(bindings[0])
-        made = {source.values.constructed(value) for value in given}
-        is_one = len(made) == 1 and all(source.instance(value) in SCALERS for value in given)
-        is_one = is_one and bindings[0].value is None  # what is left out may be None
-        if is_one and _only_steps(source, function, name):
-            return name, made.pop()
-    return "", None
 
 
 def _scaler(source: Source, flow: Flow) -> Node | None:
@@ -352,61 +331,11 @@ def _is_off(source: Source, scaler: Node) -> bool:
     return any(isinstance(value, cst.Name) and value.value == "False" for value in values)
 
 
-def _is_there(source: Source, scaler: Node, saved: Node) -> bool:
-    """Whether a scaler is there in any case, and known by the same name where the dictionary is written."""
-    if not is_plain(key(source, scaler)) or source.values.constructed(scaler) is None:
-        return False
-    root = scaler
-    while isinstance(root, (cst.Attribute, cst.Subscript)):
-        root = root.value
-    if not isinstance(root, cst.Name):
-        return False
-    if root.value == "self":
-        function = source.function(saved)
-        first = function.params.params[:1] if function is not None else ()
-        is_method = bool(first) and first[0].name.value == "self"
-        return is_method and source.values.enclosing_class(saved) is source.values.enclosing_class(
-            scaler
-        )
-    there = source.scopes.scope_of[root].home(root.value)
-    return source.scope(saved).home(root.value) is there
-
-
-def _fix(source: Source, flow: Flow, state: _Saved, name: str, made: Node | None) -> Fix | None:
-    """One more entry of a dictionary, or one more keyword of `dict(...)`, and what loads it where that is certain."""
-    saved = state.place
-    if not isinstance(made, cst.Call):
-        return None
-    called = key_loaded(source)
-    if isinstance(saved, cst.Dict) and saved.elements:
-        element = saved.elements[-1]
-        first: Node = element.key if isinstance(element, cst.DictElement) else element
-        last: Node = element.value
-        entry = f"{source.quote}{called}{source.quote}: {name}.state_dict()"
-    elif isinstance(saved, cst.Call) and saved.args and called.isidentifier():
-        first, last = saved.args[-1], saved.args[-1].value
-        entry = f"{called}={name}.state_dict()"
-    else:
-        return None
-    row = source.text.line_start(source.span(first).start)
-    indent = source.text.data[row : source.span(first).start]
-    several = row != source.text.line_start(source.span(saved).start) and not indent.strip()
-    between = f",{source.text.newline}{indent.decode()}" if several else ", "
-    keys = {
-        name
-        for name, value in state.entries
-        if (owner := _state_of(value)) is not None and _is_optimizers(source, flow, owner)
-    }
-    edits = loads(source, made, name, keys)
-    says = "Save the scaler's state as well" + (", and load it" if edits else "")
-    return source.fix(says, source.after(last, between + entry), edits, unsafe=True)
-
-
 RULE = Rule(
     code="AMP210",
     name="checkpoint-without-scaler",
     severity=Severity.WARNING,
-    fix=Applicability.UNSAFE,
+    fix=Applicability.NONE,
     message="the scaler's state is not saved with the optimizer's",
     what="`torch.save` of a model's and an optimizer's state in code with a `GradScaler` whose state is not in it.",
     why=(
