@@ -131,7 +131,6 @@ ci: $(NATIVE)  ## everything CI runs (the layer test and the docs examples are p
 bench: $(NATIVE) $(CLIENTS_STAMP)  ## all that has a target, beside torch.autocast, in some twenty minutes; writes docs/figures.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
-	$(BIN)/python -m benchmarks.check --write
 	$(BIN)/python -m benchmarks.importing --write
 	! command -v valgrind > /dev/null || $(BIN)/python -m benchmarks.instructions --write
 

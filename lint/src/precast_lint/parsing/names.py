@@ -3,8 +3,8 @@
 Invariants: where the bindings of a name disagree, or one of them is not understood, the answer is
 None; an import that falls back to None (`except ImportError: torch = None`) does not count as disagreeing.
 
-LibCST has QualifiedNameProvider, which does not follow `region = torch.autocast` and takes 19 times as long: 24.6 s
-against 1.29 s, beside those of the scopes (`python -m benchmarks.checker_names torch --every 10`; see `scopes.py`).
+LibCST's QualifiedNameProvider does not follow `region = torch.autocast`, and takes 19 times as long: 24.6 s against
+1.29 s (see `scopes.py`).
 """
 
 from __future__ import annotations
