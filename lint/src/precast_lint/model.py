@@ -1,4 +1,4 @@
-"""What rules are made of and what they find: plain values, without LibCST.
+"""The values that rules consist of and report, without LibCST.
 
 Invariants: spans are offsets in the UTF-8 bytes of a file's text; a `Fix` is applied whole or not
 at all; a `Finding` that a rule yields has a span inside the file.
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Severity(Enum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -32,7 +32,7 @@ class Severity(Enum):
 
 
 class Applicability(Enum):
-    """Who may apply a fix: anyone, only who asked for unsafe fixes, or nobody."""
+    """The conditions under which a fix is applied: always, with `--unsafe-fixes` only, or never."""
 
     SAFE = "safe"
     UNSAFE = "unsafe"

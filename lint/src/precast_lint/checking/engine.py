@@ -30,7 +30,7 @@ _PASSES = 20  # far more than nested fixes need; a rule that undoes another's fi
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found in a text, in the order of the text, and how often something was fixed."""
+    """A text with its findings, in the order of the text, and the codes of the applied fixes."""
 
     text: Text
     findings: tuple[Finding, ...]

@@ -42,7 +42,7 @@ class Suppressions:
         self.used: set[tuple[Comment, str]] = set()
 
     def silences(self, code: str, row: int) -> bool:
-        """Whether a finding is silenced; remembers which comment did it."""
+        """Return True if a finding is silenced; remembers which comment did it."""
         silent = False
         for comment in self.comments:
             if not comment.whole_file and row not in comment.rows:

@@ -47,7 +47,7 @@ def _collide(one: Edit, other: Edit) -> bool:
 
 
 def parses(data: bytes, like: bytes) -> bool:
-    """Whether a changed text is Python: for LibCST, and for this Python if the text before it was."""
+    """Return True if a changed text is Python: for LibCST, and for this Python if the text before it was."""
     try:
         cst.parse_module(data.decode("utf-8"))
     except (cst.ParserSyntaxError, RecursionError):

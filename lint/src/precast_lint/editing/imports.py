@@ -59,7 +59,7 @@ def _is_of_torch(line: cst.SimpleStatementLine) -> bool:
 
 
 def _follows(line: cst.SimpleStatementLine, module: str) -> bool:
-    """Whether isort puts a statement after `import module`: a `from`, or a name that comes after it."""
+    """Return True if isort puts a statement after `import module`: a `from`, or a name that comes after it."""
     return isinstance(line.body[0], cst.ImportFrom) or _imported(line).lower() > module
 
 
@@ -103,7 +103,7 @@ def _insert(source: Source, line: str) -> Edit:
 
 
 def is_alone(source: Source, statement: Node) -> bool:
-    """Whether a small statement has its line for itself: no semicolons, no `if x: import y`."""
+    """Return True if a small statement has its line for itself: no semicolons, no `if x: import y`."""
     line = source.parents.get(statement)
     if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
         return False

@@ -1,1 +1,1 @@
-"""What code means to PyTorch: regions, tensors, devices and dtypes, version guards, custom functions."""
+"""The meaning of code to PyTorch: regions, tensors, devices and dtypes, version guards, custom functions."""

@@ -1,4 +1,4 @@
-"""Which of several assignments of a name a read of it sees, in straight code.
+"""The assignments that a read of a name can see, in straight code.
 
 Invariant: the answer holds on every path to the read. Where a branch came between, there are several; where a loop may
 have, all.
@@ -139,7 +139,7 @@ def _last_in_straight_code(source: Source, name: Node, bindings: list[Binding]) 
 
 
 def _reaching(source: Source, name: Node, bindings: list[Binding]) -> list[Binding] | None:
-    """Those of some bindings that a node may see: the last certain one, and what tests and loops bind behind it."""
+    """Return the bindings that a node may see: the last certain one, and those of later tests and loops."""
     inside = [(binding, {binding.node, *source.around(binding.node)}) for binding in bindings]
     several: list[Binding] = []
     inner = source.statement(name)
@@ -184,7 +184,7 @@ def _in_block(statements: Sequence[Node], inside: _Inside) -> tuple[list[Binding
 
 
 def _is_unsure(outer: Node, inside: _Inside) -> bool:
-    """Whether code around a read may have bound the name in an order that is not seen: a loop, a `try`, a test."""
+    """Return True if code around a read may have bound the name in an order that is not seen."""
     if isinstance(outer, cst.FunctionDef):
         return False
     if isinstance(outer, cst.With):  # what its body binds behind the read comes too late

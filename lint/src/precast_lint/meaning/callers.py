@@ -109,7 +109,7 @@ def _module(node: Node | None) -> Node | None:
 
 
 def _is_stored_outside(source: Source, node: Node) -> bool:
-    """Whether objects get an attribute of this name from outside: `model.head = ...`."""
+    """Return True if objects get an attribute of this name from outside: `model.head = ...`."""
     known = source.cache.get("attributes stored outside")
     if known is None:
         targets = [one.target for one in source.all(cst.AssignTarget)]
@@ -149,6 +149,6 @@ def regions_of_callers(
 
 
 def is_called_in_region(source: Source, node: Node) -> bool:
-    """Whether the function of a node runs in regions alone, as far as the calls of this file show."""
+    """Return True if the function of a node runs in regions alone, as far as the calls of this file show."""
     found = regions_of_callers(source, node, trainers=True)
     return bool(found) and None not in found

@@ -17,7 +17,7 @@ _DEEP = 3
 
 
 def by_default(source: Source, node: Node | None, depth: int = _DEEP) -> tuple[Node, bool] | None:
-    """What an expression is as long as nobody says otherwise, and whether the file itself leaves it at that."""
+    """Return the default value of an expression, and True if the file itself uses that default."""
     found = the_value(source, node)
     if depth == 0 or found is None:
         return None
@@ -53,7 +53,7 @@ def _of_attribute(source: Source, node: cst.Attribute, depth: int) -> tuple[Node
 
 
 def _of_parameter(source: Source, binding: Binding, depth: int) -> tuple[Node, bool] | None:
-    """What all calls of this file leave a parameter at; where there are none, its default value."""
+    """Return the value of a parameter in all calls of this file; without calls, its default value."""
     given = source.values.handed.whatever_to(binding)
     if given:
         known = {source.origin(value) for value in given if value is not None}
@@ -74,7 +74,7 @@ def _of_parameter(source: Source, binding: Binding, depth: int) -> tuple[Node, b
 
 
 def _uses(source: Source, home: cst.ClassDef) -> int | None:
-    """How often a file makes objects of a class; None where it hands the class on, or asks it for something."""
+    """Return the number of constructor calls of a class; None if the class is used otherwise."""
     calls = 0
     for name in _named(source, home.name.value):
         binding = source.names.only_binding(name)
@@ -91,12 +91,12 @@ def _uses(source: Source, home: cst.ClassDef) -> int | None:
 
 
 def _is_handed_on(source: Source, parent: Node | None) -> bool:
-    """Whether a name is an argument, and no base of a class."""
+    """Return True if a name is an argument, and no base of a class."""
     return isinstance(parent, cst.Arg) and not isinstance(source.parents[parent], cst.ClassDef)
 
 
 def _is_named(source: Source, function: cst.FunctionDef) -> bool:
-    """Whether anything in a file asks for a function, or for a method of its name."""
+    """Return True if anything in a file asks for a function, or for a method of its name."""
     name = function.name.value
     is_asked = any(node.attr.value == name for node in source.all(cst.Attribute))
     return is_asked or any(node is not function.name for node in _named(source, name))

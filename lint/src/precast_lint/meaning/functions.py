@@ -129,7 +129,7 @@ def _of_others(source: Source, func: cst.Attribute) -> cst.FunctionDef | None:
 
 
 def called_object(source: Source, call: Node) -> Node | None:
-    """What `self` is in the method of another object that a call runs: `amp` of `amp.step()` and `amp(loss)`."""
+    """Return the object whose method a call runs: `amp` of `amp.step()` and `amp(loss)`."""
     func = call.func if isinstance(call, cst.Call) else None
     if isinstance(func, cst.Attribute) and _class_of_receiver(source, func) is None:
         owner: Node | None = func.value
@@ -180,12 +180,12 @@ def _method_names(source: Source) -> set[str]:
 
 
 def _is_static(source: Source, function: cst.FunctionDef) -> bool:
-    """Whether a method is told of no object and no class."""
+    """Return True if a method is told of no object and no class."""
     return any(source.names.builtin(d.decorator) == "staticmethod" for d in function.decorators)
 
 
 def _is_plain(source: Source, function: cst.FunctionDef) -> bool:
-    """Whether nothing but `staticmethod` or `classmethod` decorates a function."""
+    """Return True if nothing but `staticmethod` or `classmethod` decorates a function."""
     return all(source.names.builtin(d.decorator) in _PLAIN for d in function.decorators)
 
 
@@ -242,7 +242,7 @@ def _followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[st
 
 
 def _yields(source: Source, function: cst.FunctionDef) -> bool:
-    """Whether there is a `yield` in a function, or in one inside it."""
+    """Return True if there is a `yield` in a function, or in one inside it."""
     known = source.cache.setdefault("functions that yield", {})
     assert isinstance(known, dict)
     if function not in known:
@@ -282,7 +282,7 @@ def called_forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
 
 
 def _is_first_parameter(source: Source, name: cst.Name) -> bool:
-    """Whether a name is what a method is told its object by."""
+    """Return True if a name is what a method is told its object by."""
     binding = source.names.only_binding(name)
     function = source.function(name)
     first = function.params.params[:1] if isinstance(function, cst.FunctionDef) else ()

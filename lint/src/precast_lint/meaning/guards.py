@@ -30,7 +30,7 @@ _VERSION = re.compile(
 
 
 def is_guarded(source: Source, node: Node) -> bool:
-    """Whether a node is in a fallback of an import, or under a test of what PyTorch has.
+    """Return True if a node is in a fallback of an import, or under a test of what PyTorch has.
 
     Both sides of such a test, both blocks of such a `try`, and what follows a test that leaves are guarded.
     """
@@ -41,7 +41,7 @@ def is_guarded(source: Source, node: Node) -> bool:
 
 
 def is_tried(source: Source, node: Node) -> bool:
-    """Whether a node is expected to fail: in a `try` that catches it, or under `pytest.raises`.
+    """Return True if a node is expected to fail: in a `try` that catches it, or under `pytest.raises`.
 
     As far as its own function shows.
     """
@@ -82,7 +82,7 @@ def _is_guard(source: Source, node: Node) -> bool:
 
 
 def _follows_guard(source: Source, node: Node) -> bool:
-    """Whether an `if` before a statement, in the same block, tests the version and leaves the block."""
+    """Return True if an `if` before a statement, in the same block, tests the version and leaves the block."""
     block = source.parents.get(node)
     if not isinstance(block, cst.IndentedBlock):
         return False
@@ -98,7 +98,7 @@ def _follows_guard(source: Source, node: Node) -> bool:
 
 
 def _only_imports(node: cst.Try) -> bool:
-    """Whether nothing but imports is tried."""
+    """Return True if nothing but imports is tried."""
     return all(
         isinstance(line, cst.SimpleStatementLine)
         and all(isinstance(part, (cst.Import, cst.ImportFrom)) for part in line.body)
@@ -107,13 +107,13 @@ def _only_imports(node: cst.Try) -> bool:
 
 
 def _tries_amp(node: cst.Try) -> bool:
-    """Whether all that is tried is a call or two of AMP, which older versions refuse with a TypeError."""
+    """Return True if all that is tried is a call or two of AMP, which older versions refuse with a TypeError."""
     names = (inner.value for inner in walk(node.body) if isinstance(inner, cst.Name))
     return len(node.body.body) <= 2 and any(_AMP.search(name) for name in names)
 
 
 def _catches(handler: cst.ExceptHandler, caught: Collection[str]) -> bool:
-    """Whether a handler is for names that are missing, or for other arguments."""
+    """Return True if a handler is for names that are missing, or for other arguments."""
     return bool(_names(handler) & set(caught))
 
 
@@ -126,7 +126,7 @@ def _names(handler: cst.ExceptHandler) -> set[str]:
 
 
 def is_version_test(source: Source, test: Node) -> bool:
-    """Whether an expression asks for PyTorch's version, or whether something exists in it."""
+    """Return True if an expression asks for PyTorch's version, or whether something exists in it."""
     return any(
         (
             isinstance(node, cst.Name)
@@ -164,14 +164,14 @@ def _asks_by_name(source: Source, node: cst.Name) -> bool:
 
 
 def _reads_version(function: cst.FunctionDef) -> bool:
-    """Whether a function looks at a version: `def torch_release(): return torch.__version__.split(".")`."""
+    """Return True if a function looks at a version: `def torch_release(): return torch.__version__.split(".")`."""
     return any(
         isinstance(n, cst.Attribute) and n.attr.value == "__version__" for n in walk(function.body)
     )
 
 
 def _is_of_torch(source: Source, node: cst.Try) -> bool:
-    """Whether something of PyTorch's is tried: that another package is there says nothing of PyTorch's version."""
+    """Return True if something of PyTorch's is tried."""
     for inner in walk(node.body):
         if isinstance(inner, cst.ImportFrom) and f"{dotted(inner.module)}.".startswith("torch."):
             return True

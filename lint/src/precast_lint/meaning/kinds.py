@@ -1,4 +1,4 @@
-"""What an expression certainly is: a flag, a number, a text, a device, a dtype.
+"""Detection of flags, numbers, texts and devices.
 
 Invariants: True only with evidence: a literal, an operation that gives nothing else, an annotation, a
 default value, or a name all of whose values have such evidence. A variable's name is no evidence.
@@ -32,22 +32,22 @@ _DEPTH = 6
 
 
 def is_flag(source: Source, node: Node | None) -> bool:
-    """Whether an expression is True or False."""
+    """Return True if an expression is True or False."""
     return node is not None and _flag(source, node, _DEPTH)
 
 
 def is_number(source: Source, node: Node | None) -> bool:
-    """Whether an expression is an int or a float."""
+    """Return True if an expression is an int or a float."""
     return node is not None and _number(source, node, _DEPTH)
 
 
 def is_text(source: Source, node: Node | None) -> bool:
-    """Whether an expression is a string."""
+    """Return True if an expression is a string."""
     return node is not None and _text(source, node, _DEPTH)
 
 
 def is_device(source: Source, node: Node | None) -> bool:
-    """Whether an expression is a `torch.device`."""
+    """Return True if an expression is a `torch.device`."""
     return node is not None and _device(source, node, _DEPTH)
 
 
@@ -84,7 +84,7 @@ def _number(source: Source, node: Node, depth: int) -> bool:
 
 
 def _only_numbers(node: cst.BinaryOperation) -> bool:
-    """Whether an operation with a number on one side takes numbers alone: `x * 1.0`, `2 ** x`, `x - 1`, no `x * 2`."""
+    """Return True if an operation with a number on one side takes numbers alone."""
     if isinstance(node.operator, (cst.Power, cst.Divide, cst.Subtract, cst.LeftShift)):
         return True
     is_product = isinstance(node.operator, cst.Multiply)
@@ -128,7 +128,7 @@ def _device(source: Source, node: Node, depth: int) -> bool:
 
 
 def _has_device(source: Source, node: Node) -> bool:
-    """Whether the attribute `device` of something is a `torch.device`: of a tensor, an Accelerator or a Fabric."""
+    """Return True if the attribute `device` of something is a `torch.device`."""
     if _is_tensor(source, node) or source.instance(node) in TRAINERS:
         return True
     return isinstance(node, cst.Name) and is_tensor(source, node)
@@ -151,7 +151,7 @@ def _everywhere(
     annotations: tuple[str, ...],
     depth: int,
 ) -> bool:
-    """Whether all values of a name, or of both sides of `a if b else c`, pass a test."""
+    """Return True if all values of a name, or of both sides of `a if b else c`, pass a test."""
     if isinstance(node, cst.IfExp):
         return test(source, node.body, depth) and test(source, node.orelse, depth)
     if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)):

@@ -1,4 +1,4 @@
-"""Which expressions behind a region are tensors that it computed in lower precision, and which are float32.
+"""Detection of tensors that a region computed in lower precision, behind the region.
 
 Invariants: both are said only with evidence for each value that a name may have; what the tensor came through
 on its way keeps the dtype, and stands behind the region, where nothing is cast.
@@ -87,7 +87,7 @@ _LOW = ("torch.float16", "torch.half", "torch.bfloat16")
 
 
 def casts_modules(source: Source) -> bool:
-    """Whether a file casts a module to 16 bits, so that weights may not be float32: `model.half()`, `Net().half()`."""
+    """Return True if a file casts a module to 16 bits, so that weights may not be float32."""
     known = source.cache.get("casts modules")
     if known is None:
         known = any(
@@ -102,7 +102,7 @@ def casts_modules(source: Source) -> bool:
 
 
 def _is_module(owner: Node) -> bool:
-    """Whether a name says that it is a module."""
+    """Return True if a name says that it is a module."""
     name = dotted(owner) or ""
     return bool(_MODULE_NAMES.search(name.rpartition(".")[2]))
 
@@ -222,7 +222,7 @@ def _of_call(source: Source, call: cst.Call, depth: int, keeps: bool) -> Region 
 
 
 def _is_scalar(source: Source, node: Node) -> bool:
-    """Whether a factor is a number of Python's, which changes no dtype: `0.5`, `x.size(0)`, `x.shape[0]`."""
+    """Return True if a factor is a number of Python's, which changes no dtype: `0.5`, `x.size(0)`, `x.shape[0]`."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
         name = node.func.attr.value
         return name == "numel" or (name == "size" and bool(node.args)) or is_number(source, node)
@@ -232,7 +232,7 @@ def _is_scalar(source: Source, node: Node) -> bool:
 
 
 def _is_moved(source: Source, call: cst.Call) -> bool:
-    """Whether `x.to(...)` is told a device, and no dtype."""
+    """Return True if `x.to(...)` is told a device, and no dtype."""
     for arg in call.args:
         if arg.star:
             return False

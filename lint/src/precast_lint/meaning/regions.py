@@ -77,7 +77,7 @@ class Region:
 
     @property
     def body(self) -> Node:
-        """What runs inside."""
+        """The code inside the region."""
         assert isinstance(self.node, (cst.With, cst.FunctionDef))
         return self.node.body
 
@@ -196,7 +196,7 @@ def _is_trainers(source: Source, func: Node) -> bool:
 
 
 def is_trainer(source: Source, node: Node) -> bool:
-    """Whether something is an `Accelerator` or a `Fabric`: by what makes it, or else by its name."""
+    """Return True if something is an `Accelerator` or a `Fabric`: by what makes it, or else by its name."""
     made = source.instance(node)
     return made in TRAINERS if made is not None else dotted(node) in _TRAINER_NAMES
 
@@ -217,7 +217,7 @@ def _regions(source: Source) -> Iterator[Region]:
 
 
 def _on_stack(source: Source, statement: cst.With, stack: cst.Name) -> Iterator[Region]:
-    """What `stack.enter_context(...)` enters before anything else runs in `with ExitStack() as stack:`."""
+    """Yield the regions that `stack.enter_context(...)` enters first in `with ExitStack() as stack:`."""
     body = statement.body.body if isinstance(statement.body, cst.IndentedBlock) else ()
     for line in body:
         is_sure = isinstance(line, cst.SimpleStatementLine)

@@ -1,4 +1,4 @@
-"""What is certainly a tensor: by how it is made, by its annotation, or as what a module gets and gives.
+"""Detection of tensors: by their constructor, by an annotation, or as an input or output of a module.
 
 Invariant: True only with evidence in the file; of several values of a name each needs its own.
 """
@@ -28,7 +28,7 @@ _DEPTH = 4
 
 
 def is_module_method(source: Source, node: Node) -> bool:
-    """Whether a node is in a method of a class that is a module by its own bases."""
+    """Return True if a node is in a method of a class that is a module by its own bases."""
     home = source.values.enclosing_class(node)
     return isinstance(home, cst.ClassDef) and any(
         source.origin(base.value) in MODULES for base in home.bases
@@ -36,7 +36,7 @@ def is_module_method(source: Source, node: Node) -> bool:
 
 
 def is_tensor(source: Source, node: Node, depth: int = _DEPTH) -> bool:
-    """Whether a value is certainly a tensor."""
+    """Return True if a value is certainly a tensor."""
     if depth == 0:
         return False
     if isinstance(node, cst.BinaryOperation):
@@ -60,7 +60,7 @@ def is_tensor(source: Source, node: Node, depth: int = _DEPTH) -> bool:
 
 
 def _comes_of(value: Node | None, name: cst.Name) -> bool:
-    """Whether a value is a name's own tensor after arithmetic or methods that give a tensor: `x.float() / 2`."""
+    """Return True if a value is a name's own tensor after arithmetic or methods that give a tensor: `x.float() / 2`."""
     if isinstance(value, cst.BinaryOperation):
         return _comes_of(value.left, name) or _comes_of(value.right, name)
     if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute):
@@ -102,7 +102,7 @@ def _is_input(source: Source, name: cst.Name) -> bool:
 
 
 def _is_model(source: Source, func: Node) -> bool:
-    """What is made from `torch.nn`, an attribute that a module calls, or what is told `eval()` or `train()`."""
+    """Return True for objects of `torch.nn`, attributes that a module calls, and objects with `eval()` or `train()`."""
     if (source.instance(func) or "").startswith("torch.nn."):
         return True
     name = dotted(func)

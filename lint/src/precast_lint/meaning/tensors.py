@@ -278,14 +278,14 @@ def _is_update(source: Source, binding: Binding) -> bool:
 
 
 def _handed(source: Source, found: list[Binding]) -> list[Node] | None:
-    """What all calls of this file hand to a parameter that is bound nowhere else; None where they are not known."""
+    """Return the arguments of all calls of this file for a parameter that is not bound again; None if unknown."""
     values = source.values.handed.whatever_to(found[0]) if len(found) == 1 else []
     known = [value for value in values if value is not None]
     return known if known and len(known) == len(values) <= _CALLS else None
 
 
 def is_half(source: Source, node: Node, depth: int = 10) -> bool:
-    """Whether a tensor is float16 for certain."""
+    """Return True if a tensor is float16 for certain."""
     if depth <= 0:
         return False
     if isinstance(node, cst.Call):
@@ -351,7 +351,7 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
 
 
 def _keeps_half(source: Source, call: cst.Call, depth: int) -> bool:
-    """Whether a call of an operation gives the dtype of its operand, which is float16."""
+    """Return True if a call of an operation gives the dtype of its operand, which is float16."""
     found = operation(source, call, *_SAME_DTYPE, *_SUMS, *_LIMITS)
     if found is None:
         return False
@@ -373,7 +373,7 @@ def _in_float16(source: Source, node: Node) -> bool:
 
 
 def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
-    """Whether an expression is a product of matrices, or arithmetic on one: float16 in a float16 region."""
+    """Return True if an expression is a product of matrices, or arithmetic on one: float16 in a float16 region."""
     if depth <= 0:
         return False
     if isinstance(node, cst.BinaryOperation):
@@ -399,7 +399,7 @@ def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
 
 
 def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
-    """Whether a call multiplies matrices, or gives a product of them in another shape."""
+    """Return True if a call multiplies matrices, or gives a product of them in another shape."""
     alike = _made_like(source, node)
     if alike is not None:
         return is_lowered(source, alike, depth - 1)
@@ -429,7 +429,7 @@ def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
 
 
 def _is_lowered_forward(source: Source, call: cst.Call, depth: int) -> bool:
-    """Whether a module of this file ends with a product of matrices, in the region in which it is called."""
+    """Return True if a module of this file ends with a product of matrices, in the region in which it is called."""
     forward = called_forward(source, call)
     returned = returned_by(forward) if forward is not None else []
     return bool(returned) and all(
@@ -440,7 +440,7 @@ def _is_lowered_forward(source: Source, call: cst.Call, depth: int) -> bool:
 
 
 def starts_with_layer(source: Source, module: Node) -> bool:
-    """Whether a module first multiplies its input by weights: a layer, or `nn.Sequential(layer, ...)`."""
+    """Return True if a module first multiplies its input by weights: a layer, or `nn.Sequential(layer, ...)`."""
     instance = source.instance(module) or ""
     if instance not in _SEQUENTIALS:
         return bool(LAYERS.match(instance))
@@ -449,7 +449,7 @@ def starts_with_layer(source: Source, module: Node) -> bool:
 
 
 def _ends_with_layer(source: Source, module: Node) -> bool:
-    """Whether `nn.Sequential(...)` ends with a layer, or with what keeps the dtype behind one."""
+    """Return True if `nn.Sequential(...)` ends with a layer, or with what keeps the dtype behind one."""
     for inner in reversed(modules_in(source, module)):
         instance = source.instance(inner) or ""
         if not _ACTIVATIONS.match(instance):
@@ -511,7 +511,7 @@ def _is_lowered_method(source: Source, found: Operation, depth: int) -> bool:
 
 
 def _are_lowered(source: Source, sides: list[Node], depth: int) -> bool:
-    """Whether all are products of matrices, or numbers, and one at least is no number."""
+    """Return True if all are products of matrices, or numbers, and one at least is no number."""
     lowered = [is_lowered(source, side, depth - 1) for side in sides]
     numbers = [constant(source, side) is not None for side in sides]
     return any(lowered) and all(a or b for a, b in zip(lowered, numbers, strict=True))
@@ -541,7 +541,7 @@ def _is_number(source: Source, call: cst.Call) -> bool:
 
 
 def _casts(node: Node) -> bool:
-    """Whether something in an expression makes it float32, or another dtype."""
+    """Return True if something in an expression makes it float32, or another dtype."""
     return any(
         isinstance(inner, cst.Attribute)
         and inner.attr.value in ("float", "double", "to", "type", "type_as")

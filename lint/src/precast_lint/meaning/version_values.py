@@ -117,7 +117,7 @@ class _Version(str):
 
 
 def evaluate_test(source: Source, node: Node, release: str) -> bool | None:
-    """Whether a test lets a release through; None where that is not known.
+    """Return True if a test lets a release through; None where that is not known.
 
     What else an `and` asks for (`torch.cuda.is_available()`) is left out, if it compares nothing.
     """
@@ -143,7 +143,7 @@ def evaluate_test(source: Source, node: Node, release: str) -> bool | None:
 
 
 def names_releases(source: Source, node: Node) -> bool:
-    """Whether a test names the releases that it is for, so that newer ones may well be otherwise."""
+    """Return True if a test names the releases that it is for, so that newer ones may well be otherwise."""
     exact = (cst.Equal, cst.NotEqual, cst.In, cst.NotIn)
     inner = list(walk(node))
     given = [value_given(source, n) for n in inner if isinstance(n, (cst.Name, cst.Attribute))]
@@ -155,7 +155,7 @@ def names_releases(source: Source, node: Node) -> bool:
 
 
 def _compares(side: Node) -> bool:
-    """Whether a test compares anything: what does not has nothing to do with versions."""
+    """Return True if a test compares anything: what does not has nothing to do with versions."""
     return any(isinstance(n, (cst.Comparison, cst.Subscript)) for n in walk(side))
 
 
@@ -168,7 +168,7 @@ class _Reader:
         self.depth = 0
 
     def value(self, node: Node, local: Mapping[str, Any] | None = None) -> Any:
-        """What an expression is worth; `local` are the variables of the comprehensions around it.
+        """Return the value of an expression; `local` are the variables of the comprehensions around it.
 
         Raises:
             _Unknown: that is not known.
@@ -323,7 +323,7 @@ def _since_of_name(source: Source, call: cst.Call) -> str | None:
 
 
 def _unpacked(source: Source, node: Node) -> tuple[Node, int] | None:
-    """What a name is unpacked from, and its place there: `major, minor = ...`."""
+    """Return the value that a name is unpacked from, and its position: `major, minor = ...`."""
     binding = source.names.only_binding(node)
     line = source.statement(binding.node) if binding is not None else None
     statement = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None

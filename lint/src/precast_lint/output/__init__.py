@@ -1,1 +1,1 @@
-"""What a run prints: findings as text for people and programs, and a rule's page."""
+"""Output: findings as text for people and programs, and a rule's page."""

@@ -155,7 +155,7 @@ FORMATS: dict[str, Callable[[Sequence[Reported]], str]] = {
 
 
 def summary(reports: Sequence[FileReport]) -> str:
-    """How much was found and fixed, and what more could be."""
+    """Return the counts of findings and fixes, and of fixes that were not applied."""
     left = [finding for report in reports for finding in report.findings]
     fixed = sum(len(report.fixed) for report in reports)
     failed = sum(report.failed for report in reports)
@@ -193,7 +193,7 @@ def statistics(reports: Sequence[FileReport]) -> str:
 
 
 def diff(report: FileReport) -> str:
-    """What a fix changes in a file, as a unified diff; a line without an end is marked as such."""
+    """Return a file's changes as a unified diff; a line without an end is marked."""
     import difflib
 
     before, after = (_lines(data or b"") for data in (report.before, report.after))

@@ -1,4 +1,4 @@
-"""What lists and tables of a file hold, and so what a loop over one, or an item of one, is.
+"""Contents of the lists and tables of a file, their items, and the variables of loops over them.
 
 Invariants: a container is known only if all that goes into it is written in the file: displays, comprehensions, items
 that are assigned, and `append`; one that is handed on may get more elsewhere, which is taken to be alike.
@@ -21,7 +21,7 @@ _Place = tuple[object, str]
 
 
 class Values(Protocol):
-    """What is asked of `precast_lint.parsing.values.Values`, which asks for contents itself."""
+    """The part of `precast_lint.parsing.values.Values` that contents need."""
 
     names: Names
     parents: dict[Node, Node]
@@ -33,7 +33,7 @@ class Values(Protocol):
         """The values and annotations that a name or an attribute of self gets."""
 
     def variable(self, node: Node) -> tuple[object, str] | None:
-        """What is the same for all places that mean one variable."""
+        """Return a key that is equal for all uses of one variable."""
 
 
 class Contents:
@@ -46,7 +46,7 @@ class Contents:
         self._loops: dict[Node, list[Node] | None] = {}
 
     def item(self, node: cst.Subscript) -> list[Node] | None:
-        """What `optimizers["d"]` may be; None where it is not known."""
+        """Return the possible values of `optimizers["d"]`; None if they are unknown."""
         index = node.slice[0].slice if len(node.slice) == 1 else None
         if not isinstance(index, cst.Index):
             return None
@@ -58,7 +58,7 @@ class Contents:
         return self.elements(node.value)
 
     def of_target(self, target: Node) -> list[Node] | None:
-        """What a name is given by a loop, or by a function that returns several values: `opt, scaler = make()`."""
+        """Return the values of a name from a loop, or from a function with several results: `opt, scaler = make()`."""
         element = self.parents.get(target)
         line = self.parents.get(element) if isinstance(element, cst.Element) else None
         outer = self.parents.get(line) if line is not None else None
@@ -73,7 +73,7 @@ class Contents:
         return known if known and len(known) == len(found) else None
 
     def of_loop(self, target: Node) -> list[Node] | None:
-        """What a loop gives to a name: `for opt in (first, second)`, `for name, opt in optimizers.items()`."""
+        """Return a loop variable's values: `for opt in (first, second)`, `for name, opt in optimizers.items()`."""
         if target in self._open:
             return None  # `for x in x`
         if target in self._loops:
@@ -162,7 +162,7 @@ class Contents:
             yield from self._put.get(place, ())
 
     def _named(self, node: Node, name: str, depth: int) -> list[Node]:
-        """What a table holds under a text."""
+        """Return the values of a key of a table."""
         if isinstance(node, cst.Dict):
             entries = [e for e in node.elements if isinstance(e, cst.DictElement)]
             return [e.value for e in entries if strings(e.key) == name]
@@ -182,7 +182,7 @@ class Contents:
 
     @cached_property
     def _put(self) -> dict[_Place, list[Node | None]]:
-        """What is put into variables: `x[...] = value`, `x.append(value)`."""
+        """The values stored in variables: `x[...] = value`, `x.append(value)`."""
         found: dict[_Place, list[Node | None]] = {}
         for owner, _, value in self._stores:
             place = self.values.variable(owner)

@@ -1,4 +1,4 @@
-"""How deeply a text may be nested: LibCST's parser overflows the stack of deep ones, which ends the process.
+"""Limits on nesting: on deeply nested text, LibCST's parser overflows the stack and ends the process.
 
 Invariant: what `guard` lets pass is no deeper than what Python itself compiles; Python's parser says so in a tenth
 of the time that LibCST's needs.
@@ -42,7 +42,7 @@ def guard(code: str) -> None:
 
 
 def deeper() -> AbstractContextManager[None]:
-    """Where what `guard` let pass can be walked by functions that call themselves."""
+    """Raise the recursion limit so that recursive functions can walk any text that passes `guard`."""
     return _limit(max(sys.getrecursionlimit(), _depth() + _FRAMES))
 
 

@@ -1,4 +1,4 @@
-"""Which classes of a file come of which: what a mixin, a base class and the class that is used share.
+"""Inheritance between the classes of a file, including mixins.
 
 Invariants: a class is only looked for by a name that is bound once; what a base of another file brings is not seen.
 """
@@ -50,7 +50,7 @@ class Family:
         return found
 
     def is_of_file(self, home: cst.ClassDef) -> bool:
-        """Whether all bases of a class are seen, or give it no method that a training step has."""
+        """Return True if all bases of a class are seen, or give it no method that a training step has."""
         known = {home, *self.bases(home)}
         return all(
             self._class(arg.value) in known or self._is_harmless(arg.value)
@@ -59,7 +59,7 @@ class Family:
         )
 
     def is_overridden(self, home: cst.ClassDef, name: str) -> bool:
-        """Whether a class of this file that comes of one has a method of its own by a name."""
+        """Return True if a class of this file that comes of one has a method of its own by a name."""
         return any(
             home in self.bases(other)
             and any(
@@ -107,7 +107,7 @@ class Family:
         return None
 
     def _is_harmless(self, node: Node) -> bool:
-        """Whether a base of another file gives no method that a training step has."""
+        """Return True if a base of another file gives no method that a training step has."""
         return self.names.origin(node) in _HARMLESS or self.names.builtin(node) == "object"
 
     @cached_property
@@ -129,7 +129,7 @@ class Family:
 
 
 def is_left_open(function: cst.FunctionDef) -> bool:
-    """Whether a method does nothing but say that others define it: `raise NotImplementedError`, `...`, `pass`."""
+    """Return True if a method does nothing but say that others define it."""
     if isinstance(function.body, cst.SimpleStatementSuite):
         lines = list(function.body.body)
     else:
@@ -141,6 +141,6 @@ def is_left_open(function: cst.FunctionDef) -> bool:
 
 
 def _says_nothing(line: Node) -> bool:
-    """Whether a line is a text or `...`."""
+    """Return True if a line is a text or `...`."""
     value = line.value if isinstance(line, cst.Expr) else None
     return isinstance(value, (cst.SimpleString, cst.ConcatenatedString, cst.Ellipsis))

@@ -1,4 +1,4 @@
-"""What the calls of a file hand to the parameters of its functions.
+"""The arguments that the calls of a file pass to its functions' parameters.
 
 Invariants: a function is known only if every place that names it calls it, without stars, and nothing but PyTorch's
 decorators wraps it; what other files hand it is not seen, and taken to be the same.
@@ -62,7 +62,7 @@ class Handed:
         return function if isinstance(function, cst.FunctionDef) else None
 
     def _argument(self, function: cst.FunctionDef, call: cst.Call, binding: Binding) -> Node | None:
-        """What one call hands to a parameter: an argument, or else the default value."""
+        """Return the argument of a call for a parameter, or else the default value."""
         order = [*function.params.posonly_params, *function.params.params]
         if self._is_method(function) and not self._is_static(function):
             order = order[1:]

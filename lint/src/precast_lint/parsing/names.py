@@ -1,4 +1,4 @@
-"""What a name or a dotted name stands for: `amp.autocast` -> "torch.cuda.amp.autocast".
+"""Resolution of names and dotted names: `amp.autocast` -> "torch.cuda.amp.autocast".
 
 Invariants: where the bindings of a name disagree, or one of them is not understood, the answer is
 None; an import that falls back to None (`except ImportError: torch = None`) does not count as disagreeing.
@@ -36,7 +36,7 @@ def canonical(path: str) -> str:
 
 
 def is_none(node: Node | None) -> bool:
-    """Whether an expression is the constant None."""
+    """Return True if an expression is the constant None."""
     return isinstance(node, cst.Name) and node.value == "None"
 
 
@@ -80,7 +80,7 @@ class Names:
         return node.value
 
     def _variable(self, node: cst.Name) -> object:
-        """What is the same for all places that read one name of one scope: each of its bindings is read once."""
+        """Return a key that is equal for all reads of one name of one scope."""
         scope = self.scopes.scope_of.get(node)
         return (scope and scope.home(node.value), node.value)
 
@@ -95,7 +95,7 @@ class Names:
         return found.pop() if len(found) == 1 else None
 
     def _bound(self, binding: Binding) -> str | None:
-        """What a binding binds its name to; "" for None."""
+        """Return the path that a binding gives its name; "" for None."""
         if binding.kind in ("import", "from"):
             return binding.path
         if binding.kind == "assign":

@@ -26,7 +26,7 @@ _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
 def is_notebook(filename: str) -> bool:
-    """Whether a file is one."""
+    """Return True if a file is one."""
     return filename.endswith(".ipynb")
 
 
@@ -118,7 +118,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _speaks_python(metadata: Any) -> bool:
-    """Whether a notebook's kernel runs Python; one that does not say is taken to."""
+    """Return True if a notebook's kernel runs Python; one that does not say is taken to."""
     described = metadata if isinstance(metadata, dict) else {}
     for part, key in (("language_info", "name"), ("kernelspec", "language")):
         inner = described.get(part)
@@ -151,7 +151,7 @@ def _members(text: str, at: int) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _items(text: str, at: int) -> Iterator[tuple[int, int]]:
-    """Where the items of the list at an index stand."""
+    """Yield the positions of the items of a list."""
     if text[at : at + 1] != "[":
         raise ValueError("the cells of a notebook are a list")
     at = _skip(text, at + 1)
@@ -189,7 +189,7 @@ def _without_magics(lines: list[str]) -> Iterator[str]:
 
 
 def _error(source: str) -> Broken | None:
-    """What is wrong with a text, if it is not Python."""
+    """Return the syntax error of a text, if it is not Python."""
     try:
         guard(source)
         cst.parse_module(_ended(source))

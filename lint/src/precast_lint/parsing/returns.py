@@ -1,4 +1,4 @@
-"""What a function returns, by its `return` statements."""
+"""The values that a function returns, by its `return` statements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def returned_by(function: cst.FunctionDef) -> list[Node]:
 
 
 def _returns(block: Node | None) -> bool:
-    """Whether a block always ends with `return` or `raise`."""
+    """Return True if a block always ends with `return` or `raise`."""
     last = (
         block.body[-1]
         if isinstance(block, (cst.IndentedBlock, cst.SimpleStatementSuite))

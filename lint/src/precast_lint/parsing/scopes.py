@@ -1,4 +1,4 @@
-"""Which names a file binds, where, and to what: one walk over its tree.
+"""The scopes of a file and the bindings of its names, from one walk over its tree.
 
 Python's own rules: a class body's names are not seen by the functions in it, a comprehension has a
 scope of its own, `global` and `nonlocal` move a binding, decorators, defaults and annotations belong to
@@ -284,7 +284,7 @@ class Scopes:
     _visit_SetComp = _visit_DictComp = _visit_comprehension
 
     def _bounds(self, node: cst.FunctionDef | cst.ClassDef, scope: Scope) -> None:
-        """What `[T: bound = default]` says."""
+        """Visit the bound and default of `[T: bound = default]`."""
         for param in node.type_parameters.params if node.type_parameters else ():
             for part in (getattr(param.param, "bound", None), param.default):
                 if part is not None:

@@ -161,7 +161,7 @@ class Source:
         return "\n".join(found)
 
     def span(self, node: Node) -> Span:
-        """Where a node stands, without the parentheses, whitespace and comments around it."""
+        """Return the span of a node, without parentheses, whitespace and comments."""
         return self._spans[node]
 
     def code(self, node: Node) -> str:
@@ -178,12 +178,12 @@ class Source:
 
     @cached_property
     def names(self) -> Names:
-        """What names stand for."""
+        """The resolution of names."""
         return Names(self.scopes)
 
     @cached_property
     def values(self) -> Values:
-        """What expressions are instances of."""
+        """The classes of expressions."""
         return Values(self.names, self.parents)
 
     def origin(self, node: Node | None) -> str | None:
@@ -229,7 +229,7 @@ class Source:
     # --- versions, findings, fixes ---
 
     def allows(self, since: str) -> bool:
-        """Whether a name that PyTorch has since a version may be used in this file."""
+        """Return True if a name that PyTorch has since a version may be used in this file."""
         return self.min_torch is None or version(self.min_torch) >= version(since)
 
     def find(

@@ -1,4 +1,4 @@
-"""Where the nodes of a tree stand, in bytes; imported when a file has a finding, for it loads LibCST.
+"""Positions of nodes in bytes; imported for files with a finding only, because it loads LibCST.
 
 LibCST knows of a node's place only when it writes the tree as text again, which takes as long as parsing. A function
 or a line is written alone here, and looked for in the file's text: a text that stands there once says where it stands.

@@ -31,13 +31,13 @@ class Text:
 
     @cached_property
     def newline(self) -> str:
-        """How the first line ends."""
+        """The line ending of the first line."""
         end = self.data.find(b"\n")
         return "\r\n" if end > 0 and self.data[end - 1 : end] == b"\r" else "\n"
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each line begins."""
+        """The start of each line."""
         starts = [0]
         for line in self.data.splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
@@ -57,7 +57,7 @@ class Text:
         return self.data[self.starts[row - 1] : self.starts[row]].decode("utf-8").rstrip("\r\n")
 
     def line_start(self, offset: int) -> int:
-        """Where the line of a byte begins."""
+        """Return the start of the line that contains a byte."""
         return self.starts[bisect.bisect_right(self.starts, offset) - 1]
 
     def replaced(self, data: bytes) -> Text:

@@ -1,4 +1,4 @@
-"""Which class an expression is an instance of, from constructors and annotations.
+"""Inference of an expression's class from constructors and annotations.
 
 Invariants: None where it is not known, and where two places disagree; a value that may also be None
 counts as the class (`scaler: GradScaler | None`, `scaler = GradScaler() if fp16 else None`). What comes from
@@ -126,7 +126,7 @@ class Values:
         return "torch.amp.GradScaler" if self.variable(node) in self._used_as_scalers else None
 
     def _is_foreign(self, node: Node, sources: list[tuple[Node | None, Node | None]]) -> bool:
-        """Whether a value comes from elsewhere: as a parameter, or from a parameter."""
+        """Return True if a value comes from elsewhere: as a parameter, or from a parameter."""
         if isinstance(node, cst.Name):
             bindings = self.names.bindings(node)
             return bool(bindings) and all(
@@ -139,7 +139,7 @@ class Values:
         )
 
     def variable(self, node: Node) -> tuple[object, str] | None:
-        """What is the same for all places that mean one variable, or one attribute of self."""
+        """Return a key that is equal for all uses of one variable, or of one attribute of self."""
         if isinstance(node, cst.Name):
             scope = self.names.scopes.scope_of.get(node)
             home = scope.home(node.value) if scope else None
@@ -188,7 +188,7 @@ class Values:
         return self._returns[function]
 
     def _of_lambda(self, call: cst.Call) -> list[Node]:
-        """What a name gives that is a function without parameters: `amp = lambda: autocast("cuda")`."""
+        """Return the result of a lambda without parameters: `amp = lambda: autocast("cuda")`."""
         binding = self.names.only_binding(call.func)
         made = binding.value if binding is not None and binding.kind == "assign" else None
         if not isinstance(made, cst.Lambda) or call.args or any(children(made.params)):
@@ -196,7 +196,7 @@ class Values:
         return [made.body]
 
     def _gives_on(self, function: cst.FunctionDef) -> bool:
-        """Whether what decorates a function gives on what it returns: regions and other decorators of PyTorch's."""
+        """Return True if what decorates a function gives on what it returns."""
         decorators = [d.decorator for d in function.decorators]
         called = [d.func if isinstance(d, cst.Call) else d for d in decorators]
         return all(
@@ -243,7 +243,7 @@ class Values:
         return []
 
     def _of_family(self, home: Node, name: str) -> list[tuple[Node | None, Node | None]]:
-        """What an attribute of self gets in a class, and in those of the file that it comes of or that come of it."""
+        """Return the values of an attribute of self in a class, its bases and its subclasses in the file."""
         assert isinstance(home, cst.ClassDef)
         found = self.attributes(home).get(name, [])
         for other in self.family.related(home):
@@ -251,7 +251,7 @@ class Values:
         return found or self._of_property(home, name)
 
     def _of_property(self, home: cst.ClassDef, name: str) -> list[tuple[Node | None, Node | None]]:
-        """What a property of a class, or of its bases in this file, returns."""
+        """Return the results of a property of a class or of its bases in this file."""
         for place in (home, *self.family.bases(home)):
             for line in place.body.body:
                 if isinstance(line, cst.FunctionDef) and line.name.value == name:
@@ -264,7 +264,7 @@ class Values:
         return []
 
     def _of_object(self, node: cst.Attribute) -> list[tuple[Node | None, Node | None]]:
-        """What `cfg.amp` gets: of an object of a class of this file, or of what a parser of arguments returns."""
+        """Return the values of `cfg.amp`, for an object of a class of this file or parsed arguments."""
         name = node.attr.value
         if self.names.path(node.value) is not None or name in self._stored_outside:
             return []  # of a module; or nobody knows when it gets which value
@@ -300,7 +300,7 @@ class Values:
         return found if isinstance(found, cst.ClassDef) else None
 
     def has_scaler(self, home: cst.ClassDef) -> bool:
-        """Whether objects of a class of this file have a scaler: one that it makes, or that is annotated."""
+        """Return True if objects of a class of this file have a scaler: one that it makes, or that is annotated."""
         sources = [source for found in self.attributes(home).values() for source in found]
         return any(canonical(self._source(*source) or "") in SCALERS for source in sources)
 
@@ -313,7 +313,7 @@ class Values:
         return self.sources(node) if any(base.startswith("enum.") for base in bases) else []
 
     def _of_namespace(self, node: Node, name: str) -> list[tuple[Node | None, Node | None]]:
-        """What `SimpleNamespace(fp16=True)` has under a name."""
+        """Return the value of a name in `SimpleNamespace(fp16=True)`."""
         made = self.constructed(node) if self._has_namespaces else None
         if not isinstance(made, cst.Call) or self.names.path(made.func) not in _NAMESPACES:
             return []
@@ -322,7 +322,7 @@ class Values:
 
     @cached_property
     def _has_namespaces(self) -> bool:
-        """Whether a module is imported that has namespaces."""
+        """Return True if a module is imported that has namespaces."""
         return bool(self._imported & {"types", "argparse"})
 
     @cached_property
@@ -361,7 +361,7 @@ class Values:
         return found.pop() if len(found) == 1 else None
 
     def _is_module(self, home: cst.ClassDef) -> bool:
-        """Whether a class is a module by its own base."""
+        """Return True if a class is a module by its own base."""
         bases = [self.names.path(base.value) or "" for base in home.bases]
         return any(base in ("torch.nn.Module", "torch.nn.modules.module.Module") for base in bases)
 
@@ -371,7 +371,7 @@ class Values:
         return made if isinstance(made, cst.ClassDef) else None
 
     def _is_namespace(self, node: Node | None, depth: int) -> bool:
-        """Whether an expression is what `parser.parse_args()` returns."""
+        """Return True if an expression is what `parser.parse_args()` returns."""
         if depth == 0:
             return False
         if isinstance(node, cst.Call):
@@ -423,12 +423,12 @@ class Values:
 
     @cached_property
     def contents(self) -> Contents:
-        """What lists and tables of this file hold."""
+        """The contents of this file's lists and tables."""
         return Contents(self)
 
     @cached_property
     def family(self) -> Family:
-        """Which classes of this file come of which."""
+        """The inheritance between this file's classes."""
         return Family(self.names)
 
     def _of(self, binding: Binding) -> Iterator[tuple[Node | None, Node | None]]:
@@ -493,7 +493,7 @@ def _itself(call: cst.Call) -> Node | None:
 
 
 def _is_device(node: Node) -> bool:
-    """Whether a value is a device by its name or as a text."""
+    """Return True if a value is a device by its name or as a text."""
     last = node.attr if isinstance(node, cst.Attribute) else node
     named = isinstance(last, cst.Name) and last.value in ("device", "dev", "DEVICE")
     return named or strings(node) is not None
@@ -510,7 +510,7 @@ def _scaler_in(method: cst.Attribute) -> Node | None:
 
 
 def _named(node: Node) -> bool:
-    """Whether the name of a variable, or of an attribute, says that it is a scaler."""
+    """Return True if the name of a variable, or of an attribute, says that it is a scaler."""
     last = node.attr if isinstance(node, cst.Attribute) else node
     return isinstance(last, cst.Name) and last.value.lower().endswith("scaler")
 

@@ -79,7 +79,7 @@ def groups_of(source: Source, move: Move, uses: list[Use]) -> _Groups:
 
 
 def _is_moved(source: Source, move: Move, bindings: list[Binding]) -> bool:
-    """Whether what moves is all that a name is bound to, or one import of several, none of which is the new name."""
+    """Return True if what moves is all that a name is bound to, or one import of several."""
     paths = [_path(source, binding) for binding in bindings]
     if all(map(move.knows, paths)):
         return True

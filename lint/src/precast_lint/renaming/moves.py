@@ -23,7 +23,7 @@ __all__ = ["Move", "Use", "expressions", "in_string", "is_bound_here", "referenc
 
 @dataclass(frozen=True)
 class Move:
-    """What moves: dotted names, or modules with all that is in them, and where to.
+    """A set of dotted names, or of whole modules, with their new places.
 
     Attributes:
         modules: old -> new.
@@ -36,17 +36,17 @@ class Move:
     message: str
 
     def covers(self, path: str | None) -> bool:
-        """Whether a dotted name, as it is spelled, moves."""
+        """Return True if a dotted name, as it is spelled, moves."""
         return path is not None and self._old(path) is not None
 
     def new(self, path: str) -> str:
-        """Where a dotted name that moves is then."""
+        """Return the new dotted name."""
         old = self._old(path)
         assert old is not None
         return self.modules[old] + path[len(old) :]
 
     def knows(self, path: str | None) -> bool:
-        """Whether a dotted name is one of the names, or a module that they are in."""
+        """Return True if a dotted name is one of the names, or a module that they are in."""
         return path is not None and (
             canonical(path) in self.names or canonical(path) in self.modules
         )
@@ -92,7 +92,7 @@ def root(node: Node) -> Node:
 
 
 def expressions(source: Source, move: Move) -> Iterator[tuple[Node, Node, str]]:
-    """What stands for a name that moves: the expression, where it is reported, the name.
+    """Yield each expression that means a moved name, with the node to report and the name.
 
     In a quoted annotation the expression is that of the text, and it is reported at the string.
     """
@@ -115,7 +115,7 @@ def expressions(source: Source, move: Move) -> Iterator[tuple[Node, Node, str]]:
 
 
 def is_bound_here(source: Source, node: Node) -> bool:
-    """Whether a name is being assigned, not read."""
+    """Return True if a name is being assigned, not read."""
     return isinstance(node, cst.Name) and any(b.node is node for b in source.names.bindings(node))
 
 
@@ -160,7 +160,7 @@ def _is_module_alias(source: Source, node: Node, move: Move) -> bool:
 
 
 def reference_kind(source: Source, node: Node) -> str:
-    """How a name is used that is not called: annotation, partial, isinstance, alias, value (of a table) ..."""
+    """Return the kind of use of a name that is not called."""
     parent = source.parents[node]
     notes = (cst.Annotation, cst.TypeAlias, cst.TypeParam)
     if any(isinstance(outer, notes) for outer in source.around(node)):

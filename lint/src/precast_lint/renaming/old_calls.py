@@ -1,4 +1,4 @@
-"""How the arguments of a call of a deprecated name become those of the new one.
+"""Conversion of a deprecated name's arguments to those of its replacement.
 
 `autocast(enabled, dtype, cache_enabled)` became `autocast(device_type, dtype, enabled, cache_enabled)`:
 what was positional is written as keywords. `GradScaler` got the device in front of its parameters.
@@ -45,7 +45,7 @@ def call_edits(
 
 
 def has_new_arguments(source: Source, call: cst.Call, kind: str) -> bool:
-    """Whether a call of an old name gives the device, which only the new name takes."""
+    """Return True if a call of an old name gives the device, which only the new name takes."""
     arguments = Arguments.of(call)
     if kind == "custom":
         return "device_type" in arguments.keywords
@@ -130,7 +130,7 @@ def _position(statement: cst.With, item: Node) -> int:
 
 
 def _has_other_dtype(source: Source, region: cst.Call) -> bool:
-    """Whether a region may have another dtype than the device's default one."""
+    """Return True if a region may have another dtype than the device's default one."""
     origin = source.origin(region.func) or ""
     if origin.startswith("torch.") and origin.split(".")[1] in ("cuda", "cpu"):
         return any(arg.star or arg.keyword is None for arg in region.args) or any(

@@ -88,7 +88,7 @@ def _uses(source: Source) -> list[Use]:
 
 
 def _counts(source: Source, place: Node, origin: str) -> bool:
-    """Whether a use is one that rules report."""
+    """Return True if a use is one that rules report."""
     old = OLD.get(origin)
     if old is not None and not source.allows(old.since):
         return False
@@ -96,7 +96,7 @@ def _counts(source: Source, place: Node, origin: str) -> bool:
 
 
 def is_listed(source: Source, node: Node) -> bool:
-    """Whether a class stands in a list, is a key, or is compared: code about the old name, not with it."""
+    """Return True if a class stands in a list, is a key, or is compared: code about the old name, not with it."""
     parent = source.parents[node]
     if isinstance(parent, cst.Element):
         around = source.parents[source.parents[parent]]
@@ -109,7 +109,7 @@ def is_listed(source: Source, node: Node) -> bool:
 
 
 def is_instance_test(source: Source, arg: cst.Arg) -> bool:
-    """Whether something is an argument of isinstance or issubclass."""
+    """Return True if something is an argument of isinstance or issubclass."""
     call = source.parents[arg]
     func = call.func if isinstance(call, cst.Call) else None
     return source.names.builtin(func) in ("isinstance", "issubclass")
@@ -165,7 +165,7 @@ def _reference(source: Source, node: Node, origin: str, code: str) -> Use:
 
 
 def _is_only_value(source: Source, node: Node) -> bool:
-    """Whether a name has just this value, so that its calls are known to be calls of it, and can be changed."""
+    """Return True if a name has just this value, so that its calls are known to be calls of it, and can be changed."""
     statement = source.parents[node]
     targets = statement.targets if isinstance(statement, cst.Assign) else ()
     return all(source.names.only_binding(target.target) is not None for target in targets)

@@ -43,7 +43,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _has_pytorchs(source: Source) -> bool:
-    """Whether a file uses PyTorch's own mixed precision, too: then Apex is a choice that it offers."""
+    """Return True if a file uses PyTorch's own mixed precision, too: then Apex is a choice that it offers."""
     return any(
         source.origin(node) in SCALERS or source.origin(node) in AUTOCASTS
         for node in [*source.all(cst.Attribute), *source.scopes.names]
@@ -51,7 +51,7 @@ def _has_pytorchs(source: Source) -> bool:
 
 
 def _is_for_apex(source: Source, node: Node) -> bool:
-    """Whether the function or class around says by its name that it is there for Apex: `class ApexScaler`."""
+    """Return True if the function or class around says by its name that it is there for Apex: `class ApexScaler`."""
     return any(
         isinstance(outer, (cst.FunctionDef, cst.ClassDef)) and "apex" in outer.name.value.lower()
         for outer in source.around(node)

@@ -78,12 +78,12 @@ def _is_unknown(package: str, name: str) -> bool:
 
 
 def _is_expected(source: Source, node: Node) -> bool:
-    """Whether a node is seen to fail on purpose, or under a test of what is there."""
+    """Return True if a node is seen to fail on purpose, or under a test of what is there."""
     return is_guarded(source, node) or is_tried(source, node)
 
 
 def _message(package: str, name: str) -> str:
-    """What is wrong with a name, and what may be meant."""
+    """Return the problem with a name, and the name that may be meant."""
     others = [p for p in PACKAGES if name in PACKAGES[p]]
     near = difflib.get_close_matches(name.lower(), [n.lower() for n in PACKAGES[package]], 1, 0.75)
     meant = [f"{package}.{n}" for n in PACKAGES[package] if n.lower() in near]

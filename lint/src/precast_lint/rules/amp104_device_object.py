@@ -57,7 +57,7 @@ def _is_indexed(source: Source, node: Node) -> bool:
 
 
 def _beginning(node: Node | None) -> str | None:
-    """What `f"cuda:{rank}"`, `"cuda:%d" % rank`, `"cuda:{}".format(rank)` and `"cuda:" + str(rank)` begin with."""
+    """Return the first part of `f"cuda:{rank}"`, `"cuda:%d" % rank`, `"cuda:{}".format(rank)`."""
     if isinstance(node, cst.FormattedString):
         first = node.parts[0] if node.parts else None
         text = first.value if isinstance(first, cst.FormattedStringText) else None
@@ -71,7 +71,7 @@ def _beginning(node: Node | None) -> str | None:
 
 
 def _is_one_of_several(source: Source, node: Node) -> bool:
-    """Whether a name gets texts with and without an index in different places: each may have its reasons."""
+    """Return True if a name gets texts with and without an index in different places: each may have its reasons."""
     several = len(source.names.bindings(node)) > 1
     return several and not all(":" in text for text in texts(source, node))
 

@@ -66,7 +66,7 @@ def _is_given_tensor(source: Source, made: cst.Call) -> bool:
 
 
 def _takes_tensor(source: Source, call: cst.Call) -> bool:
-    """Whether a call has one argument, and that is certainly a tensor, or what a model gives."""
+    """Return True if a call has one argument, and that is certainly a tensor, or what a model gives."""
     if len(call.args) != 1 or call.args[0].star:
         return False
     given = call.args[0].value
@@ -77,7 +77,7 @@ def _takes_tensor(source: Source, call: cst.Call) -> bool:
 
 
 def _is_used_as_tensor(source: Source, call: cst.Call) -> bool:
-    """Whether what a call gives is computed with: `loss = region(...)` and `loss.backward()`."""
+    """Return True if what a call gives is computed with: `loss = region(...)` and `loss.backward()`."""
     parent = source.parents[call]
     if isinstance(parent, cst.Attribute):
         return parent.attr.value in _TENSORS
@@ -104,7 +104,7 @@ def _decorating(source: Source) -> Iterator[cst.Call]:
 
 
 def _one_of_two(source: Source, both: cst.BooleanOperation, call: cst.Call) -> Iterator[Finding]:
-    """What `and` leaves out: it gives its right side, for a context is true; `or` gives its left one."""
+    """Return the operand that `and` or `or` ignores: a context is true, so `and` gives its right side."""
     is_and = isinstance(both.operator, cst.And)
     left_out, other = (both.left, both.right) if is_and else (both.right, both.left)
     known = [n is call or _is_context(source, n) for n in (left_out, other)]
@@ -122,7 +122,7 @@ def _is_context(source: Source, node: Node) -> bool:
 
 
 def _is_unused(source: Source, statement: cst.Assign) -> bool:
-    """Whether a function's own name gets the region, and nothing reads that name."""
+    """Return True if a function's own name gets the region, and nothing reads that name."""
     if len(statement.targets) != 1 or source.function(statement) is None:
         return False
     target = statement.targets[0].target

@@ -71,7 +71,7 @@ def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
 
 
 def _is_scaled(source: Source, node: Node | None) -> bool:
-    """Whether a loss is scaled by hand in an expression: `loss * SCALE`, `loss * 1024`."""
+    """Return True if a loss is scaled by hand in an expression: `loss * SCALE`, `loss * 1024`."""
     for inner in walk(node) if node is not None else ():
         if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Multiply):
             for side in (inner.left, inner.right):
@@ -111,7 +111,7 @@ def _is_result(source: Source, backward: cst.Call) -> bool:
 
 
 def _is_unpacked(source: Source, target: Node) -> bool:
-    """Whether a name is one of several results, or what a generator yields, and comes of a region each time."""
+    """Return True if a name is one of several results, or what a generator yields, and comes of a region each time."""
     if not isinstance(target, (cst.Name, cst.Attribute)):
         return False
     given = source.values.contents.of_target(target) or _yielded(source, target)
@@ -119,7 +119,7 @@ def _is_unpacked(source: Source, target: Node) -> bool:
 
 
 def _yielded(source: Source, target: Node) -> list[Node]:
-    """What a loop over a generator of this file gives to a name: `for loss in losses(batches)`."""
+    """Return the values of a loop over a generator of this file: `for loss in losses(batches)`."""
     outer = source.parents.get(target)
     line = source.parents.get(outer) if isinstance(outer, cst.Element) else None
     loop = source.parents.get(line) if line is not None else outer
@@ -143,7 +143,7 @@ def _yielded(source: Source, target: Node) -> list[Node]:
 
 
 def _is_lower(source: Source, value: Node, depth: int) -> bool:
-    """Whether a value is computed in a float16 region, where it stands or where its names get theirs."""
+    """Return True if a value is computed in a float16 region, where it stands or where its names get theirs."""
     if _in_region(source, value):
         return True
     if depth == 0 or _is_scaled(source, value) or has_no_grad(source, value):
@@ -195,7 +195,7 @@ def _is_cut(parent: Node | None) -> bool:
 
 
 def _in_region(source: Source, node: Node) -> bool:
-    """Whether a node runs in a float16 region and with gradients."""
+    """Return True if a node runs in a float16 region and with gradients."""
     region = next(regions_around(source, node), None)
     if region is None:
         function = source.function(node)
@@ -206,7 +206,7 @@ def _in_region(source: Source, node: Node) -> bool:
 
 
 def _is_called_in_region(source: Source, function: cst.FunctionDef) -> bool:
-    """Whether all calls of a function, compiled or not, are in float16 regions of other functions."""
+    """Return True if all calls of a function, compiled or not, are in float16 regions of other functions."""
     known = source.cache.setdefault("called in float16 regions", {})
     assert isinstance(known, dict)
     if function not in known:

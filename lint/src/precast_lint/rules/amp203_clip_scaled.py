@@ -64,7 +64,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _before(source: Source, flow: Flow, scaler: str) -> str:
-    """What gradients are when a function begins.
+    """The state of the gradients at a function's start.
 
     They are scaled where a method steps a scaler that its class makes, without foreign bases, where another one runs
     the backward, and where nothing in the file unscales: whoever calls the methods, the step comes behind the backward.
@@ -124,7 +124,7 @@ def _optimizer_of(source: Source, event: Event) -> cst.Call | None:
 
 
 def _is_of_other(source: Source, event: Event, unscaled: frozenset[cst.Call | None]) -> bool:
-    """Whether what is clipped are gradients of a model of another optimizer than those that were unscaled."""
+    """Return True if what is clipped are gradients of a model of another optimizer than those that were unscaled."""
     given = event.arguments.get("parameters", 0) if event.arguments is not None else None
     func = given.func if isinstance(given, cst.Call) else None
     if event.kind != "clip" or not isinstance(func, cst.Attribute) or None in unscaled:
@@ -152,7 +152,7 @@ def _gives(source: Source, arg: cst.Arg, model: str | None) -> bool:
 
 
 def _needs_size(source: Source, event: Event) -> bool:
-    """Whether the size of gradients matters for what happens: they are clipped, measured, or something is added."""
+    """Return True if the size of gradients matters for what happens."""
     if event.kind == "grad_read":
         return _measures(source, event.node)
     return event.kind == "clip" or (event.kind == "assign" and _adds(source, event))
@@ -176,7 +176,7 @@ def _adds(source: Source, event: Event) -> bool:
 
 
 def _is_foreign(value: Node) -> bool:
-    """Whether a value comes from no gradient: no name in it speaks of one, but for its shape (`randn_like(p.grad)`)."""
+    """Return True if a value comes from no gradient: no name in it speaks of one, but for its shape."""
     shaped = {
         inner
         for n in walk(value)
@@ -190,7 +190,7 @@ def _is_foreign(value: Node) -> bool:
 
 
 def _measures(source: Source, grad: Node) -> bool:
-    """Whether the size of a gradient matters where it is read."""
+    """Return True if the size of a gradient matters where it is read."""
     node = grad
     parent = source.parents[node]
     while isinstance(parent, cst.Attribute) and parent.attr.value in _SAME:
@@ -215,7 +215,7 @@ def _measures(source: Source, grad: Node) -> bool:
 
 
 def _is_measured(source: Source, grads: Node) -> bool:
-    """Whether the norm of a list of gradients is taken, where the list stands or of its name."""
+    """Return True if the norm of a list of gradients is taken, where the list stands or of its name."""
     for use in _uses(source, grads):
         parent = source.parents.get(use)
         call = source.parents.get(parent) if isinstance(parent, cst.Arg) else None
@@ -240,7 +240,7 @@ def _takes_norm(source: Source, node: Node | None) -> bool:
 
 
 def _uses(source: Source, value: Node) -> list[Node]:
-    """Where a value is asked for: where it stands, or by the name that it gets."""
+    """Yield the uses of a value: its own place, and the reads of the name that it gets."""
     statement = source.parents[value]
     if isinstance(statement, cst.Assign) and isinstance(statement.targets[0].target, cst.Name):
         name = statement.targets[0].target

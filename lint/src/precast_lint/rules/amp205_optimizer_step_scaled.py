@@ -40,7 +40,7 @@ _AGAIN = "`scaler.step` makes this optimizer's step again: leave it to the scale
 
 @dataclass(frozen=True)
 class _State:
-    """Which backwards were seen since the last step, what was unscaled, and what was stepped.
+    """The backwards since the last step, the unscaled optimizers, and the stepped optimizers.
 
     Attributes:
         scaled: whether there was a backward of a scaled loss.
@@ -114,7 +114,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _has_own_gradients(source: Source, step: Node) -> bool:
-    """Whether a step is given a closure, which computes gradients, and scales no loss as far as it is seen."""
+    """Return True if a step is given a closure, which computes gradients, and scales no loss as far as it is seen."""
     if not isinstance(step, cst.Call) or not step.args:
         return False
     closure = step.args[0].value
@@ -129,7 +129,7 @@ def _has_own_gradients(source: Source, step: Node) -> bool:
 
 
 def _only_asks(event: Event, scaler: str) -> bool:
-    """Whether a call asks a scaler for something, and leaves the gradients as they are."""
+    """Return True if a call asks a scaler for something, and leaves the gradients as they are."""
     call = event.node
     return (
         event.kind == "call"
@@ -164,7 +164,7 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
 
 
 def _is_unskipped(source: Source, flow: Flow, scaler: str, step: Node) -> bool:
-    """Whether a step follows `unscale_` in the same block, and nothing in the function asks if gradients are finite."""
+    """Return True if a step follows `unscale_` in the same block."""
     call = step if isinstance(step, cst.Call) else None
     unscaled = [e.node for e in flow.events() if e.kind == "unscale" and e.scaler == scaler]
     between = _since(flow, step, unscaled)
@@ -228,7 +228,7 @@ def _judge(state: _State, event: Event, say: Say) -> None:
 
 
 def _cancels(source: Source, step: Node) -> bool:
-    """Whether a factor on all gradients cancels: Adam divides by their size, if `eps` is nothing beside it.
+    """Return True if a factor on all gradients cancels: Adam divides by their size, if `eps` is nothing beside it.
 
     That holds for one factor alone: as long as no scaler of the file updates its scale.
     """

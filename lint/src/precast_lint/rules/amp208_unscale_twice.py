@@ -93,7 +93,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _comes_always(source: Source, first: Node, second: Node) -> bool:
-    """Whether the second comes whenever the first did, under a test: the test stands before it in the same block."""
+    """Return True if the second comes whenever the first did, under a test."""
     block = block_of(source, source.statement(second))
     before = (
         block[: block.index(source.statement(second))] if source.statement(second) in block else []
@@ -111,7 +111,7 @@ def _comes_always(source: Source, first: Node, second: Node) -> bool:
 
 
 def _is_each_time(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
-    """Whether each round of the loop comes by, and the update is not in a loop inside it."""
+    """Return True if each round of the loop comes by, and the update is not in a loop inside it."""
     way = list(leading_to(flow, node))
     at = next((one for one in way if loop_around(source, one) is not None), node)
     loop = loop_around(source, at)
@@ -139,7 +139,7 @@ def _accumulates(source: Source, flow: Flow, scaler: str) -> bool:
 
 
 def _is_in_each_call(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
-    """Whether each call of a function comes by, and only every so many calls come by the update."""
+    """Return True if each call of a function comes by, and only every so many calls come by the update."""
     if not isinstance(flow.node, cst.FunctionDef):
         return False
     updates = [e.node for e in flow.events() if e.kind == "update" and e.scaler == scaler]
@@ -185,7 +185,7 @@ def _leaves(line: Node) -> bool:
 
 
 def _always_runs(source: Source, node: Node) -> bool:
-    """Whether a node runs whenever its function does: no test, `try` or way out stands before it."""
+    """Return True if a node runs whenever its function does: no test, `try` or way out stands before it."""
     function = source.function(node)
     line = source.statement(node)
     if (

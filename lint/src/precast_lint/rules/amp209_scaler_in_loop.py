@@ -50,7 +50,7 @@ def _makes(source: Source, statement: cst.Assign, scaler: str) -> bool:
 
 
 def _is_under_test(source: Source, statement: Node) -> bool:
-    """Whether something decides if the scaler is made: `if self.scaler is None`."""
+    """Return True if something decides if the scaler is made: `if self.scaler is None`."""
     inner = statement
     for outer in source.around(statement):
         if isinstance(outer, (cst.FunctionDef, cst.For, cst.While)) and inner is outer.body:
@@ -62,7 +62,7 @@ def _is_under_test(source: Source, statement: Node) -> bool:
 
 
 def _is_used_in(source: Source, flow: Flow, scaler: str, loop: Node | None) -> bool:
-    """Whether a loop itself, no loop in it, trains, with an optimizer that was there before; None: the function."""
+    """Return True if a loop itself, not an inner one, trains; None for the body of a function."""
     events = [e for e in flow.events() if e.scaler == scaler]
     own = [e for e in events if loop_in(flow, e.node) is loop]
     assigned = assigned_in(source, loop) if loop is not None else set()
@@ -77,7 +77,7 @@ def _root(name: str | None) -> str:
 
 
 def _runs_in_loop(source: Source, function: Node, optimizers: set[str], depth: int) -> bool:
-    """Whether all calls of a function are in loops over batches, with optimizers that are there before."""
+    """Return True if all calls of a function are in loops over batches, with optimizers that are there before."""
     assert isinstance(function, (cst.FunctionDef, cst.Module))
     calls = source.values.handed.calls(function) if isinstance(function, cst.FunctionDef) else []
     calls = calls or _calls_of_objects(source, function)

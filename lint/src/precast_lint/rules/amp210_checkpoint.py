@@ -45,7 +45,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _is_offered(source: Source, call: Node) -> bool:
-    """Whether a class only offers a scaler's state, by a `state_dict` of its own."""
+    """Return True if a class only offers a scaler's state, by a `state_dict` of its own."""
     function = source.function(call)
     home = source.values.enclosing_class(call)
     is_own = function is not None and function.name.value == "state_dict"
@@ -105,7 +105,7 @@ def _is_optimizers(source: Source, flow: Flow, owner: Node) -> bool:
 
 
 def _is_fixed(source: Source) -> bool:
-    """Whether scalers only scale here, and optimizers step by themselves: such a scaler keeps its first scale."""
+    """Return True if scalers only scale here, and optimizers step by themselves."""
     called = {
         call.func.attr.value
         for call, owner, _ in source.methods("scale", "step", "update", "unscale_")
@@ -117,7 +117,7 @@ def _is_fixed(source: Source) -> bool:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What is saved: where it is written down, and its entries."""
+    """A saved dictionary: its place and its entries."""
 
     place: Node
     entries: tuple[tuple[str, Node], ...]
@@ -143,7 +143,7 @@ def _dictionary(source: Source, node: Node) -> _Saved | None:
 
 
 def _added(source: Source, name: cst.Name) -> list[tuple[str, Node]] | None:
-    """What `state["key"] = value` puts in; None where something else may be put in, or where it is handed on."""
+    """Return the entries added by `state["key"] = value`; None if other code may add entries."""
     home = source.scopes.scope_of[name].home(name.value)
     found: list[tuple[str, Node]] = []
     for node in source.scopes.references(home, name.value) if home is not None else ():
@@ -166,7 +166,7 @@ def _added(source: Source, name: cst.Name) -> list[tuple[str, Node]] | None:
 
 
 def _updated(source: Source, parent: Node, call: Node | None) -> list[tuple[str, Node]] | None:
-    """What `state.update(optimizer=...)` and `state.update({"optimizer": ...})` put in; None: not known."""
+    """Return the entries of `state.update(optimizer=...)` and `state.update({"optimizer": ...})`; None: unknown."""
     is_update = isinstance(parent, cst.Attribute) and parent.attr.value == "update"
     if not is_update or not isinstance(call, cst.Call) or call.func is not parent:
         return None
@@ -183,7 +183,7 @@ def _updated(source: Source, parent: Node, call: Node | None) -> list[tuple[str,
 
 
 def _may_grow(source: Source, parent: Node, call: Node | None) -> bool:
-    """Whether a dictionary is told to take more, or handed to something that may put in more."""
+    """Return True if a dictionary is told to take more, or handed to something that may put in more."""
     if isinstance(parent, cst.Attribute):
         return parent.attr.value in ("update", "setdefault")
     if not isinstance(parent, cst.Arg) or not isinstance(call, cst.Call):
@@ -210,7 +210,7 @@ def _entries(source: Source, node: Node) -> tuple[tuple[str, Node], ...] | None:
 
 
 def _is_training_state(source: Source, flow: Flow, saved: _Saved) -> bool:
-    """Whether it has the states of an optimizer and something else, and nothing that may be a scaler's."""
+    """Return True if it has the states of an optimizer and something else, and nothing that may be a scaler's."""
     states = []
     for name, value in saved.entries:
         if _SCALER_NAME.search(name) or _SCALER_NAME.search(key(source, value) or ""):
@@ -223,7 +223,7 @@ def _is_training_state(source: Source, flow: Flow, saved: _Saved) -> bool:
 
 
 def _is_saved_for_scaler(source: Source, flow: Flow) -> bool:
-    """Whether a function that saves is called, without a scaler, by one of this file that has one."""
+    """Return True if a function that saves is called, without a scaler, by one of this file that has one."""
     if not isinstance(flow.node, cst.FunctionDef):
         return False
     for other in flows(source):
@@ -242,7 +242,7 @@ def _is_saved_for_scaler(source: Source, flow: Flow) -> bool:
 
 
 def _is_ignored(source: Source, call: Node, value: Node) -> bool:
-    """Whether a function that gets a scaler only steps with it, or does nothing with it at all."""
+    """Return True if a function that gets a scaler only steps with it, or does nothing with it at all."""
     found = followed_call(source, call)
     if found is None or source.instance(value) not in SCALERS:
         return False
@@ -252,7 +252,7 @@ def _is_ignored(source: Source, call: Node, value: Node) -> bool:
 
 
 def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
-    """Whether all that a function does with a parameter, a scaler, is to call methods that make steps."""
+    """Return True if all that a function does with a parameter, a scaler, is to call methods that make steps."""
     scope = source.scopes.owned[function]
     if len(scope.bindings.get(name, ())) != 1:
         return False
@@ -307,7 +307,7 @@ def _scaler_of_class(source: Source, home: Node) -> Node | None:
 
 
 def _is_of_object(source: Source, flow: Flow) -> bool:
-    """Whether a function or its class has an object of a class of this file that has a scaler, which steps here."""
+    """Return True if a function or its class has an object of a class of this file that has a scaler."""
     home = source.values.enclosing_class(flow.node)
     steps = [o for _, o, _ in source.methods("step") if source.instance(o) in SCALERS]
     if not steps or _is_off(source, steps[0]):

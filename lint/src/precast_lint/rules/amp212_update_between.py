@@ -48,7 +48,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _steps_one(source: Source, flow: Flow, scaler: str, update: Node) -> bool:
-    """Whether a loop over optimizers leaves some of them out: maybe all but one."""
+    """Return True if a loop over optimizers leaves some of them out: maybe all but one."""
     loop = loop_around(source, update)
     names = {e.optimizer for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler}
     return (

@@ -35,7 +35,7 @@ def _is_for_penalty(event: Event) -> bool:
 
 
 def _leaves(source: Source, flow: Flow, call: Node) -> bool:
-    """Whether the gradients leave the function, which may unscale them elsewhere."""
+    """Return True if the gradients leave the function, which may unscale them elsewhere."""
     statement = source.statement(call)
     names = {
         key(source, name)
@@ -57,7 +57,7 @@ def _leaves(source: Source, flow: Flow, call: Node) -> bool:
 
 
 def _is_beside_number(source: Source, node: Node, whole: Node) -> bool:
-    """Whether a number is added or subtracted on the way, `gradient.norm() - 1`: nobody can unscale that later."""
+    """Return True if a number is added or subtracted on the way, `gradient.norm() - 1`."""
     inner = node
     for outer in source.around(node):
         if outer is whole:

@@ -23,7 +23,7 @@ _FINITE = re.compile(r"finite|isnan|isinf|overflow", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class _State:
-    """Whether the scaler has stepped since the last backward, and which schedulers went on before it did."""
+    """The scaler's step since the last backward, and the schedulers that stepped before it."""
 
     stepped: bool = False
     early: frozenset[Node] = frozenset()
@@ -69,7 +69,7 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
 
 
 def _is_over_schedulers(source: Source, loop: Node) -> bool:
-    """Whether a loop does nothing but step what it runs over: `for scheduler in schedulers: scheduler.step()`."""
+    """Return True if a loop only steps its variable: `for scheduler in schedulers: scheduler.step()`."""
     if not isinstance(loop, cst.For) or not isinstance(loop.target, cst.Name):
         return False
     calls = [n for n in walk(loop.body) if isinstance(n, cst.Call)]
@@ -78,13 +78,13 @@ def _is_over_schedulers(source: Source, loop: Node) -> bool:
 
 
 def _asks(source: Source, node: Node) -> bool:
-    """Whether a test around a scheduler's step asks if gradients are finite."""
+    """Return True if a test around a scheduler's step asks if gradients are finite."""
     tests = [outer.test for outer in source.around(node) if isinstance(outer, cst.If)]
     return any(_FINITE.search(key(source, test) or "") for test in tests)
 
 
 def _is_beside(flow: Flow, node: object, steps: list[Event]) -> bool:
-    """Whether the scheduler goes on with the batches, not with the epochs."""
+    """Return True if the scheduler goes on with the batches, not with the epochs."""
     event = next(e for e in flow.events() if e.node is node)
     loop = loop_in(flow, event.node)
     if loop is not None and _is_over_schedulers(flow.source, loop):

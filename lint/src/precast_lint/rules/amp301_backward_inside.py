@@ -62,7 +62,7 @@ def _is_loss(source: Source, owner: Node, arguments: Arguments) -> bool:
 
 
 def _is_made_as_loss(source: Source, owner: Node) -> bool:
-    """Whether all that a name is given is a mean or a sum, or what a loss of PyTorch gives."""
+    """Return True if all that a name is given is a mean or a sum, or what a loss of PyTorch gives."""
     bindings = source.names.bindings(owner) if isinstance(owner, cst.Name) else []
     return bool(bindings) and all(
         b.kind == "assign" and isinstance(b.value, cst.Call) and _gives_loss(source, b.value.func)

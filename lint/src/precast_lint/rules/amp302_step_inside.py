@@ -47,7 +47,7 @@ def _is_optimizer(source: Source, node: Node) -> bool:
 
 
 def _is_class_of_optimizers(source: Source, home: cst.ClassDef) -> bool:
-    """Whether a class of this file comes of an optimizer of PyTorch's."""
+    """Return True if a class of this file comes of an optimizer of PyTorch's."""
     bases = (
         source.origin(base.value) or ""
         for one in (home, *source.values.family.bases(home))
@@ -57,7 +57,7 @@ def _is_class_of_optimizers(source: Source, home: cst.ClassDef) -> bool:
 
 
 def _opens_region(source: Source, home: cst.ClassDef) -> bool:
-    """Whether a class, or its bases in this file, decides by itself what is cast in its step."""
+    """Return True if a class, or its bases in this file, decides by itself what is cast in its step."""
     return any(
         source.origin(node) in AUTOCASTS
         for one in (home, *source.values.family.bases(home))

@@ -65,13 +65,13 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _is_widened(call: cst.Call) -> bool:
-    """Whether one of a loss's inputs is made float32, to which the other one is promoted."""
+    """Return True if one of a loss's inputs is made float32, to which the other one is promoted."""
     casts = [arg.value.func for arg in call.args[:2] if isinstance(arg.value, cst.Call)]
     return any(isinstance(func, cst.Attribute) and func.attr.value == "float" for func in casts)
 
 
 def _is_low(source: Source, call: cst.Call) -> bool:
-    """Whether what a loss gets is all 16-bit: with float32 among it PyTorch computes in that, as a region would.
+    """Return True if what a loss gets is all 16-bit: with float32 among it PyTorch computes in that, as a region would.
 
     Of cross entropies that is not so: with a float32 target, too, sigmoid and softmax are rounded to 16 bits.
     """
@@ -104,7 +104,7 @@ def _text(source: Source, node: Node) -> str | None:
 
 
 def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = True) -> bool:
-    """Whether something behind all regions is what a model returned in one, in its dtype; with gradients, if asked."""
+    """Return True if something behind all regions is what a model returned in one, in its dtype."""
     plain = _plain(node)
     if plain is None or depth == 0:
         return False
@@ -189,7 +189,7 @@ def _stored(source: Source) -> dict[str, list[Node]]:
 
 
 def _given(source: Source, target: Node) -> Node | None:
-    """What is assigned to a target, or to the `mean, deviation` in which it stands."""
+    """Return the value assigned to a target, or to the `mean, deviation` that contains it."""
     outer = source.parents[target]
     if isinstance(outer, cst.Element):
         outer = source.parents[source.parents[outer]]
@@ -199,7 +199,7 @@ def _given(source: Source, target: Node) -> Node | None:
 
 
 def _targets(source: Source, value: Node) -> list[Node]:
-    """What an assignment gives a value as a whole."""
+    """Return the targets that get an assignment's whole value."""
     outer = source.parents[value]
     if isinstance(outer, cst.Assign):
         return [one.target for one in outer.targets]
@@ -207,7 +207,7 @@ def _targets(source: Source, value: Node) -> list[Node]:
 
 
 def _is_surely_there(source: Source, target: Node) -> bool:
-    """Whether a region gives a value each time it runs, in no loop of its own."""
+    """Return True if a region gives a value each time it runs, in no loop of its own."""
     for outer in source.around(target):
         if isinstance(outer, (cst.For, cst.While, cst.Try, cst.FunctionDef)):
             return isinstance(outer, cst.FunctionDef)
@@ -217,7 +217,7 @@ def _is_surely_there(source: Source, target: Node) -> bool:
 
 
 def _is_forward_inside(source: Source, node: Node, grads: bool) -> bool:
-    """Whether a region computes an expression that a model returns."""
+    """Return True if a region computes an expression that a model returns."""
     if region_in_force(source, node) is None or (grads and has_no_grad(source, node)):
         return False  # of a teacher without gradients the loss of a float32 model is float32
     plain = _plain(node)
@@ -245,12 +245,12 @@ def _is_forward(source: Source, node: Node) -> bool:
 
 
 def _is_wide(value: Node) -> bool:
-    """Whether something in a result may make it float32: a cast, or an operation that a region runs so."""
+    """Return True if something in a result may make it float32: a cast, or an operation that a region runs so."""
     return any(isinstance(n, cst.Attribute) and n.attr.value in _WIDE for n in walk(value))
 
 
 def _has_parameters(source: Source, func: Node) -> bool:
-    """Whether the file asks what is called, or the value that `self` gets it from, for its parameters."""
+    """Return True if the file asks what is called, or the value that `self` gets it from, for its parameters."""
     known = source.cache.setdefault("what has parameters", None)
     if known is None:
         owners = (owner for _, owner, _ in source.methods("parameters"))

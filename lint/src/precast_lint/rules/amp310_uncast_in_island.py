@@ -47,7 +47,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _is_of_callers(source: Source, name: Node, island: Region) -> bool:
-    """Whether a name is a product of matrices of a function that runs in the regions of its callers alone."""
+    """Return True if a name is a product of matrices of a function that runs in the regions of its callers alone."""
     if not isinstance(name, cst.Name) or not isinstance(island.node, cst.With):
         return False
     if not _is_product(source, name, _DEEP):
@@ -59,7 +59,7 @@ def _is_of_callers(source: Source, name: Node, island: Region) -> bool:
 
 
 def _is_product(source: Source, name: cst.Name, depth: int) -> bool:
-    """Whether all values that a name may have are products, or shapes of some, made in its function outside regions."""
+    """Return True if all values that a name may have are products, or shapes of some."""
     if depth == 0 or name not in source.scopes.scope_of:
         return False
     found = values_seen(source, name)
@@ -81,13 +81,13 @@ def _is_made(source: Source, value: Node, depth: int) -> bool:
 
 
 def _is_in_island(source: Source, node: Node, made: Region) -> bool:
-    """Whether the regions around a node are a disabled one, and then the one that made its tensor."""
+    """Return True if the regions around a node are a disabled one, and then the one that made its tensor."""
     around = list(regions_around(source, node))
     return len(around) > 1 and around[0].enabled is False and around[1] is made
 
 
 def _computes(source: Source, name: Node) -> bool:
-    """Whether a read is an operand of arithmetic, or of an operation that wants full precision."""
+    """Return True if a read is an operand of arithmetic, or of an operation that wants full precision."""
     parent, _ = _consumer(source, name)
     if isinstance(parent, cst.BinaryOperation):
         return True
@@ -105,7 +105,7 @@ def _computes(source: Source, name: Node) -> bool:
 
 
 def _consumer(source: Source, name: Node) -> tuple[Node, Node]:
-    """What takes a tensor, and the tensor as it gets there: `out.detach().cpu()` for the read of `out`."""
+    """Return the consumer of a tensor, and the tensor that it gets: `out.detach().cpu()` for the read of `out`."""
     tensor = name
     while True:
         parent = source.parents[tensor]
@@ -118,7 +118,7 @@ def _consumer(source: Source, name: Node) -> tuple[Node, Node]:
 
 
 def _is_handed_on(source: Source, name: Node, depth: int) -> bool:
-    """Whether a function or a module of the file gets a tensor, and computes with it as it is."""
+    """Return True if a function or a module of the file gets a tensor, and computes with it as it is."""
     arg, tensor = _consumer(source, name)
     call = source.parents.get(arg)
     if depth == 0 or not isinstance(arg, cst.Arg) or not isinstance(call, cst.Call):
@@ -140,7 +140,7 @@ def _is_handed_on(source: Source, name: Node, depth: int) -> bool:
 
 
 def _computes_with(source: Source, function: cst.FunctionDef, name: str, depth: int) -> bool:
-    """Whether a function computes with a parameter that it never gives another value, in no region of its own."""
+    """Return True if a function computes with a parameter that it never gives another value."""
     scope = source.scopes.owned[function]
     if len(scope.bindings.get(name, ())) != 1:
         return False
@@ -154,7 +154,7 @@ def _computes_with(source: Source, function: cst.FunctionDef, name: str, depth: 
 
 
 def _is_layer(source: Source, call: Node | None) -> bool:
-    """Whether a call runs a layer, whose weights are float32."""
+    """Return True if a call runs a layer, whose weights are float32."""
     is_call = isinstance(call, cst.Call) and starts_with_layer(source, call.func)
     return is_call and not casts_modules(source)
 

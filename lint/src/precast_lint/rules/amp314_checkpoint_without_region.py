@@ -33,7 +33,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _cares(node: Node) -> bool:
-    """Whether a class has to do with regions somehow: nothing is known then."""
+    """Return True if a class has to do with regions somehow: nothing is known then."""
     names = (n.value for n in walk(node) if isinstance(n, cst.Name))
     return any("autocast" in name.lower() or "amp" in name.lower().split("_") for name in names)
 
@@ -57,7 +57,7 @@ def _kept(forward: Method) -> set[str]:
 
 
 def _called(method: Method) -> set[str]:
-    """What a method calls, and the lists of which it calls each element: `for block in blocks: x = block(x)`."""
+    """Return the functions that a method calls, and the lists whose elements it calls."""
     inner = list(walk(method.node.body))
     called = {dotted(n.func) or "" for n in inner if isinstance(n, cst.Call)}
     for loop in (n for n in inner if isinstance(n, cst.For)):
@@ -89,7 +89,7 @@ def _with_gradients(source: Source, backward: Method) -> Iterator[cst.Call]:
 
 
 def _runs(backward: Method, call: cst.Call, kept: set[str]) -> bool:
-    """Whether a call runs what is kept, by its name in ctx or by one that it is given."""
+    """Return True if a call runs what is kept, by its name in ctx or by one that it is given."""
     func = call.func.value if isinstance(call.func, cst.Subscript) else call.func
     wanted = {dotted(func) or ""}
     for _ in range(_STEPS):

@@ -94,7 +94,7 @@ def _power(source: Source, node: Node, depth: int = _STEPS) -> Operation | None:
 
 
 def _values(source: Source, name: cst.Name) -> list[Node]:
-    """What a name may be given where it is read; what multiplies it in place, or divides what is read, is left out."""
+    """Return the possible values of a name at a read, without in-place factors and divisors."""
     if name not in source.scopes.scope_of:
         return []
     found = values_seen(source, name)
@@ -119,7 +119,7 @@ def _values(source: Source, name: cst.Name) -> list[Node]:
 
 
 def _are_zeros(source: Source, name: cst.Name) -> bool:
-    """Whether all that is stored in parts of a tensor is zero: `weights[mask] = 0`."""
+    """Return True if all that is stored in parts of a tensor is zero: `weights[mask] = 0`."""
     scope = source.scopes.scope_of[name].home(name.value)
     for other in source.scopes.references(scope, name.value) if scope is not None else ():
         item = source.parents.get(other)
@@ -148,7 +148,7 @@ def _in_place(source: Source, name: cst.Name) -> Operation | None:
 
 
 def _is_lowered(source: Source, name: cst.Name) -> bool:
-    """Whether a function subtracts from a tensor in place: `scores.sub_(scores.max())`, `scores -= scores.max()`."""
+    """Return True if a function subtracts from a tensor in place."""
     lowered = [owner for _, owner, _ in source.methods("sub_", "subtract_")]
     updates = source.all(cst.AugAssign)
     lowered += [u.target for u in updates if isinstance(u.operator, cst.SubtractAssign)]
@@ -209,7 +209,7 @@ def _sum(source: Source, node: Node) -> Operation | None:
 
 
 def _is_bounded(source: Source, node: Node) -> bool:
-    """Whether an exponent can't be large, as far as its text says and that of what its names are given."""
+    """Return True if an exponent can't be large, as far as its text says and that of what its names are given."""
     seen: set[Node] = set()
     latest = {node}
     for _ in range(_DEPTH):
@@ -221,7 +221,7 @@ def _is_bounded(source: Source, node: Node) -> bool:
 
 
 def _says_small(source: Source, node: Node) -> bool:
-    """Whether an expression has a difference, a sign, or a name that bounds it."""
+    """Return True if an expression has a difference, a sign, or a name that bounds it."""
     first = node
     while isinstance(first, cst.BinaryOperation):
         if isinstance(first.operator, cst.Subtract):
@@ -240,7 +240,7 @@ def _says_small(source: Source, node: Node) -> bool:
 
 
 def _is_subtracted(source: Source, name: cst.Name) -> bool:
-    """Whether something is taken from a tensor in place: `x -= x.max()`, `x.sub_(x.max())`, `x.clamp_(max=10)`."""
+    """Return True if something is taken from a tensor in place."""
     home = source.scopes.scope_of[name].home(name.value) if name in source.scopes.scope_of else None
     for other in source.scopes.references(home, name.value) if home is not None else ():
         outer = source.parents.get(other)

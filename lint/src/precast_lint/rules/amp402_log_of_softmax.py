@@ -69,7 +69,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _found(source: Source, log: Operation) -> tuple[str, str, Operation | None] | None:
-    """What the logarithm is of, what computes it better, and the operation if its result is the operand."""
+    """Return the operand of the logarithm, the better function, and the operation that made the operand."""
     inner = operation(source, value_of(source, log.operand), *_BETTER)
     if inner is not None and inner.name in _TOTALS:
         is_it = _is_of_exponentials(source, inner)
@@ -131,13 +131,13 @@ def _of_all(source: Source, values: list[Node], depth: int) -> str | None:
 
 
 def _returned(source: Source, call: cst.Call) -> list[Node]:
-    """What the function or module of this file returns that a call runs."""
+    """Return the results of the function or module of this file that a call runs."""
     function = called_forward(source, call) or called_function(source, call)
     return returned_by(function) if function is not None and not function.decorators else []
 
 
 def _given(source: Source, name: cst.Name) -> list[Node]:
-    """What a parameter is handed in this file, or a name of `probs, value = model(x)`, which nothing else binds."""
+    """Return the arguments for a parameter in this file, or the value of a name in `probs, value = model(x)`."""
     binding = source.names.only_binding(name)
     if binding is None:
         return []
@@ -168,7 +168,7 @@ def _called_module(source: Source, call: cst.Call) -> str | None:
 
 
 def _is_meant(source: Source, call: Node, better: str) -> bool:
-    """Whether somebody writes the better one itself, or what it is compared with: `reference_fn=lambda x: ...`."""
+    """Return True if the better function is here, or the expression is a reference for comparison."""
     for outer in source.around(call):
         name = ""
         if isinstance(outer, cst.FunctionDef):
@@ -181,7 +181,7 @@ def _is_meant(source: Source, call: Node, better: str) -> bool:
 
 
 def _only_ranks(source: Source, call: Node) -> bool:
-    """Whether scores are only compared, of which `-inf` is a right one: in a search, or where no gradient is taken."""
+    """Return True if scores are only compared, of which `-inf` is a right one."""
     for outer in source.around(call):
         if isinstance(outer, (cst.FunctionDef, cst.ClassDef)):
             searches = _SEARCHES if isinstance(outer, cst.FunctionDef) else _SEARCHERS
@@ -199,7 +199,7 @@ def _only_ranks(source: Source, call: Node) -> bool:
 
 
 def _is_of_exponentials(source: Source, total: Operation) -> bool:
-    """Whether it sums `exp(x)` of an x from which nothing is subtracted, a maximum for example.
+    """Return True if it sums `exp(x)` of an x from which nothing is subtracted, a maximum for example.
 
     Means are often of exponents that cannot be large in size, as of minus the distances on a sphere: of these, x has to
     be what somebody else has made.
@@ -214,7 +214,7 @@ def _is_of_exponentials(source: Source, total: Operation) -> bool:
 
 
 def _is_shifted(exponent: Node) -> bool:
-    """Whether it is a difference, or a multiple of one."""
+    """Return True if it is a difference, or a multiple of one."""
     if not isinstance(exponent, cst.BinaryOperation):
         return False
     if isinstance(exponent.operator, cst.Subtract):

@@ -59,13 +59,13 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _is_filled(source: Source, fill: Operation) -> bool:
-    """Whether a tensor that is no product of matrices is filled: AMP405 names that."""
+    """Return True if a tensor that is no product of matrices is filled: AMP405 names that."""
     is_fill = fill.name in ("fill_", "fill_diagonal_") and fill.is_method
     return is_fill and not is_lowered(source, fill.operand)
 
 
 def _is_optional(source: Source, call: Node) -> bool:
-    """Whether a mask is a parameter that need not be given, and that no call of this file gives."""
+    """Return True if a mask is a parameter that need not be given, and that no call of this file gives."""
     for outer in source.around(call):
         if isinstance(outer, cst.FunctionDef):
             return False
@@ -84,7 +84,7 @@ def _silent(source: Source, value: Node, fix: Fix | None = None) -> Finding:
 
 
 def _is_additive(source: Source, mask: Node) -> bool:
-    """Whether what is multiplied is float16: by itself, or because it is made like a product of matrices."""
+    """Return True if what is multiplied is float16: by itself, or because it is made like a product of matrices."""
     if is_half(source, mask):
         return True
     made = any(
@@ -140,12 +140,12 @@ def _stored(source: Source) -> Iterator[Finding]:
 
 
 def _is_float16(source: Source, node: Node) -> bool:
-    """Whether a tensor is float16, by itself or in a float16 region."""
+    """Return True if a tensor is float16, by itself or in a float16 region."""
     return is_half(source, node) or _is_product(source, node)
 
 
 def _is_product(source: Source, node: Node) -> bool:
-    """Whether a tensor is a product of matrices in a float16 region, and no other region is what computes it."""
+    """Return True if a tensor is a product of matrices in a float16 region, and no other region is what computes it."""
     return (
         is_lowered(source, node)
         and not _is_elsewhere(source, node)
@@ -154,13 +154,13 @@ def _is_product(source: Source, node: Node) -> bool:
 
 
 def _has_other_regions_alone(source: Source) -> bool:
-    """Whether a file opens regions, and all of them are of another dtype."""
+    """Return True if a file opens regions, and all of them are of another dtype."""
     dtypes = {region.dtype for region in regions(source) if region.enabled is not False}
     return bool(dtypes) and not dtypes & {None, "torch.float16"}
 
 
 def _is_elsewhere(source: Source, node: Node, depth: int = 3) -> bool:
-    """Whether a tensor is computed in a region that is off, or of another dtype."""
+    """Return True if a tensor is computed in a region that is off, or of another dtype."""
     bound = source.names.bindings(node)
     given = [value for b in bound if depth for value in source.values.handed.whatever_to(b)]
     if any(value is not None and _is_elsewhere(source, value, depth - 1) for value in given):

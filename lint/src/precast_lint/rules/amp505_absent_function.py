@@ -70,7 +70,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _replacement(path: str | None) -> str | None:
-    """What PyTorch has in the place of a name that is nowhere in its module."""
+    """Return PyTorch's replacement of a name that its module does not have."""
     module, _, name = (path or "").rpartition(".")
     return _OF_MODULES.get(module, {}).get(name)
 

@@ -76,7 +76,7 @@ def _classified(source: Source, node: Node, place: Node, origin: str) -> Use | N
 
 
 def _drop_unused(source: Source, uses: list[Use]) -> None:
-    """Where all that a file has of torch moves, its import goes with the last of it."""
+    """Remove the import of torch if all of its uses move."""
     if source.filename.endswith("__init__.py"):
         return
     for name, bindings in source.scopes.module.bindings.items():

@@ -1,4 +1,4 @@
-"""Whether the target of a loss makes PyTorch compute it in 16 bits: for AMP303.
+"""Detection of loss targets that make PyTorch compute the loss in 16 bits, for AMP303.
 
 Invariant: only with evidence for each value that the target may have; of what is not known PyTorch may make float32.
 """
@@ -37,7 +37,7 @@ def is_low(
     depth: int = _DEEP,
     followed: frozenset[Node] = frozenset(),
 ) -> bool:
-    """Whether a target is 16-bit, or of integers, for certain.
+    """Return True if a target is 16-bit, or of integers, for certain.
 
     Args:
         source: the file.
@@ -111,7 +111,7 @@ def _is_low_call(source: Source, call: cst.Call, again: Callable[[Node], bool]) 
 
 
 def handed(source: Source, plain: Node) -> list[Node]:
-    """What all calls of this file hand to the parameter that a name is; empty where one is not known."""
+    """Return the arguments of all calls of this file for a parameter; empty if one is unknown."""
     binding = source.names.only_binding(plain)
     function = source.function(plain)
     if binding is None or binding.kind != "param" or function is None:
@@ -127,7 +127,7 @@ def handed(source: Source, plain: Node) -> list[Node]:
 
 
 def _value(source: Source, binding: Binding) -> Node | None:
-    """What a name is given: by an assignment, or by a loop over batches of a data set of this file."""
+    """Return the value of a name from an assignment, or from a loop over batches of a data set of this file."""
     if binding.kind == "assign":
         return binding.value
     element = source.parents.get(binding.node)

@@ -42,7 +42,7 @@ class Cache:
         return {}
 
     def key(self, filename: str, data: bytes) -> str:
-        """What stands for a file's contents in this run."""
+        """Return the cache key of a file's contents."""
         import hashlib
 
         return hashlib.sha256(
@@ -50,7 +50,7 @@ class Cache:
         ).hexdigest()
 
     def get(self, key: str) -> list[Reported] | None:
-        """What was found then; None if that is not known."""
+        """Return the cached findings, or None."""
         rows = self._old.get(key)
         if rows is None:
             return None

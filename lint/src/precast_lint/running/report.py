@@ -1,4 +1,4 @@
-"""What is known about a file after a run: findings with rows and columns, ready to print, cache and send.
+"""The report of a file: findings with rows and columns, ready to print, cache and send.
 
 Invariants: rows and columns count from 1, columns in characters, and an end is the first column after;
 in a notebook rows count from the start of the cell.
@@ -42,7 +42,7 @@ class Reported:
 
 @dataclass
 class FileReport:
-    """What happened to one file.
+    """The result of a run for one file.
 
     Attributes:
         filename: the file.

@@ -37,7 +37,7 @@ _FEW = 8  # files below which starting processes costs more than it saves
 
 @dataclass(frozen=True)
 class Mode:
-    """What to do with fixes: apply them, and write the files.
+    """Options of a run: apply fixes, and write the files.
 
     `fix` without `write` only tells what would be written.
     """

@@ -1,1 +1,1 @@
-"""What a run is asked for: settings, the oldest PyTorch, and the rules that a file can concern."""
+"""Selection of rules: settings, the oldest PyTorch, and the rules that can concern a file."""

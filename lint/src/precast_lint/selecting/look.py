@@ -20,7 +20,7 @@ _SUPPRESSIONS = (("noqa: AMP",), ("precast: noqa",))
 
 
 def interesting(data: bytes, codes: Iterable[str]) -> bool:
-    """Whether one of the rules has to look at a text."""
+    """Return True if one of the rules has to look at a text."""
     return _mentions(data, _words(frozenset(codes)))
 
 
@@ -48,7 +48,7 @@ def _mentions(data: bytes, words: _Words) -> bool:
 
 
 def _names_called(data: bytes) -> set[bytes]:
-    """What is called of torch, under its own name or as `import torch as th` calls it."""
+    """Return the names of torch that a text calls, also after `import torch as th`."""
     found = set(_CALLED.findall(data))
     for alias in set(_ALIAS.findall(data)) if b"torch as " in data else ():
         found.update(re.findall(rb"\b" + alias + rb"\.(\w+)\(", data))
@@ -80,7 +80,7 @@ def _words(codes: frozenset[str]) -> _Words:
 
 
 def _asks_less(less: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """Whether an entry's words are all there wherever those of another one are; of two that are the same, the first."""
+    """Return True if an entry's words are all there wherever those of another one are."""
     if not all(any(part in word for word in words) for part in less):
         return False
     return less < words or not all(any(word in part for part in less) for word in words)

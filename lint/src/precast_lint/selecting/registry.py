@@ -33,7 +33,7 @@ _PACKAGE = "precast_lint.rules"
 
 
 class Short(NamedTuple):
-    """What is to be known of a rule without loading it."""
+    """A rule's data that is available without loading its module."""
 
     code: str
     module: str

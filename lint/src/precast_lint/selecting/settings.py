@@ -1,4 +1,4 @@
-"""What a run is asked for: options of the command line over `[tool.precast.check]` in pyproject.toml.
+"""Settings of a run: command-line options override `[tool.precast.check]` in pyproject.toml.
 
 Invariants: a `Settings` is a frozen value that can be sent to another process and is part of the cache's
 key; the nearest pyproject.toml above the first path that has the table decides for the whole run.
@@ -34,7 +34,7 @@ def default_codes() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to look for, and which fixes may be applied.
+    """The selected rules, and the fixes that may be applied.
 
     Attributes:
         codes: the selected rules.
@@ -65,12 +65,12 @@ class Settings:
         return codes
 
     def excludes(self, path: Path) -> bool:
-        """Whether a file or folder that was not named itself is left out."""
+        """Return True if a file or folder that was not named itself is left out."""
         return any(matches(str(path), pattern, self.root) for pattern in self.exclude)
 
 
 def matches(filename: str, pattern: str, root: str) -> bool:
-    """Whether a pattern fits a path, its name, or a folder that it is in."""
+    """Return True if a pattern fits a path, its name, or a folder that it is in."""
     path = Path(filename).absolute()
     try:
         relative = path.relative_to(Path(root).absolute())

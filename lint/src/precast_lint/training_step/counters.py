@@ -10,7 +10,7 @@ __all__ = ["counts"]
 
 
 def counts(source: Source, test: Node, depth: int = 2) -> bool:
-    """Whether a test is of a counter: `i % 4 == 0`, or `self.count == 4` where the same function adds to the count."""
+    """Return True if a test is of a counter."""
     function = source.function(test)
     added = {
         key(source, line.target)

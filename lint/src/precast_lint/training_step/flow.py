@@ -116,7 +116,7 @@ class Flow:
         return self._events
 
     def comes_by(self, *kinds: str | tuple[str, str | None]) -> bool:
-        """Whether there are events of all of some kinds, or of kinds with a scaler: a cheap test before a run."""
+        """Return True if there are events of all of some kinds, or of kinds with a scaler."""
         self.events()
         return self._kinds.issuperset(kinds)
 
@@ -134,7 +134,7 @@ class Flow:
         return list(found.values())
 
     def leaks(self, name: str) -> bool:
-        """Whether what a key stands for is handed to code that is not seen here.
+        """Return True if what a key stands for is handed to code that is not seen here.
 
         As an argument, a result, an element or another attribute; or used by a function inside.
         """
@@ -148,7 +148,7 @@ class Flow:
         ) or self._is_captured(name)
 
     def is_owned(self, name: str) -> bool:
-        """Whether it is made in this function and never leaks: nobody else can have a hand in it."""
+        """Return True if it is made in this function and never leaks: nobody else can have a hand in it."""
         made = any(
             self._is(target, name)
             for node in self.nodes
@@ -174,7 +174,7 @@ class Flow:
         return [node for node in self.nodes if self._is(node, name)]
 
     def has_all(self, name: str, method: str) -> bool:
-        """Whether this function makes all calls of a method of what it owns, or of an attribute of its class."""
+        """Return True if this function makes all calls of a method of what it owns, or of an attribute of its class."""
         if not name.startswith("self."):
             return self.is_owned(name)
         home = self.source.values.enclosing_class(self.node)
@@ -185,7 +185,7 @@ class Flow:
         )
 
     def called_elsewhere(self, name: str, *methods: str) -> bool:
-        """Whether another function of the file calls a method on something whose last name is the same."""
+        """Return True if another function of the file calls a method on something whose last name is the same."""
         last = name.rpartition(".")[2]
         return any(
             (key(self.source, owner) or "").rpartition(".")[2] == last
@@ -194,12 +194,12 @@ class Flow:
         )
 
     def _is_of_same_class(self, call: Node, name: str) -> bool:
-        """Whether a call is in a method of the class that has the attribute: who calls that is seen, or hides it."""
+        """Return True if a call is in a method of the class that has the attribute."""
         home, _ = self._home(name)
         return home is not None and self.source.values.enclosing_class(call) is home
 
     def is_local(self, name: str) -> bool:
-        """Whether a name belongs to this function: no other function can use what it stands for by that name."""
+        """Return True if a name belongs to this function: no other function can use what it stands for by that name."""
         for node in self.nodes:
             if isinstance(node, cst.Name) and node.value == name:
                 scope = self.source.scopes.scope_of.get(node)
@@ -290,7 +290,7 @@ class Flow:
         return type(parent).__name__ not in _LOOKED_AT
 
     def _is_kept_by(self, call: Node, node: Node) -> bool:
-        """Whether a function of this file that gets something neither binds it to another name nor hands it on."""
+        """Return True if a function of this file neither binds an argument to another name nor passes it on."""
         found = followed_call(self.source, call)
         if found is None:
             return False
@@ -319,7 +319,7 @@ class Flow:
         )
 
     def _is_only_called(self, inner: Node) -> bool:
-        """Whether a function inside does nothing but run where it is called here: then it is followed."""
+        """Return True if a function inside does nothing but run where it is called here: then it is followed."""
         if not isinstance(inner, cst.FunctionDef) or not any(
             f.function is inner for f, _ in self.called
         ):
@@ -336,7 +336,7 @@ class Flow:
 
 
 def _is_made(value: Node | None) -> bool:
-    """Whether a value comes of a call, on one side of a test at least."""
+    """Return True if a value comes of a call, on one side of a test at least."""
     if isinstance(value, cst.IfExp):
         return _is_made(value.body) or _is_made(value.orelse)
     return isinstance(value, cst.Call)
@@ -353,7 +353,7 @@ def flows(source: Source) -> list[Flow]:
 
 
 def _targets(node: cst.AssignTarget | cst.AnnAssign) -> list[Node]:
-    """What an assignment gives a value: one target, or those of `a, b = ...`."""
+    """Return the targets of an assignment: one, or those of `a, b = ...`."""
     if isinstance(node.target, (cst.Tuple, cst.List)):
         return [element.value for element in node.target.elements]
     return [node.target]

@@ -1,4 +1,4 @@
-"""What the statements of a function come to for those who follow it: a few kinds of parts, read from the tree once.
+"""A function's statements as a few kinds of parts, read from the tree once.
 
 Invariants: what has no event and decides nothing is left out; parts are never changed, and know nothing of who calls
 the function, so that all rules and all callers run the same ones.
@@ -69,7 +69,7 @@ class Ask:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """What happens one after the other, with nothing to decide; `assigned` are the keys that get values."""
+    """A sequence of steps without a branch; `assigned` are the keys that get values."""
 
     steps: tuple[Tell | Put | Ask, ...]
     assigned: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Maybe:
-    """What may run or not, with no test that is known: the right side of `and` and `or`."""
+    """Code that may run or not, without a test: the right side of `and` and `or`."""
 
     code: Code
 
@@ -167,7 +167,7 @@ class FunctionCode:
 
 @dataclass(frozen=True)
 class Reach:
-    """What a function and all that it calls test, hand on and assign, each by its own names."""
+    """The tests, arguments and assignments of a function and of all functions that it calls, by their own names."""
 
     tests: frozenset[str]
     handed: frozenset[str]
@@ -191,7 +191,7 @@ def code_of(source: Source, function: Node) -> FunctionCode:
 
 
 def reach_of(source: Source, function: Node) -> Reach:
-    """What a function and all that it calls, however deep, have to do with tests; computed once."""
+    """Return the reach of a function, computed once."""
     known = source.cache.setdefault("reaches", {})
     assert isinstance(known, dict)
     if function not in known:
@@ -437,7 +437,7 @@ class _Reader:
 
 
 def _parts(source: Source, node: Node) -> tuple[Node, ...]:
-    """What is directly inside an expression, and has events."""
+    """Return the direct parts of an expression that have events."""
     known = source.cache.setdefault("parts with events", {})
     assert isinstance(known, dict)
     if node not in known:
@@ -448,7 +448,7 @@ def _parts(source: Source, node: Node) -> tuple[Node, ...]:
 
 
 def _is_event(node: Node) -> bool:
-    """Whether an expression does something itself, whatever is inside it."""
+    """Return True if an expression does something itself, whatever is inside it."""
     return isinstance(node, _DOES) or (
         isinstance(node, cst.Attribute) and node.attr.value == "grad"
     )
@@ -470,7 +470,7 @@ def _condition(source: Source, test: Node) -> tuple[str, bool]:
 
 
 def is_loss(value: Node | None) -> bool:
-    """Whether a value can be a scaled loss: a call of scale, or arithmetic with one."""
+    """Return True if a value can be a scaled loss: a call of scale, or arithmetic with one."""
     if isinstance(value, cst.BinaryOperation):
         return is_loss(value.left) or is_loss(value.right)
     if isinstance(value, cst.Call):

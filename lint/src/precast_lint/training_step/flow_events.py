@@ -1,4 +1,4 @@
-"""What a training step does, as events: backward, scale, step, update, unscale_, clip, zero_grad ...
+"""Events of a training step: backward, scale, step, update, unscale_, clip, zero_grad ...
 
 Invariants: an expression is named by its text ("scaler", "self.scaler", "optims[0]"), which is its *key*;
 a call is an event of a protocol only if its receiver's class is known, except `backward` without
@@ -101,7 +101,7 @@ def _text(source: Source, node: Node) -> str:
 
 
 def is_optimizer(source: Source, node: Node) -> bool:
-    """Whether an expression is known to be an optimizer."""
+    """Return True if an expression is known to be an optimizer."""
     found = source.instance(node) or ""
     if found.startswith(("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")):
         return "lr_scheduler" not in found and "swa_utils" not in found
@@ -110,7 +110,7 @@ def is_optimizer(source: Source, node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known where a call stands.
+    """The context of a call.
 
     Attributes:
         source: the file.
@@ -125,7 +125,7 @@ class Known:
     optimizers: frozenset[str] = field(default_factory=frozenset)
 
     def is_scaler(self, node: Node) -> bool:
-        """Whether an expression is a scaler."""
+        """Return True if an expression is a scaler."""
         return self.source.instance(node) in SCALERS or self.named(node) in self.scalers
 
 
@@ -175,7 +175,7 @@ def _scaler_of_result(known: Known, call: cst.Call) -> str | None:
 
 
 def call_event(known: Known, call: cst.Call, scaled: dict[str, str]) -> Event:
-    """What a call does; `scaled` has the names that hold scaled losses here, with their scalers."""
+    """Return the event of a call; `scaled` maps names that hold scaled losses to their scalers."""
     source = known.source
     arguments = Arguments.of(call)
     origin = source.origin(call.func) or ""

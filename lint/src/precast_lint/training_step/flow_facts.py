@@ -1,4 +1,4 @@
-"""What tests said on the way, as bits of a number: many paths know the same things, and ask for them often.
+"""Results of tests on a path, stored as bits of an integer because many paths share and compare them.
 
 Invariants: a text keeps its two bits, one for "it holds" and one for "it does not"; a number has at most one of them.
 To know less is to be more: what happens after a test that was forgotten includes what happens after either side of it.
@@ -29,7 +29,7 @@ class Facts:
         return list(self._places)
 
     def place(self, text: str) -> int:
-        """How far to the left the bits of a text are."""
+        """Return the position of a text's bits."""
         found = self._places.get(text)
         if found is None:
             found = self._places[text] = 2 * len(self._places)

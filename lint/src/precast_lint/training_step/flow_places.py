@@ -25,7 +25,7 @@ Scaled = frozenset[tuple[str, str]]
 
 @dataclass(eq=False)
 class _Shared:
-    """What all places of one run have in common."""
+    """State shared by all places of a run."""
 
     source: Source
     facts: Facts = field(default_factory=Facts)
@@ -110,7 +110,7 @@ class Place:
     # --- events ---
 
     def event(self, ask: Ask, scaled: Scaled) -> Event:
-        """What a call does where some names hold scaled losses."""
+        """Return the event of a call, if the names in `scaled` hold scaled losses."""
         found = self._events.get(ask) or self._events.get((ask, scaled))
         if found is None:
             found = call_event(self._known, ask.call, dict(scaled))
@@ -185,13 +185,13 @@ class Place:
         return key(self._shared.source, follow.given["self"]) if "self" in follow.given else None
 
     def entered(self, known: int) -> int:
-        """What is known in this function of what its caller knows: of self, and of what parameters get."""
+        """Return the caller's facts that hold in this function: those on self and on its arguments."""
         if self._is_of_object:
             return _moved(known, self._moves_of_object[0]) | self._settled
         return known & self.facts.of_self | _moved(known, self._in) | self._settled
 
     def left(self, before: int, after: int) -> int:
-        """What the caller knows then: its own as before, and of self and of what parameters got what is known here."""
+        """Return the caller's facts after the call: its own, and those on self and on arguments from here."""
         if self._is_of_object:
             into, out = self._moves_of_object
             mine = 0
@@ -203,7 +203,7 @@ class Place:
 
     @property
     def _is_of_object(self) -> bool:
-        """Whether self is another object here than in the function that calls."""
+        """Return True if self is another object here than in the function that calls."""
         return self._object is not None
 
     @property
@@ -269,7 +269,7 @@ _Ways = tuple[tuple[int, int], ...]
 
 
 def _ways(facts: Facts, frame: Frame | None) -> tuple[_Ways, _Ways]:
-    """From which place to which the bits of a test go, into a function and out of it."""
+    """Return the source and target positions of a test's bits, on entering and on leaving a function."""
     if frame is None:
         return (), ()
     called = {given: name for given, name in frame.called.items() if given}

@@ -47,7 +47,7 @@ class TooManyPaths(Exception):  # noqa: N818
 
 
 class Say:
-    """What a rule has said about nodes."""
+    """A rule's judgements of nodes."""
 
     def __init__(self) -> None:
         self._bad: dict[Node, str | None] = {}
@@ -62,12 +62,12 @@ class Say:
         self._good.add(node)
 
     def is_good(self, node: Node) -> bool:
-        """Whether the node is right on some path."""
+        """Return True if the node is right on some path."""
         return node in self._good
 
     @contextmanager
     def only_good(self) -> Iterator[None]:
-        """What is called bad meanwhile does not count."""
+        """Ignore calls of `bad` in this context."""
         bad, self._bad = self._bad, dict[Node, str | None]()
         yield
         self._bad = bad
@@ -85,7 +85,7 @@ class Say:
 
 
 class Path(NamedTuple):
-    """Where a path has come to: the rule's state, by its number; what tests said; which names hold scaled losses."""
+    """A path's state: the number of the rule's state, the results of tests, and the names that hold scaled losses."""
 
     state: int
     known: int = 0
@@ -107,7 +107,7 @@ class _Leaving:
 
 @dataclass
 class _Memory:
-    """What is known of a rule: where a state leads by an event, a path along a line, and paths through functions."""
+    """Cached transitions of a rule: by an event, along a line, and through functions."""
 
     moves: dict[Event, dict[int, int]] = field(default_factory=dict)
     lines: dict[tuple[Place, Line], dict[tuple[int, Scaled], tuple[int, Scaled]]] = field(
@@ -207,7 +207,7 @@ class Run:
         return after
 
     def _along(self, line: Line, place: Place, state: int, scaled: Scaled) -> tuple[int, Scaled]:
-        """Where a line leads: what tests said has no hand in it."""
+        """Return the state after a line, which does not depend on tests."""
         for step in line.steps:
             if isinstance(step, Put):
                 scaled, event = place.stored(step, scaled), place.put(step)

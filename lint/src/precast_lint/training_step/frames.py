@@ -1,4 +1,4 @@
-"""What a function that is called says of its caller's variables: its parameters stand for them.
+"""Mapping of a called function's parameters to its caller's variables.
 
 Invariant: a name of the called function that is no parameter, or a parameter that is bound again, is its own: its key
 is not that of anything that the caller has.

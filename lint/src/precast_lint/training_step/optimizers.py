@@ -1,4 +1,4 @@
-"""Which expressions are optimizers, by the class that makes them or by their name and use.
+"""Detection of optimizers, by their class or by their name and use.
 
 Invariant: what is made by a class that is no optimizer's is none, whatever it is called.
 """
@@ -18,7 +18,7 @@ _SCHEDULER = re.compile(r"lr_scheduler|(transformers|diffusers)\..*\bget_\w*sche
 
 
 def acts_as_optimizer(source: Source, node: Node) -> bool:
-    """Whether something of unknown class is called an optimizer, steps, and sets gradients to zero in this file."""
+    """Return True if the name, `step` and `zero_grad` show that something is an optimizer."""
     last = node.attr if isinstance(node, cst.Attribute) else node
     if not isinstance(last, cst.Name) or not _NAME.search(last.value):
         return False
@@ -30,7 +30,7 @@ def acts_as_optimizer(source: Source, node: Node) -> bool:
 
 
 def is_scheduler(instance: str | None) -> bool:
-    """Whether a class, or the function that makes an object, is for schedulers of the learning rate."""
+    """Return True if a class, or the function that makes an object, is for schedulers of the learning rate."""
     return _SCHEDULER.search(instance or "") is not None
 
 

@@ -1,4 +1,4 @@
-"""Whether `backward` is called on a loss, in the function that computes it or where that is called, and can be.
+"""Detection of losses on which `backward` is called, in the function that computes the loss or in its callers.
 
 Invariant: the way to the call of `backward` is sums, names, attributes of self and results of functions of this file.
 """
@@ -20,7 +20,7 @@ _NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
 def has_no_grad(source: Source, node: Node) -> bool:
-    """Whether a node runs without gradients, as far as its own function shows it."""
+    """Return True if a node runs without gradients, as far as its own function shows it."""
     for outer in source.around(node):
         if isinstance(outer, cst.FunctionDef):
             made = [d.decorator for d in outer.decorators]
@@ -56,7 +56,7 @@ def _is_plain(target: Node) -> bool:
 
 
 def is_propagated(source: Source, loss: Node, depth: int = _DEEP) -> bool:
-    """Whether `backward` is called on a loss: directly, scaled, through its name, or where a function returns it."""
+    """Return True if `backward` is called on a loss, scaled or not, also through a name or a result."""
     function = source.function(loss)
     statement = source.parents.get(loss)
     while isinstance(statement, cst.BinaryOperation):  # a sum of losses
@@ -85,7 +85,7 @@ def is_propagated(source: Source, loss: Node, depth: int = _DEEP) -> bool:
 
 
 def _returned_to(source: Source, loss: Node, names: set[str]) -> Iterator[Node]:
-    """What the callers of a function get for a loss that it returns: the call, or the name for one of several."""
+    """Yield the callers' expressions for a returned loss: the call, or the name of one of several results."""
     function = source.function(loss)
     if not isinstance(function, cst.FunctionDef):
         return
@@ -102,7 +102,7 @@ def _returned_to(source: Source, loss: Node, names: set[str]) -> Iterator[Node]:
 
 
 def _is_made_of(source: Source, value: Node, loss: Node, names: set[str]) -> bool:
-    """Whether a returned value is a loss, or a sum with it or with its name."""
+    """Return True if a returned value is a loss, or a sum with it or with its name."""
     inner = list(walk(value))
     if any(isinstance(n, cst.Attribute) and n.attr.value in ("item", "detach") for n in inner):
         return False

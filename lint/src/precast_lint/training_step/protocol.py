@@ -1,4 +1,4 @@
-"""What the rules about the scaler's protocol (AMP2xx) ask of a function: which scalers can be followed.
+"""Questions that the rules about the scaler's protocol (AMP2xx) share, such as the scalers that can be followed.
 
 Invariants: a scaler that is handed to code that is not seen here is never followed, nor is one that is
 made with `enabled=False`.
@@ -86,7 +86,7 @@ def followed(source: Source) -> list[tuple[Flow, str]]:
 
 
 def only_here(flow: Flow, scaler: str, *methods: str) -> bool:
-    """Whether no other function of the file calls these methods of a scaler."""
+    """Return True if no other function of the file calls these methods of a scaler."""
     return flow.is_local(scaler) or not flow.called_elsewhere(scaler, *methods)
 
 
@@ -128,7 +128,7 @@ def _name_there(flow: Flow) -> str:
 
 
 def hides(source: Source, event: Event, scaler: str) -> bool:
-    """Whether a call may use a scaler out of sight: it hands on the object that holds it."""
+    """Return True if a call may use a scaler out of sight: it hands on the object that holds it."""
     if event.kind != "call" or "." not in scaler:
         return False
     known = source.cache.setdefault("calls that hide", {})
@@ -142,7 +142,7 @@ def hides(source: Source, event: Event, scaler: str) -> bool:
 
 
 def _uses_object(source: Source, event: Event, owner: str) -> bool:
-    """Whether a call that is not followed runs a method of an object that holds a scaler, or hands the object on."""
+    """Return True if an unfollowed call runs a method of an object that holds a scaler, or passes it on."""
     call = event.node
     if not isinstance(call, cst.Call):
         return False
@@ -166,7 +166,7 @@ def _uses_object(source: Source, event: Event, owner: str) -> bool:
 
 
 def _reads_setting(source: Source, node: Node) -> bool:
-    """Whether self is there for an attribute that is only read, and is no scaler: `self.device`."""
+    """Return True if self is there for an attribute that is only read, and is no scaler: `self.device`."""
     outer = source.parents[node]
     if not isinstance(outer, cst.Attribute) or source.instance(outer) in SCALERS:
         return False
@@ -196,7 +196,7 @@ def _hides(source: Source, call: Node) -> bool:
 
 
 def asks_scale(flow: Flow, scaler: str) -> bool:
-    """Whether a function does something with a scaler's scale: more than to print it, or to compute with it."""
+    """Return True if a function does something with a scaler's scale: more than to print it, or to compute with it."""
     source = flow.source
     return any(
         not _is_written_down(source, read) and not _multiplies(source.parents[read])
@@ -205,7 +205,7 @@ def asks_scale(flow: Flow, scaler: str) -> bool:
 
 
 def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool | None = None) -> bool:
-    """Whether a function multiplies or divides by a scaler's scale: it may then scale or unscale by hand.
+    """Return True if a function multiplies or divides by a scaler's scale: it may then scale or unscale by hand.
 
     Args:
         flow: the function.
@@ -258,7 +258,7 @@ def _scales(source: Source) -> set[Node]:
 
 
 def _is_written_down(source: Source, node: Node) -> bool:
-    """Whether a value goes into a text, or into a call of something that prints or logs."""
+    """Return True if a value goes into a text, or into a call of something that prints or logs."""
     for outer in source.around(node):
         if isinstance(outer, cst.FormattedStringExpression):
             return True
@@ -293,7 +293,7 @@ def _divides(parent: Node, read: Node) -> bool:
 
 
 def _is_factor(source: Source, node: Node) -> bool:
-    """Whether a value is multiplied or divided by, or handed to code that may do so."""
+    """Return True if a value is multiplied or divided by, or handed to code that may do so."""
     parent = source.parents[node]
     if isinstance(parent, cst.BinaryOperation):
         return _multiplies(parent)
@@ -305,7 +305,7 @@ def _is_factor(source: Source, node: Node) -> bool:
 
 
 def may_backward(source: Source, event: Event) -> bool:
-    """Whether a call may run a backward that is not seen: anything but PyTorch's own and what only logs."""
+    """Return True if a call may run a backward that is not seen: anything but PyTorch's own and what only logs."""
     call = event.node
     if event.kind != "call" or not isinstance(call, cst.Call):
         return False
@@ -369,12 +369,12 @@ def assigned_in(source: Source, loop: Node) -> set[str | None]:
 
 
 def _is_self(node: Node) -> bool:
-    """Whether a node is the object that a method has: it stays the same when it gets an attribute."""
+    """Return True if a node is the object that a method has: it stays the same when it gets an attribute."""
     return isinstance(node, cst.Name) and node.value in ("self", "cls")
 
 
 def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
-    """Whether each round of a loop comes by a node: no test that may differ between rounds stands around it."""
+    """Return True if each round of a loop comes by a node: no test that may differ between rounds stands around it."""
     assigned = assigned_in(source, loop)
     inner: Node = node
     for outer in source.around(node):
@@ -397,7 +397,7 @@ def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
 
 
 def mentions(source: Source, node: Node, *names: str) -> bool:
-    """Whether one of some names or attributes occurs in an expression, by its text."""
+    """Return True if one of some names or attributes occurs in an expression, by its text."""
     return any(
         isinstance(inner, (cst.Name, cst.Attribute)) and key(source, inner) in names
         for inner in walk(node)
@@ -405,12 +405,12 @@ def mentions(source: Source, node: Node, *names: str) -> bool:
 
 
 def is_plain(text: str | None) -> bool:
-    """Whether a key can be written into a fix: a dotted name, or an item of one."""
+    """Return True if a key can be written into a fix: a dotted name, or an item of one."""
     return bool(text and _PLAIN.match(text))
 
 
 def _is_off(source: Source, flow: Flow, scaler: str) -> bool:
-    """Whether a scaler is made with `enabled=False`."""
+    """Return True if a scaler is made with `enabled=False`."""
     for node in flow.nodes:
         if isinstance(node, (cst.Name, cst.Attribute)) and key(source, node) == scaler:
             call = source.values.constructed(node)

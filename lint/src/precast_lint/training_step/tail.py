@@ -1,4 +1,4 @@
-"""Whether what stands behind a node in a region only finishes the step, so that the region may end before it.
+"""Detection of code that only finishes a step, so that the region may end before it.
 
 Invariant: a call is taken to compute nothing that a region would change only if its name is one of those listed here;
 every other call may be a forward pass, which has to stay in the region.
