@@ -114,4 +114,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for granted
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

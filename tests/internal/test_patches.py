@@ -157,6 +157,16 @@ def _attach(until: ExitStack, linear: nn.Linear) -> None:
     dist.all_reduce(torch.ones(2))
 
 
+def _weights_in_16_bits(until: ExitStack, _: nn.Linear) -> None:
+    import precast
+
+    model = nn.Sequential(nn.Linear(4, 4)).bfloat16()
+    rules = precast.Policy.load("default").replace(modules={"0": "fp32"})
+    until.callback(precast.attach(model, rules).detach)
+    with precast.autocast("cpu"):
+        model(torch.ones(1, 4))
+
+
 def _run(until: ExitStack, linear: nn.Linear) -> None:
     from precast.cli.run.scaler_observer import ScalerObserver
     from precast.diagnostics.step_tracker import StepTracker
@@ -189,6 +199,7 @@ _FEATURES: list[Callable[[ExitStack, nn.Linear], None]] = [
     _scalers,
     _install,
     _attach,
+    _weights_in_16_bits,
     _run,
     _export,
     _package,

@@ -128,3 +128,20 @@ def test_of_many_patterns_that_match_nothing_the_first_are_told_each() -> None:
     assert complaints[-1].startswith(
         "[modules] 990 more patterns match no module of the model: 'lyer10'"
     )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "suggestion"),
+    [
+        ("q_proj", "did you mean '*.q_proj', which matches 'layers.0.q_proj' and 1 more?"),
+        ("layers.*.q_prj", "layers.1.q_proj or layers.0.q_proj or layers.1?"),
+        ("*.some.thing.q_prj", "did you mean q_proj?"),
+        ("xyz", "matches no module of the model."),
+    ],
+)
+def test_a_pattern_that_matches_nothing_gets_the_nearest(pattern: str, suggestion: str) -> None:
+    layers = [nn.ModuleDict({"q_proj": nn.Linear(1, 1)}) for _ in range(2)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    policy = Policy.load("torch").replace(modules={pattern: "fp32"})
+    [complaint] = plan(model, policy).complaints()
+    assert complaint.endswith(suggestion)

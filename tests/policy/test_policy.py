@@ -9,7 +9,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import precast
 from precast.errors import PolicyError
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Resolution, Rule, policy_of
 
@@ -213,6 +215,8 @@ def test_none_takes_rows_away(torch_policy):
         ({"ops": {"epx": "lower"}}, "replace(ops=...) epx: the installed PyTorch has no operation"),
         ({"ops": {"cuda": "lower"}}, "cuda is 'lower'; it must be a mapping"),
         ({"ops": {"exp": {"reason": "x"}}}, "there is no 'rule'"),
+        ({"ops": {"exp": "flaot32"}}, "'flaot32' is not a rule; did you mean fp32"),
+        ({"ops": {"exp": "bf16"}}, "'bf16' is not a rule; did you mean lower?"),
         ({"ops": {"exp": 3}}, "3 is not a rule. Allowed: lower"),
         ({"mixed": "widen"}, "mixed is 'widen'. Allowed: raise, promote"),
     ],
@@ -239,3 +243,23 @@ def test_a_policy_is_found_by_its_fingerprint_while_one_of_its_kind_is_alive() -
     assert policy_of(first.fingerprint).fingerprint == first.fingerprint
     del second
     assert policy_of(first.fingerprint) is first
+
+
+@pytest.mark.parametrize(
+    ("spellings", "rule"),
+    [
+        (("fp32", "float32", "torch.float32", torch.float32), "fp32"),
+        (("fp16", "half", "float16", "torch.half", torch.float16), "float16"),
+        (("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16), "bfloat16"),
+    ],
+)
+def test_a_dtype_is_written_in_any_usual_way(spellings: tuple[object, ...], rule: str) -> None:
+    policy = Policy.load("torch")
+    for spelling in spellings:
+        modules = policy.replace(modules={"a": spelling, "b": {"dtype": spelling}}).modules
+        assert [modules[name].dtype for name in ("a", "b")] == [rule, rule]
+        if rule == "fp32":
+            assert policy.replace(ops={"exp": spelling}).resolve("exp", "cpu").rule == rule
+        elif isinstance(spelling, str):
+            with precast.autocast("cpu", dtype=spelling):
+                assert torch.get_autocast_dtype("cpu") is getattr(torch, rule)

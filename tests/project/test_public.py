@@ -56,7 +56,7 @@ ELSEWHERE = [
 
 
 def test_the_public_names_are_these() -> None:
-    assert precast.__all__ == NAMES
+    assert precast.__all__ == dir(precast) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

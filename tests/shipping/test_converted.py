@@ -579,3 +579,14 @@ def test_a_compiled_converted_model_is_one_graph_and_gives_the_same(backend: str
     with torch.no_grad():
         assert is_same(compiled(other), converted(other))
     torch.compiler.reset()
+
+
+def test_the_text_of_a_converted_model_has_the_stored_dtypes() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    converted = precast.convert(model, example=torch.ones(1, 8))
+    lines = repr(converted).splitlines()
+    assert lines[1].endswith("bias=True, stored in bfloat16)")
+    assert lines[2].endswith("stored in float32)")
+    assert lines[3] == "  (2): ReLU()"
+    assert "stored" not in repr(model)
+    assert not any("extra_repr" in vars(module) for module in converted.modules())

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from precast._torch.dispatcher import dispatch_key, is_composite
@@ -22,10 +23,12 @@ __all__ = [
     "cast_without_torch_function",
     "count_other_modes",
     "dispatch_modes",
+    "enter_function_mode",
     "function_modes",
     "impl_address",
     "innermost_dispatch_mode",
     "innermost_other_mode",
+    "leave_function_mode",
     "leave_mode",
     "redispatch_in_mode",
     "without_dispatch",
@@ -99,6 +102,25 @@ def leave_mode(mode: ObservingMode) -> None:
     mode.__exit__(None, None, None)
     for other in reversed(above):
         module._push_mode(other)
+
+
+def enter_function_mode(mode: TorchFunctionMode) -> None:
+    """Make a function mode the innermost one of this thread, unless the thread has entered it already (2.13)."""
+    if mode not in torch.overrides._get_current_function_mode_stack():
+        torch.overrides._push_mode(mode)
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Remove a function mode from this thread's stack, wherever it is there.
+
+    Its ``__exit__`` would remove the innermost mode, which may be another one after Ctrl-C (2.13).
+    """
+    above = []
+    while mode in torch.overrides._get_current_function_mode_stack():
+        above.append(torch.overrides._pop_mode())
+    for other in reversed(above):
+        if other is not mode:
+            torch.overrides._push_mode(other)
 
 
 _BELOW_MODES: Final = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.Python)

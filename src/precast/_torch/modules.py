@@ -19,6 +19,8 @@ __all__ = [
     "drop_forward_hook",
     "forward_hooks",
     "on_call_without_hooks",
+    "own_modules",
+    "own_tensors",
 ]
 
 MODULE_CALL: Final = torch.nn.Module._call_impl.__code__
@@ -76,3 +78,14 @@ def on_call_without_hooks(module: torch.nn.Module, call: Callable[..., Any]) -> 
 
     module._compiled_call_impl = called
     return stop
+
+
+def own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return a module's own parameters and buffers; the public iterators take ten times as long (2.13)."""
+    both = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in both if tensor is not None]
+
+
+def own_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules directly in a module; the public iterator takes ten times as long (2.13)."""
+    return [child for child in module._modules.values() if child is not None]

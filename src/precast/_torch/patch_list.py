@@ -89,6 +89,14 @@ PATCHES: Final = (
         "with the one above",
     ),
     Patch(
+        "torch._functorch.utils",
+        ("unwrap_dead_wrappers",),
+        "A custom autograd function gets the float32 casts of 16-bit weights; no function mode sees its `apply`, which "
+        "calls this for its arguments.",
+        "when a module whose rule asks for such casts is first called",
+        "when the kernels are taken off, with the last installation",
+    ),
+    Patch(
         "torch.amp.autocast_mode:_UnmanagedAutocast",
         ("__enter__", "__exit__"),
         "A compiled graph contains PyTorch's regions only; one that names a policy is opened as a region of precast's.",

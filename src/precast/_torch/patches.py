@@ -30,6 +30,7 @@ __all__ = [
     "RegionListener",
     "checkpoint_wrappers",
     "clear_autocast_cache",
+    "custom_function_arguments",
     "enter_region",
     "exit_region",
     "on_backward",
@@ -44,7 +45,9 @@ __all__ = [
     "replace_regions",
     "set_compile_cache_tag",
     "unwrap_checkpoints",
+    "unwrap_custom_functions",
     "wrap_checkpoints",
+    "wrap_custom_functions",
 ]
 
 _lock = survives_fork(threading.RLock())
@@ -204,6 +207,39 @@ def _patch_checkpoints(_: list[Any]) -> list[Stop]:
 
 
 _checkpoints: Final = _Shared(_patch_checkpoints)
+
+
+# --- custom autograd functions ---
+
+custom_function_arguments: Final[list[Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
+"""Each is given the arguments of a `torch.autograd.Function`, and returns those that it is applied to."""
+
+
+def wrap_custom_functions() -> None:
+    """From now on the arguments of custom functions are given to `custom_function_arguments`."""
+    _custom_functions.begin()
+
+
+def unwrap_custom_functions() -> None:
+    """End that."""
+    _custom_functions.end()
+
+
+def _patch_custom_functions(_: list[Any]) -> list[Stop]:
+    module: Any = torch._functorch.utils
+    unwrap = module.unwrap_dead_wrappers
+
+    @wraps(unwrap)
+    def unwrap_dead_wrappers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        args = unwrap(args)
+        for change in custom_function_arguments:
+            args = change(args)
+        return args
+
+    return [replace_names("torch._functorch.utils", unwrap_dead_wrappers=unwrap_dead_wrappers)]
+
+
+_custom_functions: Final = _Shared(_patch_custom_functions)
 
 
 # --- regions ---

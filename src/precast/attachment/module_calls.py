@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from precast import _torch
+from precast.attachment import weight_casts
+from precast.attachment.weight_casts import WeightCasts
 from precast.autocast_mode.region import current, put_in_force, write_down
 from precast.engine import registration
 from precast.engine.thread_state import BoundPolicy, regions, thread_state, write_guard_id
@@ -60,6 +62,8 @@ class Call(NamedTuple):
     """The frame that runs until the call ends: the caller of the hook, or a step of a generator."""
     off: Off
     """What rules had switched off before the call."""
+    casts: WeightCasts | None
+    """The casts of weights that were in force before the call."""
     replaced: list[Replaced]
 
     def replace(
@@ -98,7 +102,7 @@ def begin(module: nn.Module, caller: FrameType | None) -> Call:
     """Notes a new call, which runs as long as `caller` does."""
     _torch.wrap_checkpoints()
     forget_abandoned(caller)
-    call = Call(module, caller, _thread.off, [])
+    call = Call(module, caller, _thread.off, weight_casts.current(), [])
     _thread.calls.append(call)
     return call
 
@@ -116,6 +120,7 @@ def end(module: nn.Module) -> Call | None:
         torch.set_autocast_dtype(device, replaced.dtype)
         _put_policy(replaced, replaced.bound_policy)
     _set_off(call.off)
+    weight_casts.put(call.casts)
     return call
 
 
@@ -128,6 +133,7 @@ def forget_abandoned(frame: FrameType | None = None) -> None:
     while _thread.calls and not _is_running(_thread.calls[-1], frame or inspect.currentframe()):
         call = _thread.calls.pop()
         _set_off(call.off)
+        weight_casts.put(call.casts)
         if not regions.is_open:
             for replaced in reversed(call.replaced):
                 _put_policy(replaced, None)
@@ -186,6 +192,7 @@ def _again_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
     devices = {replaced.device_type for call in _thread.calls for replaced in call.replaced}
     off = [device for device in devices if _is_off_by_rule(device, _thread.off)]
     policies = [current(device) for device in devices]
+    casts = weight_casts.current()
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -193,6 +200,7 @@ def _again_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(policy)
             stack.callback(_set_off, _thread.off)
             _set_off(dict.fromkeys(off, _torch.autocast_nesting()))
+            stack.enter_context(weight_casts.using(casts and casts.anew()))
             return function(*args, **kwargs)
 
     return again

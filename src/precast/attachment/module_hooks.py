@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -26,7 +27,8 @@ from torch import nn
 
 from precast import _torch
 from precast._internal.pytree import map_tensors
-from precast.attachment import module_calls, module_steps
+from precast.attachment import module_calls, module_steps, weight_casts
+from precast.attachment.weight_casts import Kept, WeightCasts
 from precast.autocast_mode.arguments import ACCEPTED, check_dtype
 from precast.autocast_mode.region import autocast, in_graph
 from precast.engine import registration
@@ -34,7 +36,7 @@ from precast.engine.operation import is_eligible
 from precast.engine.thread_state import installed, thread_state
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
-from precast.policy.module_plan import Plan
+from precast.policy.module_plan import Plan, PlannedModule
 from precast.policy.module_rules import ModuleRule, Precision
 from precast.policy.policy import DEVICE_TYPES, Policy
 
@@ -68,8 +70,11 @@ class Applied:
             _torch.reset_compiler()
         self._added.clear()
 
-    def _add(self, module: nn.Module, rule: ModuleRule, tables: Policy | None) -> None:
-        hook = Ruled(rule, tables, module_steps.has_steps(module), weakref.ref(self))
+    def _add(self, module: nn.Module, planned: PlannedModule, tables: Policy | None) -> None:
+        rule = planned.carried_out or ModuleRule(None)
+        where = f"[modules] {planned.pattern!r} = {rule} for the module {planned.name!r}"
+        steps = module_steps.has_steps(module)
+        hook = Ruled(rule, tables, steps, where, weakref.ref(self))
         # A scripted module calls hooks, but its own `register_...` methods refuse them. The hook that restores comes
         # first, because another thread may be calling the module.
         leave = nn.Module.register_forward_hook(module, hook.leave, always_call=True)
@@ -118,7 +123,7 @@ def apply(
     applied = Applied(plan, give_way)
     for key, planned in acting.items():
         whole = plan.policy if tables and not planned.name else None
-        applied._add(named[key], planned.carried_out or ModuleRule(None), whole)
+        applied._add(named[key], planned, whole)
     if acting:
         _torch.reset_compiler()  # compiled functions do not notice new hooks
     return applied
@@ -182,6 +187,7 @@ class Ruled:
         rule: the rule.
         tables: the policy that is in force inside; None for that of the region.
         has_steps: whether the module's forward is a generator or a coroutine.
+        where: the pattern, the rule and the module, for messages.
         applied: what has put the hooks on, and will remove them; None where they came with a copy of a module.
     """
 
@@ -190,11 +196,13 @@ class Ruled:
         rule: ModuleRule,
         tables: Policy | None,
         has_steps: bool,
+        where: str,
         applied: weakref.ref[Applied] | None = None,
     ) -> None:
         self.rule = rule
         self.tables = tables
         self.has_steps = has_steps
+        self.where = where
         self.applied = applied
         self.sets_policy = bool(rule.ops) or tables is not None
         """Whether the policy inside the module differs from that around it."""
@@ -207,7 +215,7 @@ class Ruled:
         _ruled_by_number[self._number] = self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rule, self.tables, self.has_steps)
+        return type(self), (self.rule, self.tables, self.has_steps, self.where)
 
     @_torch.runs_uncompiled
     def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
@@ -215,7 +223,7 @@ class Ruled:
         if kwargs is None:  # another thread is adding or removing the hook at this moment
             return None
         if _is_traced():
-            return self._enter_traced(args, kwargs)
+            return self._enter_traced(module, args, kwargs)
         frame = inspect.currentframe()
         targets = self._begin(module, frame and frame.f_back)
         return _cast((args, kwargs), _casts(targets))
@@ -225,7 +233,7 @@ class Ruled:
         """After the module, also when it raised: restores what `enter` found."""
         if _is_traced():
             return _leave_traced(result)
-        off = self._end(module)
+        off, result = self._end(module, result)
         if module_steps.runs_later(result) and not any(result is given for given in args):
             return module_steps.in_steps(result, functools.partial(self._step, module), module)
         return _cast(result, off)
@@ -237,14 +245,32 @@ class Ruled:
         for device, enabled, dtype, _ in targets:
             bound = registration.bind(self.policy(device), device) if self.sets_policy else None
             call.replace(device, enabled, dtype, bound)
+        kept = _kept(targets)
+        if kept:
+            weight_casts.put(self._casts_of(module, kept))
         return targets
 
-    def _end(self, module: nn.Module) -> _Casts:
-        """Restores what the call found, and returns what its results are cast to."""
+    def _casts_of(self, module: nn.Module, kept: Kept) -> WeightCasts | None:
+        """Return the casts of the weights in a module that are stored in another 16-bit dtype than the rule's."""
+        around = weight_casts.current()
+        if around is not None and around.kept == kept:
+            return around
+        low = weight_casts.low_weights(module, kept, self.where)
+        return WeightCasts(kept, low) if low else None
+
+    def _end(self, module: nn.Module, result: Any = None) -> tuple[_Casts, Any]:
+        """Restores what the call found; returns what its results are cast to, and the result without 16-bit weights."""
+        casts = weight_casts.current()
         call = module_calls.end(module)
         self.inside.discard(threading.get_ident())
-        replaced = call.replaced if call else []
-        return tuple((r.device_type, torch.float32) for r in replaced if not r.enabled)
+        if call is None:
+            return (), result
+        if casts is not None and casts is not call.casts:
+            weight_casts.add_note(sys.exception(), self.where)
+            result = map_tensors(result, casts.of)
+            casts.write_back()
+        off = tuple((r.device_type, torch.float32) for r in call.replaced if not r.enabled)
+        return off, result
 
     @_torch.never_compiled
     def _step(self, module: nn.Module, function: Callable[[Any], Any], given: Any) -> Any:
@@ -255,11 +281,13 @@ class Ruled:
         try:
             value = function(_cast(given, _casts(targets)))
         except StopIteration as last:
-            raise StopIteration(_cast(last.value, self._end(module))) from None
+            off, value = self._end(module, last.value)
+            raise StopIteration(_cast(value, off)) from None
         except BaseException:
             self._end(module)
             raise
-        return _cast(value, self._end(module))
+        off, value = self._end(module, value)
+        return _cast(value, off)
 
     def targets(self, off: module_calls.Off) -> list[_Target]:
         """What the rule sets for each device type that it acts on, if `off` is what rules have switched off."""
@@ -284,12 +312,15 @@ class Ruled:
         cast = None if asked is None else dtype if enabled else torch.float32
         return _Target(device, enabled, dtype, cast)
 
-    def _enter_traced(self, args: Any, kwargs: Any) -> Any:
-        if _has_steps(self._number):
-            _leave_graph()
+    def _enter_traced(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         off_around = _in_trace[-1].off if _in_trace else ()
-        regions, casts, outputs, off = _plan(self._number, off_around)
+        regions, casts, outputs, off, kept = _plan(self._number, off_around)
+        low = weight_casts.low_weights(module, dict(kept), self.where) if kept else []
+        if _has_steps(self._number) or any(not isinstance(t, nn.Parameter) for t in low):
+            _leave_graph()
         steps = [_in_graph(*arguments) for arguments in regions]
+        if kept and (low or weight_casts.is_traced()):
+            steps.append(weight_casts.in_trace(kept))
         for region in steps:
             next(region)
         _in_trace.append(_Traced(steps, outputs, off))
@@ -313,12 +344,21 @@ def _has_steps(number: int) -> bool:
 
 @_torch.never_compiled
 def _leave_graph() -> None:
-    """Breaks the graph at a module whose forward has steps: in a graph, nothing could run between two of them."""
+    """Breaks the graph at a module that cannot be a part of it.
+
+    In a graph, nothing could run between two steps of a forward, and writes to the float32 cast of a 16-bit buffer
+    would be lost.
+    """
 
 
 @_torch.traced_as_constant
-def _plan(number: int, off_around: _Depths) -> tuple[Any, _Casts, _Casts, _Depths]:
-    """For a graph: the arguments of regions, the casts of inputs and of outputs, and what is off inside."""
+def _plan(number: int, off_around: _Depths) -> tuple[Any, _Casts, _Casts, _Depths, Any]:
+    """Return constants for a graph: what a module's rule means where `off_around` is off.
+
+    Returns:
+        The arguments of regions, the casts of inputs and of outputs, what is off inside, and the dtypes of weights that
+        are not cast.
+    """
     hook = _ruled_by_number[number]
     off = {**module_calls.off_here(), **dict(off_around)}
     targets = hook.targets(off)
@@ -330,7 +370,7 @@ def _plan(number: int, off_around: _Depths) -> tuple[Any, _Casts, _Casts, _Depth
     )
     depth = _torch.autocast_nesting() + len(targets)  # the regions in the graph count too
     off |= {t.device_type: depth for t in targets if not t.enabled}
-    return regions, _casts(targets), outputs, tuple(off.items())
+    return regions, _casts(targets), outputs, tuple(off.items()), tuple(_kept(targets).items())
 
 
 def _region_of(hook: Ruled, target: _Target) -> tuple[Any, ...]:
@@ -350,6 +390,11 @@ def _in_graph(
 
 def _casts(targets: list[_Target]) -> _Casts:
     return tuple((t.device_type, t.cast) for t in targets if t.cast is not None)
+
+
+def _kept(targets: list[_Target]) -> Kept:
+    """The 16-bit dtype that weights have without a cast, for each device type with a rule for a dtype."""
+    return {t.device_type: t.dtype if t.enabled else None for t in targets if t.cast is not None}
 
 
 def _cast(value: Any, casts: _Casts) -> Any:

@@ -16,6 +16,7 @@ import torch
 from precast import _torch
 from precast.errors import PrecastWarning, RegionError, RegionTypeError
 from precast.policy.policy import DEVICE_TYPES
+from precast.policy.values import dtype_name
 
 __all__ = [
     "ACCEPTED",
@@ -23,6 +24,7 @@ __all__ = [
     "check_device_type",
     "check_dtype",
     "cuda_is_usable",
+    "dtype_of",
     "refuse_dtype_type",
 ]
 
@@ -87,8 +89,15 @@ def check_dtype(dtype: object, device_type: str) -> None:
     ACCEPTED.add((device_type, dtype))
 
 
+def dtype_of(dtype: Any) -> Any:
+    """Return the `torch.dtype` that a name such as "bf16" means, and all other values unchanged."""
+    name = None if isinstance(dtype, torch.dtype) else dtype_name(dtype)
+    return dtype if name is None else getattr(torch, name)
+
+
 def refuse_dtype_type(dtype: object) -> NoReturn:
     """Raises the error for what is no dtype."""
     raise RegionTypeError(
-        f"dtype is {dtype!r}, of type {type(dtype).__name__}. Allowed: torch.bfloat16, torch.float16 or None."
+        f"dtype is {dtype!r}, of type {type(dtype).__name__}. Allowed: torch.bfloat16, torch.float16, their names, "
+        "or None."
     )

@@ -29,6 +29,7 @@ from precast.autocast_mode.arguments import (
     check_device_type,
     check_dtype,
     cuda_is_usable,
+    dtype_of,
     refuse_dtype_type,
 )
 from precast.autocast_mode.decorator import DecoratorRegion
@@ -70,8 +71,8 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
 
     Args:
         device_type: the device type of the tensors it is for, as `tensor.device.type` says it: "cuda", "cpu" ...
-        dtype: the lower precision, torch.bfloat16 or torch.float16. None is the surrounding region's or, outside of
-            all, PyTorch's default: float16 on CUDA, bfloat16 on CPU.
+        dtype: the lower precision, torch.bfloat16, torch.float16 or a name such as "bf16". None is the surrounding
+            region's or, outside of all, PyTorch's default: float16 on CUDA, bfloat16 on CPU.
         enabled: whether the policy is applied; False is an island of full precision in a surrounding region.
         cache_enabled: whether weights are cast once and kept until the outermost region ends. None is as around.
         policy: a `Policy`, the name of a preset or the path of a policy file. None is the surrounding region's or,
@@ -94,7 +95,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
     def __init__(
         self,
         device_type: str = REQUIRED,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
@@ -108,7 +109,8 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             check_device_type(device_type)
         self.device = device_type
         self.enabled = bool(enabled) and (device_type != "cuda" or cuda_is_usable())
-        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        lower = dtype_of(dtype) if isinstance(dtype, str) else dtype
+        self.fast_dtype = torch.get_autocast_dtype(device_type) if lower is None else lower
         if self.enabled and (device_type, self.fast_dtype) not in ACCEPTED:
             check_dtype(self.fast_dtype, device_type)
         elif type(self.fast_dtype) is not torch.dtype:
@@ -256,7 +258,7 @@ _in_graphs: Final[dict[str, Policy]] = {}
 @_torch.traced_as_constant
 def _plan(  # noqa: PLR0917 -- Dynamo hands on what it has
     device_type: str,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     enabled: bool,
     cache_enabled: bool | None,
     policy: str | None,

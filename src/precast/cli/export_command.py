@@ -13,9 +13,18 @@ from typing import Any
 
 import click
 
+from precast.policy.values import dtype_name
+
 __all__ = ["diff", "explain_file", "export"]
 
 _FORMATS = ("program", "aoti", "onnx")
+
+
+def _dtype(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    name = dtype_name(value)
+    if value is not None and name not in ("bfloat16", "float16"):
+        raise click.BadParameter(f"{value!r} is no 16-bit dtype. Write bfloat16 or float16.")
+    return name
 
 
 @click.command(short_help="Write a model with a policy's casts built in.")
@@ -35,8 +44,8 @@ _FORMATS = ("program", "aoti", "onnx")
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["bfloat16", "float16"]),
-    help="[default: PyTorch's for the device]",
+    callback=_dtype,
+    help="bfloat16 or float16.  [default: PyTorch's for the device]",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="The file to write.")
 @click.option(
@@ -77,7 +86,6 @@ def export(
     from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
 
     form = form or ("onnx" if out.suffix == ".onnx" else "program")
-    import torch
     from rich.console import Console
 
     from precast.policy.policy import as_policy
@@ -95,7 +103,7 @@ def export(
             args,
             kwargs,
             policy=chosen,
-            dtype=None if dtype is None else getattr(torch, dtype),
+            dtype=dtype,
             strict=strict,
             check=check,
             told=status.update,

@@ -266,10 +266,11 @@ def _question(policy: Policy, asked: dict[str, Any]) -> Question:
     import torch
 
     from precast.policy.policy import as_policy
+    from precast.policy.values import dtype_name
     from precast.tuning.checking import Question
 
     said = policy.measured
-    dtype = getattr(torch, str(said.get("dtype", "bfloat16")), None)
+    dtype = getattr(torch, dtype_name(said.get("dtype", "bfloat16")) or "", None)
     if "candidates" in asked:
         dtypes = (c for c in asked["candidates"] if isinstance(c, torch.dtype))
         dtype = next(dtypes, torch.bfloat16)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from precast.diagnostics.explain.model import load_model, load_named
 from precast.errors import PrecastError
 from precast.policy.rows import FLOAT8_RULES
+from precast.policy.values import dtype_name, nearest
 from precast.tuning.training import Workload, read_batches
 
 __all__ = ["Inputs", "budget", "candidates", "inputs", "tolerance"]
@@ -125,11 +126,12 @@ def candidates(text: str) -> list[torch.dtype | str]:
     Raises:
         ValueError: one of them is neither.
     """
-    names = [name.strip().removeprefix("torch.") for name in text.split(",")]
+    names = [dtype_name(name.strip()) or name.strip() for name in text.split(",")]
     for name in names:
         if name not in _DTYPES and name not in FLOAT8_RULES:
             known = ", ".join((*_DTYPES, *FLOAT8_RULES))
-            raise ValueError(f"{name!r} cannot be tried; write some of {known}, with commas")
+            near = nearest(name, (*_DTYPES, *FLOAT8_RULES))
+            raise ValueError(f"{name!r} cannot be tried{near} Write some of {known}, with commas.")
     return [_DTYPES.get(name, name) for name in dict.fromkeys(names)]
 
 

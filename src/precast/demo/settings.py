@@ -14,6 +14,7 @@ import torch
 from precast.demo.checkerboard import Checkerboard
 from precast.demo.digits import IMAGES, Digits
 from precast.demo.task import Task
+from precast.policy.values import dtype_name
 
 __all__ = ["DTYPES", "TASKS", "Settings", "settings"]
 
@@ -82,6 +83,7 @@ def settings(
     on_cuda = where.type == "cuda"
     if dtype is None:
         dtype = "float16" if on_cuda else "bfloat16"  # as autocast's defaults
+    dtype = dtype_name(dtype) or dtype
     _require(dtype in DTYPES, f"dtype {dtype!r} is unknown; write one of: {', '.join(DTYPES)}")
     usual_size, usual_steps = _DEFAULTS[task]["cuda" if on_cuda else dtype]
     size = usual_size if size is None else size

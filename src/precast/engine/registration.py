@@ -259,6 +259,7 @@ def unregister(*, kernels: bool = True) -> bool:
         if kernels:
             _take_off_kernels()
             _torch.unwrap_checkpoints()  # another thread may be in a module with a rule
+            _torch.unwrap_custom_functions()
         _registration = Registration()
         _allow_shortcuts()
         compile_cache_key.take_off()

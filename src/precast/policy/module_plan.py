@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +22,7 @@ from precast._internal.display import Card, Displayed, size
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_rules import AROUND, Inside, ModuleRule, Precision, decide
+from precast.policy.patterns import PatternIndex
 from precast.policy.policy import Policy
 from precast.policy.values import nearest, shown
 
@@ -62,12 +63,17 @@ class Plan(Displayed):
     Attributes:
         policy: the policy.
         modules: every module, each before those in it; one with two names is there twice.
-        unmatched: the patterns that match no module.
+        matches: the names of the modules that each pattern matches, whether it decides for them or an exact name does.
     """
 
     policy: Policy
     modules: tuple[PlannedModule, ...]
-    unmatched: tuple[str, ...]
+    matches: Mapping[str, tuple[str, ...]]
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """The patterns that match no module."""
+        return tuple(pattern for pattern, names in self.matches.items() if not names)
 
     @property
     def rules(self) -> list[tuple[str, str]]:
@@ -121,7 +127,7 @@ class Plan(Displayed):
     def _unmatched_ones(self) -> list[str]:
         names = [module.name for module in self.modules]
         said = [
-            f"[modules] {shown(pattern)} matches no module of the model{nearest(pattern, names)}"
+            f"[modules] {shown(pattern)} matches no module of the model{_suggestion(pattern, names)}"
             for pattern in self.unmatched[:_TOLD]
         ]
         more = self.unmatched[_TOLD:]
@@ -131,6 +137,18 @@ class Plan(Displayed):
                 f"{', '.join(map(shown, more[:_TOLD]))}{', ...' if more[_TOLD:] else ''}."
             )
         return said
+
+
+def _suggestion(pattern: str, names: list[str]) -> str:
+    """Return the end of a sentence on a pattern that matches nothing: a pattern or names that may have been meant."""
+    deeper = f"*.{pattern}"
+    index = PatternIndex([deeper])
+    if hits := [name for name in names if pattern and index.matching(name)]:
+        more = f" and {len(hits) - 1} more" if len(hits) > 1 else ""
+        return f"; did you mean {shown(deeper)}, which matches {shown(hits[0])}{more}?"
+    whole = nearest(pattern, names)
+    last = {name.rpartition(".")[2] for name in names}
+    return nearest(pattern.rpartition(".")[2], last) if whole == "." else whole
 
 
 def plan(model: nn.Module, policy: Policy) -> Plan:
@@ -171,9 +189,11 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
         carried = carried if called else None
         planned[name] = PlannedModule(name, kind, rule, pattern, inside, carried)
     _check_shared(modules, planned)
-    matched = {pattern for of_it in matching.values() for pattern in of_it}
-    unmatched = tuple(pattern for pattern in policy.modules if pattern not in matched)
-    return Plan(policy, tuple(planned.values()), unmatched)
+    matches: dict[str, list[str]] = {pattern: [] for pattern in policy.modules}
+    for name, patterns in matching.items():
+        for pattern in patterns:
+            matches[pattern].append(name)
+    return Plan(policy, tuple(planned.values()), {p: tuple(n) for p, n in matches.items()})
 
 
 _Decided = dict[str, tuple[str, ModuleRule] | None]

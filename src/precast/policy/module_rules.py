@@ -53,6 +53,7 @@ class Precision(enum.StrEnum):
 
 
 _KEYS: Final = ("dtype", "ops", "reason")
+_DTYPES: Final = {"float32": "fp32", "float16": "float16", "bfloat16": "bfloat16"}
 _IN_16_BITS: Final = (Precision.FLOAT16, Precision.BFLOAT16, Precision.LOWER)
 
 
@@ -251,7 +252,8 @@ def _rule_of(
         products = {key: Entry(Rule(said), origin=where) for key in FLOAT8_OPERATIONS}
         return ModuleRule(None, {**products, **ops}, reason, where)
     what = " is not what a module can run in"
-    dtype = Precision(check_choice(said, (*Precision, *FLOAT8_RULES), f"{where}: ", what))
+    choices = (*Precision, *FLOAT8_RULES)
+    dtype = Precision(check_choice(said, choices, f"{where}: ", what, dtypes=_DTYPES))
     if ops and dtype in (Precision.FP32, Precision.KEEP):
         raise PolicyError(
             f"{where}: ops would never act with dtype {dtype.value!r}. For float32 in all but some operations, write "
@@ -262,5 +264,7 @@ def _rule_of(
 
 def _precision(value: object, where: str) -> Precision:
     return Precision(
-        check_choice(value, Precision, f"{where}: ", " is not what a module can run in")
+        check_choice(
+            value, Precision, f"{where}: ", " is not what a module can run in", dtypes=_DTYPES
+        )
     )

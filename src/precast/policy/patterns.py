@@ -2,7 +2,8 @@
 
 Invariants:
     - A name has components, between dots; the model's own name is "", which has none. `*` stands for any text
-      within one component, `**` for any number of components, none included.
+      within one component, `**` for any number of components, none included. A leading `*.` means `**.`: `*.head`
+      matches every `head`, at the top of the model too.
     - Whether a pattern matches a name takes at most as many steps as the pattern has letters times those of the name.
     - Finding which of many patterns match a name takes time only for patterns that begin as the name does.
 """
@@ -18,7 +19,10 @@ from precast.policy.values import shown
 
 __all__ = ["PatternIndex", "check_pattern"]
 
-_ADVICE = 'Write names with dots, as in "decoder.0.attn"; * for part of a component, ** for any number of them.'
+_ADVICE = (
+    'Write names with dots, as in "decoder.0.attn"; * for part of a component, ** for any number of them, and "*.attn" '
+    "for every attn."
+)
 
 
 def check_pattern(pattern: object, where: str) -> str:
@@ -47,8 +51,13 @@ def _problem(component: str) -> str | None:
     return None
 
 
-def _components(text: str) -> list[str]:
-    return text.split(".") if text else []
+def _components(name: str) -> list[str]:
+    return name.split(".") if name else []
+
+
+def _components_of_pattern(pattern: str) -> list[str]:
+    first, *others = _components(pattern) or [""]
+    return ["**", *others] if first == "*" and others else _components(pattern)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +117,7 @@ class PatternIndex:
         self._patterns = tuple(patterns)
         for number, pattern in enumerate(self._patterns):
             node = self._root
-            for component in _components(pattern):
+            for component in _components_of_pattern(pattern):
                 node = node.on(component)
             node.ends.append(number)
 
@@ -117,7 +126,7 @@ class PatternIndex:
 
         >>> index = PatternIndex(["*.lm_head", "encoder.**"])
         >>> index.matching("model.lm_head"), index.matching("lm_head")
-        (['*.lm_head'], [])
+        (['*.lm_head'], ['*.lm_head'])
         >>> index.matching("encoder"), index.matching("encoder.layer.0")
         (['encoder.**'], ['encoder.**'])
         """

@@ -297,7 +297,11 @@ def row_in_release(key: str, entry: Entry, release: Version) -> Entry | None:
 
 
 def _parse_rule(value: object, where: str) -> Rule:
-    return Rule(check_choice(value, Rule, f"{where}: ", " is not a rule"))
+    lower = dict.fromkeys(("float16", "bfloat16"), str(Rule.LOWER))
+    dtypes = {"float32": str(Rule.FP32)}
+    return Rule(
+        check_choice(value, Rule, f"{where}: ", " is not a rule", dtypes=dtypes, hints=lower)
+    )
 
 
 def _entry_from_mapping(value: Mapping[object, object], where: str) -> Entry:

@@ -1,4 +1,4 @@
-"""Shows values in error messages about policies, and checks the texts, choices and mappings that users give.
+"""Shows values in error messages about policies, and checks the texts, choices, dtypes and mappings that users give.
 
 Invariants:
     - Showing a value never fails and gives a short text, also for a value that is nested as deeply as Python allows or
@@ -14,7 +14,27 @@ from typing import Any, Final
 
 from precast.errors import PolicyError
 
-__all__ = ["check_choice", "check_mapping", "check_text", "clipped", "nearest", "shown"]
+__all__ = [
+    "DTYPES",
+    "check_choice",
+    "check_mapping",
+    "check_text",
+    "clipped",
+    "dtype_name",
+    "nearest",
+    "shown",
+]
+
+DTYPES: Final = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+"""Each spelling of a dtype -> PyTorch's name."""
 
 _LONGEST: Final = 200
 """How much of a text is shown; also the longest text for which similar names are looked for, since comparing two texts
@@ -38,24 +58,70 @@ def clipped(text: object) -> str:
     return f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """The end of a sentence: `; did you mean ...?` with up to three words alike, or a full stop."""
+def dtype_name(value: object) -> str | None:
+    """Return PyTorch's name of a dtype, written in any of the ways in `DTYPES` or given as a `torch.dtype`.
+
+    Returns:
+        "float32", "float16" or "bfloat16"; None for all other values.
+
+    Examples:
+        >>> dtype_name("bf16"), dtype_name("torch.half"), dtype_name("lower")
+        ('bfloat16', 'float16', None)
+    """
+    kind = type(value)
+    if isinstance(value, str) or (kind.__module__, kind.__name__) == ("torch", "dtype"):
+        return DTYPES.get(str(value).removeprefix("torch."))
+    return None
+
+
+def nearest(word: str, words: Iterable[str] | Mapping[str, str]) -> str:
+    """The end of a sentence: `; did you mean ...?` with up to three words alike, or a full stop.
+
+    Args:
+        word: what was written.
+        words: the words that may have been meant; of a mapping, its values are named for its keys.
+    """
     if len(word) > _LONGEST:
         return "."
     close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.6)
+    if isinstance(words, Mapping):
+        close = list(dict.fromkeys(words[each] for each in close))
     return f"; did you mean {' or '.join(close)}?" if close else "."
 
 
-def check_choice(value: object, choices: Iterable[str], before: str, after: str = "") -> str:
-    """Returns `value`, if it is one of `choices`.
+def check_choice(
+    value: object,
+    choices: Iterable[str],
+    before: str,
+    after: str = "",
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    hints: Mapping[str, str] | None = None,
+) -> str:
+    """Returns `value`, if it is one of `choices`, or the choice for the dtype that it names.
+
+    Args:
+        value: what was written.
+        choices: the words that are allowed.
+        before: what the message says before the value.
+        after: what it says after the value.
+        dtypes: PyTorch's name of a dtype -> the choice that it means.
+        hints: PyTorch's name of a dtype that is not allowed -> the choice that the message names for it.
 
     Raises:
-        PolicyError: it is none of them; `before` and `after` are what the message says around the value.
+        PolicyError: it is none of them.
     """
+    meanings, choices = dtypes or {}, tuple(choices)
     # Only text is compared: for other values, such as arrays, even a comparison with text may raise an error.
-    if isinstance(value, str) and value in tuple(choices):
+    if isinstance(value, str) and value in choices:
         return value
-    hint = nearest(value, choices) if isinstance(value, str) else "."
+    name = dtype_name(value)
+    if name is not None and name in meanings:
+        return meanings[name]
+    near = {**meanings, **(hints or {})}
+    words = {choice: str(choice) for choice in choices}
+    words |= {spelling: near[dtype] for spelling, dtype in DTYPES.items() if dtype in near}
+    hint = nearest(value, words) if isinstance(value, str) else "."
     raise PolicyError(f"{before}{shown(value)}{after}{hint} Allowed: {', '.join(choices)}")
 
 

@@ -43,7 +43,7 @@ _rules: Final = WeakIdKeyDictionary()
 def convert(
     model: nn.Module,
     policy: Policy | str | os.PathLike[str] = "default",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     *,
     example: Any,
     in_place: bool = False,

@@ -118,6 +118,7 @@ def converted_class(base: type[nn.Module], methods: tuple[str, ...]) -> type[nn.
             __qualname__=base.__qualname__,
             __doc__=base.__doc__,
             __reduce_ex__=_reduce_ex(base, methods),
+            __repr__=_repr(base),
             __prepare_scriptable__=_not_scripted,
             precast_report=property(_report, doc="What `precast.convert` did to this model."),
         )
@@ -133,6 +134,39 @@ def carry(model: nn.Module, carried: Carried) -> None:
 
 def _report(model: nn.Module) -> Conversion:
     return carried_by(model).report
+
+
+def _repr(base: type[nn.Module]) -> Callable[[nn.Module], str]:
+    def text(model: nn.Module) -> str:
+        """The base's text, in which each module with weights says in which dtype they are stored."""
+        modules = [m for m in model.modules() if _stored(m) and "extra_repr" not in vars(m)]
+        for module in modules:
+            vars(module)["extra_repr"] = functools.partial(_with_dtypes, module)
+        try:
+            return base.__repr__(model)
+        finally:
+            for module in modules:
+                vars(module).pop("extra_repr", None)
+
+    return text
+
+
+def _with_dtypes(module: nn.Module) -> str:
+    return ", ".join(filter(None, (type(module).extra_repr(module), _stored(module))))
+
+
+def _stored(module: nn.Module) -> str:
+    """The dtypes that a module's own weights are stored in: "stored in bfloat16"; the empty text without weights."""
+    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    by_dtype: dict[str, list[str]] = {}
+    for name, tensor in named:
+        if tensor.is_floating_point():
+            dtype = getattr(tensor, "stored_dtype", tensor.dtype)
+            by_dtype.setdefault(str(dtype).removeprefix("torch."), []).append(name)
+    if len(by_dtype) == 1:
+        return f"stored in {next(iter(by_dtype))}"
+    each = [f"{' and '.join(names)} in {dtype}" for dtype, names in by_dtype.items()]
+    return f"stored: {', '.join(each)}" if each else ""
 
 
 def _not_scripted(model: nn.Module) -> nn.Module:

@@ -28,7 +28,7 @@ from torch.backends import mha
 from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.attachment import module_hooks
-from precast.autocast_mode.arguments import check_dtype
+from precast.autocast_mode.arguments import check_dtype, dtype_of
 from precast.autocast_mode.region import autocast, disable, rewriting_regions
 from precast.errors import ExportError, PrecastError, PrecastWarning
 from precast.policy.module_plan import plan
@@ -56,7 +56,7 @@ def export(
     kwargs: dict[str, Any] | None = None,
     *,
     policy: Policy | str | os.PathLike[str] = "default",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     dynamic_shapes: Any = None,
     strict: bool = False,
     check: bool = True,
@@ -116,7 +116,7 @@ def _export(  # noqa: PLR0917 -- as `export`
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     policy: Policy | str | os.PathLike[str],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     dynamic_shapes: Any,
     strict: bool,
     check: bool,
@@ -125,7 +125,7 @@ def _export(  # noqa: PLR0917 -- as `export`
     device = _checked(model, args, kwargs)
     chosen = as_policy(policy)
     _check_policy(chosen, device)
-    lower = torch.get_autocast_dtype(device) if dtype is None else dtype
+    lower = torch.get_autocast_dtype(device) if dtype is None else dtype_of(dtype)
     check_dtype(lower, device)
     in_force = InForce(device, lower, True, chosen)
     with torch.no_grad(), _in_region(model, in_force), rewriting_regions():

@@ -30,7 +30,6 @@ from precast.policy.rows import FLOAT8_RULES
 
 __all__ = [
     "LOW",
-    "METADATA",
     "Uses",
     "address",
     "casts_by_rule",
@@ -44,24 +43,6 @@ __all__ = [
 
 LOW: Final = frozenset({torch.bfloat16, torch.float16})
 """The dtypes that weights are stored in instead of float32."""
-
-_GETTERS: Final = (
-    *("shape", "device", "requires_grad", "layout", "ndim", "is_leaf", "names", "grad", "grad_fn"),
-    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_mtia", "is_xpu", "is_sparse", "is_nested"),
-    *("is_quantized", "is_mkldnn", "is_sparse_csr", "_version", "_backward_hooks", "retains_grad"),
-)
-_METHODS: Final = (
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "get_device"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_pinned", "is_shared"),
-    *("is_signed", "has_names", "__len__", "__hash__", "__repr__", "__format__", "__dir__"),
-    *("untyped_storage", "is_same_size", "register_hook", "is_conj", "is_neg"),
-)
-METADATA: Final[frozenset[Any]] = frozenset(
-    [getattr(Tensor, name).__get__ for name in _GETTERS if hasattr(Tensor, name)]
-    + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
-    + [torch.numel, torch.is_floating_point, torch.is_complex]
-)
-"""Functions that read no number of a tensor and do not depend on its dtype."""
 
 _BUILT_IN: Final = (types.BuiltinFunctionType, types.MethodDescriptorType)
 

@@ -42,7 +42,7 @@ def load(
     make: Callable[[], nn.Module] | nn.Module,
     checkpoint: str | os.PathLike[str],
     policy: Policy | str | os.PathLike[str] = "default",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     *,
     example: Any = None,
     methods: Sequence[str] = ("generate",),

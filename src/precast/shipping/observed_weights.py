@@ -23,11 +23,11 @@ from torch.backends import mha
 
 from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
+from precast.attachment.weight_casts import METADATA
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError, PrecastError
 from precast.policy.module_names import named_tensors
 from precast.shipping.function_calls import (
-    METADATA,
     Uses,
     address,
     casts_by_rule,

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
+from precast.attachment.weight_casts import METADATA
 from precast.engine.thread_state import ThreadLocalState, thread_state
 from precast.errors import ConversionError
 from precast.shipping.function_calls import (
-    METADATA,
     address,
     casts_by_rule,
     describe,

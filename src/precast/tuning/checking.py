@@ -150,8 +150,8 @@ class _Judge:
                 because.append(said)
             elif not proof.comparison(compared.against, FLOAT32.name).is_as_good:
                 because.append(
-                    f"{compared.against} does not {self.words.does} as well as float32 for certain, so it counts for "
-                    "nothing"
+                    f"it is not proven that {compared.against} {self.words.does}s as well as float32, so it is not "
+                    "compared with the policy"
                 )
                 continue
             outcome, said = self._objective(compared)

@@ -79,7 +79,7 @@ class Judge:
         return ""
 
     def _gain(self, against: Comparison) -> tuple[str, bool]:
-        """How a setup compares at the objective, in words; and whether it is better for certain."""
+        """Return how a setup compares at the objective, in words, and True if the figures prove that it is better."""
         if self.objective == "memory":
             mine, theirs = self.kept[against.name], self.kept[against.against]
             share = f"{mine / max(theirs, 1):.2f}"
@@ -90,8 +90,9 @@ class Judge:
         figures = f"{ratio.middle:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) of the time of"
         if ratio.high < 1:
             return f"takes {figures}", True
-        said = "is slower: it takes" if ratio.low > 1 else "is not faster for certain: it takes"
-        return f"{said} {figures}", False
+        if ratio.low > 1:
+            return f"is slower: it takes {figures}", False
+        return f"may be faster or slower: it takes {figures}", False
 
     def _spent(self, proof: Proof, setup: Setup) -> float:
         """What a setup spends of the objective, so that setups can be compared."""
@@ -100,7 +101,7 @@ class Judge:
         return proof.comparison(setup.name, FLOAT32.name).ratio.middle
 
     def _slower(self, proof: Proof, best: Setup, names: Iterable[str]) -> dict[str, str]:
-        """The setups whose loss is not known for certain because they were too slow to go on with, and how slow."""
+        """Return the setups whose loss is undecided because they were too slow to continue, and how slow each is."""
         found: dict[str, str] = {}
         for compared in proof.comparisons if self.objective == "time" else ():
             others = {compared.name, compared.against} - {best.name, FLOAT32.name}

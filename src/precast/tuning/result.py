@@ -201,10 +201,10 @@ def figures(trial: Trial) -> dict[str, Any]:
 
 
 def _measured(search: Search, barred: int) -> str:
-    """What was measured of the operations in one dtype, and what was not."""
-    said = [f"{search.dtype}: {len(search.sites)} operations measured, {barred} barred"]
+    """Return how many operations were measured in one dtype, and how many were excluded."""
+    said = [f"{search.dtype}: {len(search.sites)} operations measured, {barred or 'none'} excluded"]
     if search.shared:
-        said.append(f"{search.shared} share errors of groups that were not halved")
+        said.append(f"{search.shared} have the error of a group that was measured as a whole")
     estimated = sum(any(cost.estimated for cost in site.costs) for site in search.sites)
     if estimated:
         said.append(f"the costs of {estimated} are estimated from other sizes")

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from precast.autocast_mode.arguments import dtype_of
 from precast.errors import TuningError
 from precast.policy.policy import Policy, as_policy
 from precast.tuning import asked, everywhere, studies
@@ -164,6 +165,8 @@ def tune(
         >>> result.name in ("float32", "default", "tuned")
         True
     """
+    if not isinstance(candidates, str):  # which is refused
+        candidates = [dtype_of(candidate) for candidate in candidates]
 
     def make() -> Task:
         """What is trained or run; in each process of a distributed program."""

@@ -91,8 +91,9 @@ base = "torch"
 TREE = """\
 Decoder with the policy 'careful'; 76,600 parameters, counted below at each
 module
-Behind modules of torch.nn: what their operation runs in, in a region. Of others
-only a run can tell: give an example input, with --example, or use precast run.
+Modules of torch.nn are shown with the dtype of their operation in a region. For
+other modules, run the model on an example input (--example), or use precast
+run.
 
 model Decoder 76.6k
 ├── embed Embedding 30k (embedding in its inputs' dtype)
@@ -116,6 +117,12 @@ model Decoder 76.6k
 │           on cuda)
 └── lm_head Linear 31k (linear in float32) fp32 by '**.lm_head': the logits of a
     large vocabulary need float32's range
+
+'**.lm_head' matches 1 module: lm_head
+'layers.*.attn' matches 12 modules: layers.0.attn, layers.1.attn, layers.2.attn,
+layers.3.attn and 8 more
+'layers.3.norm' matches 1 module: layers.3.norm
+'layers.0.attn' matches 1 module: layers.0.attn
 
 Warning: [modules] 'embd' matches no module of the model; did you mean embed?
 Warning: [modules] 'encoder.**' matches no module of the model.
@@ -214,7 +221,7 @@ def test_a_model_that_cannot_be_made_is_one_message(model: str, code: int, messa
 
 
 def test_a_plan_that_cannot_be_carried_out_is_one_message(tmp_path: Path) -> None:
-    (tmp_path / "p.toml").write_text('[modules]\n"*.attn" = "fp32"\n"**.attn" = "lower"\n')
+    (tmp_path / "p.toml").write_text('[modules]\n"x.*.attn" = "fp32"\n"**.attn" = "lower"\n')
     (tmp_path / "q.toml").write_text('[modules]\n"layers.*.attn" = "fp32"\n"**.attn" = "lower"\n')
     assert explain("--model", "zoo_of_models:Decoder", "--policy", "p.toml").exit_code == 0
     result = explain("--model", "zoo_of_models:Decoder", "--policy", "q.toml")
@@ -456,7 +463,7 @@ def test_the_tree_says_what_ran_and_what_did_not() -> None:
     assert "by the dtype of their results" in text
     assert "head Linear 18 (linear in bfloat16)" in text
     assert "idle Linear 18 (no floating-point operation in the example)" in text
-    assert "only a run can tell" not in text
+    assert "Modules of torch.nn" not in text
 
 
 def test_blocks_that_ran_alike_are_one_line() -> None:

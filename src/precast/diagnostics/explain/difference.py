@@ -20,6 +20,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from precast import _torch
+from precast._internal.display import size
 from precast.policy import preset_files, toml_file
 from precast.policy.module_rules import ModuleRule
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule, as_policy
@@ -88,6 +89,7 @@ class PolicyDifference:
             "before": self.before,
             "after": self.after,
             "equal": not self,
+            "summary": self.summary(),
             "changes": [
                 {
                     "operations": list(change.operations),
@@ -102,11 +104,26 @@ class PolicyDifference:
             "modules": [vars(change) for change in self.modules],
         }
 
+    def summary(self) -> list[str]:
+        """Return a line on each kind of difference, with the number of operations or modules that it concerns."""
+        operations: dict[str, set[str]] = {}
+        for change in self.changes:
+            names = operations.setdefault(f"{change.before} -> {change.after}", set())
+            names.update(change.operations)
+        most_first = sorted(operations.items(), key=lambda item: -len(item[1]))
+        lines = [f"{size(len(names), 'operation')}: {change}" for change, names in most_first]
+        if self.mixed:
+            lines.append(f"mixed dtypes: {self.mixed[0]} -> {self.mixed[1]}")
+        if self.modules:
+            lines.append(f"{size(len(self.modules), 'rule')} for modules")
+        return lines
+
     def render(self) -> RenderableType:
-        """The differences in words, those of operations first."""
+        """The differences in words: how many there are, then those of operations and of modules."""
         if not self:
             return Text(f"{self.before} and {self.after} have the same rules.")
         lines: list[RenderableType] = [Text(f"From {self.before} to {self.after}")]
+        lines += [_indented(text) for text in self.summary()]
         for change in self.changes:
             lines += [Text(), Text(", ".join(change.operations), "bold")]
             where = f"on {', '.join(change.devices)}: {change.before} -> {change.after}"

@@ -18,6 +18,7 @@ from rich.tree import Tree
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from precast._internal.display import size
 from precast.diagnostics.explain.example import Ran, ran_in
 from precast.errors import PrecastError
 from precast.policy.module_names import modules_by_name
@@ -43,14 +44,14 @@ _WORDS = {
     "fallthrough": "what it calls decides",
 }
 _KNOWN = (
-    "Behind modules of torch.nn: what their operation runs in, in a region. Of others only a run can tell: give an "
-    "example input, with --example, or use precast run."
+    "Modules of torch.nn are shown with the dtype of their operation in a region. For other modules, run the model on "
+    "an example input (--example), or use precast run."
 )
 _RAN = (
-    "Behind each module: the operations that the example ran in it, by the dtype of their results. The model was in "
-    "evaluation mode, without gradients and without PyTorch's fused transformer kernels."
+    "Each module is shown with the operations that the example ran in it, by the dtype of their results. The model ran "
+    "in evaluation mode, without gradients and without PyTorch's fused transformer kernels."
 )
-_MOST = 4  # operations of one dtype that a line of the tree names
+_MOST = 4  # operations of one dtype, or modules of one pattern, that a line names
 _OPERATIONS: dict[type[nn.Module], str] = {
     nn.Linear: "linear",
     nn.Conv1d: "conv1d",
@@ -144,6 +145,7 @@ class ModelReport:
         return {
             "policy": self.plan.policy.name,
             "modules": [self._row(module) for module in self.plan.modules],
+            "matches": {pattern: list(names) for pattern, names in self.plan.matches.items()},
             "unmatched": list(self.plan.unmatched),
         }
 
@@ -154,9 +156,15 @@ class ModelReport:
         head = f"{root.module.kind} with the policy {self.plan.policy.name!r}; {parameters}"
         complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
         known = Text(_KNOWN if self.ran is None else _RAN)
-        return Group(
-            Text(head), known, Text(), _branch(root), *([Text()] * bool(complaints)), *complaints
-        )
+        matches = [Text(_matches(*item)) for item in self.plan.matches.items() if item[1]]
+        blocks: list[list[RenderableType]] = [
+            [Text(head), known],
+            [_branch(root)],
+            [*matches],
+            [*complaints],
+        ]
+        spaced = [line for block in blocks if block for line in (Text(), *block)]
+        return Group(*spaced[1:])
 
     def _tree(self) -> _Node:
         nodes: dict[str, _Node] = {}
@@ -343,8 +351,14 @@ def _said(rule: ModuleRule) -> str:
     return str(rule).replace("lower", _LOWER, 1) if rule.dtype is Precision.LOWER else str(rule)
 
 
+def _matches(pattern: str, names: tuple[str, ...]) -> str:
+    shown = ", ".join(name or "the model" for name in names[:_MOST])
+    more = f" and {len(names) - _MOST:,} more" if len(names) > _MOST else ""
+    return f"{pattern!r} matches {size(len(names), 'module')}: {shown}{more}"
+
+
 def _short(count: int) -> str:
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g}{letter}"
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{letter}"
     return str(count)
