@@ -23,6 +23,7 @@ __all__ = [
     "Kernel",
     "OpOverload",
     "autocast_key",
+    "call_below_python",
     "compiled_kernel",
     "definitions",
     "destroy",
@@ -31,11 +32,14 @@ __all__ = [
     "find_overload",
     "full_dispatch",
     "has_autocast_kernel",
+    "has_kernel",
     "is_composite",
+    "is_dispatched",
     "keyset_of",
     "operator_names",
     "operator_overloads",
     "schema_of",
+    "selects_backend",
     "without_override_warning",
 ]
 
@@ -122,6 +126,17 @@ def full_dispatch(overload: OpOverload) -> Callable[..., Any]:
     return partial(torch._C._dispatch_call_boxed, overload._handle)
 
 
+def call_below_python(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation from a dispatch mode as C++ would: without ``__torch_function__``, of subclasses and of modes.
+
+    A plain call of an `OpOverload` calls the ``__torch_function__`` of a parameter that backward uses (2.13).
+    """
+    if isinstance(op, OpOverload) and is_dispatched(op) and not _takes_numbers(op):
+        return torch._C._dispatch_call_boxed(op._handle, *args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return op(*args, **kwargs)
+
+
 def _takes_numbers(overload: OpOverload) -> bool:
     """Whether a Python kernel may get a number where the schema has a tensor, as for ``x * 2.0`` (2.13)."""
     name = schema_of(overload).name.partition("::")[2]
@@ -150,10 +165,25 @@ def is_composite(op: Any) -> bool:
 
     The dispatcher is asked, as `OpOverload` also counts decompositions in Python, which `native_batch_norm` has.
     """
-    key = "CompositeImplicitAutograd"
-    return isinstance(op, OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), key
-    )
+    return has_kernel(op, "CompositeImplicitAutograd")
+
+
+def is_dispatched(op: Any) -> bool:
+    """Return whether the dispatcher runs an operation.
+
+    It does not for higher-order operators, and for questions about a subclass, such as `prim::device` (2.13).
+    """
+    return isinstance(op, OpOverload) and torch._C._dispatch_has_kernel(op.name())
+
+
+def selects_backend(op: Any) -> bool:
+    """Return whether `device` or `layout` of a call choose the kernel, and not its tensors alone (2.13)."""
+    return has_kernel(op, "BackendSelect")
+
+
+def has_kernel(op: Any, key: str) -> bool:
+    """Return whether an operation has a kernel, or a fallthrough, at a dispatch key (2.13)."""
+    return is_dispatched(op) and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 def operator_names() -> set[str]:

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -14,12 +15,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precast._torch.dispatcher import dispatch_key, is_composite
+from precast._torch.dispatcher import dispatch_key, has_kernel, is_composite
 
 __all__ = [
     "DispatchMode",
     "ObservingMode",
     "WithoutDraws",
+    "calls_torch_function",
     "cast_without_torch_function",
     "count_other_modes",
     "dispatch_modes",
@@ -125,9 +127,7 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
 
 _BELOW_MODES: Final = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.Python)
 
-_LEFT_OUT: Final = [
-    getattr(torch._C.DispatchKey, name) for name in ("ADInplaceOrView", "Negative", "Conjugate")
-]
+_VIEWS: Final = "ADInplaceOrView"
 
 
 def redispatch_in_mode(
@@ -153,13 +153,25 @@ def redispatch_in_mode(
     for tensor in tensors:
         keys = keys | torch._C._dispatch_keys(tensor)
     excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in [*map(dispatch_key, casting), *(_LEFT_OUT if is_composite(op) else ())]:
+    for key in [*map(dispatch_key, casting), *_passed_inside(op)]:
         excluded = excluded.remove(key)
     args, kwargs = call
     with mode:
         included = torch._C._dispatch_tls_local_include_set()
         with torch._C._ForceDispatchKeyGuard(included, excluded):
             return op.redispatch(keys & _BELOW_MODES, *args, **kwargs)
+
+
+@functools.cache
+def _passed_inside(op: Any) -> list[Any]:
+    """Return the keys that a mode has behind it when it sees a composite, and the operations inside do not.
+
+    `chunk` and `narrow` make views at ADInplaceOrView themselves, so those inside must not (2.13).
+    """
+    if not is_composite(op):
+        return []
+    names = ["Negative", "Conjugate", *([] if has_kernel(op, _VIEWS) else [_VIEWS])]
+    return [getattr(torch._C.DispatchKey, name) for name in names]
 
 
 def innermost_dispatch_mode() -> Any:
@@ -228,6 +240,22 @@ def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> tor
 _WITHOUT_TORCH_FUNCTION: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}
+
+
+def calls_torch_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether to read an attribute of these arguments would call a ``__torch_function__`` (2.13).
+
+    The public `torch.overrides.has_torch_function` is the same C function.
+    """
+    if function_modes() or _has_torch_function(args):
+        return True
+    several = (*args, *kwargs.values()) if kwargs else args
+    return any(_has_torch_function(v) for v in several if isinstance(v, list | tuple)) or (
+        bool(kwargs) and _has_torch_function(several)
+    )
+
+
+_has_torch_function: Callable[[Any], bool] = torch._C._has_torch_function
 
 
 def without_modes() -> Any:

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from operator import attrgetter
@@ -18,6 +19,7 @@ __all__ = [
     "base_of",
     "counts_versions",
     "fused_copy",
+    "has_dense_keys",
     "is_dtensor",
     "is_in_graph_tree",
     "is_plain",
@@ -25,6 +27,7 @@ __all__ = [
     "is_view",
     "local_tensor_of",
     "sparse_values",
+    "stored_bytes",
     "version_of",
 ]
 
@@ -53,6 +56,47 @@ weight cache asks the same (2.11)."""
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
     """The stored values of a sparse COO tensor; the public `values()` refuses tensors with duplicate indices (2.13)."""
     return tensor._values()
+
+
+def has_dense_keys(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has the dispatch keys of ordinary dense tensors on its device, and no others (2.13).
+
+    Sparse, nested, quantized, mkldnn and meta tensors, wrappers of `torch.func`, subclasses with
+    ``__torch_dispatch__`` and tensors with a pending conjugation or negation have others.
+    """
+    return torch._C._dispatch_keys(tensor).raw_repr() in _dense_keys(tensor.device.type)
+
+
+@functools.cache
+def _dense_keys(device_type: str) -> frozenset[int]:
+    """The dispatch keys of dense tensors made outside and inside of inference mode."""
+    keys = set()
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                tensor = torch.empty(0, device=device_type)
+                keys.add(torch._C._dispatch_keys(tensor).raw_repr())
+    return frozenset(keys)
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the size of the elements that a tensor stores; 0 where it is not a fixed number (2.13).
+
+    Of a sparse tensor these are its values without the indices.
+    """
+    if not is_plain(type(tensor)) or tensor.layout is torch.strided:
+        size = tensor.numel() * tensor.element_size()
+        return size if type(size) is int else 0  # a jagged tensor has a symbolic number of elements
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    return tensor.numel() * tensor.element_size()
+
+
+_COMPRESSED: Final = frozenset(
+    {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+)
 
 
 def is_plain(kind: type[torch.Tensor]) -> bool:

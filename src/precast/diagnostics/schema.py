@@ -391,6 +391,8 @@ class Health:
     """The number of steps from one count of the numbers to the next."""
     steps: int | None = may_be_missing(is_left_out=True)
     """How many steps were watched."""
+    notes: list[str] | None = may_be_missing(is_left_out=True)
+    """What the monitor could not look at, one sentence each."""
 
 
 # --- a run ---

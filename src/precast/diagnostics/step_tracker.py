@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from precast._internal import events
 from precast._internal.events import NonfiniteOrigin, StepEvent
 from precast._internal.locks import ForkSafeLock, synchronized
 from precast._torch.optimizer_hooks import on_optimizer_step
+from precast.diagnostics.failures import Failures
 from precast.diagnostics.kept_steps import KeptSteps
 from precast.diagnostics.numerics.nonfinite_origin import recorded
 from precast.diagnostics.schema import Step
@@ -55,6 +57,7 @@ class StepTracker:
         self, boundary: Callable[[int], None], outermost: Callable[[nn.Module], None]
     ) -> None:
         self.history = KeptSteps()
+        self.failures = Failures()
         self.trains = False
         self.mutex = ForkSafeLock()
         self._boundary = boundary
@@ -75,10 +78,11 @@ class StepTracker:
     def start(self) -> None:
         """Starts to watch the program."""
         events.step_trackers.append(self)
+        begins, ends = self._guarded(self._optimizer_begins), self._guarded(self._optimizer_ends)
         self._stop = [
             lambda: events.step_trackers.remove(self),
-            on_optimizer_step(before=self._optimizer_begins, after=self._optimizer_ends),
-            _torch.on_backward(self._backward),
+            on_optimizer_step(before=begins, after=ends),
+            _torch.on_backward(self._guarded(self._backward)),
             _torch.on_module_call(self._call),
         ]
         self._boundary(0)
@@ -121,12 +125,16 @@ class StepTracker:
 
     # --- what PyTorch calls ---
 
+    def _guarded(self, method: Callable[..., None]) -> Callable[..., None]:
+        """Return a method whose exceptions do not reach the program."""
+        return functools.partial(self.failures.call_unseen, method.__name__, method)
+
     def _call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
-        self._call_begins(module)
+        self.failures.call_unseen("call of a module", self._call_begins, module)
         try:
             return run()
         finally:
-            self._call_ends(module)
+            self.failures.call_unseen("call of a module", self._call_ends, module)
 
     @synchronized
     def _call_begins(self, module: nn.Module) -> None:
@@ -217,7 +225,7 @@ class _Number:
         """A copy on the host, and the event of its being written."""
         if not isinstance(number, Tensor):
             return
-        with _torch.without_dispatch(), suppress(RuntimeError, TypeError, ValueError):
+        with _torch.without_dispatch(), suppress(Exception):
             copy, event = _torch.copy_to_host_async(number.detach())
             if event is None:
                 self._value = float(copy)

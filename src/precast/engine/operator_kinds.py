@@ -35,14 +35,16 @@ class Cast(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """How much it wrote."""
-        return self.target.numel() * self.target.element_size()
+        """The size of the elements that it wrote."""
+        return _torch.stored_bytes(self.target)
 
 
 class Kind:
     """What a trace has to know of an operation; `kind_of` finds it out once for each."""
 
-    __slots__ = ("_wants_tensor", "base", "is_composite", "is_view", "may_cast", "name")
+    __slots__ = (
+        "_wants_tensor", "base", "is_composite", "is_operation", "is_view", "may_cast", "name", "selects_backend",
+    )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         full, _, overload = str(func).rpartition(".")
@@ -59,6 +61,9 @@ class Kind:
         self._wants_tensor = [str(a.type) == "Tensor" for a in arguments if not a.kwarg_only]
         self.may_cast = self.base in {"_to_copy", "copy_", "_foreach_copy_"}
         self.is_composite = _torch.is_composite(func)
+        self.selects_backend = _torch.selects_backend(func)
+        self.is_operation = not isinstance(func, _torch.OpOverload) or _torch.is_dispatched(func)
+        """False for a question about a subclass, such as that for its sizes, which computes nothing."""
 
     def casts(self, args: tuple[Any, ...], out: Any, seconds: float) -> list[Cast]:
         """The casts between floating dtypes that one call made, which took `seconds`."""
@@ -85,8 +90,11 @@ class Kind:
         return len(dtypes) > 1 or (self.base in _COMPUTES_IN_FLOAT32 and dtypes <= _LOW)
 
     def can_open(self, args: tuple[Any, ...]) -> bool:
-        """Whether the operations that it calls can be seen: not where a number is given for a tensor."""
-        return not any(
+        """Return whether the operations that it calls can be seen.
+
+        They cannot where a number is given for a tensor, or where tensors alone do not choose the kernel.
+        """
+        return not self.selects_backend and not any(
             wants and isinstance(arg, int | float | complex)
             for arg, wants in zip(args, self._wants_tensor, strict=False)
         )

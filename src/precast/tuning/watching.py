@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 
 from precast import _torch
+from precast.diagnostics.failures import Failures
 from precast.diagnostics.tracing.call_sites import frame_above
 from precast.engine.operation import Operation
 from precast.engine.operator_kinds import Cast, kind_of
@@ -105,6 +106,7 @@ class Listener:
         self._owners = owners
         self.device = device
         self._ruled = ruled
+        self.failures = Failures()
         self._told: tuple[Callable[..., None], ...] = (before, after)
         self._is_telling = False
         """Whether what runs now is the work of those who are told, and none of the program's."""
@@ -128,10 +130,10 @@ class Listener:
         happening = None
         if op.name in self._ruled and not (self._open or self._is_telling):
             happening = self._happening(op.name, args, kwargs, False)
-            self._open += happening is not None
-        self._kernels.append(happening)
         if happening is not None:
             self._tell(0, happening)
+        self._open += happening is not None
+        self._kernels.append(happening)
 
     def end(self, result: Any) -> None:
         """It has ended."""

@@ -14,9 +14,11 @@ from contextlib import ExitStack
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast._internal.display import size
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast.cli.run.scaler_observer import ScalerObserver
 from precast.cli.run.trace_window import TraceWindow
@@ -101,9 +103,20 @@ class RunObserver:
             run.module_rules = ModuleRules(rules.models, list(rules.problems))
         document.steps, document.verdicts = history.kept(), self._verdicts
         document.counts, document.trace = self.window.counts(), self.window.data()
+        if document.trace is not None:
+            document.trace.notes.extend(self._notes())
         if self._monitor is not None:
             document.health = from_json(Health, self._monitor.as_dict())
         document.findings = numeric_findings(document)
+
+    def _notes(self) -> list[str]:
+        """Return what was not recorded, one sentence each."""
+        watchers = {"steps": self.steps.failures, "scalers": self._scalers.failures}
+        return [
+            f"{size(failures.total, 'event')} of {name} could not be recorded: {failures.examples()}."
+            for name, failures in watchers.items()
+            if failures.total
+        ]
 
     # The next four are what a gradient scaler asks and tells (`events.Witness`).
 
@@ -122,7 +135,7 @@ class RunObserver:
 
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:  # noqa: ARG002 -- a witness's
         """A scaler's step has ended, skipped or not."""
-        self.steps.scaled(event)
+        self.steps.failures.call_unseen("step of a scaler", self.steps.scaled, event)
 
     def judged(self, verdict: ScalerDiagnosis) -> None:
         """No lower scale would have helped a step. Of several such steps in a row only the first is kept."""
@@ -140,15 +153,16 @@ class RunObserver:
         self.window.begins(number)
 
     def _called(self, module: nn.Module) -> None:
-        if (
-            module in self._known or _torch.is_tracing()
-        ):  # asking for a size would be an operation in the trace
+        # Under TorchScript's tracer, the question for a size would be an operation.
+        if module in self._known or _torch.is_tracing() or any(map(is_lazy, module.parameters())):
             return
         self._known.add(module)
-        size = _size(module)
-        if size and (self._largest is None or self._model() is None or size > self._largest[0]):
-            self._largest = size, weakref.ref(module)
-        if size and self._health and self._monitor is None:
+        elements = _size(module)
+        if elements and (
+            self._largest is None or self._model() is None or elements > self._largest[0]
+        ):
+            self._largest = elements, weakref.ref(module)
+        if elements and self._health and self._monitor is None:
             self._monitor = monitor(module)
             self._ends.callback(self._monitor.detach)
 

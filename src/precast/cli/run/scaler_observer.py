@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.events import ScalerDiagnosis, StepEvent, after_step
+from precast.diagnostics.failures import Failures
 from precast.grad_scaler.diagnosis import diagnoses
 from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
 from precast.grad_scaler.settings import DEFAULT_LIMITS, Limits
@@ -57,6 +58,7 @@ class ScalerObserver:
     ) -> None:
         self._stepped = stepped
         self._diagnosed = diagnosed
+        self.failures = Failures()
         self._seen = WeakIdKeyDictionary()
         self._stop: list[Callable[[], None]] = []
 
@@ -70,28 +72,33 @@ class ScalerObserver:
         while self._stop:
             self._stop.pop()()
         for seen in self._seen.values():
-            self._diagnose(seen, wait=True)
+            self.failures.call("diagnosis", self._diagnose, seen, True)
 
     def _scale(self, scaler: Any, run: Callable[[], Any], outputs: Any, *_: Any) -> Any:
-        seen = self._of(
-            scaler
-        )  # asked before the first call runs, as the scale is still a Python number then
+        # Before the call, as the scale is still a Python number in the first one.
+        self.failures.call_unseen("scale", self._add_losses, scaler, outputs)
+        return run()
+
+    def _add_losses(self, scaler: Any, outputs: Any) -> None:
+        seen = self._of(scaler)
         if not _torch.is_functorch_active():
             with _torch.without_dispatch():
                 new = (loss_to_keep(each) for each in _tensors(outputs) if each.is_floating_point())
                 seen.losses = (*seen.losses, *new)[:_MOST_LOSSES]
-        return run()
 
     def _step(self, scaler: Any, run: Callable[[], Any], optimizer: Optimizer, *_: Any) -> Any:
         begun = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - begun
+        self.failures.call_unseen("step", self._add_step, scaler, optimizer, seconds)
+        return result
+
+    def _add_step(self, scaler: Any, optimizer: Optimizer, seconds: float) -> None:
         found = _torch.found_infs_of(scaler, optimizer)
         scale = _torch.scale_of(scaler)
         if found and scale is not None and not _torch.is_captured(scale):
             with _torch.without_dispatch():
                 self._tell(self._of(scaler), optimizer, found, scale, seconds)
-        return result
 
     def _tell(
         self, seen: _Seen, optimizer: Optimizer, found: list[Tensor], scale: Tensor, seconds: float
@@ -110,14 +117,21 @@ class ScalerObserver:
         self._stepped(optimizer, event)
 
     def _update(self, scaler: Any, run: Callable[[], Any], *_: Any) -> Any:
+        self.failures.call_unseen("update", self._end_steps, scaler)
+        result = run()
+        self.failures.call_unseen("update", self._begin_iteration, scaler)
+        return result
+
+    def _end_steps(self, scaler: Any) -> None:
         seen = self._of(scaler)
         if seen.steps:
             with _torch.without_dispatch():
                 self._end(seen, int(scaler.get_growth_interval()))
-        result = run()
+
+    def _begin_iteration(self, scaler: Any) -> None:
+        seen = self._of(scaler)
         seen.losses, seen.steps = (), []
         seen.iterations += 1
-        return result
 
     def _end(self, seen: _Seen, interval: int) -> None:
         """Adds the iteration to the history and diagnoses it."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast.diagnostics.failures import Failures
 from precast.diagnostics.numerics.tally import Key
 
 __all__ = ["DeferredCalls", "unseen_by_modes"]
@@ -54,12 +55,14 @@ class DeferredCalls:
 
     Args:
         hurried: keys of which a tensor was written while it waited, in this step or in one before; added to.
+        failures: counts the calls that could not be looked at.
         counts: whether every call is looked at as it comes. It waits nevertheless, so that it becomes known whether one
             of its tensors is written meanwhile.
     """
 
-    def __init__(self, hurried: set[Key], *, counts: bool) -> None:
+    def __init__(self, hurried: set[Key], failures: Failures, *, counts: bool) -> None:
         self._hurried = hurried
+        self._failures = failures
         self._counts = counts
         self._entries: list[_Entry] = []
         self._elements = 0
@@ -109,10 +112,21 @@ class DeferredCalls:
     @unseen_by_modes
     @torch.no_grad()
     def _look(self, entries: list[_Entry]) -> None:
-        for key, tensors, versions, look, what in entries:
-            pairs = zip(tensors, versions, strict=False)  # no versions if it did not wait
-            stale = {id(t) for t, version in pairs if _torch.version_of(t) != version}
-            if stale:
-                self._hurried.add(key)
-            if look is not None:
-                look(what, tensors, stale)
+        with _torch.without_torch_function():
+            for entry in entries:
+                self._failures.call(entry[0][1], self._look_at, *entry)
+
+    def _look_at(
+        self,
+        key: Key,
+        tensors: Sequence[Tensor],
+        versions: Sequence[int],
+        look: Look | None,
+        what: Any,
+    ) -> None:
+        pairs = zip(tensors, versions, strict=False)  # no versions if it did not wait
+        stale = {id(t) for t, version in pairs if _torch.version_of(t) != version}
+        if stale:
+            self._hurried.add(key)
+        if look is not None:
+            look(what, tensors, stale)

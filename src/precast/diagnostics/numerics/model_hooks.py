@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer
 from precast import _torch
 from precast._internal.locks import ForkSafeLock
 from precast._torch.optimizer_hooks import on_optimizer_step
+from precast.diagnostics.failures import Failures
 from precast.diagnostics.numerics.running_step import RunningStep, may_write
 from precast.diagnostics.numerics.tally import Key
 from precast.grad_scaler.scaler import GradScaler
@@ -33,6 +34,7 @@ class _Watcher(Protocol):
     """A monitor, as its hooks see it; the methods of `Monitor` say when each is called."""
 
     mutex: ForkSafeLock
+    failures: Failures
 
     @property
     def running_whole(self) -> RunningStep | None: ...
@@ -69,15 +71,14 @@ class _Watched:
     def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         watcher = self._told()
         if watcher is not None:
-            with watcher.mutex.lock:
-                (watcher.running_whole or watcher).given(self._key[1], args, kwargs)
+            watcher.failures.call(self._key[1], self._tell_given, watcher, args, kwargs)
 
     @_torch.runs_uncompiled
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         watcher = self._told()
         if watcher is not None:
-            with watcher.mutex.lock:
-                (watcher.running_whole or watcher).called(self._key, module, args, kwargs, output)
+            call = module, args, kwargs, output
+            watcher.failures.call(self._key[1], self._tell_called, watcher, call)
 
     @_torch.runs_uncompiled
     def begin(self, _module: nn.Module, _args: Any) -> None:
@@ -89,6 +90,14 @@ class _Watched:
     def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.compiler.is_dynamo_compiling() and self._watcher is not None:
             self._watcher.ends()
+
+    def _tell_given(self, watcher: _Watcher, args: Any, kwargs: Any) -> None:
+        with watcher.mutex.lock:
+            (watcher.running_whole or watcher).given(self._key[1], args, kwargs)
+
+    def _tell_called(self, watcher: _Watcher, call: tuple[nn.Module, Any, Any, Any]) -> None:
+        with watcher.mutex.lock:
+            (watcher.running_whole or watcher).called(self._key, *call)
 
     def _told(self) -> _Watcher | None:
         """The monitor that is told; None in a copy of the model, and where no numbers are computed."""

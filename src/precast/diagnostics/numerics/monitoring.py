@@ -14,15 +14,16 @@ gradients were asked for and no optimizer has stepped, each call of the model is
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -31,9 +32,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal import atomic_write, events
-from precast._internal.display import Card, Displayed
+from precast._internal.display import Card, Displayed, size
 from precast._internal.events import HealthEvent, NonfiniteOrigin, ScalerDiagnosis, StepEvent
 from precast._internal.locks import ForkSafeLock, synchronized
+from precast.diagnostics.failures import Failures
 from precast.diagnostics.numerics.deferred_calls import unseen_by_modes
 from precast.diagnostics.numerics.history import History
 from precast.diagnostics.numerics.model_hooks import follow, install
@@ -52,6 +54,8 @@ DEFAULT_EVERY: Final = 200
 """After the first steps. A step that is counted may cost as much as two; another one costs a few hundredths more
 (docs/performance.md)."""
 _UNREAD: Final = 256
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def monitor(
@@ -112,6 +116,18 @@ def _check(model: Any, every: Any, keep: Any, scaler: Any) -> None:
         )
 
 
+def _guarded(method: Callable[P, R]) -> Callable[P, R | None]:
+    """Count an exception of a monitor's method, for the program that is watched to go on."""
+
+    @functools.wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        monitor = args[0]
+        assert isinstance(monitor, Monitor)
+        return monitor.failures.call(method.__name__, functools.partial(method, **kwargs), *args)
+
+    return guarded
+
+
 class Monitor(Displayed):
     """What a model's numbers did; made by `monitor`."""
 
@@ -128,6 +144,7 @@ class Monitor(Displayed):
         """The step that runs; in inference, a call of the model in another thread has one of its own."""
         self.numbering = Numbering()
         self.mutex = ForkSafeLock()
+        self.failures = Failures()
         self._here = threading.local()
         """Its `whole` is the step of the call of the whole model that a thread makes."""
         self._hurried: set[Key] = set()
@@ -174,7 +191,16 @@ class Monitor(Displayed):
             "modules": self._samples.as_list(self._history.tensors),
             "first": plain(self.first),
             "ring": ring,
+            "notes": self._notes(),
         }
+
+    def _notes(self) -> list[str]:
+        failures = self.failures
+        if not failures.total:
+            return []
+        return [
+            f"{size(failures.total, 'call')} could not be looked at, as the monitor failed: {failures.examples()}."
+        ]
 
     def dump(self, path: str | os.PathLike[str]) -> None:
         """Writes `as_dict()` as a JSON file, whole or not at all.
@@ -184,12 +210,14 @@ class Monitor(Displayed):
         """
         _write(Path(path), self.as_dict())
 
+    @_guarded
     @synchronized
     def end_step(self) -> None:
         """Ends the step now, for loops without an optimizer of `torch.optim`."""
         self._count_parameters(None, scaled=False)
         self._finish(self._running)
 
+    @_guarded
     @synchronized
     def detach(self) -> None:
         """Stops watching; what was seen stays. A second call does nothing."""
@@ -221,12 +249,14 @@ class Monitor(Displayed):
         # Another thread may have ended the step.
         return None if running is None or running.is_over else running
 
+    @_guarded
     @synchronized
     @unseen_by_modes
     def begins(self) -> None:
         """The whole model is called."""
         self._here.whole = None if _torch.in_backward() else self._running_now(whole=True)
 
+    @_guarded
     @synchronized
     @unseen_by_modes
     def ends(self) -> None:
@@ -242,6 +272,7 @@ class Monitor(Displayed):
         elif running is self._running and not running.record.calls:  # it failed at once
             running.is_over, self._running, self.numbering.begun = True, None, self.steps
 
+    @_guarded
     @synchronized
     @unseen_by_modes
     def given(self, name: str, args: Any, kwargs: Any) -> None:
@@ -249,6 +280,7 @@ class Monitor(Displayed):
         if not _torch.in_backward() and (running := self._running_now()) is not None:
             running.given(name, args, kwargs, now=True)
 
+    @_guarded
     @synchronized
     @unseen_by_modes
     def called(self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -260,6 +292,7 @@ class Monitor(Displayed):
         elif self._running is not None:
             self._running.called_again(key[1], output)
 
+    @_guarded
     @synchronized
     @unseen_by_modes
     def steps_now(self, optimizer: Optimizer) -> None:
@@ -276,6 +309,7 @@ class Monitor(Displayed):
                 names = self.names_of(parameters_of(optimizer))
                 running.record.lost_updates.before(optimizer, names)
 
+    @_guarded
     @synchronized
     @unseen_by_modes
     def has_stepped(self, optimizer: Optimizer) -> None:
@@ -293,6 +327,7 @@ class Monitor(Displayed):
         model = self._model()
         return {} if model is None else names_in(model, parameters)
 
+    @_guarded
     @synchronized
     @unseen_by_modes
     def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
@@ -307,6 +342,7 @@ class Monitor(Displayed):
             running.record.first = self._history.first_in(running.so_far(), optimizer)
         return running.record.first
 
+    @_guarded
     @synchronized
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
         """A scaler's step has ended, skipped or not."""
@@ -325,6 +361,7 @@ class Monitor(Displayed):
     def judged(self, verdict: ScalerDiagnosis) -> None:
         """Nothing: the scaler itself says what no lower scale mends."""
 
+    @_guarded
     @synchronized
     def updated(self, scale: Any) -> None:
         """A scaler of PyTorch's ends its iteration: where no optimizer has stepped, the step was skipped."""
@@ -365,7 +402,7 @@ class Monitor(Displayed):
     def _new(self) -> RunningStep:
         number = self.numbering.new()
         record = Record(number, {} if self._is_counted(number) else None)
-        return RunningStep(record, self._hurried, self.mutex)
+        return RunningStep(record, self._hurried, self.mutex, self.failures)
 
     def _is_counted(self, number: int) -> bool:
         is_early = self._early and number < self._every and number & (number - 1) == 0

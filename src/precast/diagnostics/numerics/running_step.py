@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.locks import ForkSafeLock
+from precast.diagnostics.failures import Failures
 from precast.diagnostics.numerics.deferred_calls import DeferredCalls
 from precast.diagnostics.numerics.record import Record, tensors_in
 from precast.diagnostics.numerics.tally import Key, countable
@@ -36,12 +37,16 @@ class RunningStep:
         record: the record of this step.
         hurried: the keys of what may not wait to be looked at, of all steps; added to.
         mutex: held by the thread that calls a method of this.
+        failures: counts what could not be looked at.
     """
 
-    def __init__(self, record: Record, hurried: set[Key], mutex: ForkSafeLock) -> None:
+    def __init__(
+        self, record: Record, hurried: set[Key], mutex: ForkSafeLock, failures: Failures
+    ) -> None:
         self.record = record
         self._lost = Lost()
-        self._waiting = DeferredCalls(hurried, counts=record.tallies is not None)
+        self._waiting = DeferredCalls(hurried, failures, counts=record.tallies is not None)
+        self._failures = failures
         self._mutex = mutex
         self._thread: int | None = None
         self.is_over = False
@@ -175,14 +180,14 @@ class RunningStep:
         if tensor.grad_fn is None:
             return  # a leaf would keep the hook
         key, add, look = ("gradient", made.name), self._waiting.add, self._look_at_gradient
-        mutex = self._mutex
+        mutex, failures = self._mutex, self._failures
 
         def reached(gradient: Tensor | None) -> None:
             if gradient is None or _torch.is_functorch_active():
                 return
             with mutex.lock:
                 if not self.is_over:
-                    add(key, (gradient,), look, made)
+                    failures.call(made.name, add, key, (gradient,), look, made)
 
         _torch.hook_gradient(tensor, reached)
 

@@ -34,6 +34,7 @@ NARROW: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _USUAL: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _LAYOUTS: Final = frozenset(
     {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr}
+    | {torch.sparse_bsc}
 )
 
 _PIECE: Final = {"cpu": 1 << 16}  # stays in a core's cache; elsewhere each piece costs launches

@@ -319,6 +319,8 @@ def _notes(document: Document) -> Iterator[str]:
         yield _untraced(run.steps - run.elsewhere)
     if document.health is None:
         yield "Numbers were not watched: `--health` shows ranges, underflow and overflow."
+    else:
+        yield from document.health.notes or ()
     if document.steps and len(document.steps) < run.steps:
         yield f"Of {plural(run.steps, 'step')} {count(len(document.steps))} are shown."
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast.diagnostics.failures import Failures
 from precast.diagnostics.schema import Count
 from precast.diagnostics.tracing import reasons
 from precast.diagnostics.tracing.call_sites import outermost_regions
@@ -39,8 +40,9 @@ class Counts(dict[tuple[str, str, str], Count]):
 class Counter:
     """Is told of decisions as a `Recorder` is, and counts."""
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: Counts, failures: Failures) -> None:
         self.counts = counts
+        self.failures = failures
         self._known: dict[tuple[int, str, str], _Known] = {}
         self._copies: set[tuple[int, torch.dtype]] = set()
         """The weights that PyTorch's own cache holds until the outermost region ends, and their dtypes there."""

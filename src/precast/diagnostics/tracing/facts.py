@@ -151,7 +151,8 @@ class Weights:
             return
         found.casts += 1
         version = _torch.version_of(weight) if _torch.counts_versions(weight) else 0
-        latest = version, weight.data_ptr() if weight.layout is torch.strided else 0, self._step
+        has_memory = _torch.is_plain(type(weight)) and weight.layout is torch.strided
+        latest = version, weight.data_ptr() if has_memory else 0, self._step
         if found.latest == latest:
             found.again += 1
             found.add(cast.seconds, cast.bytes)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast.diagnostics.failures import Failures
 from precast.diagnostics.schema import Totals
 from precast.diagnostics.tracing import reasons
 from precast.diagnostics.tracing.call_sites import (
@@ -83,9 +84,10 @@ class _Decision:
 class Recorder:
     """Rows, and all that findings need; it is told of decisions by `begin` and `end`, of operations by `saw`."""
 
-    def __init__(self, names: Names, counts: Counts) -> None:
+    def __init__(self, names: Names, counts: Counts, failures: Failures) -> None:
         self.names = names
         self.counts = counts
+        self.failures = failures
         self.tally = Tally()
         self.totals = self.tally.totals
         self.saved: dict[str, int] = {}
@@ -362,7 +364,7 @@ class Recorder:
         op, rule, reason = found
         made = list(inputs), dtype_of(tensor)
         step = LineageStep(op, place.module, place.source, *made, rule, reason)
-        size = tensor.numel() * tensor.element_size()
+        size = _torch.stored_bytes(tensor)
         link = Link(step, place.phase, tensor.dtype, parent, self.totals.steps, size)
         self.lineage.put(tensor, link)
         return link

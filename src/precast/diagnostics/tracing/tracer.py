@@ -19,9 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast._internal.display import size
 from precast._internal.locks import survives_fork
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.attachment.attachment import attached_models
+from precast.diagnostics.failures import Failures
 from precast.diagnostics.schema import Module, TraceData
 from precast.diagnostics.tracing import call_sites
 from precast.diagnostics.tracing.call_sites import Names
@@ -86,8 +88,9 @@ class Trace(SavedTrace):
         models += [attached for attached, _ in attached_models() if attached is not model]
         self.full = full
         self._counts = Counts()
-        self._recorder = Recorder(Names(models), self._counts)
-        self._counter = Counter(self._counts)
+        self._failures = Failures()
+        self._recorder = Recorder(Names(models), self._counts, self._failures)
+        self._counter = Counter(self._counts, self._failures)
         self._mode = Mode(self._recorder)
         self._watcher: Recorder | Counter = self._counter
         self._depth = 0
@@ -169,6 +172,12 @@ class Trace(SavedTrace):
             notes.append(
                 "Times are the host's: for a device that works asynchronously, they are those of launching."
             )
+        failures = self._failures
+        if failures.total:
+            notes.append(
+                f"{size(failures.total, 'operation')} only ran and {'was' if failures.total == 1 else 'were'} counted, "
+                f"as the trace failed to describe them: {failures.examples()}."
+            )
         if tally.dropped:
             notes.append(
                 f"{tally.dropped:,} calls have no row, as there were too many kinds of rows."
@@ -223,10 +232,13 @@ def listening(listener: Listener) -> Iterator[None]:
         _change_open(-1)
 
 
+_Watcher = Recorder | Counter | Listener
+
+
 class _Here(threading.local):
     """Who watches this thread, the outermost first."""
 
-    watching: tuple[Recorder | Counter | Listener, ...] = ()
+    watching: tuple[_Watcher, ...] = ()
 
 
 _here: Final = _Here()
@@ -249,23 +261,33 @@ def _around_kernel(
     watching = _here.watching or _torch.inherited_tls(_INHERITED) or ()
     if not watching or _torch.writes_graph():
         return run()
-    for one in watching:
-        one.begin(op, args, kwargs)
+    guards = [one.failures.caller(args, kwargs) for one in watching]
+    begun = [
+        (one, guarded)
+        for one, guarded in zip(watching, guards, strict=True)
+        if guarded(op.name, _begin, one, op, args, kwargs)
+    ]
     try:
         result = run()
     except BaseException as error:
-        for one in reversed(watching):
-            one.fail(error)
+        for one, guarded in reversed(begun):
+            guarded(op.name, one.fail, error)
         raise
-    for one in reversed(watching):
-        one.end(result)
+    for one, guarded in reversed(begun):
+        guarded(op.name, one.end, result)
     return result
+
+
+def _begin(watcher: _Watcher, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell a watcher that a rule is about to be carried out; it raises before it has changed anything."""
+    watcher.begin(op, args, kwargs)
+    return True
 
 
 def _stepped(_optimizer: Optimizer) -> None:
     for one in _here.watching:
         if isinstance(one, Recorder):
-            one.stepped()
+            one.failures.call("step of an optimizer", one.stepped)
 
 
 def _change_open(change: int) -> None:

@@ -1,0 +1,66 @@
+"""Guard around the code of a watcher: its exceptions are counted, and never reach the program that is watched.
+
+Invariants:
+
+- an exception of the program itself is not caught here: the guard is around the watcher's code alone;
+- a watcher's code calls no ``__torch_function__`` of the program;
+- what is stored is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from precast import _torch
+
+__all__ = ["Failures"]
+
+T = TypeVar("T")
+
+_MOST_CAUSES: Final = 64
+_MOST_NAMED: Final = 3
+_MOST_LETTERS: Final = 100
+
+
+class Failures:
+    """The exceptions that a watcher's code raised, by what it watched and by their text."""
+
+    def __init__(self) -> None:
+        self._causes: Counter[tuple[str, str]] = Counter()
+        self.total = 0
+
+    def call(self, subject: object, function: Callable[..., T], *args: Any) -> T | None:
+        """Return ``function(*args)``; None where it raises, which is counted.
+
+        Args:
+            subject: the thing that is watched, whose text is a name for people.
+            function: a part of the watcher.
+            args: its arguments.
+        """
+        try:
+            return function(*args)
+        except Exception as error:
+            self._add(str(subject), error)
+            return None
+
+    def call_unseen(self, subject: object, function: Callable[..., T], *args: Any) -> T | None:
+        """As `call`, where attributes of the program's tensors would call a ``__torch_function__``."""
+        with _torch.without_torch_function():
+            return self.call(subject, function, *args)
+
+    def caller(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """Return the method to call the watcher with, for an operation with these arguments."""
+        return self.call_unseen if _torch.calls_torch_function(args, kwargs) else self.call
+
+    def examples(self) -> str:
+        """Return the commonest causes as text."""
+        causes = self._causes.most_common(_MOST_NAMED)
+        return "; ".join(f"{subject}: {error}" for (subject, error), _ in causes)
+
+    def _add(self, subject: str, error: Exception) -> None:
+        self.total += 1
+        line = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_LETTERS]
+        if len(self._causes) < _MOST_CAUSES or (subject, line) in self._causes:
+            self._causes[subject, line] += 1
