@@ -175,7 +175,9 @@ def _classify(uses: Uses, func: Any, tensor: Tensor, out: Any) -> None:
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; 0 where it has none."""
+    """Return the address of a tensor's memory; 0 where it has none of its own."""
+    if not _torch.is_plain(type(tensor)) or _torch.is_functorch_wrapper(tensor):
+        return 0
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return 0
     return tensor.untyped_storage().data_ptr()
