@@ -61,7 +61,7 @@ def _release(preset: str, text: str) -> Version:
     if text not in known:
         allowed = ", ".join(f"{preset}@{release}" for release in known)
         raise PolicyError(
-            f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{nearest(text, known)} "
+            f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{nearest(text, list(known))} "
             f"Allowed: {allowed}, or {preset} for those of the installed PyTorch"
         )
     return known[text]
