@@ -167,6 +167,14 @@ def _weights_in_16_bits(until: ExitStack, _: nn.Linear) -> None:
         model(torch.ones(1, 4))
 
 
+def _average(until: ExitStack, _: nn.Linear) -> None:
+    import precast
+
+    layer = nn.Linear(160, 160)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    until.callback(precast.attach(layer, optimizer=optimizer, masters="kahan").detach)
+
+
 def _run(until: ExitStack, linear: nn.Linear) -> None:
     from precast.cli.run.scaler_observer import ScalerObserver
     from precast.diagnostics.step_tracker import StepTracker
@@ -200,6 +208,7 @@ _FEATURES: list[Callable[[ExitStack, nn.Linear], None]] = [
     _install,
     _attach,
     _weights_in_16_bits,
+    _average,
     _run,
     _export,
     _package,

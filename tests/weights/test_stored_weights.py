@@ -15,6 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_multi_avg_fn,
+    update_bn,
+)
 
 import precast
 from precast.errors import AttachError, PolicyError, PrecastWarning
@@ -531,3 +538,127 @@ def test_weights_and_states_are_loaded_in_any_order(weights_first: bool, program
     train(other, its, 1, first=3)
     for mine, others in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(with_rest(optimizer, mine), with_rest(its, others))
+
+
+def averaged(model: nn.Module, optimizer: Optimizer, average: Any, steps: int) -> Tensor:
+    """Train with steps that bfloat16 cannot hold; return the same average of the weights, taken in float64."""
+    weight = model[0].weight
+    expected = with_rest(optimizer, weight).double()
+    average(model)
+    for _ in range(steps):
+        weight.grad = torch.full_like(weight, -1.0)
+        optimizer.step()
+        average(model)
+        expected += (with_rest(optimizer, weight).double() - expected) * DECAY
+    return expected
+
+
+DECAY = 0.002
+AVERAGES: dict[str, Any] = {
+    "by one function": {"avg_fn": get_ema_avg_fn(1 - DECAY)},
+    "by one function for all": {"multi_avg_fn": get_ema_multi_avg_fn(1 - DECAY)},
+}
+
+
+def slow_net(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Optimizer]:
+    """A layer with weights of 1, whose steps are a hundredth of what bfloat16 resolves there."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.BatchNorm1d(WIDTH))
+    nn.init.ones_(model[0].weight)
+    return model, SGD(model.parameters(), lr=0.01 / 128)
+
+
+def ended_as(model: nn.Module, average: Tensor, expected: Tensor) -> None:
+    """Assert that an average has moved to where float64 says, but for what the mean of 30 rounded steps differs by."""
+    assert average.dtype is torch.float32
+    moved = (expected - 1).mean().item()
+    assert moved > 0
+    assert (average.double() - 1).mean().item() == pytest.approx(moved, rel=0.05)
+
+
+@pytest.mark.parametrize("how", AVERAGES)
+@pytest.mark.parametrize("is_before", [True, False], ids=["made before", "made after"])
+@pytest.mark.parametrize("masters", [*ROUNDINGS, "float32"])
+def test_an_average_of_weights_in_bfloat16_moves(
+    masters: Any, is_before: bool, how: str, programs: Any
+) -> None:
+    model, optimizer = slow_net()
+    average = AveragedModel(model, **AVERAGES[how]) if is_before else None
+    precast.attach(model, optimizer=optimizer, masters=masters)
+    average = average or AveragedModel(model, **AVERAGES[how])
+    expected = averaged(model, optimizer, average.update_parameters, 30)
+    ended_as(model, average.module[0].weight.detach(), expected)
+    update_bn([torch.randn(8, WIDTH)], average)
+    assert average(torch.randn(8, WIDTH)).dtype is torch.float32
+    assert model[0].weight.dtype is (torch.float32 if masters == "float32" else BF16)
+
+
+@pytest.mark.parametrize("masters", ROUNDINGS)
+def test_a_mean_of_all_weights_moves_also_after_detach(masters: Any, programs: Any) -> None:
+    model, optimizer = slow_net()
+    attachment = precast.attach(model, optimizer=optimizer, masters=masters)
+    average = AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
+    average.update_parameters(model)
+    attachment.detach()
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    average.update_parameters(model)
+    torch.testing.assert_close(average.module[0].weight, torch.full((WIDTH, WIDTH), 1.5))
+
+
+@pytest.mark.parametrize("masters", ROUNDINGS)
+def test_an_average_by_hand_moves(masters: Any, programs: Any) -> None:
+    """A deep copy that is a float32 model again takes increments that bfloat16 cannot hold."""
+    model, optimizer = slow_net()
+    precast.attach(model, optimizer=optimizer, masters=masters)
+    average = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def update(model: nn.Module) -> None:
+        for mine, its in zip(average.parameters(), model.parameters(), strict=True):
+            mine.mul_(1 - DECAY).add_(its, alpha=DECAY)
+
+    expected = averaged(model, optimizer, update, 200)
+    moved = average[0].weight.detach().double().mean().item() - 1
+    assert average[0].weight.dtype is torch.float32
+    # The copy sees weights without what was rounded away of them, which is at most half of a last place.
+    assert moved == pytest.approx(expected.mean().item() - 1, abs=2.0**-8 * 200 * DECAY)
+    assert moved > 2.0**-8 * DECAY
+
+
+def test_a_deep_copy_has_float32_weights_where_the_model_had(programs: Any) -> None:
+    model, optimizer = slow_net()
+    model.register_module("given", nn.Linear(WIDTH, WIDTH, dtype=BF16))
+    model.register_module("tied", nn.Linear(WIDTH, WIDTH))
+    model.tied.weight = model[0].weight
+    optimizer = SGD(model.parameters(), lr=0.1)
+    attachment = precast.attach(model, optimizer=optimizer, masters="kahan")
+    for made in (copy.deepcopy(model), copy.deepcopy(nn.ModuleList([model]))[0]):
+        assert [p.dtype for p in made.parameters()] == [
+            BF16 if name.startswith("given") else torch.float32
+            for name, _ in model.named_parameters()
+        ]
+        assert made.tied.weight is made[0].weight
+        assert torch.equal(made[0].weight, model[0].weight.float())
+        assert copy.deepcopy(made)[0].weight.dtype is torch.float32
+        assert b"precast" not in pickle.dumps(made)
+    assert copy.deepcopy(model[0]).weight.dtype is torch.float32
+    assert b"precast" not in pickle.dumps(model)
+    assert pickle.loads(pickle.dumps(model))[0].weight.dtype is BF16
+    assert copy.deepcopy(model.state_dict())["0.weight"].dtype is BF16
+    attachment.detach()
+    assert copy.deepcopy(model)[0].weight.dtype is BF16
+
+
+def test_an_average_that_stays_in_bfloat16_is_warned_of_and_the_advice_works(programs: Any) -> None:
+    model, optimizer = slow_net(BF16)
+    precast.attach(model, optimizer=optimizer, masters="kahan")
+    frozen = AveragedModel(model, **AVERAGES["by one function for all"])
+    with pytest.warns(
+        PrecastWarning, match=r"AveragedModel\(copy.deepcopy\(model\).float\(\)"
+    ) as seen:
+        frozen.update_parameters(model)
+    frozen.update_parameters(model)  # warnings are errors
+    assert len(seen) == 1
+    average = AveragedModel(copy.deepcopy(model).float(), **AVERAGES["by one function for all"])
+    expected = averaged(model, optimizer, average.update_parameters, 30)
+    ended_as(model, average.module[0].weight.detach(), expected)

@@ -7,7 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,6 +21,7 @@ __all__ = [
     "drop_forward_hook",
     "forward_hooks",
     "on_call_without_hooks",
+    "on_deepcopy",
     "own_modules",
     "own_tensors",
 ]
@@ -89,3 +92,43 @@ def own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 def own_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules directly in a module; the public iterator takes ten times as long (2.13)."""
     return [child for child in module._modules.values() if child is not None]
+
+
+class _HeardCopies(OrderedDict[int, Any]):
+    """Hooks of a module that a deep copy of the module has as an ordinary dict, as a pickle does."""
+
+    def __init__(
+        self, hooks: OrderedDict[int, Any], heard: Callable[[dict[int, Any]], None]
+    ) -> None:
+        super().__init__(hooks)
+        self._heard = heard
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict[int, Any]:
+        self._heard(memo)
+        return copy.deepcopy(OrderedDict(self), memo)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict(self).__reduce__()
+
+
+def on_deepcopy(
+    module: torch.nn.Module, heard: Callable[[dict[int, Any]], None]
+) -> Callable[[], None]:
+    """Have ``heard(memo)`` called whenever a module is deep-copied; calling the result ends that.
+
+    Nothing public tells of a copy, and a method of the module's own would be copied and pickled with it. So a dict of
+    hooks that no call of the module reads is replaced by one that knows when it is copied, which comes after the
+    module's parameters (2.13). Scripted modules copy themselves otherwise, and are left alone.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return lambda: None
+    known = weakref.ref(module)
+    hooks = _HeardCopies(module._load_state_dict_post_hooks, heard)
+    module._load_state_dict_post_hooks = hooks
+
+    def stop() -> None:
+        there = known()
+        if there is not None and there._load_state_dict_post_hooks is hooks:
+            there._load_state_dict_post_hooks = OrderedDict(hooks)
+
+    return stop

@@ -170,6 +170,15 @@ PATCHES: Final = (
         "when the program ends, or its report is complete",
     ),
     Patch(
+        "torch.optim.swa_utils:AveragedModel",
+        ("update_parameters",),
+        "An average in float32 of weights in bfloat16: PyTorch's functions for lists of tensors refuse two dtypes, and "
+        "nothing public says from which values an average is updated.",
+        'precast.attach(masters="kahan") or "stochastic"',
+        f"{WITH_THE_PROCESS}: the weights stay in bfloat16, and averages of them in float32",
+        "2.13",
+    ),
+    Patch(
         "torch._subclasses.fake_tensor:FakeTensorMode",
         ("dispatch",),
         "Some operations refuse mixed dtypes on tensors with numbers and take them on tensors without, or give their "

@@ -33,6 +33,7 @@ __all__ = [
     "custom_function_arguments",
     "enter_region",
     "exit_region",
+    "on_average",
     "on_backward",
     "on_cleared_cache",
     "on_collectives",
@@ -338,6 +339,36 @@ def _make_fake_operations(listeners: list[Callable[..., Any]]) -> list[Stop]:
 
 
 _fake_operations: Final = _Shared(_make_fake_operations)
+
+
+Read = Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module]
+
+
+def on_average(read: Read) -> None:
+    """Have an `AveragedModel` update itself from ``read(average, model)`` in the place of `model`.
+
+    Only `parameters()` and `buffers()` of the result are called.
+    """
+    _averages.tell(read)
+
+
+def _patch_averages(readers: list[Read]) -> list[Stop]:
+    from torch.optim.swa_utils import AveragedModel
+
+    original = AveragedModel.update_parameters
+
+    @wraps(original)
+    def update_parameters(self: Any, model: torch.nn.Module) -> None:
+        for read in tuple(readers):
+            model = read(self.module, model)
+        original(self, model)
+
+    return [
+        replace_names("torch.optim.swa_utils:AveragedModel", update_parameters=update_parameters)
+    ]
+
+
+_averages: Final = _Shared(_patch_averages)
 
 
 def on_regions(listener: RegionListener | None) -> None:

@@ -86,7 +86,9 @@ class Storage(NamedTuple):
         chosen = dict(self._chosen(model, optimizer))
         if self.masters in ("kahan", "stochastic"):
             states = self.states or torch.float32
-            return StoredWeights(optimizer, chosen, self.masters, states, self._seed())
+            stored = StoredWeights(optimizer, chosen, self.masters, states, self._seed())
+            stored.average_in_float32(model)
+            return stored
         for parameter in chosen.values() if self.masters is not None else ():
             parameter.data = parameter.detach().float()
         return None

@@ -18,7 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -27,7 +27,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from precast._torch import is_dtensor, step_without_hooks
 from precast.errors import AttachError
-from precast.weights import rounding
+from precast.weights import averages, rounding
 from precast.weights.partial_steps import (
     called_before,
     counts_of,
@@ -94,6 +94,9 @@ class StoredWeights:
         self._waiting: dict[int, dict[str, Any]] = {}
         """``id`` of a parameter of which the optimizer has no states yet -> what rounding needs of it."""
         self._seeds = {id(p): (seed << 32) + (i << 20) for i, p in enumerate(parameters.values())}
+        self._narrowed = [weakref.ref(p) for p in parameters.values() if p.dtype is torch.float32]
+        """Parameters that were float32 before."""
+        self._stops: list[Callable[[], None]] = []
         for parameter in parameters.values():
             self._store(optimizer, parameter)
         here = weakref.ref(self)
@@ -113,10 +116,25 @@ class StoredWeights:
         """``id`` of each weight -> how it is rounded."""
         return dict.fromkeys(self._parameters, self._how)
 
+    def average_in_float32(self, model: nn.Module) -> None:
+        """Have averages of the model's weights be float32, as in copies of the model that are made to hold them."""
+        narrowed = [p for p in (reference() for reference in self._narrowed) if p is not None]
+        self._stops += averages.copy_in_float32(model, narrowed)
+        averages.read_in_float32(_full_value)
+
+    def full_value(self, parameter: Tensor) -> Tensor:
+        """Return a weight in float32, with what was rounded away of it unless somebody has written it since."""
+        value = parameter.detach().float()
+        optimizer = self._optimizer()
+        states = {} if optimizer is None else optimizer.state.get(parameter, {})
+        rest = states.get(REST, self._waiting.get(id(parameter), {}).get(REST))
+        is_ours = self._versions.get(id(parameter)) == versions_of(parameter)
+        return value if rest is None or not is_ours else value + rest
+
     def end(self) -> None:
         """Has the optimizer step them as it does itself; they stay in bfloat16, and their states become so."""
-        for hook in self._hooks:
-            hook.remove()
+        for stop in (*(hook.remove for hook in self._hooks), *self._stops):
+            stop()
         _living.discard(self)
         optimizer = self._optimizer()
         if optimizer is None:
@@ -368,6 +386,12 @@ class _Hook:
 
 def _gone() -> None:
     """A weak reference to what is no more."""
+
+
+def _full_value(parameter: Tensor) -> Tensor | None:
+    """Return the float32 value of a weight that learns by rounding, and None for another one."""
+    owners = (weights for weights in _living if id(parameter) in weights.roundings)
+    return next((weights.full_value(parameter) for weights in owners), None)
 
 
 def learns_by_rounding(parameter: Tensor) -> bool:
