@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+import precast
 from precast.cli.main import main
 from tests.shipping.exported_models import MODELS
 
@@ -89,6 +90,52 @@ def test_a_model_is_written_read_and_compared() -> None:
     assert found["2", "linear"] == ("bfloat16", "float32")
     assert found["2", "weight 2.weight"] == ("bfloat16", "float32")
     assert not [key for key in found if key[0] == "0"]
+
+
+def test_a_program_is_compared_from_its_file() -> None:
+    done = exported("model.pt2")
+    assert "run by PyTorch" in done.stdout
+    assert "it gives exactly the model's results on the example." in done.stdout
+    report = json.loads(exported("model.pt2", "--json").stdout)
+    assert (report["checked"], report["equal"], report["difference"]) == (True, True, None)
+    report = json.loads(exported("model.pt2", "--no-check", "--json").stdout)
+    assert (report["checked"], report["equal"]) == (False, None)
+    assert "results were not compared" in exported("model.pt2", "--no-check").stdout
+
+
+def test_an_onnx_file_is_compared_as_onnxruntime_runs_it() -> None:
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    report = json.loads(exported("model.onnx", "--dtype", "float16", "--json").stdout)
+    assert report["checked"] is True
+    assert report["runtime"] == f"onnxruntime {onnxruntime.__version__} on the CPU"
+    session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+    [found] = session.run(None, {session.get_inputs()[0].name: torch.ones(3, 4).numpy()})
+    model, x = sys.modules["shipped_models"].pair()
+    with torch.no_grad(), precast.autocast("cpu", torch.float16):
+        distances = (model.eval()(x).double() - torch.as_tensor(found).double()).abs()
+    largest = distances.max().item()
+    assert report["equal"] is (largest == 0)
+    if largest:
+        assert report["difference"]["absolute"] == largest
+        assert distances[tuple(report["difference"]["index"])] == largest
+
+
+def test_an_onnx_file_that_does_not_run_here_is_written_and_not_called_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    done = exported("model.onnx", "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    assert "on the CPU cannot run it: NotImplemented" in done.stdout
+    assert "Could not find an implementation" in done.stdout
+    assert "results were not compared with the model's" in done.stdout
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    done = exported("other.onnx", "--dtype", "float16", "--json")
+    report = json.loads(done.stdout)
+    assert (report["checked"], report["equal"], report["runtime"]) == (False, None, None)
+    assert "pip install onnxruntime" in report["error"]
 
 
 @pytest.mark.parametrize(

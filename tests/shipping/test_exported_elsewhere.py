@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,12 @@ from torch import nn
 
 import precast
 from precast.errors import ExportError, MissingExtraError, OutputError
+from precast.shipping.exported_check import (
+    FileCheck,
+    LargestDifference,
+    check_file,
+    difference_of,
+)
 from precast.shipping.exported_onnx import write_onnx
 from precast.shipping.exported_package import write_package
 from tests.shipping.exported_models import POLICIES
@@ -139,6 +148,89 @@ def test_a_package_computes_what_kernels_compute(dtype: torch.dtype, tmp_path: P
     run = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))
     for number, (one, other) in enumerate(zip(run(x), program.module()(x), strict=True)):
         assert torch.equal(one, other), number
+
+
+class AddedByIndex(nn.Module):
+    """An operation of whose kernel packages of AOTInductor give the wrong arguments (2.13)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = x.bfloat16()
+        return torch.index_add(low, 0, torch.tensor([0, 1]), low[:2])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
+def test_a_package_that_does_not_run_is_not_called_checked(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    program = precast.export(AddedByIndex(), (x,), dtype=torch.bfloat16)
+    write_package(program, tmp_path / "model.pt2")
+    found = check_file(program, tmp_path / "model.pt2", "aoti", (x,), {})
+    assert found.as_dict()["checked"] is False
+    assert "AOTInductor of PyTorch" in str(found)
+    assert "cannot run it: RuntimeError: " in str(found)
+
+
+def test_a_file_with_other_results_is_said_to_differ_and_where(tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    program, other = (precast.export(network(), (x,), dtype=torch.bfloat16) for _ in range(2))
+    other.state_dict["1.bias"][2] += 1
+    torch.export.save(other, tmp_path / "model.pt2")
+    found = check_file(program, tmp_path / "model.pt2", "program", (x,), {})
+    assert isinstance(found.difference, LargestDifference)
+    assert found.difference.index[1] == 2
+    assert found.difference.absolute == pytest.approx(1, abs=0.05)
+    assert "differ from the model's by up to " in str(found)
+
+
+INF = float("inf")
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("expected", "result", "difference"),
+    [
+        ([1.0, NAN, INF], [1.0, NAN, INF], None),
+        ([1.0, NAN], [1.0, 2.0], (1, INF, INF)),
+        ([1.0, 2.0], [1.0, INF], (1, INF, INF)),
+        ([-4.0, 2.0], [-4.0, 1.0], (1, 1.0, 0.25)),
+        ([0.0, 0.0], [0.0, 0.5], (1, 0.5, INF)),
+        ([True, False], [True, True], (1, 1.0, 1.0)),
+        ([2**60, 1], [2**60, 1], None),
+        ([1j], [1j], None),
+        ([], [], None),
+    ],
+)
+def test_the_largest_difference_of_all_values(
+    expected: list[Any], result: list[Any], difference: tuple[int, float, float] | None
+) -> None:
+    found = difference_of([torch.tensor(expected)], [torch.tensor(result)])
+    if difference is None:
+        assert found is None
+        return
+    assert isinstance(found, LargestDifference)
+    assert (found.index[0], found.absolute, found.relative) == difference
+    json.dumps(FileCheck("x", difference=found).as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ([], "0 tensors instead of 1"),
+        ([torch.ones(2).half()], "result 0 is torch.float16 instead of torch.float32"),
+        ([torch.ones(3)], r"result 0 is \(3,\) instead of \(2,\)"),
+    ],
+)
+def test_results_of_another_kind_are_named(result: list[torch.Tensor], words: str) -> None:
+    found = difference_of([torch.ones(2)], result)
+    assert isinstance(found, str)
+    assert re.search(words, found)
+
+
+def test_a_model_without_values_is_not_compared(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(2, 2), torch.empty(1, 2)
+    program = precast.export(model, (x,))
+    found = check_file(program, tmp_path / "model.pt2", "program", (x,), {})
+    assert found.as_dict()["checked"] is False
 
 
 def test_onnx_without_its_packages_says_what_to_install(

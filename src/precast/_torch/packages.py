@@ -20,7 +20,7 @@ from torch import Tensor
 
 from precast._torch.patches import replace_names
 
-__all__ = ["compile_package", "left_to_kernels"]
+__all__ = ["compile_package", "left_to_kernels", "load_package"]
 
 _aten: Final = torch.ops.aten
 _WIDE: Final = (torch.float32, torch.float64)
@@ -86,6 +86,13 @@ def compile_package(program: Any, path: str) -> None:
     }
     with left_to_kernels(), _quiet():
         aoti_compile_and_package(program, package_path=path, inductor_configs=keep_roundings)
+
+
+def load_package(path: Any) -> Callable[..., Any]:
+    """Return the function that a package of AOTInductor is; nothing public loads one in Python (2.13)."""
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(str(path))
 
 
 @contextmanager

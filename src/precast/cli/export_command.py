@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -17,7 +17,7 @@ from precast.policy.values import dtype_name
 
 __all__ = ["diff", "explain_file", "export"]
 
-_FORMATS = ("program", "aoti", "onnx")
+_FORMATS: Final = ("program", "aoti", "onnx")
 
 
 def _dtype(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
@@ -60,7 +60,9 @@ def _dtype(_context: click.Context, _option: click.Parameter, value: str | None)
     help="Have Dynamo read the model's code, as torch.export(strict=True).",
 )
 @click.option(
-    "--check/--no-check", default=True, help="Compare the program with the model on the example."
+    "--check/--no-check",
+    default=True,
+    help="Run the model, the program and the written file on the example, and compare their results.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def export(
@@ -77,6 +79,9 @@ def export(
 ) -> None:
     """Write a model whose precision is a policy's, to be run where precast is not installed.
 
+    The written file is run on the example, an ONNX file by onnxruntime where that is installed, and
+    its results are compared with the model's.
+
     The model is put into evaluation mode. The factory may return a pair of the model and its
     example; otherwise --example names one: the model's argument, a tuple of its arguments, a dict
     of its keyword arguments, or a function that returns one of these.
@@ -89,7 +94,7 @@ def export(
     from rich.console import Console
 
     from precast.policy.policy import as_policy
-    from precast.shipping import exported_file
+    from precast.shipping import exported_check, exported_file
     from precast.shipping.exported import export as export_
 
     exported_file.check_replaceable(out)
@@ -123,12 +128,17 @@ def export(
             write_package(program, out)
         else:
             exported_file.write(program, out, chosen)
+        if check:
+            status.update(f"running {out}")
+            checked = exported_check.check_file(program, out, form, args, kwargs)
+        else:
+            checked = exported_check.FileCheck(None, "--no-check was given")
     sizes = _sizes(program)
     result = {
         "path": str(out),
         "to": form,
         "policy": chosen.name,
-        "checked": check,
+        **checked.as_dict(),
         "bytes": out.stat().st_size,
         "weight_bytes": sizes,
         "seconds": round(time.perf_counter() - began, 2),
@@ -137,11 +147,9 @@ def export(
     if as_json:
         click.echo(json.dumps(result, indent=2))
         return
-    stored = ", ".join(f"{size:,} bytes {name}" for name, size in sizes.items())
-    compared = (
-        "gives the model's bits on the example" if check else "was not compared with the model"
-    )
-    click.echo(f"{out}: {form}, policy {chosen.name}, weights {stored}; it {compared}")
+    stored = ", ".join(f"{size:,} bytes {name}" for name, size in sizes.items()) or "none"
+    click.echo(f"{out}: {form}, policy {chosen.name}, weights {stored}")
+    click.echo(f"{checked}.")
 
 
 @click.command(short_help="Show where two exported programs differ.")

@@ -132,9 +132,12 @@ def _onnx() -> Any:
 
 def _as_onnx_takes_it(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The program in operations that ONNX has for its dtypes; their results are the same."""
-    module, signature = (
-        copy.deepcopy(part) for part in (program.graph_module, program.graph_signature)
-    )
+    with warnings.catch_warnings():
+        # PyTorch's copies use what PyTorch has deprecated (2.13).
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
+        module, signature = (
+            copy.deepcopy(part) for part in (program.graph_module, program.graph_signature)
+        )
     for new, old in zip(placeholders(module.graph), placeholders(program.graph), strict=True):
         new.name = new.target = old.name  # a copy renames `input`
     for node in list(module.graph.nodes):
