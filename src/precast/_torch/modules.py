@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -97,9 +97,7 @@ def own_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
 class _HeardCopies(OrderedDict[int, Any]):
     """Hooks of a module that a deep copy of the module has as an ordinary dict, as a pickle does."""
 
-    def __init__(
-        self, hooks: OrderedDict[int, Any], heard: Callable[[dict[int, Any]], None]
-    ) -> None:
+    def __init__(self, hooks: Mapping[int, Any], heard: Callable[[dict[int, Any]], None]) -> None:
         super().__init__(hooks)
         self._heard = heard
 
@@ -122,12 +120,12 @@ def on_deepcopy(
     """
     if isinstance(module, torch.jit.ScriptModule):
         return lambda: None
-    known = weakref.ref(module)
+    reference = weakref.ref(module)
     hooks = _HeardCopies(module._load_state_dict_post_hooks, heard)
     module._load_state_dict_post_hooks = hooks
 
     def stop() -> None:
-        there = known()
+        there = reference()
         if there is not None and there._load_state_dict_post_hooks is hooks:
             there._load_state_dict_post_hooks = OrderedDict(hooks)
 

@@ -14,18 +14,17 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.autocast_mode.region import disable
 
 __all__ = ["FileCheck", "LargestDifference", "check_file", "difference_of"]
-
-FileKind = Literal["program", "aoti", "onnx"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class FileCheck:
 def check_file(
     program: torch.export.ExportedProgram,
     path: Path,
-    kind: FileKind,
+    kind: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> FileCheck:
@@ -114,7 +113,7 @@ def check_file(
     Args:
         program: the program, which `precast.export` has compared with the model.
         path: the file.
-        kind: its kind.
+        kind: its kind: "program", "aoti" or "onnx".
         args: the example's arguments.
         kwargs: the example's keyword arguments.
     """
@@ -222,13 +221,13 @@ def _to_onnx(tensor: Tensor) -> Any:
 
 def _from_onnx(value: Any) -> Tensor:
     if "bfloat16" in value.data_type():
-        return torch.from_dlpack(value._ortvalue.to_dlpack())
+        return from_dlpack(value)  # NumPy has no such dtype
     return torch.as_tensor(value.numpy())
 
 
 _PROVIDER: Final = "CPUExecutionProvider"
 _ONNX_BFLOAT16: Final = 16
-_RUNTIMES: Final[dict[FileKind, tuple[Callable[[], str], Callable[[Path], Callable[..., Any]]]]] = {
+_RUNTIMES: Final[dict[str, tuple[Callable[[], str], Callable[[Path], Callable[..., Any]]]]] = {
     "program": (lambda: f"PyTorch {torch.__version__}", _load_program),
     "aoti": (lambda: f"AOTInductor of PyTorch {torch.__version__}", _torch.load_package),
     "onnx": (lambda: f"onnxruntime {version('onnxruntime')} on the CPU", _load_onnx),

@@ -32,11 +32,13 @@ _warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 
 
 def copy_in_float32(model: nn.Module, parameters: Iterable[Tensor]) -> list[Callable[[], None]]:
-    """Has deep copies of a model, and of its modules, hold these parameters in float32; returns what ends that."""
+    """Have deep copies of a model, and of its modules, hold these parameters in float32. Return what ends that."""
     wanted = set(map(id, parameters))
     stops = []
     for module in model.modules():
-        own = [weakref.ref(p) for p in module.parameters(recurse=False) if id(p) in wanted]
+        own: list[weakref.ref[Tensor]] = [
+            weakref.ref(p) for p in module.parameters(recurse=False) if id(p) in wanted
+        ]
         if own:
             stops.append(on_deepcopy(module, _Widening(own)))
     return stops
@@ -57,7 +59,7 @@ class _Widening:
 
 
 def read_in_float32(full_value: FullValue) -> None:
-    """Has every `AveragedModel` read weights by `full_value` from now on.
+    """Have every `AveragedModel` read weights by `full_value` from now on.
 
     That lasts as long as the process: weights stay in bfloat16, and their averages in float32, after a `detach`.
     """
