@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import precast
 from precast.cli.run import terminal_summary
 from precast.cli.run.run_observer import RunObserver
 from precast.diagnostics import schema
@@ -21,6 +22,7 @@ __all__ = [
     "offender",
     "ran_in",
     "seconds_by_dtype",
+    "seen",
     "summary",
     "summary_of",
     "summary_of_ranks",
@@ -58,6 +60,26 @@ def document_of(watch: RunObserver, policy: str) -> Any:
     made.run.seconds = 1.0
     watch.describe(made)
     return as_json(made)
+
+
+def seen(
+    program: Callable[[], object],
+    policy: str = "torch",
+    steps: tuple[int, int] = (2, 5),
+    *,
+    health: bool = False,
+) -> Any:
+    """The document of a program, which runs in this process as `precast run` would watch it."""
+    watch = RunObserver(policy, steps, health=health)
+    watch.start()
+    try:
+        program()
+    finally:
+        watch.stop()
+        precast.uninstall()
+    made: Any = document_of(watch, policy)
+    made["run"]["compiled"] = False  # what other tests of this process have compiled
+    return made
 
 
 def between(plain: Any, first: Any, dtype: str) -> _between.Between | None:

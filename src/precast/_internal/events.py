@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 __all__ = [
+    "BrokenState",
     "HealthEvent",
     "NonfiniteOrigin",
     "OperationNote",
@@ -51,6 +52,20 @@ class OperationNote:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenState:
+    """A parameter or buffer that was not finite before a step began."""
+
+    name: str
+    """Its name in the model."""
+    kind: Literal["parameter", "buffer"]
+    dtype: str
+    optimizer: str | None
+    """The class of the optimizer that trains it."""
+    eps: float | None
+    """The eps of that optimizer, if it is zero in that dtype."""
+
+
+@dataclass(frozen=True, slots=True)
 class NonfiniteOrigin:
     """Where numbers first became infinite or NaN in a training step, as `precast.monitor` saw it."""
 
@@ -68,6 +83,8 @@ class NonfiniteOrigin:
     """A sentence that says all this."""
     doubts: tuple[str, ...] = ()
     """Modules in which it may have begun earlier: their tensors were written in place before they were examined."""
+    state: BrokenState | None = None
+    """The parameter or buffer of the module that was not finite before the step."""
 
     def numbered(self, step: int) -> NonfiniteOrigin:
         """The same origin with another number for its step."""
@@ -146,7 +163,7 @@ class ScalerDiagnosis:
     """What a gradient scaler reports if neither a lower scale nor the next batch helps."""
 
     reason: Literal["weights", "loss", "floor", "skips"]
-    """The parameters are not finite; the loss itself is not; the scale does not fall; a limit on skips was passed."""
+    """Parameters or buffers are not finite; the loss is not; the scale does not fall; a limit on skips was passed."""
     step: int
     """How many iterations this scaler had completed before."""
     scale: float
@@ -164,6 +181,9 @@ class Witness(Protocol):
 
     def names_of(self, parameters: Iterable[Tensor]) -> dict[int, str]:
         """``id`` of each of `parameters` that it knows -> its name."""
+
+    def models(self) -> list[nn.Module]:
+        """Return the models that it watches."""
 
     def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
         """Where the step that is being taken went wrong; None if that was not seen."""

@@ -26,6 +26,8 @@ class KeptSteps:
     """How many steps were not skipped and had a loss that was infinite or NaN."""
     first_nonfinite: int | None = None
     """The number of the first of these."""
+    skipped_nonfinite: int = 0
+    """How many steps were skipped and had a loss that was infinite or NaN."""
     first_skipped: Step | None = None
     _every: list[Step] = field(default_factory=list)
     _stride: int = 1
@@ -37,10 +39,13 @@ class KeptSteps:
         """Adds a step."""
         self.count += 1
         self._last = step
-        if step.loss is not None and not math.isfinite(step.loss) and not step.skipped:
-            self.nonfinite += 1
-            if self.first_nonfinite is None:
-                self.first_nonfinite = step.step
+        if step.loss is not None and not math.isfinite(step.loss):
+            if step.skipped:
+                self.skipped_nonfinite += 1
+            else:
+                self.nonfinite += 1
+                if self.first_nonfinite is None:
+                    self.first_nonfinite = step.step
         if step.skipped:
             self.first_skipped = self.first_skipped or step
             if self.skipped % self._skip_stride == 0:

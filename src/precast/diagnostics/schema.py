@@ -172,7 +172,7 @@ class Count:
 
 @dataclass(slots=True)
 class Cost:
-    """What a finding costs, in everything that was traced; null where that is not known."""
+    """What a finding costs, or what following it saves, in everything that was traced; null where not known."""
 
     seconds: float | None = None
     """How long it took."""
@@ -180,6 +180,10 @@ class Cost:
     """How many bytes casts wrote."""
     share: float | None = None
     """The share of the traced time."""
+    low: float | None = may_be_missing(is_left_out=True)
+    """The smallest share of the time of one traced step, or in one run of a trial."""
+    high: float | None = may_be_missing(is_left_out=True)
+    """The largest such share."""
 
 
 @dataclass(slots=True)
@@ -206,7 +210,7 @@ class Finding:
     cost: Cost
     """What it costs."""
     suggestion: str
-    """What to do."""
+    """What to do; empty for an observation, of which no change is known to save time."""
     policy: str | None
     """A whole policy file that does this, to be saved and named as the policy; null if no policy can."""
     where: Where
@@ -277,6 +281,22 @@ class Range:
 
 
 @dataclass(slots=True)
+class BrokenState:
+    """A parameter or buffer that was not finite before the step began."""
+
+    name: str
+    """Its name in the model."""
+    kind: Literal["parameter", "buffer"]
+    """A parameter or a buffer."""
+    dtype: str
+    """Its dtype."""
+    optimizer: str | None
+    """The class of the optimizer that trains it."""
+    eps: float | None
+    """The eps of that optimizer, if it is zero in that dtype."""
+
+
+@dataclass(slots=True)
 class NonfiniteOrigin:
     """The first tensor that was not finite in a step."""
 
@@ -292,6 +312,8 @@ class NonfiniteOrigin:
     """What it was made from."""
     message: str
     """All this in a sentence."""
+    state: BrokenState | None = may_be_missing(is_left_out=True)
+    """The parameter or buffer of the module that was not finite before."""
 
 
 @dataclass(slots=True)
@@ -393,6 +415,8 @@ class Health:
     """How many steps were watched."""
     notes: list[str] | None = may_be_missing(is_left_out=True)
     """What the monitor could not look at, one sentence each."""
+    low_modules: list[str] | None = may_be_missing(is_left_out=True)
+    """The modules that have parameters in 16 bits."""
 
 
 # --- a run ---
@@ -458,6 +482,8 @@ class Run:
     """The other steps whose loss was infinite or NaN."""
     first_nonfinite_loss: int | None = may_be_missing()
     """The first of these."""
+    skipped_losses: int = may_be_missing(0)
+    """The skipped steps whose loss was infinite or NaN before it was scaled."""
     elsewhere: int = may_be_missing(0)
     """Steps that ended in other threads than the one that loaded PyTorch: `counts` and `trace` have nothing of them."""
     module_rules: ModuleRules | None = may_be_missing(is_left_out=True)
@@ -496,8 +522,8 @@ class ScalerDiagnosis:
     step: int
     """The number of the step."""
     reason: Literal["weights", "loss", "floor", "skips"]
-    """Parameters were not finite; the loss itself was not; the scale did not fall any more; a limit on skipped steps
-    was passed: as a `GradScaler` says it."""
+    """Parameters or buffers were not finite; the loss itself was not; the scale did not fall any more; a limit on
+    skipped steps was passed: as a `GradScaler` says it."""
     scale: float
     """The scale."""
     names: list[str]

@@ -2,8 +2,8 @@
 
 There is a diagnosis if one of these holds for the skipped iterations in a row that end with the latest:
 
-- ``weights``: in the last 3 the loss was not finite before it was scaled, and parameters hold infinity or NaN. The loss
-  does not depend on the scale, and a skipped step changes no parameter.
+- ``weights``: in the last 3 the loss was not finite before it was scaled, and parameters hold infinity or NaN, or
+  buffers of their model hold NaN. The loss does not depend on the scale, and a skipped step changes no parameter.
 - ``loss``: in the last 40 the loss was not finite before it was scaled, and the scale is 2**-14 or lower, or did not
   fall in these 40. A bad loss alone says nothing: if it overflows in float16, gradients at a lower scale may be finite.
 - ``floor``: in the last 40 the scale did not fall, because it is at its floor or was set by hand.
@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
+from precast._internal import cures
 from precast._internal.callers import callers_level
 from precast._internal.events import ScalerDiagnosis, StepEvent, emit, witnesses
 from precast.errors import BrokenModelError, PrecastWarning
@@ -35,23 +36,19 @@ _SURE: Final = 40
 """After so many skipped iterations in a row no good batch is expected any more; after a few, one may still come."""
 
 _CAUSES = {
-    "weights": (
-        "The parameters themselves hold infinity or NaN: {weights}. Load a checkpoint from before; then look at the "
-        "learning rate, and at what writes to the parameters."
-    ),
+    "weights": f"The parameters themselves hold infinity or NaN: {{weights}}. {cures.BROKEN_PARAMETERS.text}",
+    "buffers": f"Buffers of the model hold NaN: {{weights}}. {cures.BROKEN_BUFFERS.text}",
     "loss": (
         "The loss itself was infinite or NaN before it was scaled, in {bad_losses} skipped iterations in a row; no "
-        "scale changes the loss. Look at the batches, at the learning rate, and at log, sqrt and division in the loss."
+        f"scale changes the loss. {cures.BAD_LOSSES.text}"
     ),
     "floor": (
-        "The scale has not fallen in {stuck} skipped iterations in a row: it is {scale:g}, and min_scale is {floor:g}. "
-        "Look at NaN in these gradients, and at the learning rate. If gradients this large are meant, lower min_scale "
-        "or let the scale fall."
+        "The scale has not fallen in {stuck} skipped iterations in a row: it is {scale:g}, and min_scale is "
+        f"{{floor:g}}. {cures.STUCK_SCALE.text}"
     ),
     "skips": (
-        "That is {count} skipped iterations in a row, the limit that max_consecutive_skips sets. Look at NaN in these "
-        "parameters or in the data; raise the limit, or begin with a lower init_scale, if the scale simply takes this "
-        "long to fall."
+        "That is {count} skipped iterations in a row, the limit that max_consecutive_skips sets. "
+        f"{cures.MANY_SKIPS.text}"
     ),
 }
 
@@ -87,7 +84,9 @@ def _reason(iteration: Iteration, history: StepHistory, limits: Limits) -> Reaso
     bad_losses, most_losses = history.bad_losses, limits.max_nonfinite_losses
     most_skips = limits.max_consecutive_skips
     is_stuck = history.stuck >= _SURE
-    if bad_losses >= _SURE_OF_PARAMETERS and any(e.details.parameters for e in _skipped(iteration)):
+    if bad_losses >= _SURE_OF_PARAMETERS and any(
+        event.details.parameters or event.details.buffers for event in _skipped(iteration)
+    ):
         return "weights"
     if most_losses is not None and bad_losses > most_losses:
         return "loss"
@@ -109,15 +108,16 @@ def _diagnosis(
     weights = [
         _name(iteration, event, name) for event in broken for name in event.details.parameters
     ]
+    buffers = [name for event in broken for name in event.details.buffers]
     first = next(filter(None, (event.first for event in skipped)), None)
     count, scale = history.counters.consecutive_skips, float(iteration.scale)
-    cause = _CAUSES[reason].format(
+    cause = _CAUSES["buffers" if buffers and not weights else reason].format(
         bad_losses=history.bad_losses,
         count=count,
         floor=limits.min_scale,
         scale=scale,
         stuck=history.stuck,
-        weights=_listed(weights),
+        weights=_listed(weights or list(dict.fromkeys(buffers))),
     )
     # A step's number is the iteration's, but where a tracker counts the steps of the process.
     step = skipped[0].step if skipped else iteration.number

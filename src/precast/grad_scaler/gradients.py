@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast._internal import cures
 from precast._internal.callers import callers_level
 from precast.errors import PrecastWarning, ScalerError
 from precast.grad_scaler.memory import are_finite, is_finite, local, memory_of, moved
@@ -50,7 +51,6 @@ _FLOAT16 = (
     "gradients are float16: unscaled, those below 6e-8 become zero, which is what the scale was to "
     "prevent. "
 )
-_OF_FLOAT16 = "Keep parameters in float32 (model.float()), and let autocast lower the computation."
 _OF_OTHERS = (
     "Their parameters are {dtype}: let them have gradients of that dtype (`parameter.grad_dtype`, or "
     "what assigns `.grad`)."
@@ -188,7 +188,9 @@ def _why_float16(optimizer: Optimizer) -> str:
     pairs = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
     of = {str(p.dtype) for p, gradient in pairs if gradient.dtype is torch.float16}
     others = sorted(of - {"torch.float16"})
-    return _FLOAT16 + (_OF_OTHERS.format(dtype=others[0]) if others else _OF_FLOAT16)
+    return _FLOAT16 + (
+        _OF_OTHERS.format(dtype=others[0]) if others else cures.FLOAT32_PARAMETERS.text
+    )
 
 
 _Kind = tuple[torch.device, torch.dtype, Tensor | None]

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from precast._internal.events import NonfiniteOrigin, witnesses
-from precast.attachment.attachment import names_of
+from precast.attachment.attachment import attached_models, names_of
 from precast.grad_scaler.gradients import Place, bad_gradients, bad_parameters
-from precast.grad_scaler.memory import local
+from precast.grad_scaler.memory import is_finite, local, memory_of
+from precast.policy.module_names import named_buffers
 from precast.weights.partial_steps import parameters_of
 
 __all__ = ["NonfiniteDetails", "loss_to_keep"]
@@ -56,6 +57,7 @@ class NonfiniteDetails:
         self._found = tuple(names), self.first
         if not self.loss_finite:
             self.parameters = tuple(gather(self.parameters, True)[0])
+            self.buffers = tuple(gather(self.buffers, True)[0])
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -82,10 +84,42 @@ class NonfiniteDetails:
         return () if optimizer is None else _names(optimizer, bad_parameters(optimizer))
 
     @cached_property
+    def buffers(self) -> tuple[str, ...]:
+        """The names of the buffers that hold NaN, of the models that have parameters of the optimizer.
+
+        Infinity alone may be meant, as in a mask.
+        """
+        optimizer = self._optimizer()
+        return () if optimizer is None else tuple(_bad_buffers(optimizer))
+
+    @cached_property
     def loss_finite(self) -> bool:
         """Whether every number of the losses was finite before they were scaled."""
         losses, self._losses = self._losses, ()
         return all(bool(loss.isfinite().all()) for loss in losses)
+
+
+def _bad_buffers(optimizer: Optimizer) -> Iterator[str]:
+    trained = {id(parameter) for parameter in parameters_of(optimizer)}
+    models = [model for model, _ in attached_models()]
+    models += [model for witness in tuple(witnesses) for model in witness.models()]
+    examined: set[int] = set()
+    for model in sorted(models, key=_size, reverse=True):
+        if trained.isdisjoint(map(id, model.parameters())):
+            continue
+        for name, buffer in named_buffers(model):
+            if id(buffer) not in examined and _has_nan(buffer):
+                yield name
+            examined.add(id(buffer))
+
+
+def _size(model: nn.Module) -> int:
+    return sum(1 for _ in model.modules())
+
+
+def _has_nan(buffer: Tensor) -> bool:
+    can_have = (buffer.is_floating_point() or buffer.is_complex()) and not buffer.is_meta
+    return can_have and not is_finite(buffer) and bool(memory_of(buffer.detach()).isnan().any())
 
 
 def _names(optimizer: Optimizer, found: Iterable[Place]) -> tuple[str, ...]:

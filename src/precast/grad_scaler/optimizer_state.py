@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from precast._internal import cures
 from precast.errors import ScalerError
 from precast.grad_scaler.gradients import FoundInf
 from precast.grad_scaler.nonfinite import NonfiniteDetails
@@ -87,9 +88,12 @@ class OptimizerState(MutableMapping[str, Any]):
 
     def allow(self, call: str) -> None:
         """Refuses a call that comes too late: "unscale_", "step", "closure" (a step with one), a loss's "backward"."""
+        has_new_gradients = self._watch is not None and self._watch.added
+        if has_new_gradients and (call, self.stage) == ("unscale_", OptState.UNSCALED):
+            raise ScalerError(_UNSCALED_BEFORE_BACKWARD)
         if (call, self.stage) in _TOO_LATE:
             raise ScalerError(_TOO_LATE[call, self.stage])
-        if self._watch is not None and self._watch.added:
+        if has_new_gradients:
             raise ScalerError(_MIXED)
 
     def divide_low_precision(self, inverse: Tensor) -> None:
@@ -177,29 +181,29 @@ class BackwardWatch:
 _TOO_LATE = {
     ("unscale_", OptState.UNSCALED): (
         "unscale_() was called twice for an optimizer since the last update(): its gradients are "
-        "unscaled already. Call it once, after the last backward() and before step()."
+        f"unscaled already. {cures.UNSCALE_ONCE.text}"
     ),
     ("unscale_", OptState.STEPPED): (
         "unscale_() was called after step() for the same optimizer: its gradients are used up. "
-        "Call unscale_() before step(), and update() at the end of the iteration."
+        f"{cures.UNSCALE_BEFORE_STEP.text}"
     ),
     ("step", OptState.STEPPED): (
-        "step() was called twice for an optimizer since the last update(): call update() once, at "
-        "the end of each iteration, after the steps of all optimizers."
+        "step() was called twice for an optimizer since the last update(): "
+        f"{cures.UPDATE_ONCE.text}"
     ),
     ("backward", OptState.STEPPED): (
-        "backward() was called after step() for the same optimizer: call update() first, which "
-        "ends the iteration."
+        f"backward() was called after step() for the same optimizer: {cures.UPDATE_FIRST.text}"
     ),
     ("closure", OptState.UNSCALED): (
         "step() got a closure after unscale_(): the closure computes new gradients, which "
-        "step() unscales itself. Leave unscale_() out; clip inside the closure on scaled "
-        "gradients, with max_norm times scaler.get_scale()."
+        f"step() unscales itself. {cures.CLIP_IN_CLOSURE.text}"
     ),
 }
+_UNSCALED_BEFORE_BACKWARD = (
+    "unscale_() was called twice for an optimizer since the last update(). "
+    f"{cures.UPDATE_MISSING.text}"
+)
 _MIXED = (
     "backward() added scaled gradients to those that unscale_() had unscaled: their sum means "
-    "nothing, and no parameter was changed. Call unscale_() after the last backward(). After an "
-    "iteration that was broken off (an exception, Ctrl-C) call optimizer.zero_grad() and "
-    "scaler.update(), then begin the next one."
+    f"nothing, and no parameter was changed. {cures.UNSCALE_LAST.text}"
 )

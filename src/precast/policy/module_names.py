@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 __all__ = [
     "modules_by_name",
     "name_of_each",
+    "named_buffers",
     "named_modules",
     "named_parameters",
     "named_tensors",
@@ -69,6 +70,13 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 known.add(id(parameter))
                 given.add(name)
                 yield name, parameter
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every buffer under each name of its module."""
+    for around, _, module in _walked(model):
+        for own, buffer in module.named_buffers(recurse=False):
+            yield _joined(around, own), buffer
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -57,6 +57,7 @@ from precast.policy.values import check_choice, check_mapping, check_text, shown
 
 __all__ = [
     "DEVICE_TYPES",
+    "TUNED",
     "Entry",
     "ModuleRule",
     "Policy",
@@ -66,6 +67,10 @@ __all__ = [
     "as_policy",
     "policy_of",
 ]
+
+
+TUNED: Final = "tuned"
+"""The name of the policies that `tune` writes."""
 
 
 class Resolution(NamedTuple):

@@ -18,7 +18,7 @@ import tomli_w
 from precast.errors import PolicyError
 from precast.policy import toml_file
 from precast.policy.module_rules import ModuleRule
-from precast.policy.policy import Policy, Rule
+from precast.policy.policy import TUNED, Policy, Rule
 from precast.policy.rows import Entry, canonical
 from precast.policy.toml_file import Contents
 from precast.tuning.fewest_rows import Row, fewest_rows, will_do
@@ -26,7 +26,6 @@ from precast.tuning.sites import Choice, Program, Site
 
 __all__ = ["policy_of", "short_policy", "text_of", "with_patterns", "written_rows"]
 
-_NAME: Final = "tuned"
 _HEAD: Final = 3  # lines of a rendered policy before its tables: name, summary, mixed
 
 
@@ -112,7 +111,7 @@ def text_of(
     )
     body = toml_file.render(contents).splitlines()[_HEAD:]
     lines = [f"# {line}".rstrip() for text in header for line in text.splitlines()]
-    lines += [f'name = "{_NAME}"', tomli_w.dumps({"base": base}).strip()]
+    lines += [f'name = "{TUNED}"', tomli_w.dumps({"base": base}).strip()]
     return "\n".join([*lines, *(line for line in body if not line.startswith("#"))]) + "\n"
 
 
@@ -153,7 +152,7 @@ def _policy(
         why = reason(row)
         of_place[row.op] = {"rule": str(row.rule), "reason": why} if why else row.rule
     return base.replace(
-        name=_NAME,
+        name=TUNED,
         ops={program.device: outside},
         modules={name: {"ops": rows} for name, rows in modules.items()},
     )

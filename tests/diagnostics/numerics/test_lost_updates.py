@@ -152,3 +152,14 @@ def test_the_report_says_it_with_what_keeps_the_updates(share: float) -> None:
         )
         assert 'masters="kahan"' in finding["suggestion"]
         assert "0.1% of the updates" in finding["suggestion"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_parameter_of_one_element_has_its_states_in_float32_too(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 1).to(dtype)
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+    with precast.monitor(model, every=1) as watched:
+        for _ in range(3):
+            model(torch.ones(2, 4, dtype=dtype)).float().mean().backward()
+            optimizer.step()
+    assert watched.steps == 3

@@ -95,7 +95,7 @@ def test_the_operations_and_lines_are_named_and_the_file_mends_it(
     assert made["run"]["skipped"] == 4
     advice = made["verdict"]["first"]
     assert advice["text"].startswith(
-        "Run `energy` in float32, or run the whole program in bfloat16"
+        "Run `energy` in float32. This helps if its results are small enough for what follows"
     )
     between = "In steps 2 to 3, which were traced, the code between `energy.k` and `energy.out` ran"
     assert f"{between} in float16: {RAN}." in advice["text"]
@@ -110,12 +110,14 @@ def test_the_operations_and_lines_are_named_and_the_file_mends_it(
     assert {row["module"] for row in lower} == {"first"}, "the rest still runs in 16 bits"
 
 
+@pytest.mark.trial("report: run the module in float32")
 def test_bfloat16_mends_it_as_is_said(tmp_path: Path) -> None:
     mended = run(tmp_path, IN_BFLOAT16)
     assert mended["run"]["skipped"] == 0
     assert numeric_findings(mended) == []
 
 
+@pytest.mark.trial("report: compute the lines in float32")
 def test_code_of_the_model_itself_gets_no_rule_that_leaves_nothing_in_16_bits(
     tmp_path: Path,
 ) -> None:
@@ -129,6 +131,7 @@ def test_code_of_the_model_itself_gets_no_rule_that_leaves_nothing_in_16_bits(
         assert run(tmp_path, THE_MODEL_ITSELF, mend)["run"]["skipped"] == 0
 
 
+@pytest.mark.trial("report: look at the code before")
 def test_without_a_trace_the_place_is_said_and_how_to_know_more(tmp_path: Path) -> None:
     made = run(tmp_path, options=("--steps", "50:51"))
     advice = made["verdict"]["first"]

@@ -94,7 +94,7 @@ class RunObserver:
         run.devices = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
         run.policy = PolicyName(policy.name, policy.fingerprint, whole_file(policy))
         run.steps, run.skipped = history.count, history.skipped
-        run.nonfinite_losses = history.nonfinite
+        run.nonfinite_losses, run.skipped_losses = history.nonfinite, history.skipped_nonfinite
         run.first_nonfinite_loss = history.first_nonfinite
         run.elsewhere, run.traced = self.window.elsewhere, self.window.traced
         run.compiled = _torch.has_compiled()
@@ -118,17 +118,20 @@ class RunObserver:
             if failures.total
         ]
 
-    # The next four are what a gradient scaler asks and tells (`events.Witness`).
+    # The next five are what a gradient scaler asks and tells (`events.Witness`).
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, str]:
         """``id`` of each of `parameters` that is one of a model's -> its name there."""
         named: dict[int, str] = {}
         wanted = list(parameters)
-        with self.steps.mutex.lock:
-            known = sorted(self._known, key=_size)
-        for module in known:  # the largest is the last, so its names are taken
+        for module in self.models():  # the names in the largest replace those in others
             named |= names_in(module, wanted)
         return named
+
+    def models(self) -> list[nn.Module]:
+        """Return the models of the program, the largest last."""
+        with self.steps.mutex.lock:
+            return sorted(self._known, key=_size)
 
     def first_of_step(self, optimizer: Optimizer) -> None:
         """Nothing: if there is a monitor, that is asked, too."""

@@ -11,14 +11,17 @@ import weakref
 from collections import deque
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
-from precast._internal.events import NonfiniteOrigin
+from precast._internal.events import BrokenState, NonfiniteOrigin
 from precast.diagnostics.numerics.formats import FORMATS
 from precast.diagnostics.numerics.nonfinite_origin import bad_slots, first_of, of_parameter, plain
 from precast.diagnostics.numerics.record import Extremes, Record, Slot, is_finite, read
 from precast.diagnostics.numerics.tally import Key, countable
+from precast.engine.operator_kinds import dtype_of
 from precast.grad_scaler.gradients import bad_gradients
 from precast.policy.module_names import modules_by_name, named_parameters
 
@@ -31,10 +34,12 @@ _WORST: Final = 3
 class History:
     """What is known of the steps of one model."""
 
-    def __init__(self, model: weakref.ref[nn.Module]) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], optimizers: WeakIdKeyDictionary) -> None:
         self.tensors: dict[Key, None] = {}
         """All tensors that were noted, in the order in which they first came."""
         self._model = model
+        self._optimizers = optimizers
+        """The optimizers of the model, as keys."""
         self.unread: list[Record] = []
         """The steps that were added since the last reading."""
         self._latest: deque[dict[str, Any]] = deque(maxlen=_LENGTH)
@@ -99,19 +104,51 @@ class History:
     def _first_among(self, step: Record) -> NonfiniteOrigin | None:
         for place in bad_slots(step, self._usual)[:1]:
             slot = step.slots[place]
-            return first_of(step, place, self._hint(slot) if slot.kind == "output" else "")
+            if slot.kind != "output":
+                return first_of(step, place)
+            state = self._broken_state(slot.name)
+            hint = self._hint(slot) if state is None else _sentence(state, step.number)
+            return first_of(step, place, hint, state)
         return None
 
-    def _hint(self, slot: Slot) -> str:
-        """What a module's own parameters have to do with it: NaN in them, or numbers beyond the output's format."""
+    def _own(self, name: str) -> nn.Module | None:
+        """Return the module of a name."""
         model = self._model()
-        modules = {} if model is None else modules_by_name(model)
-        own = modules[slot.name].named_parameters(recurse=False) if slot.name in modules else ()
-        for name, parameter in own:
-            memory = countable(parameter.detach())
-            largest = 0.0 if memory is None or not memory.numel() else float(memory.abs().max())
-            if not math.isfinite(largest):
-                return f" Its {name} is not finite: the step before wrote it so."
+        return None if model is None else modules_by_name(model).get(name)
+
+    def _broken_state(self, name: str) -> BrokenState | None:
+        """Return the module's own parameter or buffer that is not finite, if there is one.
+
+        Infinity in a buffer may be meant, as in a mask, so only NaN counts there.
+        """
+        module = self._own(name)
+        if module is None:
+            return None
+        for own, parameter in module.named_parameters(recurse=False):
+            if not math.isfinite(_largest(parameter)):
+                return self._broken_parameter(f"{name}.{own}".lstrip("."), parameter)
+        for own, buffer in module.named_buffers(recurse=False):
+            if math.isnan(_largest(buffer)):
+                dtype = dtype_of(buffer)
+                return BrokenState(f"{name}.{own}".lstrip("."), "buffer", dtype, None, None)
+        return None
+
+    def _broken_parameter(self, name: str, parameter: Tensor) -> BrokenState:
+        dtype = dtype_of(parameter)
+        for optimizer in list(self._optimizers.keys()):
+            for group in optimizer.param_groups:
+                if any(parameter is each for each in group["params"]):
+                    eps = group.get("eps")
+                    is_zero = isinstance(eps, float) and not torch.tensor(eps).to(parameter.dtype)
+                    kind = type(optimizer).__name__
+                    return BrokenState(name, "parameter", dtype, kind, eps if is_zero else None)
+        return BrokenState(name, "parameter", dtype, None, None)
+
+    def _hint(self, slot: Slot) -> str:
+        """Return a sentence on the module's own parameters if they are beyond the output's format."""
+        module = self._own(slot.name)
+        for name, parameter in () if module is None else module.named_parameters(recurse=False):
+            largest = _largest(parameter)
             if slot.dtype in FORMATS and largest > FORMATS[slot.dtype].largest:
                 return f" Its {name} reaches {largest:.4g}, beyond that."
         return ""
@@ -131,6 +168,25 @@ class History:
         memory = None if gradient is None else countable(gradient)
         is_nan = memory is not None and bool(memory.isnan().any())
         return of_parameter(step, name, "nan" if is_nan else "inf")
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest magnitude in a tensor; NaN where it has one, 0 where it has no floating-point elements."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    memory = countable(tensor.detach())
+    return 0.0 if memory is None or not memory.numel() else float(memory.abs().max())
+
+
+def _sentence(state: BrokenState, step: int) -> str:
+    """Return the sentence of a message on a parameter or buffer that was not finite before the step."""
+    own = state.name.rpartition(".")[2]
+    if not step:
+        return f" Its {own} was not finite before the first step."
+    if state.kind == "buffer":
+        return f" Its buffer {own} is not finite: forward wrote it so, in this step or before."
+    wrote = f"{state.optimizer}'s step" if state.optimizer else "the step"
+    return f" Its {own} is not finite: {wrote} before wrote it so."
 
 
 def _in_backward(step: Record) -> dict[str, int]:

@@ -131,13 +131,11 @@ def _copied(optimizer: Optimizer, parameter: Tensor, scale: Tensor | None) -> Te
 
 
 def _copy(state: Any) -> Any:
+    """Return a copy of a state; one in 16 bits, or as large as a parameter, becomes float32."""
     if not isinstance(state, Tensor):
         return state
-    return (
-        state.to(torch.float32, copy=True)
-        if is_large(state) and state.is_floating_point()
-        else state.clone()
-    )
+    is_widened = state.dtype in _NARROW or (is_large(state) and state.is_floating_point())
+    return state.to(torch.float32, copy=True) if is_widened else state.clone()
 
 
 def _compared(was: Tensor, now: Tensor, wanted: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from precast.diagnostics.numerics.running_step import RunningStep
 from precast.diagnostics.numerics.samples import Samples, figures
 from precast.diagnostics.numerics.tally import Key
 from precast.errors import MonitorError, OutputError, PrecastWarning
-from precast.policy.module_names import names_in
+from precast.policy.module_names import named_parameters, names_in
 from precast.weights.partial_steps import parameters_of
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
@@ -56,6 +56,7 @@ DEFAULT_EVERY: Final = 200
 _UNREAD: Final = 256
 P = ParamSpec("P")
 R = TypeVar("R")
+_LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def monitor(
@@ -139,7 +140,10 @@ class Monitor(Displayed):
         self._early = every is None
         self._path = ring
         self._samples = Samples(keep)
-        self._history = History(self._model)
+        self._mine = WeakIdKeyDictionary()
+        """Optimizers that are known to have parameters of the model, by identity: some cannot be hashed."""
+        self._history = History(self._model, self._mine)
+        self._low_modules = _low_modules(model)
         self._running: RunningStep | None = None
         """The step that runs; in inference, a call of the model in another thread has one of its own."""
         self.numbering = Numbering()
@@ -154,8 +158,6 @@ class Monitor(Displayed):
         self._stepped_by: set[int] = set()
         """Optimizers that have stepped in the step that runs."""
         self._trains = False
-        self._mine = WeakIdKeyDictionary()
-        """Optimizers that are known to have parameters of the model, by identity: some cannot be hashed."""
         self._installed = install(model, self)
         self._leave_scaler = follow(scaler, self)
         events.witnesses.append(self)
@@ -192,6 +194,7 @@ class Monitor(Displayed):
             "first": plain(self.first),
             "ring": ring,
             "notes": self._notes(),
+            "low_modules": self._low_modules,
         }
 
     def _notes(self) -> list[str]:
@@ -327,6 +330,11 @@ class Monitor(Displayed):
         model = self._model()
         return {} if model is None else names_in(model, parameters)
 
+    def models(self) -> list[nn.Module]:
+        """Return the model that is watched, if it still exists."""
+        model = self._model()
+        return [] if model is None else [model]
+
     @_guarded
     @synchronized
     @unseen_by_modes
@@ -427,7 +435,7 @@ class Monitor(Displayed):
         self._running, self._over = None, False
         self.numbering = Numbering()
         self._samples.clear()
-        self._history = History(self._model)
+        self._history = History(self._model, self._mine)
 
     def _finish(self, running: RunningStep | None) -> None:
         self._over = False
@@ -470,6 +478,12 @@ class Monitor(Displayed):
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     atomic_write.replace(path, json.dumps(value, allow_nan=False).encode())
+
+
+def _low_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules that have parameters in 16 bits."""
+    owners = (n.rpartition(".")[0] for n, p in named_parameters(model) if p.dtype in _LOW)
+    return list(dict.fromkeys(owners))
 
 
 def _end(monitor: weakref.ref[Monitor], installed: ExitStack) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal
 
-from precast._internal.events import NonfiniteOrigin
+from precast._internal.events import BrokenState, NonfiniteOrigin
 from precast.diagnostics import schema
 from precast.diagnostics.numerics.formats import FORMATS
 from precast.diagnostics.numerics.record import Record, Slot, is_finite
@@ -35,8 +35,10 @@ def bad_slots(step: Record, usual: AbstractSet[Key]) -> list[int]:
     ]
 
 
-def first_of(step: Record, place: int, hint: str) -> NonfiniteOrigin:
-    """What there is to say about the first tensor that is not finite, at `place`; `hint` is about its module."""
+def first_of(
+    step: Record, place: int, hint: str = "", state: BrokenState | None = None
+) -> NonfiniteOrigin:
+    """Return the origin for the first tensor that is not finite, at `place`; `hint` is about its module."""
     slot = step.slots[place]
     what: Any = "nan" if any(map(math.isnan, step.extremes[place])) else "inf"
     before = _made_from(place, step.slots)
@@ -51,7 +53,7 @@ def first_of(step: Record, place: int, hint: str) -> NonfiniteOrigin:
     inputs, ranges = _ranges(step, before)
     message = f"In step {step.number}{seen}{ranges}.{_end_of(slot)}{_doubted(doubts)}{hint}"
     kind: Any = slot.kind
-    return NonfiniteOrigin(step.number, kind, slot.name, what, inputs, message, doubts)
+    return NonfiniteOrigin(step.number, kind, slot.name, what, inputs, message, doubts, state)
 
 
 def of_parameter(step: Record, name: str, what: Literal["inf", "nan"]) -> NonfiniteOrigin:

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast._internal import cures
 from precast.diagnostics.report.between import Between, between, module_before
 from precast.diagnostics.report.words import joined, plural, share
-from precast.diagnostics.schema import Cost, Document, Finding, HealthModule, NonfiniteOrigin, Where
+from precast.diagnostics.schema import (
+    BrokenState,
+    Cost,
+    Document,
+    Finding,
+    HealthModule,
+    NonfiniteOrigin,
+    Where,
+)
 
 __all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
 
 _TELLING = 0.01  # a smaller share of gradients is not reported
+_OCCASIONAL = 0.1  # of the steps: so many may be skipped while a scale finds its limit
 _MOST_STAY = 0.5  # a smaller share of updates that round to nothing is not reported
-_IF_NAN = " If it is NaN there too, the format is not the reason: look at what it divides by."
-_OWN_CAST = (
-    " A cast that the program itself makes to float16 by name, as `.half()`, has to go from the code: no policy and "
-    "no region changes it."
-)
-_WIDE = "run the whole program in bfloat16 (`dtype=torch.bfloat16`), which has float32's range"
-_AUTO_SCALE = '`precast.GradScaler(device, init_scale="auto")`'
 
 
 def numeric_findings(document: Document) -> list[Finding]:
@@ -78,26 +81,53 @@ def overflow(document: Document, first: NonfiniteOrigin) -> Finding:
 def _mend(
     document: Document, first: NonfiniteOrigin, module: str, format: str
 ) -> tuple[str, list[str]]:
-    """What to do, and the modules that a policy has to run in float32, if that does it."""
+    """Return what to do, and the modules that a policy has to run in float32, if that does it."""
+    name = f"`{module}`" if module else "the model"
     if first.kind == "input":
         return _look_before(document, first), []
-    if first.kind in {"gradient", "parameter"} and _is_scaled(document):
-        return (
-            "Leave it if it happens now and then: a growing scale finds its limit by a skipped step. If it happens "
-            f"often, let the scaler find the scale, {_AUTO_SCALE}; where the scale is "
-            f"low already, look at {f'`{module}`' if module else 'the model'}."
-        ), []
+    if first.state is not None:
+        return _mend_state(first.state, module), []
+    is_gradient = first.kind in {"gradient", "parameter"}
+    if is_gradient and document.run.nonfinite_losses + document.run.skipped_losses:
+        return cures.BAD_LOSS(), []
+    if is_gradient and _is_scaled(document):
+        return _mend_scale(document, name), []
     if format != "float16":
-        return (
-            f"{f'`{module}`' if module else 'The model'} leaves float32's range, or has no value: look at its inputs, "
-            "at the learning rate, and at what it divides by."
-        ), []
-    if not module:
-        return "Run in bfloat16, which has float32's range.", []
-    return (
-        f"Run `{module}` in float32, or the whole run in bfloat16, which has float32's range."
-        f"{_IF_NAN if first.what == 'nan' else ''}"
-    ), [module]
+        return cures.BEYOND_FLOAT32(module=name[:1].upper() + name[1:]), []
+    if _is_stored_low(document, module):
+        return cures.STORE_IN_BFLOAT16(module=name), []
+    if not module or is_gradient:
+        return cures.IN_BFLOAT16(), []
+    more = cures.NAN_IN_FLOAT32() if first.what == "nan" else ""
+    return cures.MODULE_IN_FLOAT32(modules=name, more=more), [module]
+
+
+def _mend_state(state: BrokenState, module: str) -> str:
+    """Return what to do about a parameter or buffer that was not finite before the step."""
+    if state.kind == "buffer":
+        return cures.BAD_BUFFER(tensor=state.name)
+    if state.eps is not None and state.dtype == "float16":
+        return cures.SMALL_EPS(eps=state.eps, optimizer=state.optimizer)
+    return cures.BAD_STEP(module=module or "the model")
+
+
+def _mend_scale(document: Document, module: str) -> str:
+    """Return what to do about gradients that were not finite under a scaler, with losses that were."""
+    skipped = [step for step in document.steps if step.skipped]
+    count = len(skipped) if document.run.skipped is None else document.run.skipped
+    was_last = not document.steps or document.steps[-1].skipped
+    if count <= _OCCASIONAL * document.run.steps and not was_last and not document.verdicts:
+        return cures.LEAVE_IT()
+    scale = next((step.scale for step in reversed(skipped) if step.scale is not None), None)
+    if scale is not None and scale <= 1:
+        return cures.LOW_SCALE(module=module, scale=scale)
+    return cures.FIND_SCALE(module=module)
+
+
+def _is_stored_low(document: Document, module: str) -> bool:
+    """Return True if a module, or one inside it, has parameters in 16 bits."""
+    low = document.health.low_modules if document.health else None
+    return any(not module or f"{name}.".startswith(f"{module}.") for name in low or ())
 
 
 def _mend_code(
@@ -106,18 +136,16 @@ def _mend_code(
     """As `_mend`, for code between modules."""
     ran = f" {_traced(document)}, the code {_place(first)} ran in {format}: {code.lines}."
     if format != "float16":
-        return f"Look at what these lines divide by, and at how large their numbers grow.{ran}", []
-    ran += _OWN_CAST if code.casts else ""
-    ran += _IF_NAN if first.what == "nan" else ""
+        return f"{cures.LINES_BEYOND_FLOAT32()}{ran}", []
+    ran += cures.OWN_CAST() if code.casts else ""
+    ran += cures.NAN_IN_FLOAT32() if first.what == "nan" else ""
     modules = [name for name in code.owners if name]
-    if len(modules) == len(code.owners):
+    are_stored_low = any(_is_stored_low(document, name) for name in modules)
+    if len(modules) == len(code.owners) and not are_stored_low:
         names = joined(f"`{name}`" for name in modules)
-        return f"Run {names} in float32, or {_WIDE}.{ran}", modules
+        return cures.MODULE_IN_FLOAT32(modules=names, more=ran), modules
     # A rule for the model itself would leave nothing in 16 bits, and no rule applies to the code around it.
-    return (
-        f"Compute these lines in float32: put them into `with precast.disable():` and call `.float()` on what they are "
-        f"given; or {_WIDE}.{ran}"
-    ), []
+    return cures.CODE_IN_FLOAT32(more=ran), []
 
 
 def _traced(document: Document) -> str:
@@ -133,8 +161,8 @@ def _traced(document: Document) -> str:
 def _look_before(document: Document, first: NonfiniteOrigin) -> str:
     """What to do where no operation before a module is known."""
     if not first.name:
-        return "Look at the data that the model is given."
-    look = f"Look at the code {_place(first)}"
+        return cures.LOOK_AT_DATA()
+    look = cures.LOOK_BEFORE(place=_place(first))
     if module_before(first) is None:
         look += ", and at the data that the model is given"
     if document.trace is None and not document.run.compiled:
@@ -207,9 +235,8 @@ def _rounded_away(document: Document) -> Iterator[Finding]:
         kind="rounded away",
         title=f"{share(part)} of the updates of `{worst.name}` round to nothing, as it is stored in 16 bits{others}.",
         cost=Cost(),
-        suggestion=f"Keep float32 masters: train a float32 model in a region. Or let it learn in 16 bits: "
-        f'`precast.attach(model, optimizer=optimizer, masters="kahan")`, with which {share(with_kahan)} of the '
-        "updates in the same steps would have rounded to nothing. Or raise the learning rate.",
+        suggestion=cures.KEEP_MASTERS()
+        + (cures.LEARN_IN_16_BITS(share=share(with_kahan)) if with_kahan < part / 2 else ""),
         policy=None,
         where=Where(module_of(worst)),
     )
@@ -221,14 +248,7 @@ def _mean(shares: list[float | None] | None) -> float:
 
 
 def _enlarge(document: Document) -> str:
-    if _is_scaled(document):
-        scale = f"The scale is too low for them: let the scaler find it, {_AUTO_SCALE}, or"
-    else:
-        scale = (
-            "Scale the loss: `scaler = precast.GradScaler(device)`, then `scaler.scale(loss).backward()`, "
-            "`scaler.step(optimizer)`, `scaler.update()`; or"
-        )
-    return f"{scale} run in bfloat16, which has float32's range."
+    return cures.RAISE_THE_SCALE() if _is_scaled(document) else cures.SCALE_THE_LOSS()
 
 
 def _underflow_share(modules: list[HealthModule]) -> float:

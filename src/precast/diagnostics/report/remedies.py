@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
-from precast.diagnostics.report.words import duration, share, size
+from precast.diagnostics.report.words import share, size
 from precast.diagnostics.schema import Cost, Document, Finding
 
-__all__ = ["Remedy", "all_findings", "cost_words", "is_numeric", "remedies"]
+__all__ = ["Remedy", "all_findings", "cost_words", "is_numeric", "remedies", "time_words"]
+__all__ += ["together"]
 
 _NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation", "rounded away")
 _Number = TypeVar("_Number", int, float)
@@ -34,7 +35,7 @@ class Remedy(NamedTuple):
     @property
     def is_telling(self) -> bool:
         """Whether it is worth a reader's time: numbers are wrong, the cost is not small, or nobody knows it."""
-        part = self.cost.share
+        part = self.cost.share if self.cost.low is None else self.cost.low
         return is_numeric(self.worst) or part is None or part >= _TELLING
 
 
@@ -42,17 +43,18 @@ def all_findings(document: Document) -> list[Finding]:
     """The document's findings and the trace's, each once; wrong numbers first, then the most expensive."""
     every = [*document.findings, *(document.trace.findings if document.trace else [])]
     once = [each for i, each in enumerate(every) if each not in every[:i]]
-    return sorted(once, key=lambda each: -_weight(each, each.cost))
+    return sorted(once, key=lambda each: _weight(each, each.cost), reverse=True)
 
 
 def remedies(document: Document) -> list[Remedy]:
     """All findings, those with the same remedy together; wrong numbers first, then the most expensive."""
     groups: dict[object, list[Finding]] = {}
     for number, each in enumerate(all_findings(document)):
-        key = number if is_numeric(each) else (each.suggestion, each.policy)
+        is_alone = is_numeric(each) or not each.suggestion
+        key = number if is_alone else (each.suggestion, each.policy)
         groups.setdefault(key, []).append(each)
-    found = [Remedy(some, _together([each.cost for each in some])) for some in groups.values()]
-    return sorted(found, key=lambda each: -_weight(each.worst, each.cost))
+    found = [Remedy(some, together(each.cost for each in some)) for some in groups.values()]
+    return sorted(found, key=lambda each: _weight(each.worst, each.cost), reverse=True)
 
 
 def is_numeric(finding: Finding) -> bool:
@@ -61,27 +63,43 @@ def is_numeric(finding: Finding) -> bool:
 
 
 def cost_words(cost: Cost) -> str:
-    """A cost: "3.4% of the traced time, 20 ms, 1.0 MiB written by casts"; empty where nothing is known."""
-    parts = []
-    if cost.share is not None:
-        parts.append(f"{share(cost.share)} of the traced time")
-    if cost.seconds is not None:
-        parts.append(duration(cost.seconds))
-    if cost.bytes:
-        parts.append(f"{size(cost.bytes)} written by casts")
-    return ", ".join(parts)
+    """A cost: "1.2% to 3.4% of the traced time, 1.0 MiB written by casts"; empty where nothing is known.
+
+    A time is one measurement among others, so it is left out where its spread is not known.
+    """
+    written = f"{size(cost.bytes)} written by casts" if cost.bytes else ""
+    return ", ".join(filter(None, (time_words(cost), written)))
 
 
-def _weight(finding: Finding, cost: Cost) -> float:
-    return 1e9 if is_numeric(finding) else cost.seconds or cost.share or 0.0
+def time_words(cost: Cost) -> str:
+    """Return the share of the time with its spread: "1.2% to 3.4% of the traced time"; empty if that is not known."""
+    if cost.low is None or cost.high is None:
+        return ""
+    low, high = share(cost.low), share(cost.high)
+    return f"{low if low == high else f'{low} to {high}'} of the traced time"
 
 
-def _together(costs: list[Cost]) -> Cost:
-    part = _sum(cost.share for cost in costs)
+def _weight(finding: Finding, cost: Cost) -> tuple[bool, bool, float]:
+    is_advice = bool(finding.suggestion)
+    return (
+        is_numeric(finding),
+        is_advice,
+        0.0 if is_numeric(finding) else cost.seconds or cost.share or 0.0,
+    )
+
+
+def together(costs: Iterable[Cost]) -> Cost:
+    """Return the sum of costs; shares end at 1."""
+    costs = list(costs)
+    part, low, high = (
+        _sum(getattr(cost, name) for cost in costs) for name in ("share", "low", "high")
+    )
     return Cost(
         seconds=_sum(cost.seconds for cost in costs),
         bytes=_sum(cost.bytes for cost in costs),
         share=None if part is None else min(part, 1.0),
+        low=None if low is None else min(low, 1.0),
+        high=None if high is None else min(high, 1.0),
     )
 
 

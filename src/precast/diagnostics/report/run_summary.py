@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from precast._internal import cures
 from precast.diagnostics.report.evidence import (
     expensive_casts,
     is_mixed,
@@ -26,6 +27,8 @@ from precast.diagnostics.report.remedies import (
     cost_words,
     is_numeric,
     remedies,
+    time_words,
+    together,
 )
 from precast.diagnostics.report.tree import seconds_by_dtype
 from precast.diagnostics.report.words import (
@@ -132,10 +135,9 @@ def _works(document: Document, problems: list[str], costs: list[Remedy]) -> str:
     casts = expensive_casts(document)
     if casts:
         return f"Mixed precision may not pay for this run: casts took {share(casts)} of the traced time."
-    part = min(1.0, sum(each.cost.share or 0 for each in costs))
-    if part:
-        took = f"what the findings name took up to {share(part)} of the traced time"
-        return f"Mixed precision works for this run; {took}."
+    saved = time_words(together(each.cost for each in costs))
+    if saved:
+        return f"Mixed precision works for this run; fixing the findings could save {saved}."
     if problems and document.run.ended != "interrupted":
         return "Mixed precision works for this run, and there is something to look at."
     return "Mixed precision works for this run; nothing wrong was found."
@@ -235,7 +237,7 @@ def _lost_steps(document: Document) -> Iterator[str]:
 
 
 _NO_LOWER_SCALE = {
-    "weights": "the parameters themselves held infinity or NaN",
+    "weights": "parameters or buffers of the model held infinity or NaN",
     "loss": "the loss itself was infinite or NaN before it was scaled, in many skipped steps in a row",
     "floor": "many steps in a row were skipped at a scale of {scale:.3g}, which falls no further",
     "skips": "as many steps in a row were skipped as the scaler's max_consecutive_skips allows",
@@ -274,7 +276,7 @@ def _not_told_elsewhere(document: Document) -> Iterator[str]:
         each
         for each in all_findings(document)
         if (is_numeric(each) and not (first and each.where.module == module_of(first)))
-        or (not is_numeric(each) and each.cost.share is each.cost.seconds is None)
+        or (_is_advice(each) and each.cost.share is each.cost.seconds is None)
     ]
     yield from (sentence(each.title) for each in untold[:_MOST])
 
@@ -288,13 +290,19 @@ def _expensive_casts(document: Document) -> Iterator[str]:
 def _costly(document: Document) -> list[Remedy]:
     """What would mend a cost that is worth a sentence."""
     found = (each for each in remedies(document) if each.cost.seconds or each.cost.share)
-    return [each for each in found if each.is_telling and not is_numeric(each.worst)]
+    return [each for each in found if each.is_telling and _is_advice(each.worst)]
+
+
+def _is_advice(finding: Finding) -> bool:
+    """Return True if a finding is about time, and says how to save it."""
+    return bool(finding.suggestion) and not is_numeric(finding)
 
 
 def _cost(remedy: Remedy) -> str:
     more = len(remedy.findings) - 1
     also = f", and {plural(more, 'more place')} with the same remedy" if more else ""
-    return f"{sentence(remedy.worst.title)[:-1]}{also} ({cost_words(remedy.cost)})."
+    cost = cost_words(remedy.cost)
+    return f"{sentence(remedy.worst.title)[:-1]}{also}{f' ({cost})' if cost else ''}."
 
 
 # --- what was not seen ---
@@ -350,19 +358,13 @@ def _advice(document: Document, costs: list[Remedy]) -> Advice | None:
     if first:
         return _from_finding(overflow(document, first), steps_back or "numbers that stay finite")
     if (skipped or document.run.nonfinite_losses) and document.health is None:
-        what = "overflows first" if skipped else "is infinite or NaN first"
-        text = f"Run it once more with `--health`: the report then names what {what}."
-        return Advice(text, steps_back, None)
+        what = "overflows" if skipped else "is infinite or NaN"
+        return Advice(cures.WATCH_NUMBERS(happens=what), steps_back, None)
     if costs:
-        return _from_finding(costs[0].worst, f"at most {cost_words(costs[0].cost)}")
+        return _from_finding(costs[0].worst, cost_words(costs[0].cost))
     on_casts = expensive_casts(document)
     if on_casts:
-        return Advice(
-            "Compare its time with float32's, and with that of weights which are held between regions: "
-            "`precast.attach(model, optimizer=optimizer)`.",
-            f"at most {share(on_casts)} of the traced time",
-            None,
-        )
+        return Advice(cures.COMPARE_TIMES(), f"at most {share(on_casts)} of the traced time", None)
     text = _to_16_bits(document)
     return Advice(text, _GAIN, None) if text else None
 
@@ -374,17 +376,11 @@ def _to_16_bits(document: Document) -> str:
     if not run.steps or ran_lower(document) != "no" or not is_float32:
         return ""
     if rules_ran(document):
-        return (
-            "If this is not what you want, look at the policy: operations with the rule `lower` run in 16 "
-            'bits, and a policy file without `base = "default"` has no rules but its own.'
-        )
+        return cures.START_FROM_A_BASE()
     if run.elsewhere:
         return ""
     device = next((each.split(":")[0] for each in run.devices if not each.startswith("cpu")), "cpu")
-    return (
-        f'Compute the forward pass and the loss inside `with precast.autocast("{device}"):`, '
-        "and run backward outside."
-    )
+    return cures.OPEN_A_REGION(device=device)
 
 
 def _from_finding(finding: Finding, gain: str) -> Advice:

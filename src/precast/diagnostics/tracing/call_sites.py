@@ -32,6 +32,7 @@ __all__ = [
     "Names",
     "frame_above",
     "is_enabled",
+    "outermost_region",
     "outermost_regions",
     "read_stack",
     "region_around",
@@ -202,6 +203,11 @@ def region_around(device_type: str) -> str | None:
 def is_enabled(device_type: str) -> bool:
     """Whether autocast is on where the program runs; PyTorch's own flag is off inside a dispatch mode."""
     return _regions.enabled.get(device_type, False)
+
+
+def outermost_region() -> int | None:
+    """Return the number of the outermost region around in this thread; None outside of regions."""
+    return _regions.outermost if _regions.open else None
 
 
 def outermost_regions() -> int:

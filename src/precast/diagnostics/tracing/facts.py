@@ -7,7 +7,7 @@ weakly.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast.diagnostics.tracing.lineage import MOVES, Link, Noticed, Site, Up
+from precast.diagnostics.tracing.trials import Call, Saving, call_of, saving
 from precast.engine.operator_kinds import Cast, dtype_name
 from precast.weights.held import MIN_ELEMENTS_FOR_NODE
 
@@ -35,6 +36,8 @@ class RoundTrip(Noticed):
     dtype: torch.dtype
     back: Site
     times: int = 0
+    is_used: bool = False
+    """Whether an operation computed with the float32 numbers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +49,10 @@ class Island(Noticed):
     calls: int = 0
     returned: int = 0
     """How often a result was cast back."""
+    used: int = 0
+    """How often an operation computed with a result in float32."""
+    returns: torch.dtype | None = None
+    """The dtype to which results were cast back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +65,10 @@ class CastAgain(Noticed):
     """Whether an attachment would hold it: where gradients are recorded, small ones are cast in each region."""
     casts: int = 0
     again: int = 0
+    is_in_one_region: bool = False
+    """Whether it was cast again inside one outermost region, so that no wider region helps."""
+    region: int | None = None
+    """The number of the outermost region of its latest cast; None outside of regions."""
     latest: object = field(default=None, repr=False)
     """What tells whether the weight has changed since its latest cast."""
 
@@ -69,6 +80,56 @@ class Facts:
         self.round_trips: dict[object, RoundTrip] = {}
         self.islands: dict[object, Island] = {}
         self.weights = Weights()
+        self.calls: dict[Site, Call] = {}
+        """The first call of an operation at a site, for a trial in 16 bits."""
+        self.savings: dict[object, Saving | None] = {}
+        """The results of trials."""
+        self.step = 0
+        self.step_seconds: list[float] = []
+        """The traced time of each whole step."""
+
+    def new_step(self, seconds: float) -> None:
+        """An optimizer has stepped; `seconds` is the traced time of all steps so far."""
+        self.step_seconds.append(seconds - sum(self.step_seconds))
+        self.step += 1
+        self.weights.step = self.step
+
+    def spread_of(self, by_step: Mapping[int, float]) -> tuple[float, float] | None:
+        """Return the smallest and largest share of a step's time; None where fewer than two whole steps were traced."""
+        whole = self.step_seconds
+        if len(whole) < 2:
+            return None
+        shares = [by_step.get(step, 0.0) / max(time, 1e-12) for step, time in enumerate(whole)]
+        return min(1.0, *shares), min(1.0, max(shares))
+
+    def note_call(
+        self, at: Site, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Keep the description of a call, if it is the first at its site and can be run again."""
+        if at not in self.calls and len(self.calls) < MOST:
+            call = call_of(overload, args, kwargs)
+            if call is not None:
+                self.calls[at] = call
+
+    def saving(
+        self, at: Site, dtype: torch.dtype | None, returns: torch.dtype | None
+    ) -> Saving | None:
+        """Return what a call at a site saves in 16 bits; a trial is made once for each kind of call."""
+        call = self.calls.get(at)
+        if call is None or dtype is None:
+            return None
+        key = repr(call), dtype, returns
+        if key not in self.savings:
+            self.savings[key] = saving(call, dtype, returns=returns)
+        return self.savings[key]
+
+    def use(self, links: Iterable[Link | None], carried: Up | None = None) -> None:
+        """Record that an operation computes with tensors in float32; `carried` is the cast that its result keeps."""
+        for link in links:
+            if link is not None and link.island is not None:
+                link.island.used += 1
+            if link is not None and link.up is not None and carried is None:
+                link.up.use()
 
     def carried(self, op: str, links: list[Link | None], ups: list[Up]) -> Up | None:
         """The cast to float32 of what an operation only moves: before it (`links`), or for it (`ups`)."""
@@ -88,14 +149,15 @@ class Facts:
         if island is not None:
             island.calls += 1
             for up in ups:
-                island.add(up.seconds, up.bytes)
+                island.add(up.seconds, up.bytes, self.step)
         return island
 
     def came_down(self, before: Link, at: Site, cast: Cast) -> None:
         """Notes that a tensor was cast to 16 bits at a site; `before` is what wrote the tensor."""
         if before.island is not None:
-            before.island.add(cast.seconds, cast.bytes)
+            before.island.add(cast.seconds, cast.bytes, self.step)
             before.island.returned += 1
+            before.island.returns = cast.target.dtype
         up = before.up
         if up is None or up.dtype is not cast.target.dtype:
             return
@@ -107,7 +169,9 @@ class Facts:
         )
         if trip is not None:
             trip.times += 1
-            trip.add(cast.seconds + up.seconds, cast.bytes + up.bytes)
+            trip.is_used |= up.is_used
+            up.uses.append(trip)
+            trip.add(cast.seconds + up.seconds, cast.bytes + up.bytes, self.step)
 
 
 class Weights:
@@ -118,17 +182,17 @@ class Weights:
         self._numbers = WeakIdKeyDictionary()
         """A number for each weight that no other gets, as an `id` may be given out again."""
         self._free_numbers = itertools.count()
-        self._step = 0
+        self.step = 0
+        """The number of optimizer steps; they may write weights and leave their version counters as they are."""
 
     def __iter__(self) -> Iterator[CastAgain]:
         return iter(list(self._known.values()))
 
-    def new_step(self) -> None:
-        """An optimizer has written weights, which may not have changed their version counters."""
-        self._step += 1
+    def saw(self, at: Site, cast: Cast, region: int | None) -> None:
+        """Record that a tensor was cast to 16 bits at a site, if it is a weight or a view of one.
 
-    def saw(self, at: Site, cast: Cast) -> None:
-        """Notes that a tensor was cast to 16 bits at a site, if it is a weight or a view of one."""
+        `region` is the number of the outermost region around.
+        """
         source, dtype = cast.source, cast.target.dtype
         if _torch.is_functorch_wrapper(source):
             return
@@ -152,11 +216,12 @@ class Weights:
         found.casts += 1
         version = _torch.version_of(weight) if _torch.counts_versions(weight) else 0
         has_memory = _torch.is_plain(type(weight)) and weight.layout is torch.strided
-        latest = version, weight.data_ptr() if has_memory else 0, self._step
+        latest = version, weight.data_ptr() if has_memory else 0, self.step
         if found.latest == latest:
             found.again += 1
-            found.add(cast.seconds, cast.bytes)
-        found.latest = latest
+            found.is_in_one_region |= region is not None and region == found.region
+            found.add(cast.seconds, cast.bytes, self.step)
+        found.latest, found.region = latest, region
 
 
 def _bounded(known: dict[object, _T], key: object, make: Any) -> _T | None:

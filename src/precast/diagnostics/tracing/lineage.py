@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -51,11 +51,14 @@ class Noticed:
     source: str | None
     seconds: float = 0.0
     bytes: int = 0
+    by_step: dict[int, float] = field(default_factory=dict)
+    """The seconds of each traced step."""
 
-    def add(self, seconds: float, size: int) -> None:
-        """Adds the cost of one more."""
+    def add(self, seconds: float, size: int, step: int) -> None:
+        """Adds the cost of one more, in a step."""
         self.seconds += seconds
         self.bytes += size
+        self.by_step[step] = self.by_step.get(step, 0.0) + seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +67,16 @@ class Up(Noticed):
 
     rule: str | None
     dtype: torch.dtype
+    uses: list[Any] = field(default_factory=list)
+    """The round trips that begin with it; they are told if its result is used in float32."""
+    is_used: bool = False
+    """Whether an operation computed with its result in float32."""
+
+    def use(self) -> None:
+        """Record that an operation computes with the result in float32."""
+        self.is_used = True
+        for trip in self.uses:
+            trip.is_used = True
 
 
 @dataclass(slots=True, eq=False)

@@ -26,20 +26,21 @@ from precast.diagnostics.tracing.call_sites import (
     Names,
     frame_above,
     is_enabled,
+    outermost_region,
     read_stack,
     region_around,
 )
 from precast.diagnostics.tracing.counting import Counts
-from precast.diagnostics.tracing.error_notes import note_on
+from precast.diagnostics.tracing.error_notes import Attempt, note_on
 from precast.diagnostics.tracing.explanation import LineageStep
 from precast.diagnostics.tracing.facts import Facts
 from precast.diagnostics.tracing.lineage import Lineage, Link, Site, Up
 from precast.diagnostics.tracing.reasons import Decided, ModuleRules
 from precast.diagnostics.tracing.tally import Around, Place, Tally
+from precast.diagnostics.tracing.trials import Call
 from precast.engine.operation import Operation, is_eligible
 from precast.engine.operator_kinds import (
     Cast,
-    Kind,
     dtype_name,
     dtype_of,
     floating_in,
@@ -49,8 +50,13 @@ from precast.engine.operator_kinds import (
 from precast.engine.remarks import take_remark
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
 
-__all__ = ["Recorder"]
+__all__ = ["HEAVY", "Recorder"]
 
+HEAVY: Final = (
+    {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "einsum"}
+    | {"convolution", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
+)  # fmt: skip
+"""Operations that are worth 16 bits."""
 _MOST_NODES: Final = 200_000
 _MOST_TRAILED: Final = 8
 """Of how many results of one operation the origin is noted."""
@@ -73,6 +79,7 @@ class _Decision:
     inputs: _Texts
     links: list[Link | None]
     """Where its floating-point inputs come from."""
+    call: _Call
     wanting: int = 0
     """How many of its inputs have another dtype than the rule wants."""
     casts: int = 0
@@ -111,7 +118,7 @@ class Recorder:
     def stepped(self) -> None:
         """An optimizer has stepped."""
         self.totals.steps += 1
-        self.facts.weights.new_step()
+        self.facts.new_step(self.totals.seconds)
         self._nodes_before, self._nodes = self._nodes, {}
 
     # --- decisions ---
@@ -126,7 +133,8 @@ class Recorder:
         tensors = tensors_of(args, kwargs)
         links = [self.lineage.of(t) for t in floating_in(tensors)]
         found = reasons.decided(policy, op.name, op.device_type)
-        decision = _Decision(op, policy, found, place, tuple(map(dtype_of, tensors)), links)
+        inputs = tuple(map(dtype_of, tensors))
+        decision = _Decision(op, policy, found, place, inputs, links, (args, kwargs))
         if found.rule == Rule.LOWER:
             lower, device = op.lower_dtype(), op.device_type
             decision.wanting = sum(t.dtype is not lower and is_eligible(t, device) for t in tensors)
@@ -143,10 +151,15 @@ class Recorder:
         outputs = tensors_of((result,), {})
         self._count(d, outputs)
         island = None
+        if rule is None:
+            self._note_product(Call(d.op.overload, *d.call), d.place, d.inputs)
         if d.ups and rule in _FP32:
             at = Site(op, d.place.module, d.place.source)
             island = self.facts.island(at, d.op.device_type, d.policy.name, d.ups)
+            self.facts.note_call(at, d.op.overload, *d.call)
         up = self.facts.carried(op, d.links, d.ups)
+        if rule != Rule.LOWER and d.place.phase != "backward":
+            self.facts.use(d.links, up)
         sets_dtype = rule in (Rule.LOWER, *_FP32)
         for tensor in floating_in(outputs):
             parent = None if sets_dtype else _like(d.links, tensor.dtype)
@@ -159,7 +172,9 @@ class Recorder:
         d = self._decisions.pop()
         take_remark()  # of a call inside that did not raise
         self._count(d, [])
-        note_on(error, d.decided, d.op.device_type, d.policy, d.inputs, d.links, enabled=True)
+        call = Call(d.op.overload, *d.call)
+        attempt = Attempt(call, d.op.device_type, d.policy, is_in_region=True)
+        note_on(error, d.decided, attempt, d.inputs, d.links)
 
     def _count(self, d: _Decision, outputs: list[Tensor]) -> None:
         op, rule, _ = d.decided
@@ -203,7 +218,7 @@ class Recorder:
         made = _torch.next_sequence() > self._sequence
         if not self._decisions:
             if made or not kind.is_view:
-                self._saw_alone(kind, call, out, seconds, inside)
+                self._saw_alone(func, call, out, seconds, inside)
             return
         d = self._decisions[-1]
         self.totals.seconds += seconds
@@ -229,18 +244,20 @@ class Recorder:
         policy, (region, module_rule, _) = reasons.policy_here(device), self._around(device)
         found = reasons.why_alone(policy, kind_of(func).name, device, region, module_rule)
         links = [self.lineage.of(t) for t in tensors]
-        inputs, enabled = map(dtype_of, tensors), is_enabled(device)
-        note_on(error, found, device, policy, inputs, links, enabled=enabled)
+        is_in_region = is_enabled(device) or region is not None or module_rule is not None
+        attempt = Attempt(Call(func, *call), device, policy, is_in_region=is_in_region)
+        note_on(error, found, attempt, map(dtype_of, tensors), links)
 
     def _saw_alone(
         self,
-        kind: Kind,
+        func: Any,
         call: _Call,
         out: Any,
         seconds: float,
         inside: Sequence[Cast],
     ) -> None:
         """Gives an operation outside of all decisions its own row."""
+        kind = kind_of(func)
         place, reason = self._place()
         tensors, outputs = tensors_of(*call), tensors_of((out,), {})
         if not (tensors or outputs):
@@ -266,6 +283,7 @@ class Recorder:
             _, _, reason = reasons.why_alone(policy, kind.name, device, around.region, module_rule)
         found = Decided(kind.name, None, reason)
         inputs = tuple(map(dtype_of, tensors))
+        self._note_product(Call(func, *call), place, inputs)
         row = self.tally.row(place, found, inputs, outputs, around)
         if row is not None:
             row.seconds += seconds
@@ -278,6 +296,12 @@ class Recorder:
                 self._link(cast.target, found, place, (dtype_of(cast.source),), None).up = up
         if not casts and len(outputs) <= _MOST_TRAILED and place.phase != "optimizer":
             self._trail(found, place, tensors, inputs, outputs)
+
+    def _note_product(self, call: Call, place: Place, inputs: _Texts) -> None:
+        """Keep the description of a call in forward that may be worth 16 bits."""
+        kind = kind_of(call.overload)
+        if place.phase == "forward" and kind.base in HEAVY and set(inputs) == {"float32"}:
+            self.facts.note_call(Site(kind.name, place.module, place.source), *call)
 
     def _place_on_stack(self) -> Place:
         frame = frame_above(1)
@@ -319,10 +343,10 @@ class Recorder:
     ) -> None:
         """Notes where results come from."""
         floating = floating_in(outputs)
-        if not floating:
-            return
         links = [self.lineage.of(t) for t in floating_in(tensors)]
         up = self.facts.carried(found.op, links, [])
+        if place.phase != "backward":
+            self.facts.use(links, up)
         for tensor in floating:
             link = self.lineage.of(tensor) if any(tensor is given for given in tensors) else None
             if link is None:  # else it was written in place, and keeps its dtype
@@ -339,7 +363,7 @@ class Recorder:
         before = self.lineage.of(source)
         if before is not None:
             self.facts.came_down(before, at, cast)
-        self.facts.weights.saw(at, cast)
+        self.facts.weights.saw(at, cast, outermost_region())
         return None
 
     def _remember(self, op: str, place: Place) -> None:

@@ -1,0 +1,313 @@
+"""Every piece of advice that traces, reports, scalers and notes on errors give: when it is given, and its words.
+
+Invariant: for each there is a test with the mark `trial(name)`, which follows it on a program that has the fault and
+checks the result (`tests/project/test_cures.py`). Advice that no trial supports is not given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["Cure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cure:
+    """One piece of advice."""
+
+    name: str
+    """What its trial is marked with."""
+    when: str
+    """The condition under which it is given."""
+    text: str
+    """Its words, with fields for `str.format`."""
+
+    def __call__(self, **values: object) -> str:
+        """Return the words with their fields filled in."""
+        return self.text.format(**values)
+
+
+# --- the gradient scaler's errors and diagnoses ---
+
+UPDATE_MISSING: Final = Cure(
+    "scaler: update is missing",
+    "`unscale_` twice since the last `update`, and a backward pass between the two",
+    "Backward ran between the two calls. If that was the next iteration, call update() at the end of each iteration, "
+    "also of one whose step you skip by hand. If it accumulates gradients, call unscale_() once, after the last "
+    "backward().",
+)
+UNSCALE_ONCE: Final = Cure(
+    "scaler: unscale once",
+    "`unscale_` twice since the last `update`, and no backward pass between the two",
+    "Call it once, after the last backward() and before step().",
+)
+UNSCALE_BEFORE_STEP: Final = Cure(
+    "scaler: unscale before step",
+    "`unscale_` after `step` since the last `update`",
+    "Call unscale_() before step(), and update() at the end of the iteration.",
+)
+UPDATE_ONCE: Final = Cure(
+    "scaler: update after the steps",
+    "`step` twice since the last `update`",
+    "call update() once, at the end of each iteration, after the steps of all optimizers.",
+)
+UPDATE_FIRST: Final = Cure(
+    "scaler: update before backward",
+    "`backward` of a loss after `step` since the last `update`",
+    "call update() first, which ends the iteration.",
+)
+CLIP_IN_CLOSURE: Final = Cure(
+    "scaler: clip inside the closure",
+    "`step` with a closure after `unscale_`",
+    "Leave unscale_() out; clip inside the closure on scaled gradients, with max_norm times scaler.get_scale().",
+)
+UNSCALE_LAST: Final = Cure(
+    "scaler: unscale after backward",
+    "a backward pass between `unscale_` and `step`",
+    "Call unscale_() after the last backward(). After an iteration without update() (a step skipped by hand, an "
+    "exception, Ctrl-C) call optimizer.zero_grad() and scaler.update(), then begin the next one.",
+)
+BROKEN_PARAMETERS: Final = Cure(
+    "scaler: parameters are not finite",
+    "three skipped iterations whose loss was not finite, and parameters that hold infinity or NaN",
+    "Load a checkpoint from before; then look at the learning rate, and at what writes to the parameters.",
+)
+BROKEN_BUFFERS: Final = Cure(
+    "scaler: buffers are not finite",
+    "three skipped iterations whose loss was not finite, and buffers of the model that hold NaN",
+    "A skipped step leaves parameters alone, but forward had written the buffers. Load a checkpoint from before, and "
+    "let forward write to a buffer only what is finite.",
+)
+BAD_LOSSES: Final = Cure(
+    "scaler: the loss is not finite",
+    "as many skipped iterations as are needed whose loss was not finite, with finite parameters and buffers",
+    "Look at the batches, at the learning rate, and at log, sqrt and division in the loss.",
+)
+STUCK_SCALE: Final = Cure(
+    "scaler: the scale cannot fall",
+    "40 skipped iterations in which the scale did not fall",
+    "Look at NaN in these gradients, and at the learning rate. If gradients this large are meant, lower min_scale or "
+    "let the scale fall.",
+)
+MANY_SKIPS: Final = Cure(
+    "scaler: the limit on skipped steps",
+    "as many skipped iterations as `max_consecutive_skips` allows",
+    "Look at NaN in these parameters or in the data; raise the limit, or begin with a lower init_scale, if the scale "
+    "simply takes this long to fall.",
+)
+FLOAT32_PARAMETERS: Final = Cure(
+    "scaler: keep parameters in float32",
+    "`unscale_` of float16 gradients of float16 parameters",
+    "Keep parameters in float32 (model.float()), and let autocast lower the computation.",
+)
+
+# --- what a report says of numbers ---
+
+MODULE_IN_FLOAT32: Final = Cure(
+    "report: run the module in float32",
+    "the output of a module overflows float16, or is NaN there, and its weights are stored in float32",
+    "Run {modules} in float32. This helps if its results are small enough for what follows; if they are not, run the "
+    "whole program in bfloat16 (`dtype=torch.bfloat16`), which has float32's range.{more}",
+)
+CODE_IN_FLOAT32: Final = Cure(
+    "report: compute the lines in float32",
+    "code of the model itself, or around it, overflows float16 between two modules",
+    "Compute these lines in float32: put them into `with precast.disable():` and call `.float()` on what they are "
+    "given; or run the whole program in bfloat16 (`dtype=torch.bfloat16`), which has float32's range.{more}",
+)
+OWN_CAST: Final = Cure(
+    "report: a cast by the program",
+    "the code that overflows float16 casts by itself",
+    " A cast that the program itself makes to float16 by name, as `.half()`, has to go from the code: no policy and "
+    "no region changes it.",
+)
+NAN_IN_FLOAT32: Final = Cure(
+    "report: NaN in float32 too",
+    "what is first is NaN in float16",
+    " If it is NaN there too, the format is not the reason: look at what it divides by.",
+)
+IN_BFLOAT16: Final = Cure(
+    "report: run in bfloat16",
+    "the whole model, or a gradient without a scaler, overflows float16, with weights in float32",
+    "Run in bfloat16 (`dtype=torch.bfloat16`), which has float32's range.",
+)
+STORE_IN_BFLOAT16: Final = Cure(
+    "report: store the model in bfloat16",
+    "a module whose weights are stored in float16 overflows",
+    "Store the model in bfloat16 or in float32, and run in bfloat16 (`dtype=torch.bfloat16`), which has float32's "
+    "range: the weights of {module} are stored in float16.",
+)
+SMALL_EPS: Final = Cure(
+    "report: eps is zero in float16",
+    "a parameter in float16 is not finite before a step, and the eps of its optimizer is 0 in float16",
+    "Keep the parameters in float32, without `.half()` or `dtype=torch.float16`, and let the region lower the "
+    "computation: in float16 `eps={eps:g}` is 0, so {optimizer} divides by zero.",
+)
+BAD_STEP: Final = Cure(
+    "report: the optimizer's step",
+    "a parameter is not finite before a step",
+    "Look at the step before, not at `{module}`: at the learning rate, and at gradients that were not finite and not "
+    "skipped. Begin again with parameters from before.",
+)
+BAD_BUFFER: Final = Cure(
+    "report: a buffer is not finite",
+    "a buffer of the module is not finite before a step",
+    "Let forward write to `{tensor}` only what is finite, and begin again with the buffer from before: a skipped step "
+    "leaves parameters alone, but forward had written the buffer.",
+)
+LEAVE_IT: Final = Cure(
+    "report: leave an occasional skip",
+    "at most a tenth of the steps were skipped, their losses were finite, and later steps were taken",
+    "Leave it: a growing scale finds its limit by a skipped step, and the steps after it were taken.",
+)
+FIND_SCALE: Final = Cure(
+    "report: find the scale",
+    "more steps were skipped than that, the losses were finite, and the scale was above 1",
+    'Let the scaler find the scale, `precast.GradScaler(device, init_scale="auto")`. If steps are still skipped, look '
+    "at the gradients of {module}.",
+)
+LOW_SCALE: Final = Cure(
+    "report: the scale is low already",
+    "more steps were skipped than that, the losses were finite, and the scale was at most 1",
+    "Look at the gradients of {module}: the scale is {scale:g}, so they are not finite without it either.",
+)
+BAD_LOSS: Final = Cure(
+    "report: the loss is not finite",
+    "a gradient is the first that is not finite, and the losses of such steps were not finite before they were scaled",
+    "Look at the code of the loss, at log, sqrt and division in it: the loss itself is infinite or NaN, and the output "
+    "of the model is finite.",
+)
+BEYOND_FLOAT32: Final = Cure(
+    "report: beyond float32",
+    "the output of a module is not finite in a format with float32's range",
+    "{module} leaves float32's range, or has no value: look at its inputs, at the learning rate, and at what it "
+    "divides by.",
+)
+LINES_BEYOND_FLOAT32: Final = Cure(
+    "report: lines beyond float32",
+    "code between two modules gives what is not finite in a format with float32's range",
+    "Look at what these lines divide by, and at how large their numbers grow.",
+)
+LOOK_BEFORE: Final = Cure(
+    "report: look at the code before",
+    "an input that no module made is not finite, and no operation before it was traced",
+    "Look at the code {place}",
+)
+LOOK_AT_DATA: Final = Cure(
+    "report: look at the data",
+    "an input of the whole model is not finite",
+    "Look at the data that the model is given.",
+)
+SCALE_THE_LOSS: Final = Cure(
+    "report: scale the loss",
+    "gradients underflow, and no scaler scales the loss",
+    "Scale the loss: `scaler = precast.GradScaler(device)`, then `scaler.scale(loss).backward()`, "
+    "`scaler.step(optimizer)`, `scaler.update()`; or run in bfloat16, which has float32's range.",
+)
+RAISE_THE_SCALE: Final = Cure(
+    "report: the scale is too low",
+    "gradients underflow although a scaler scales the loss",
+    'The scale is too low for them: let the scaler find it, `precast.GradScaler(device, init_scale="auto")`, or run '
+    "in bfloat16, which has float32's range.",
+)
+KEEP_MASTERS: Final = Cure(
+    "report: keep float32 masters",
+    "most updates of a parameter in 16 bits round to nothing",
+    "Keep float32 masters: train a float32 model in a region.",
+)
+LEARN_IN_16_BITS: Final = Cure(
+    "report: learn in 16 bits",
+    "most updates of a parameter in 16 bits round to nothing, and fewer would with compensated steps",
+    ' Or let it learn in 16 bits: `precast.attach(model, optimizer=optimizer, masters="kahan")`, with which {share} '
+    "of the updates in the same steps would have rounded to nothing.",
+)
+
+# --- what a report says to do first, where nothing is known to be wrong ---
+
+WATCH_NUMBERS: Final = Cure(
+    "report: watch the numbers",
+    "steps were skipped, or losses were not finite, and numbers were not watched",
+    "Run it once more with `--health`: the report then names what {happens} first.",
+)
+COMPARE_TIMES: Final = Cure(
+    "report: compare the times",
+    "casts took at least 30% of the traced time",
+    "Compare its time with float32's (`enabled=False` in the region), and with that of weights which are held between "
+    "regions: `precast.attach(model, optimizer=optimizer)`.",
+)
+START_FROM_A_BASE: Final = Cure(
+    "report: a policy without 16 bits",
+    "rules were carried out, and none gave 16 bits",
+    "If this is not what you want, look at the policy: operations with the rule `lower` run in 16 bits, and a policy "
+    'file without `base = "default"` has no rules but its own.',
+)
+OPEN_A_REGION: Final = Cure(
+    "report: open a region",
+    "all operations ran in float32, and no rule was carried out",
+    'Compute the forward pass and the loss inside `with precast.autocast("{device}"):`, and run backward outside.',
+)
+
+# --- findings of a trace ---
+
+DROP_THE_CAST: Final = Cure(
+    "trace: drop the cast",
+    "the program casts 16 bits to float32, and all that follows only moves the numbers, and casts them back",
+    "Take the cast to float32{place} away: the values are {dtype}, and become {dtype} again.",
+)
+KEEP_THE_DTYPE: Final = Cure(
+    "trace: keep the dtype",
+    "a rule casts 16 bits to float32 for an operation that only moves numbers, at each of its calls, and all that "
+    "follows casts them back; the policy is not one that tune chose",
+    "{op} only moves numbers: keep it in {dtype}, by the rule keep in a policy file.",
+)
+LOWER_THE_ISLAND: Final = Cure(
+    "trace: lower an island",
+    "all results of an operation in float32 are cast to 16 bits and used in no other way, and a trial on tensors of "
+    "the same shapes was faster in 16 bits each time; the policy is not one that tune chose",
+    "If the results stay good enough, run {op} in 16 bits on {device}, by the rule lower in a policy file: in forward "
+    "that saved {saved} a call when it was tried.",
+)
+HOLD_THE_WEIGHTS: Final = Cure(
+    "trace: hold the weights",
+    "a weight that an attachment holds is cast again while it stays the same",
+    "Hold the weights, so that they are cast once a step: precast.attach(model, optimizer=optimizer).",
+)
+ONE_REGION: Final = Cure(
+    "trace: one region",
+    "a weight that an attachment does not hold is cast again in another outermost region while it stays the same",
+    "Open one region around all of them, with its cache on: casts are kept until the outermost region ends.",
+)
+REGION_AROUND: Final = Cure(
+    "trace: a region around it",
+    "a product of matrices or a convolution ran in float32 outside of all regions, and a trial on tensors of the same "
+    "shapes was faster in 16 bits each time, its casts included",
+    'Open the region around it, too: with precast.autocast("{device}"): ... In forward that saved {saved} a call when '
+    "it was tried.",
+)
+RULE_FOR_IT: Final = Cure(
+    "trace: a rule for it",
+    "a product of matrices or a convolution ran in float32 in a region whose policy has no rule for it, and a trial on "
+    "tensors of the same shapes was faster in 16 bits each time, its casts included; the policy is not one that tune "
+    "chose",
+    "Have {op} run in 16 bits on {device}, by the rule lower in a policy file: in forward that saved {saved} a call "
+    "when it was tried.",
+)
+
+# --- what a trace adds to an error about dtypes ---
+
+PROMOTE_ROW: Final = Cure(
+    "error: promote in a policy file",
+    "the call that failed runs under the row when it is tried again on copies of its tensors",
+    "  To mend it, save this as a policy file, and name it as the policy:",
+)
+CALL_IN_REGION: Final = Cure(
+    "error: call it in a region",
+    "the call that failed is in no region, and runs in one when it is tried again on copies of its tensors",
+    '  Autocast is off here. To mend it, run it in a region: with precast.autocast("{device}"): ...',
+)
+CAST_BEFORE: Final = Cure(
+    "error: cast before the call",
+    "no row and no region mends the call, and it runs on copies of its tensors that were cast",
+    "  To mend it, cast its tensors to {dtype} before the call.",
+)
