@@ -105,21 +105,21 @@ def main() -> None:
 @main.command(short_help="Find deprecated and wrong mixed-precision code.")
 @click.option("--fix", "apply", is_flag=True, help="Apply fixes that cannot change results.")
 @_shared
-def check(apply: bool, **asked: Any) -> None:
+def check(apply: bool, **request: Any) -> None:
     """Find mixed-precision code that is deprecated or wrong, in files and folders (- for stdin).
 
     The code is read, not run. `precast-lint rule CODE` explains a finding. Settings are read from
     [tool.precast.check] in pyproject.toml.
     """
-    _main(apply, **asked)
+    _main(apply, **request)
 
 
 @main.command(short_help="Fix deprecated and wrong mixed-precision code.")
 @click.option("--to", type=click.Choice(["precast"]), help="Replace torch.amp by precast.")
 @_shared
-def fix(**asked: Any) -> None:
+def fix(**request: Any) -> None:
     """Apply the fixes of `precast-lint check`, and list the findings that remain."""
-    _main(True, **asked)
+    _main(True, **request)
 
 
 @main.command(short_help="Explain a rule of the checker.")
@@ -129,16 +129,16 @@ def rule(code: str | None) -> None:
     from precast_lint.selecting.registry import index, load
 
     if code is None:
-        for known in index().values():
-            state = "" if known.default else "  (off)"
-            click.echo(f"{known.code}  {known.severity:<11}  {known.name}{state}")
+        for entry in index().values():
+            state = "" if entry.default else "  (off)"
+            click.echo(f"{entry.code}  {entry.severity:<11}  {entry.name}{state}")
         return
-    found = load(code)
-    if found is None:
+    result = load(code)
+    if result is None:
         raise click.UsageError(f"There is no rule {code!r}. `precast-lint rule` lists all.")
     from precast_lint.output import pages
 
-    click.echo(pages.page(found), nl=False)
+    click.echo(pages.page(result), nl=False)
 
 
 def _main(
@@ -158,7 +158,7 @@ def _main(
     no_cache: bool,
     jobs: int | None,
     to: str | None = None,
-    **asked: Any,
+    **request: Any,
 ) -> None:
     """Runs, prints, and ends the process with the exit code."""
     from precast_lint.running.runner import Mode
@@ -168,7 +168,7 @@ def _main(
     if is_stdin and len(paths) > 1:
         raise click.UsageError("stdin (-) can't be checked together with files.")
     start = Path(stdin_filename or ".") if is_stdin else paths[0]
-    settings = _settings(None if isolated else start, asked)
+    settings = _settings(None if isolated else start, request)
     if force_exclude:
         paths = tuple(path for path in paths if is_stdin or not settings.excludes(path))
     settings = settings if to is None else settings.toward_precast()
@@ -196,14 +196,16 @@ def _main(
     sys.exit(_exit_code(reports, as_diff, exit_zero))
 
 
-def _settings(start: Path | None, asked: dict[str, Any]) -> Settings:
+def _settings(start: Path | None, requests: dict[str, Any]) -> Settings:
     from precast_lint.selecting.settings import load
 
     for name in ("select", "extend_select", "ignore"):
-        asked[name] = [code for given in asked[name] for code in given.split(",") if code.strip()]
-    asked["unsafe_fixes"] = asked["unsafe_fixes"] or None
+        requests[name] = [
+            code for value in requests[name] for code in value.split(",") if code.strip()
+        ]
+    requests["unsafe_fixes"] = requests["unsafe_fixes"] or None
     try:
-        return load(start.parent if start and not start.is_dir() else start, asked)
+        return load(start.parent if start and not start.is_dir() else start, requests)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 

@@ -56,21 +56,21 @@ def _checked(text: Text, source: Source, codes: frozenset[str]) -> Checked:
         return not suppressions.silences(finding.code, text.position(finding.span.start)[0])
 
     raw = list(_once(_run(source, codes)))
-    kept = list(filter(is_told, raw))
-    shared = _withheld(raw, kept)
-    found = [_limited(finding, shared) for finding in kept]
+    selection = list(filter(is_told, raw))
+    shared = _withheld(raw, selection)
+    results = [_limited(finding, shared) for finding in selection]
     if "AMP901" in codes:
-        found += filter(is_told, _unused(text, suppressions, codes))
-    return Checked(text, tuple(sorted(found, key=lambda f: (f.span, f.code))))
+        results += filter(is_told, _unused(text, suppressions, codes))
+    return Checked(text, tuple(sorted(results, key=lambda f: (f.span, f.code))))
 
 
 def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Each finding once: two functions may both come to one place."""
-    seen = set()
+    visited = set()
     for finding in findings:
         place = finding.code, finding.span
-        if place not in seen:
-            seen.add(place)
+        if place not in visited:
+            visited.add(place)
             yield finding
 
 
@@ -99,18 +99,18 @@ def _run(source: Source, codes: frozenset[str]) -> Iterator[Finding]:
         rule = load(code)
         assert rule is not None
         try:
-            found = list(rule.check(source))
+            results = list(rule.check(source))
         except (KeyboardInterrupt, SystemExit, RecursionError):
             raise
         except BaseException as error:  # what fails inside LibCST's parser is no `Exception`
             raise CheckError(f"{code} failed on {source.filename}: {error!r}") from error
-        yield from found
+        yield from results
 
 
-def _withheld(raw: list[Finding], kept: list[Finding]) -> frozenset[Fix]:
+def _withheld(raw: list[Finding], selection: list[Finding]) -> frozenset[Fix]:
     """Fixes that a suppressed finding carries: to apply them elsewhere would change that place too."""
     return frozenset(f.fix for f in raw if f.fix) & frozenset(
-        f.fix for f in raw if f.fix and f not in kept
+        f.fix for f in raw if f.fix and f not in selection
     )
 
 
@@ -148,11 +148,11 @@ def _is_python(text: str) -> bool:
 def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[Finding]:
     """Suppressions that silence nothing. One of a rule that is not selected may be needed."""
     for comment, unused in suppressions.unused():
-        left = [code for code in unused if code in codes or code not in index()]
-        if left:
-            rest = sorted((comment.codes or frozenset()) - set(left))
+        remainder = [code for code in unused if code in codes or code not in index()]
+        if remainder:
+            rest = sorted((comment.codes or frozenset()) - set(remainder))
             fix = Fix((_without(text, comment, rest),), "Remove it")
-            message = f"unused suppression: {', '.join(left)}"
+            message = f"unused suppression: {', '.join(remainder)}"
             yield Finding("AMP901", ENGINE["AMP901"], Severity.WARNING, message, comment.span, fix)
 
 

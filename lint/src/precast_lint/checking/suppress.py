@@ -56,9 +56,9 @@ class Suppressions:
         """The comments with codes of ours that silenced nothing, and those codes."""
         for comment in self.comments:
             ours = sorted(c for c in comment.codes or () if c.startswith("AMP") and c != "AMP901")
-            left = [code for code in ours if (comment, code) not in self.used]
-            if left:
-                yield comment, left
+            rest = [code for code in ours if (comment, code) not in self.used]
+            if rest:
+                yield comment, rest
 
 
 def _comments(text: Text) -> Iterator[Comment]:

@@ -29,12 +29,12 @@ def apply(data: bytes, edits: Iterable[Edit]) -> bytes:
 def compatible(fixes: Iterable[Fix]) -> list[Fix]:
     """The fixes that can be applied together, the first of each conflict; equal ones once."""
     chosen: dict[Fix, None] = {}
-    taken: list[Edit] = []
+    in_body: list[Edit] = []
     for fix in sorted(set(fixes), key=lambda fix: fix.edits):
-        new = [edit for edit in fix.edits if edit not in taken]
-        if not any(_collide(edit, other) for edit in new for other in taken):
+        new = [edit for edit in fix.edits if edit not in in_body]
+        if not any(_collide(edit, other) for edit in new for other in in_body):
             chosen[fix] = None
-            taken += new
+            in_body += new
     return list(chosen)
 
 

@@ -22,8 +22,8 @@ def name_for(source: Source, module: str, at: Node) -> tuple[str, tuple[Edit, ..
         binds = all(b.kind == "import" and b.path == module for b in bindings)
         if binds and scope.lookup(name) is bindings:
             return name, ()
-    if found := scope.lookup(module):
-        is_it = all(b.kind == "import" and b.path == module for b in found)
+    if results := scope.lookup(module):
+        is_it = all(b.kind == "import" and b.path == module for b in results)
         return (module, ()) if is_it else None
     beside = _beside_torch(source, module) if module == "precast" else None
     return module, (beside or _insert(source, f"import {module}"),)
@@ -171,13 +171,13 @@ def _line(home: str, aliases: Sequence[cst.ImportAlias], new: Mapping[Node, str]
 def _without(
     source: Source,
     aliases: Sequence[cst.ImportAlias],
-    gone: Collection[cst.ImportAlias],
+    removals: Collection[cst.ImportAlias],
 ) -> list[Edit]:
     """Edits that delete names of a list; commas go with them, and one name at least stays."""
     edits = []
-    last_kept = max(i for i, alias in enumerate(aliases) if alias not in gone)
+    last_kept = max(i for i, alias in enumerate(aliases) if alias not in removals)
     for alias, following in itertools.pairwise(aliases[: last_kept + 1]):
-        if alias in gone:
+        if alias in removals:
             edits.append(Edit(source.span(alias).start, source.span(following).start, ""))
     if last_kept < len(aliases) - 1:
         edits.append(Edit(source.span(aliases[last_kept]).end, source.span(aliases[-1]).end, ""))

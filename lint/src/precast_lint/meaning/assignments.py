@@ -21,15 +21,15 @@ _DEEP = 4  # calls that hand an object on
 
 def values_seen(source: Source, name: cst.Name) -> list[Binding]:
     """The bindings that a read may see: those since the last certain one before it, else all of the name's."""
-    known = source.cache.setdefault("values seen", {})
-    assert isinstance(known, dict)
-    if name not in known:
+    cached = source.cache.setdefault("values seen", {})
+    assert isinstance(cached, dict)
+    if name not in cached:
         bindings = source.names.bindings(name)
         last = _last(source, name, bindings) if len(bindings) > 1 else None
-        known[name] = bindings if last is None else last
-    found = known[name]
-    assert isinstance(found, list)
-    return found
+        cached[name] = bindings if last is None else last
+    result = cached[name]
+    assert isinstance(result, list)
+    return result
 
 
 def _last(source: Source, name: cst.Name, bindings: list[Binding]) -> list[Binding] | None:
@@ -44,22 +44,22 @@ def the_value(source: Source, node: Node | None) -> Node | None:
     for _ in range(_DEEP):
         if isinstance(node, cst.Name):
             binding = source.names.only_binding(node)
-            found = binding.value if binding is not None and binding.kind == "assign" else None
+            result = binding.value if binding is not None and binding.kind == "assign" else None
         elif isinstance(node, (cst.Attribute, cst.Subscript)):
             values = source.values.sources(node)
-            found = values[0][0] if len(values) == 1 and values[0][1] is None else None
+            result = values[0][0] if len(values) == 1 and values[0][1] is None else None
         else:
             return node
-        if found is None or is_none(found):
+        if result is None or is_none(result):
             return node
-        node = found
+        node = result
     return node
 
 
 def default_of_field(source: Source, attribute: cst.Attribute) -> Node | None:
     """The default value of a class's field, `cfg.eps` of `eps: float = 1e-8`, if nothing here gives another."""
-    found = source.values.sources(attribute)
-    value, note = found[0] if len(found) == 1 else (None, None)
+    result = source.values.sources(attribute)
+    value, note = result[0] if len(result) == 1 else (None, None)
     line = source.parents.get(value) if value is not None and note is not None else None
     if not isinstance(line, cst.AnnAssign) or not isinstance(line.target, cst.Name):
         return None
@@ -71,8 +71,8 @@ def default_of_field(source: Source, attribute: cst.Attribute) -> Node | None:
 
 def _given_in_calls(source: Source) -> tuple[set[str], set[Node]]:
     """The keywords of all calls of a file, and the classes that are called with arguments that have none."""
-    known = source.cache.get("given in calls")
-    if known is None:
+    cached = source.cache.get("given in calls")
+    if cached is None:
         names: set[str] = set()
         classes: set[Node] = set()
         for call in source.all(cst.Call):
@@ -81,9 +81,9 @@ def _given_in_calls(source: Source) -> tuple[set[str], set[Node]]:
             binding = source.names.only_binding(call.func)
             if binding is not None and any(arg.keyword is None for arg in call.args):
                 classes.add(binding.node)
-        known = source.cache["given in calls"] = names, classes
-    assert isinstance(known, tuple)
-    return known
+        cached = source.cache["given in calls"] = names, classes
+    assert isinstance(cached, tuple)
+    return cached
 
 
 def value_stored(source: Source, attribute: cst.Attribute) -> Node | None:
@@ -103,13 +103,13 @@ def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int)
         if source.function(store.node) is source.function(at)
     ]
     if stores:
-        found = _last_in_straight_code(source, at, stores)
-        return found.value if found is not None else None
+        result = _last_in_straight_code(source, at, stores)
+        return result.value if result is not None else None
     binding = source.names.only_binding(owner)
-    given = source.values.handed.to(binding) if binding is not None and depth else []
+    arguments = source.values.handed.to(binding) if binding is not None and depth else []
     values = [
         _stored_on(source, value, name, value, depth - 1) if isinstance(value, cst.Name) else None
-        for value in given
+        for value in arguments
     ]
     texts = {source.code(value) if value is not None else None for value in values}
     return values[0] if len(texts) == 1 else None
@@ -117,25 +117,25 @@ def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int)
 
 def _stores(source: Source) -> dict[tuple[str, str], list[Binding]]:
     """The values that attributes of names get in a file, by the name and the attribute; computed once."""
-    known = source.cache.get("stores on names")
-    if known is None:
+    cached = source.cache.get("stores on names")
+    if cached is None:
         table: dict[tuple[str, str], list[Binding]] = {}
         for assign in source.all(cst.Assign):
             for one in assign.targets:
                 target = one.target
                 if isinstance(target, cst.Attribute) and isinstance(target.value, cst.Name):
                     pair = target.value.value, target.attr.value
-                    found = Binding(target.attr.value, "assign", target, assign.value)
-                    table.setdefault(pair, []).append(found)
-        known = source.cache["stores on names"] = table
-    assert isinstance(known, dict)
-    return known
+                    result = Binding(target.attr.value, "assign", target, assign.value)
+                    table.setdefault(pair, []).append(result)
+        cached = source.cache["stores on names"] = table
+    assert isinstance(cached, dict)
+    return cached
 
 
 def _last_in_straight_code(source: Source, name: Node, bindings: list[Binding]) -> Binding | None:
     """The last of some bindings before a node, if it is certain which one that is."""
-    found = _reaching(source, name, bindings)
-    return found[0] if found is not None and len(found) == 1 else None
+    result = _reaching(source, name, bindings)
+    return result[0] if result is not None and len(result) == 1 else None
 
 
 def _reaching(source: Source, name: Node, bindings: list[Binding]) -> list[Binding] | None:
@@ -148,8 +148,8 @@ def _reaching(source: Source, name: Node, bindings: list[Binding]) -> list[Bindi
         if isinstance(block, cst.If):  # an `elif`, which is a statement inside the one before it
             inner = block
             continue
-        found, is_sure = _in_block(_before(block, inner), inside)
-        several += found
+        result, is_sure = _in_block(_before(block, inner), inside)
+        several += result
         if is_sure:
             return several
         outer = source.parents.get(block) if not isinstance(block, cst.Module) else None
@@ -176,9 +176,9 @@ def _in_block(statements: Sequence[Node], inside: _Inside) -> tuple[list[Binding
         if isinstance(statement, cst.SimpleStatementLine):
             return [*several, hits[-1]], True
         if isinstance(statement, cst.With) and isinstance(statement.body, cst.IndentedBlock):
-            found, is_sure = _in_block(statement.body.body, inside)
+            result, is_sure = _in_block(statement.body.body, inside)
             if is_sure:
-                return several + found, True
+                return several + result, True
         several += hits
     return several, False
 

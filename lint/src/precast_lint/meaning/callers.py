@@ -19,18 +19,18 @@ _SAME_MODULE = ("bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "t
 
 def calls_of(source: Source, function: cst.FunctionDef) -> list[cst.Call]:
     """The calls of a function, a method by `self`, or the `forward` of a module, in this file; computed once."""
-    known = source.cache.get("calls of functions")
-    if known is None:
+    cached = source.cache.get("calls of functions")
+    if cached is None:
         table: dict[Node, list[cst.Call]] = {}
         for call in source.all(cst.Call):
             target = called_function(source, call) or called_forward(source, call)
             targets = [target] if target is not None else _forwards(source, call)
             for one in targets:
                 table.setdefault(one, []).append(call)
-        known = source.cache["calls of functions"] = table
-    assert isinstance(known, dict)
-    found: list[cst.Call] = known.get(function, [])
-    return found
+        cached = source.cache["calls of functions"] = table
+    assert isinstance(cached, dict)
+    results: list[cst.Call] = cached.get(function, [])
+    return results
 
 
 def _forwards(source: Source, call: cst.Call) -> list[cst.FunctionDef]:
@@ -38,7 +38,7 @@ def _forwards(source: Source, call: cst.Call) -> list[cst.FunctionDef]:
     if not isinstance(call.func, (cst.Name, cst.Attribute)):
         return []
     family = source.values.family
-    found: list[cst.FunctionDef] = []
+    results: list[cst.FunctionDef] = []
     for home in _classes_made(source, call.func, set()) or ():
         above = (home, *family.bases(home))
         if any(source.origin(base.value) in MODULES for one in above for base in one.bases):
@@ -47,44 +47,46 @@ def _forwards(source: Source, call: cst.Call) -> list[cst.FunctionDef]:
             )
             place = home if own else family.provider(home, "forward")
             method = methods_of(source, place).get("forward") if place is not None else None
-            if method is not None and not method.decorators and method.node not in found:
-                found.append(method.node)
-    return found
+            if method is not None and not method.decorators and method.node not in results:
+                results.append(method.node)
+    return results
 
 
-def _classes_made(source: Source, node: Node | None, seen: set[object]) -> set[cst.ClassDef] | None:
+def _classes_made(
+    source: Source, node: Node | None, visited: set[object]
+) -> set[cst.ClassDef] | None:
     """The classes of this file that make the objects that an expression may be; None where not all are known.
 
     Args:
         source: the file.
         node: the expression.
-        seen: the variables and calls that are looked at already, which add nothing.
+        visited: the variables and calls that are looked at already, which add nothing.
     """
-    made = _module(node)
-    if made is None:
+    definition = _module(node)
+    if definition is None:
         return None
-    place = source.values.variable(made) or made
-    if place in seen:
+    place = source.values.variable(definition) or definition
+    if place in visited:
         return set()
-    seen.add(place)
-    if isinstance(made, cst.Call):
-        given: list[Node | None] = list(source.values.returned(made))
-        if not given:
-            return _classes_named(source, made.func)
-    elif isinstance(made, (cst.Name, cst.Attribute)):
-        values = source.values.sources(made)
-        if any(note is not None for _, note in values) or _is_stored_outside(source, made):
+    visited.add(place)
+    if isinstance(definition, cst.Call):
+        arguments: list[Node | None] = list(source.values.returned(definition))
+        if not arguments:
+            return _classes_named(source, definition.func)
+    elif isinstance(definition, (cst.Name, cst.Attribute)):
+        values = source.values.sources(definition)
+        if any(note is not None for _, note in values) or _is_stored_outside(source, definition):
             return None
-        given = [value for value, _ in values if not is_none(value)]
+        arguments = [value for value, _ in values if not is_none(value)]
     else:
         return None
     classes: set[cst.ClassDef] = set()
-    for value in given:
-        more = _classes_made(source, value, seen)
+    for value in arguments:
+        more = _classes_made(source, value, visited)
         if more is None:
             return None
         classes |= more
-    return classes if given else None
+    return classes if arguments else None
 
 
 def _classes_named(source: Source, name: Node) -> set[cst.ClassDef] | None:
@@ -92,8 +94,8 @@ def _classes_named(source: Source, name: Node) -> set[cst.ClassDef] | None:
     binding = source.names.only_binding(name)
     if binding is not None and isinstance(binding.node, cst.ClassDef):
         return {binding.node}
-    given = [value for value, _ in source.values.sources(name)]
-    bindings = [source.names.only_binding(value) if value is not None else None for value in given]
+    values = [value for value, _ in source.values.sources(name)]
+    bindings = [source.names.only_binding(value) if value is not None else None for value in values]
     nodes = [one.node if one is not None else None for one in bindings]
     classes = {node for node in nodes if isinstance(node, cst.ClassDef)}
     return classes if nodes and all(isinstance(node, cst.ClassDef) for node in nodes) else None
@@ -110,16 +112,16 @@ def _module(node: Node | None) -> Node | None:
 
 def _is_stored_outside(source: Source, node: Node) -> bool:
     """Return True if objects get an attribute of this name from outside: `model.head = ...`."""
-    known = source.cache.get("attributes stored outside")
-    if known is None:
+    cached = source.cache.get("attributes stored outside")
+    if cached is None:
         targets = [one.target for one in source.all(cst.AssignTarget)]
-        known = source.cache["attributes stored outside"] = {
+        cached = source.cache["attributes stored outside"] = {
             target.attr.value
             for target in targets
             if isinstance(target, cst.Attribute) and dotted(target.value) != "self"
         }
-    assert isinstance(known, set)
-    return isinstance(node, cst.Attribute) and node.attr.value in known
+    assert isinstance(cached, set)
+    return isinstance(node, cst.Attribute) and node.attr.value in cached
 
 
 def regions_of_callers(
@@ -136,19 +138,19 @@ def regions_of_callers(
         or next(regions_around(source, node, trainers), None) is not None
     ):
         return []
-    found: list[Region | None] = []
+    results: list[Region | None] = []
     for call in calls_of(source, function):
         if source.function(call) is function:
             continue
         region = region_in_force(source, call, trainers)
         if region is None and next(regions_around(source, call, trainers), None) is None:
-            found += regions_of_callers(source, call, trainers, depth - 1) or [None]
+            results += regions_of_callers(source, call, trainers, depth - 1) or [None]
         else:
-            found.append(region)
-    return found
+            results.append(region)
+    return results
 
 
 def is_called_in_region(source: Source, node: Node) -> bool:
     """Return True if the function of a node runs in regions alone, as far as the calls of this file show."""
-    found = regions_of_callers(source, node, trainers=True)
-    return bool(found) and None not in found
+    result = regions_of_callers(source, node, trainers=True)
+    return bool(result) and None not in result

@@ -18,19 +18,19 @@ _DEEP = 3
 
 def by_default(source: Source, node: Node | None, depth: int = _DEEP) -> tuple[Node, bool] | None:
     """Return the default value of an expression, and True if the file itself uses that default."""
-    found = the_value(source, node)
-    if depth == 0 or found is None:
+    result = the_value(source, node)
+    if depth == 0 or result is None:
         return None
-    if isinstance(found, cst.Attribute):
-        value = default_of_field(source, found)
+    if isinstance(result, cst.Attribute):
+        value = default_of_field(source, result)
         home = source.values.enclosing_class(value) if value is not None else None
         if value is None or not isinstance(home, cst.ClassDef):
-            return _of_attribute(source, found, depth)
+            return _of_attribute(source, result, depth)
         uses = _uses(source, home)
         default = _of_field(source, value)
         return None if uses is None or default is None else (default, uses > 0)
-    if isinstance(found, cst.Name):
-        binding = source.names.only_binding(found)
+    if isinstance(result, cst.Name):
+        binding = source.names.only_binding(result)
         if binding is not None and binding.kind == "param":
             return _of_parameter(source, binding, depth)
     return None
@@ -54,14 +54,14 @@ def _of_attribute(source: Source, node: cst.Attribute, depth: int) -> tuple[Node
 
 def _of_parameter(source: Source, binding: Binding, depth: int) -> tuple[Node, bool] | None:
     """Return the value of a parameter in all calls of this file; without calls, its default value."""
-    given = source.values.handed.whatever_to(binding)
-    if given:
-        known = {source.origin(value) for value in given if value is not None}
-        value = given[0]
-        if len(known) != 1 or None in given or value is None:
+    values = source.values.handed.whatever_to(binding)
+    if values:
+        entries = {source.origin(value) for value in values if value is not None}
+        value = values[0]
+        if len(entries) != 1 or None in values or value is None:
             return None
-        if None in known:
-            return by_default(source, value, depth - 1) if len(given) == 1 else None
+        if None in entries:
+            return by_default(source, value, depth - 1) if len(values) == 1 else None
         return value, True
     parameters = source.parents.get(binding.node)
     function = source.parents.get(parameters) if parameters is not None else None

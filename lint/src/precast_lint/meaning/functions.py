@@ -58,8 +58,8 @@ class Method:
 
     def decorator(self, origins: frozenset[str]) -> tuple[cst.Decorator, str] | None:
         """The decorator that is one of some, with its origin."""
-        found = (pair for pair in self.decorators if pair[1] in origins)
-        decorator, origin = next(found, (None, None))
+        results = (pair for pair in self.decorators if pair[1] in origins)
+        decorator, origin = next(results, (None, None))
         return None if decorator is None or origin is None else (decorator, origin)
 
 
@@ -72,15 +72,15 @@ def functions(source: Source) -> Iterator[tuple[cst.ClassDef, dict[str, Method]]
 
 def methods_of(source: Source, node: cst.ClassDef) -> dict[str, Method]:
     """The methods that a class defines once."""
-    found: dict[str, Method] = {}
+    results: dict[str, Method] = {}
     twice = set()
     for function in node.body.body:
         if isinstance(function, cst.FunctionDef):
             name = function.name.value
-            if name in found:
+            if name in results:
                 twice.add(name)
-            found[name] = Method(function, tuple(_decorators(source, function)))
-    return {name: method for name, method in found.items() if name not in twice}
+            results[name] = Method(function, tuple(_decorators(source, function)))
+    return {name: method for name, method in results.items() if name not in twice}
 
 
 def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
@@ -94,11 +94,11 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
         return other or _method_of_object(source, func.value, func.attr.value)
     if func.attr.value in source.values.attributes(home):
         return None
-    known = source.cache.setdefault("methods of classes", {})
-    assert isinstance(known, dict)
-    if home not in known:
-        known[home] = methods_of(source, home)
-    method: Method | None = known[home].get(func.attr.value)
+    cached = source.cache.setdefault("methods of classes", {})
+    assert isinstance(cached, dict)
+    if home not in cached:
+        cached[home] = methods_of(source, home)
+    method: Method | None = cached[home].get(func.attr.value)
     if method is not None and is_left_open(method.node):
         if (other := _of_others(source, func)) is not None:
             return other
@@ -120,8 +120,8 @@ def _of_others(source: Source, func: cst.Attribute) -> cst.FunctionDef | None:
     home = source.values.enclosing_class(func) if dotted(func.value) == "self" else None
     if not isinstance(home, cst.ClassDef) or not source.values.family.is_of_file(home):
         return None
-    found = source.values.family.overriding(home, func.attr.value)
-    method = found[0] if len(found) == 1 else None
+    result = source.values.family.overriding(home, func.attr.value)
+    method = result[0] if len(result) == 1 else None
     if method is None or method.decorators or method.asynchronous is not None:
         return None
     first = method.params.params[:1]
@@ -148,16 +148,16 @@ def _method_of_object(source: Source, owner: Node | None, name: str) -> cst.Func
     family = source.values.family
     if family.is_overridden(home, name) or name in source.values.attributes(home):
         return None
-    known = source.cache.setdefault("methods of classes", {})
-    assert isinstance(known, dict)
+    cached = source.cache.setdefault("methods of classes", {})
+    assert isinstance(cached, dict)
     place: cst.ClassDef | None = home
     if not any(isinstance(s, cst.FunctionDef) and s.name.value == name for s in home.body.body):
         place = family.provider(home, name)
     if place is None:
         return None
-    if place not in known:
-        known[place] = methods_of(source, place)
-    method: Method | None = known[place].get(name)
+    if place not in cached:
+        cached[place] = methods_of(source, place)
+    method: Method | None = cached[place].get(name)
     if method is None or method.decorators or method.node.decorators:
         return None
     first = method.node.params.params[:1]
@@ -167,16 +167,16 @@ def _method_of_object(source: Source, owner: Node | None, name: str) -> cst.Func
 
 def _method_names(source: Source) -> set[str]:
     """The names of the methods that classes of this file have; computed once."""
-    known = source.cache.get("names of methods")
-    if known is None:
-        known = source.cache["names of methods"] = {
+    cached = source.cache.get("names of methods")
+    if cached is None:
+        cached = source.cache["names of methods"] = {
             line.name.value
             for node in source.all(cst.ClassDef)
             for line in node.body.body
             if isinstance(line, cst.FunctionDef)
         }
-    assert isinstance(known, set)
-    return known
+    assert isinstance(cached, set)
+    return cached
 
 
 def _is_static(source: Source, function: cst.FunctionDef) -> bool:
@@ -210,12 +210,12 @@ def _class_of_receiver(source: Source, func: cst.Attribute) -> cst.ClassDef | No
 
 def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str, Node]] | None:
     """The function or method of this file that a call runs, with what its parameters get, if both are certain."""
-    known = source.cache.setdefault("followed calls", {})
-    assert isinstance(known, dict)
-    if call not in known:
-        known[call] = _followed_call(source, call)
-    found: tuple[cst.FunctionDef, dict[str, Node]] | None = known[call]
-    return found
+    cached = source.cache.setdefault("followed calls", {})
+    assert isinstance(cached, dict)
+    if call not in cached:
+        cached[call] = _followed_call(source, call)
+    results: tuple[cst.FunctionDef, dict[str, Node]] | None = cached[call]
+    return results
 
 
 def _followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str, Node]] | None:
@@ -235,20 +235,20 @@ def _followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[st
     named: dict[str, Node] = {
         arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None
     }
-    given = dict(zip(params, plain, strict=False)) | named
+    value = dict(zip(params, plain, strict=False)) | named
     if owner is not None:
-        given["self"] = owner
-    return function, given
+        value["self"] = owner
+    return function, value
 
 
 def _yields(source: Source, function: cst.FunctionDef) -> bool:
     """Return True if there is a `yield` in a function, or in one inside it."""
-    known = source.cache.setdefault("functions that yield", {})
-    assert isinstance(known, dict)
-    if function not in known:
-        known[function] = any(isinstance(node, cst.Yield) for node in walk(function))
-    found: bool = known[function]
-    return found
+    cached = source.cache.setdefault("functions that yield", {})
+    assert isinstance(cached, dict)
+    if function not in cached:
+        cached[function] = any(isinstance(node, cst.Yield) for node in walk(function))
+    result: bool = cached[function]
+    return result
 
 
 def called_function(source: Source, call: Node) -> cst.FunctionDef | None:
@@ -302,7 +302,10 @@ def _decorators(
 def _filled_in(source: Source, name: Node) -> Node | None:
     """The function that a name calls with some arguments: `fwd = functools.partial(custom_fwd, device_type="cuda")`."""
     binding = source.names.only_binding(name)
-    made = binding.value if binding is not None and binding.kind == "assign" else None
-    if not isinstance(made, cst.Call) or source.origin(made.func) != "functools.partial":
+    definition = binding.value if binding is not None and binding.kind == "assign" else None
+    if (
+        not isinstance(definition, cst.Call)
+        or source.origin(definition.func) != "functools.partial"
+    ):
         return None
-    return made.args[0].value if made.args else None
+    return definition.args[0].value if definition.args else None

@@ -156,12 +156,12 @@ def _everywhere(
         return test(source, node.body, depth) and test(source, node.orelse, depth)
     if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)):
         return False
-    found = source.values.sources(node)
-    return bool(found) and all(
+    results = source.values.sources(node)
+    return bool(results) and all(
         source.names.builtin(note) in annotations
         if note is not None
         else value is not None and not is_none(value) and test(source, value, depth - 1)
-        for value, note in found
+        for value, note in results
     )
 
 
@@ -176,9 +176,9 @@ def _texts(source: Source, node: Node | None, depth: int) -> frozenset[str]:
     else:
         values = source.values.sources(node)
         parts = (_texts(source, value, depth - 1) for value, _ in values)
-    found: frozenset[str] = frozenset()
+    results: frozenset[str] = frozenset()
     for part in parts:
         if not part:  # one that is not known: the others need not be
             return part
-        found |= part
-    return found
+        results |= part
+    return results

@@ -88,17 +88,17 @@ _LOW = ("torch.float16", "torch.half", "torch.bfloat16")
 
 def casts_modules(source: Source) -> bool:
     """Return True if a file casts a module to 16 bits, so that weights may not be float32."""
-    known = source.cache.get("casts modules")
-    if known is None:
-        known = any(
+    cached = source.cache.get("casts modules")
+    if cached is None:
+        cached = any(
             isinstance(source.parents[call], cst.Expr)
             or isinstance(owner, cst.Call)
             or _is_module(owner)
             for call, owner, arguments in source.methods("half", "bfloat16", "to", "type")
             if _is_low_cast(source, call, arguments)
         )
-        source.cache["casts modules"] = known
-    return bool(known)
+        source.cache["casts modules"] = cached
+    return bool(cached)
 
 
 def _is_module(owner: Node) -> bool:
@@ -111,8 +111,8 @@ def _is_low_cast(source: Source, call: cst.Call, arguments: Arguments) -> bool:
     assert isinstance(call.func, cst.Attribute)
     if call.func.attr.value in ("half", "bfloat16"):
         return not call.args
-    given = [*arguments.positional, *arguments.keywords.values()]
-    return any(source.origin(value) in _LOW or "dtype" in source.code(value) for value in given)
+    values = [*arguments.positional, *arguments.keywords.values()]
+    return any(source.origin(value) in _LOW or "dtype" in source.code(value) for value in values)
 
 
 def lowered_by(
@@ -149,9 +149,9 @@ def lowered_by(
         return None
     if not isinstance(node, cst.Call):
         return None
-    kept = operation(source, node, *SHAPES, *(_KEEPS if keeps else ()))
-    if kept is not None and "dtype" not in kept.keywords:
-        return lowered_by(source, kept.operand, depth - 1, keeps)
+    selection = operation(source, node, *SHAPES, *(_KEEPS if keeps else ()))
+    if selection is not None and "dtype" not in selection.keywords:
+        return lowered_by(source, selection.operand, depth - 1, keeps)
     if (
         isinstance(node.func, cst.Attribute)
         and node.func.attr.value == "to"
@@ -164,7 +164,7 @@ def lowered_by(
 
 def _of_name(source: Source, name: cst.Name, depth: int, keeps: bool) -> Region | None:
     """The region in which all values that a name may have were computed; None where one was not."""
-    found: list[Region | None] = []
+    results: list[Region | None] = []
     if name not in source.scopes.scope_of:
         return None
     for binding in values_seen(source, name):
@@ -172,14 +172,14 @@ def _of_name(source: Source, name: cst.Name, depth: int, keeps: bool) -> Region 
             return None
         region = _region_beside(source, name, binding)
         if region is not None:
-            found.append(region if is_lowered(source, binding.value) else None)
+            results.append(region if is_lowered(source, binding.value) else None)
         elif source.function(binding.node) is source.function(name):
             inner = lowered_by(source, binding.value, depth - 1, keeps)
-            found.append(inner[1] if inner is not None else None)
+            results.append(inner[1] if inner is not None else None)
         else:
             return None
-    regions = [region for region in found if region is not None]
-    return regions[0] if regions and len(regions) == len(found) else None
+    regions = [region for region in results if region is not None]
+    return regions[0] if regions and len(regions) == len(results) else None
 
 
 def _region_beside(source: Source, name: Node, binding: Binding) -> Region | None:
@@ -206,19 +206,19 @@ def _of_call(source: Source, call: cst.Call, depth: int, keeps: bool) -> Region 
         return None
     decorators = [d.decorator for d in function.decorators]
     returned = returned_by(function)
-    made: list[Region] = []
+    definitions: list[Region] = []
     for value in returned:
         region = region_in_force(source, value)
         if region is None and not decorators:
-            found = lowered_by(source, value, depth - 1, keeps)
-            region = found[1] if found is not None else None
+            result = lowered_by(source, value, depth - 1, keeps)
+            region = result[1] if result is not None else None
         elif not is_lowered(source, value):
             return None
         if region is None:
             return None
-        made.append(region)
-    is_plain = all(any(d is region.call for region in made) for d in decorators)
-    return made[0] if made and is_plain else None
+        definitions.append(region)
+    is_plain = all(any(d is region.call for region in definitions) for d in decorators)
+    return definitions[0] if definitions and is_plain else None
 
 
 def _is_scalar(source: Source, node: Node) -> bool:

@@ -84,21 +84,21 @@ class Region:
 
 def regions(source: Source) -> list[Region]:
     """All regions of a file, but for those of trainers; computed once."""
-    known = source.cache.get("regions")
-    if known is None:
-        found = list(_regions(source))
-        source.cache["regions of trainers"] = [region for region in found if region.is_trainers]
-        known = source.cache["regions"] = [region for region in found if not region.is_trainers]
-    assert isinstance(known, list)
-    return known
+    cached = source.cache.get("regions")
+    if cached is None:
+        results = list(_regions(source))
+        source.cache["regions of trainers"] = [region for region in results if region.is_trainers]
+        cached = source.cache["regions"] = [region for region in results if not region.is_trainers]
+    assert isinstance(cached, list)
+    return cached
 
 
 def regions_of_trainers(source: Source) -> list[Region]:
     """The regions that trainers make: `with accelerator.autocast():`."""
     regions(source)
-    known = source.cache["regions of trainers"]
-    assert isinstance(known, list)
-    return known
+    cached = source.cache["regions of trainers"]
+    assert isinstance(cached, list)
+    return cached
 
 
 def regions_around(source: Source, node: Node, trainers: bool = False) -> Iterator[Region]:
@@ -118,15 +118,15 @@ def regions_around(source: Source, node: Node, trainers: bool = False) -> Iterat
 
 
 def _by_body(source: Source, trainers: bool) -> dict[Node, list[Region]]:
-    known = source.cache.setdefault("regions by body", {})
-    assert isinstance(known, dict)
-    if trainers not in known:
+    cached = source.cache.setdefault("regions by body", {})
+    assert isinstance(cached, dict)
+    if trainers not in cached:
         table: dict[Node, list[Region]] = {}
         for region in [*regions(source), *(regions_of_trainers(source) if trainers else ())]:
             table.setdefault(region.body, []).append(region)
-        known[trainers] = table
-    found: dict[Node, list[Region]] = known[trainers]
-    return found
+        cached[trainers] = table
+    results: dict[Node, list[Region]] = cached[trainers]
+    return results
 
 
 def region_in_force(source: Source, node: Node, trainers: bool = False) -> Region | None:
@@ -139,9 +139,9 @@ def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
     """The region that a call makes; None if it makes none."""
     origin = source.origin(call.func) or _one_of_autocasts(source, call)
     arguments = arguments_of(source, call)
-    if origin is None and (made := source.values.filled_in(call.func)) is not None:
-        origin = source.origin(made.args[0].value)
-        arguments = Arguments.of_partial(made, call)
+    if origin is None and (definition := source.values.filled_in(call.func)) is not None:
+        origin = source.origin(definition.args[0].value)
+        arguments = Arguments.of_partial(definition, call)
     if origin not in AUTOCASTS:
         return None
     if arguments.starred:
@@ -157,13 +157,13 @@ def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
 
 def _one_of_autocasts(source: Source, call: cst.Call) -> str | None:
     """The function that a name means that two imports bind: only the new one is given a device."""
-    found = {b.path and canonical(b.path) for b in source.names.bindings(call.func)}
-    if len(found) < 2 or not all(path in AUTOCASTS for path in found):
+    results = {b.path and canonical(b.path) for b in source.names.bindings(call.func)}
+    if len(results) < 2 or not all(path in AUTOCASTS for path in results):
         return None
     is_new = "device_type" in Arguments.of(call).keywords or (
         bool(call.args) and strings(call.args[0].value) is not None
     )
-    old = [path for path in found if path is not None and path.startswith("torch.cuda.")]
+    old = [path for path in results if path is not None and path.startswith("torch.cuda.")]
     return "torch.amp.autocast" if is_new or not old else old[0]
 
 
@@ -178,14 +178,14 @@ def arguments_of(source: Source, call: cst.Call) -> Arguments:
     )
     if isinstance(table, cst.Call) and source.names.builtin(table.func) == "dict":
         more = Arguments.of(table)
-        known, is_whole = more.keywords, not more.starred and not more.positional
+        resolved, is_whole = more.keywords, not more.starred and not more.positional
     elif isinstance(table, cst.Dict):
         entries = [e for e in table.elements if isinstance(e, cst.DictElement)]
-        known = {name: e.value for e in entries if (name := strings(e.key)) is not None}
-        is_whole = len(known) == len(table.elements)
+        resolved = {name: e.value for e in entries if (name := strings(e.key)) is not None}
+        is_whole = len(resolved) == len(table.elements)
     else:
         return arguments
-    return replace(arguments, keywords=arguments.keywords | known, starred=not is_whole)
+    return replace(arguments, keywords=arguments.keywords | resolved, starred=not is_whole)
 
 
 def _is_trainers(source: Source, func: Node) -> bool:
@@ -197,23 +197,23 @@ def _is_trainers(source: Source, func: Node) -> bool:
 
 def is_trainer(source: Source, node: Node) -> bool:
     """Return True if something is an `Accelerator` or a `Fabric`: by what makes it, or else by its name."""
-    made = source.instance(node)
-    return made in TRAINERS if made is not None else dotted(node) in _TRAINER_NAMES
+    definition = source.instance(node)
+    return definition in TRAINERS if definition is not None else dotted(node) in _TRAINER_NAMES
 
 
 def _regions(source: Source) -> Iterator[Region]:
     for statement in source.all(cst.With):
         for item in statement.items:
-            found = _entered(source, statement, item.item)
-            if found is not None:
-                yield found
+            result = _entered(source, statement, item.item)
+            if result is not None:
+                yield result
             elif item.asname is not None and isinstance(item.asname.name, cst.Name):
                 yield from _on_stack(source, statement, item.asname.name)
     for function in source.all(cst.FunctionDef):
         for decorator in function.decorators:
             inner = decorator.decorator
-            if isinstance(inner, cst.Call) and (found := region_of_call(source, function, inner)):
-                yield found
+            if isinstance(inner, cst.Call) and (result := region_of_call(source, function, inner)):
+                yield result
 
 
 def _on_stack(source: Source, statement: cst.With, stack: cst.Name) -> Iterator[Region]:
@@ -225,12 +225,12 @@ def _on_stack(source: Source, statement: cst.With, stack: cst.Name) -> Iterator[
         if not calls:
             return
         for call in calls:
-            found = _entered(source, statement, call.args[0].value)
-            if found is not None:
+            result = _entered(source, statement, call.args[0].value)
+            if result is not None:
                 yield (
-                    found
+                    result
                     if is_sure
-                    else replace(found, enabled=None if found.enabled else found.enabled)
+                    else replace(result, enabled=None if result.enabled else result.enabled)
                 )
 
 
@@ -251,18 +251,18 @@ def _contexts(line: Node, stack: str) -> Iterator[cst.Call]:
 
 def _entered(source: Source, statement: Node, item: Node, depth: int = _DEEP) -> Region | None:
     """The region that a `with` item enters: a call, a name for one, or one side of `autocast() if amp else other`."""
-    made = _made_by(source, item)
+    definitions = _made_by(source, item)
     if (inner := _around_yield(source, item)) is not None and depth:
-        found = [_entered(source, at, one.item, depth - 1) for at, one in inner]
-        known = [replace(region, node=statement) for region in found if region is not None]
-        return known[0] if len(known) == 1 else None
-    if len(made) > 1 and depth:
-        sides = [_entered(source, statement, side, depth - 1) for side in made]
-        known = [side for side in sides if side is not None]
-        if len(known) != 1:
+        results = [_entered(source, at, one.item, depth - 1) for at, one in inner]
+        entries = [replace(region, node=statement) for region in results if region is not None]
+        return entries[0] if len(entries) == 1 else None
+    if len(definitions) > 1 and depth:
+        sides = [_entered(source, statement, side, depth - 1) for side in definitions]
+        entries = [side for side in sides if side is not None]
+        if len(entries) != 1:
             return None
-        return replace(known[0], enabled=None if known[0].enabled else known[0].enabled)
-    call = made[0] if made else None
+        return replace(entries[0], enabled=None if entries[0].enabled else entries[0].enabled)
+    call = definitions[0] if definitions else None
     if not isinstance(call, cst.Call):
         return None
     if _is_trainers(source, call.func):
@@ -278,14 +278,14 @@ def _around_yield(source: Source, item: Node) -> list[tuple[cst.With, cst.WithIt
     yields = [node for node in walk(function.body) if isinstance(node, cst.Yield)]
     if len(yields) != 1:
         return None
-    found: list[tuple[cst.With, cst.WithItem]] = []
+    results: list[tuple[cst.With, cst.WithItem]] = []
     for outer in source.around(yields[0]):
         if outer is function:
-            return found
+            return results
         if isinstance(outer, (cst.If, cst.Lambda, cst.FunctionDef)):
             return None
         if isinstance(outer, cst.With):
-            found += [(outer, one) for one in outer.items]
+            results += [(outer, one) for one in outer.items]
     return None
 
 
@@ -294,10 +294,10 @@ def _generator(source: Source, call: cst.Call) -> cst.FunctionDef | None:
     function = source.values.handed.function_called(call)
     func = call.func
     if function is None and isinstance(func, cst.Attribute):
-        made = source.values.object_class(func.value)
+        definition = source.values.object_class(func.value)
         named = [
             line
-            for line in (made.body.body if made is not None else ())
+            for line in (definition.body.body if definition is not None else ())
             if isinstance(line, cst.FunctionDef) and line.name.value == func.attr.value
         ]
         function = named[0] if len(named) == 1 else None
@@ -309,10 +309,12 @@ def _generator(source: Source, call: cst.Call) -> cst.FunctionDef | None:
 def _made_by(source: Source, item: Node) -> list[Node]:
     """The expressions that make what a `with` item enters: one, or both sides of a test; names are followed."""
     if isinstance(item, cst.Name):
-        found = values_seen(source, item)  # one of several where the code is straight
-        made = found[0].value if len(found) == 1 and found[0].kind == "assign" else None
-        if isinstance(made, cst.IfExp) or (made and len(source.names.bindings(item)) > 1):
-            item = made
+        result = values_seen(source, item)  # one of several where the code is straight
+        definition = result[0].value if len(result) == 1 and result[0].kind == "assign" else None
+        if isinstance(definition, cst.IfExp) or (
+            definition and len(source.names.bindings(item)) > 1
+        ):
+            item = definition
     elif isinstance(item, cst.Attribute):
         item = the_value(source, item) or item
     if isinstance(item, cst.IfExp):
@@ -330,9 +332,11 @@ def _device(source: Source, node: Node | None) -> str | None:
     """The device type of a text, or of a name that gets one text and nothing else."""
     node = the_value(source, node)
     if isinstance(node, cst.Attribute) and node.attr.value == "type":
-        made = source.values.constructed(node.value)
-        is_device = isinstance(made, cst.Call) and source.origin(made.func) == "torch.device"
-        node = made.args[0].value if is_device and made.args else node  # type: ignore[union-attr]
+        definition = source.values.constructed(node.value)
+        is_device = (
+            isinstance(definition, cst.Call) and source.origin(definition.func) == "torch.device"
+        )
+        node = definition.args[0].value if is_device and definition.args else node  # type: ignore[union-attr]
     text = strings(node) if node is not None else None
     return text.partition(":")[0] if text else None
 
@@ -349,40 +353,42 @@ def _flag(source: Source, node: Node | None) -> bool | None:
 def _dtype(source: Source, node: Node | None, device: str | None) -> str | None:
     if node is None:
         return DEFAULT_DTYPE.get(device or "")
-    found = source.origin(node) or source.origin(the_value(source, node)) or _named(source, node)
-    if found is None and (given := by_default(source, node)) is not None:
-        default, is_left = source.origin(given[0]), given[1]
+    result = source.origin(node) or source.origin(the_value(source, node)) or _named(source, node)
+    if result is None and (value := by_default(source, node)) is not None:
+        default, is_left = source.origin(value[0]), value[1]
         # float16 that nobody has to ask for is there; of another dtype the file itself has to say so
-        found = default if is_left or default in ("torch.float16", "torch.half") else None
-    return _SAME_DTYPE.get(found, found) if found else None
+        result = default if is_left or default in ("torch.float16", "torch.half") else None
+    return _SAME_DTYPE.get(result, result) if result else None
 
 
 def _named(source: Source, node: Node) -> str | None:
     """`torch.float16` of `getattr(torch, "float16")`, of `{"fp16": torch.float16}[precision]`, or of a function."""
-    made = the_value(source, node)
-    if isinstance(made, cst.Subscript):
-        index = made.slice[0].slice
-        given = by_default(source, index.value) if isinstance(index, cst.Index) else None
-        table = the_value(source, made.value)
-        text = strings(given[0]) if given is not None else None
+    definition = the_value(source, node)
+    if isinstance(definition, cst.Subscript):
+        index = definition.slice[0].slice
+        argument = by_default(source, index.value) if isinstance(index, cst.Index) else None
+        table = the_value(source, definition.value)
+        text = strings(argument[0]) if argument is not None else None
         entries = table.elements if text and isinstance(table, cst.Dict) else ()
         for entry in entries:
             if isinstance(entry, cst.DictElement) and strings(entry.key) == text:
-                found = source.origin(entry.value)
-                is_sure = given is not None and given[1]
-                return found if is_sure or found in ("torch.float16", "torch.half") else None
+                result = source.origin(entry.value)
+                is_sure = argument is not None and argument[1]
+                return result if is_sure or result in ("torch.float16", "torch.half") else None
         return None
-    if not isinstance(made, cst.Call):
+    if not isinstance(definition, cst.Call):
         return None
-    if source.names.builtin(made.func) != "getattr":
-        origins = {source.origin(value) for value in source.values.returned(made)}
+    if source.names.builtin(definition.func) != "getattr":
+        origins = {source.origin(value) for value in source.values.returned(definition)}
         return origins.pop() if len(origins) == 1 else None
-    if len(made.args) != 2 or source.origin(made.args[0].value) != "torch":
+    if len(definition.args) != 2 or source.origin(definition.args[0].value) != "torch":
         return None
-    name = the_value(source, made.args[1].value)
+    name = the_value(source, definition.args[1].value)
     text = strings(name) if name is not None else None
     if text is None:
-        given = by_default(source, name)
-        text = strings(given[0]) if given is not None else None
-        text = text if given is not None and (given[1] or text in ("float16", "half")) else None
+        argument = by_default(source, name)
+        text = strings(argument[0]) if argument is not None else None
+        text = (
+            text if argument is not None and (argument[1] or text in ("float16", "half")) else None
+        )
     return f"torch.{text}" if text else None

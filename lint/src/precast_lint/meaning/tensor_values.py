@@ -45,10 +45,10 @@ def is_tensor(source: Source, node: Node, depth: int = _DEPTH) -> bool:
         return _gives_tensor(source, node, depth)
     if not isinstance(node, cst.Name):
         return False
-    found = values_seen(source, node)
-    if found and all(_comes_of(b.value, node) for b in found):
-        found = source.names.bindings(node)  # `x = x / 2` is what x was before
-    first = [b for b in found if not _comes_of(b.value, node)]
+    results = values_seen(source, node)
+    if results and all(_comes_of(b.value, node) for b in results):
+        results = source.names.bindings(node)  # `x = x / 2` is what x was before
+    first = [b for b in results if not _comes_of(b.value, node)]
     return bool(first) and all(
         source.origin(b.annotation) in _NOTES
         if b.annotation is not None
@@ -72,9 +72,9 @@ def _gives_tensor(source: Source, call: cst.Call, depth: int) -> bool:
     origin = source.origin(call.func)
     if origin is not None:
         name = origin.rpartition(".")[2]
-        known = origin.startswith("torch.") and origin.count(".") == 1
+        entry = origin.startswith("torch.") and origin.count(".") == 1
         return origin.startswith(_FUNCTIONAL) or (
-            known and any(names.fullmatch(name) for names in (_METHODS, _MAKERS))
+            entry and any(names.fullmatch(name) for names in (_METHODS, _MAKERS))
         )
     if isinstance(call.func, cst.Attribute) and _METHODS.fullmatch(call.func.attr.value):
         return is_tensor(source, call.func.value, depth - 1)

@@ -220,11 +220,11 @@ def constant(source: Source, node: Node | None, depth: int = 8) -> float | None:
             )
         return _default(source, binding, depth) if binding is not None else None
     if isinstance(node, (cst.Attribute, cst.Subscript)):
-        given = the_value(source, node)
-        if given is node and isinstance(node, cst.Attribute):
-            given = default_of_field(source, node) or node
-        if given is not node:
-            return constant(source, given, depth - 1)
+        value = the_value(source, node)
+        if value is node and isinstance(node, cst.Attribute):
+            value = default_of_field(source, node) or node
+        if value is not node:
+            return constant(source, value, depth - 1)
         return _limit(source, node) if isinstance(node, cst.Attribute) else None
     return None
 
@@ -244,8 +244,8 @@ def _default(source: Source, binding: Binding, depth: int) -> float | None:
     """The number that a parameter is: its default value, if no call of this file gives another one."""
     if binding.kind != "param":
         return None
-    given = source.values.handed.whatever_to(binding) or [binding.value]
-    numbers = {constant(source, value, depth - 1) for value in given}
+    values = source.values.handed.whatever_to(binding) or [binding.value]
+    numbers = {constant(source, value, depth - 1) for value in values}
     return numbers.pop() if len(numbers) == 1 else None
 
 
@@ -260,14 +260,14 @@ def _parsed(text: str) -> float | None:
 
 def _kept(source: Source, name: cst.Name) -> list[Binding]:
     """The bindings that a read may see; `x *= y` and its kin keep a tensor's dtype, so what was before it is seen."""
-    found = values_seen(source, name)
+    results = values_seen(source, name)
     for _ in range(_UPDATES):
-        others = [b for b in found if not _is_update(source, b)]
-        if others or not found:
+        others = [b for b in results if not _is_update(source, b)]
+        if others or not results:
             return others
-        first = found[-1].node
+        first = results[-1].node
         assert isinstance(first, cst.Name)
-        found = values_seen(source, first)
+        results = values_seen(source, first)
     return []
 
 
@@ -277,11 +277,11 @@ def _is_update(source: Source, binding: Binding) -> bool:
     return is_target and isinstance(outer.operator, _IN_PLACE)  # type: ignore[union-attr]
 
 
-def _handed(source: Source, found: list[Binding]) -> list[Node] | None:
+def _handed(source: Source, results: list[Binding]) -> list[Node] | None:
     """Return the arguments of all calls of this file for a parameter that is not bound again; None if unknown."""
-    values = source.values.handed.whatever_to(found[0]) if len(found) == 1 else []
-    known = [value for value in values if value is not None]
-    return known if known and len(known) == len(values) <= _CALLS else None
+    values = source.values.handed.whatever_to(results[0]) if len(results) == 1 else []
+    entries = [value for value in values if value is not None]
+    return entries if entries and len(entries) == len(values) <= _CALLS else None
 
 
 def is_half(source: Source, node: Node, depth: int = 10) -> bool:
@@ -298,16 +298,16 @@ def is_half(source: Source, node: Node, depth: int = 10) -> bool:
         numbers = [constant(source, side) is not None for side in sides]
         return any(halves) and all(h or n for h, n in zip(halves, numbers, strict=True))
     if isinstance(node, cst.Name):
-        found = _kept(source, node)
-        given = _handed(source, found)
-        if given is not None:
+        results = _kept(source, node)
+        values = _handed(source, results)
+        if values is not None:
             return all(
                 not any(regions_around(source, value)) and is_half(source, value, depth - 3)
-                for value in given
+                for value in values
             )
-        return bool(found) and all(
+        return bool(results) and all(
             b.kind == "assign" and b.value is not None and is_half(source, b.value, depth - 1)
-            for b in found
+            for b in results
         )
     if isinstance(node, cst.Subscript) or (
         isinstance(node, cst.Attribute) and node.attr.value in ("T", "mT", "data")
@@ -343,8 +343,8 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
     if alike is not None:
         return is_half(source, alike, depth - 1) and _is_tensor(source, owner)
     if name in ("to", "type"):
-        given = [*arguments.positional, *arguments.keywords.values()]
-        return any(source.origin(v) in _HALF for v in given) and _is_tensor(source, owner)
+        values = [*arguments.positional, *arguments.keywords.values()]
+        return any(source.origin(v) in _HALF for v in values) and _is_tensor(source, owner)
     if name in ("matmul", "mm", "bmm"):
         return _in_float16(source, call)
     return "dtype" not in arguments.keywords and _keeps_half(source, call, depth)
@@ -352,14 +352,14 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
 
 def _keeps_half(source: Source, call: cst.Call, depth: int) -> bool:
     """Return True if a call of an operation gives the dtype of its operand, which is float16."""
-    found = operation(source, call, *_SAME_DTYPE, *_SUMS, *_LIMITS)
-    if found is None:
+    result = operation(source, call, *_SAME_DTYPE, *_SUMS, *_LIMITS)
+    if result is None:
         return False
-    if found.name in _SUMS and any(regions_around(source, call)):
+    if result.name in _SUMS and any(regions_around(source, call)):
         return False  # float32 in a region
-    if found.name in _TABLED and (found.positional or found.keywords):
+    if result.name in _TABLED and (result.positional or result.keywords):
         return False
-    return is_half(source, found.operand, depth - 1)
+    return is_half(source, result.operand, depth - 1)
 
 
 def _is_tensor(source: Source, node: Node) -> bool:
@@ -379,12 +379,12 @@ def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
     if isinstance(node, cst.BinaryOperation):
         return _is_lowered_arithmetic(source, node, depth)
     if isinstance(node, cst.Name):
-        found = _kept(source, node)
-        given = _handed(source, found)
-        if given is not None:
-            return all(is_lowered(source, value, depth - 3) for value in given)
-        values = [b.value for b in found if b.kind == "assign" and b.value is not None]
-        if len(values) != len(found):
+        results = _kept(source, node)
+        arguments = _handed(source, results)
+        if arguments is not None:
+            return all(is_lowered(source, value, depth - 3) for value in arguments)
+        values = [b.value for b in results if b.kind == "assign" and b.value is not None]
+        if len(values) != len(results):
             return False
         if len(values) > 1 and any(_casts(value) for value in values):
             return False
@@ -459,27 +459,31 @@ def _ends_with_layer(source: Source, module: Node) -> bool:
 
 def modules_in(source: Source, module: Node) -> list[Node]:
     """The modules of `nn.Sequential(...)`; none where they are not all written there."""
-    made = source.values.constructed(module)
-    if not isinstance(made, cst.Call) or source.origin(made.func) not in _SEQUENTIALS:
+    definition = source.values.constructed(module)
+    if not isinstance(definition, cst.Call) or source.origin(definition.func) not in _SEQUENTIALS:
         return []
-    table = made.args[0].value if len(made.args) == 1 and not made.args[0].star else None
+    table = (
+        definition.args[0].value
+        if len(definition.args) == 1 and not definition.args[0].star
+        else None
+    )
     if isinstance(table, cst.Call) and source.origin(table.func) == "collections.OrderedDict":
         return _named_modules(table)
-    plain = all(not arg.star and arg.keyword is None for arg in made.args)
-    return [arg.value for arg in made.args] if plain else []
+    plain = all(not arg.star and arg.keyword is None for arg in definition.args)
+    return [arg.value for arg in definition.args] if plain else []
 
 
 def _named_modules(table: cst.Call) -> list[Node]:
     """The modules of `OrderedDict([("fc", nn.Linear(8, 8)), ...])`, and of one made of a table."""
-    given = table.args[0].value if len(table.args) == 1 else None
-    if isinstance(given, cst.Dict):
-        known: list[Node] = [e.value for e in given.elements if isinstance(e, cst.DictElement)]
-        return known if len(known) == len(given.elements) else []
-    pairs = [e.value for e in given.elements] if isinstance(given, (cst.List, cst.Tuple)) else []
-    known = [
+    value = table.args[0].value if len(table.args) == 1 else None
+    if isinstance(value, cst.Dict):
+        entries: list[Node] = [e.value for e in value.elements if isinstance(e, cst.DictElement)]
+        return entries if len(entries) == len(value.elements) else []
+    pairs = [e.value for e in value.elements] if isinstance(value, (cst.List, cst.Tuple)) else []
+    entries = [
         p.elements[1].value for p in pairs if isinstance(p, cst.Tuple) and len(p.elements) == 2
     ]
-    return known if len(known) == len(pairs) else []
+    return entries if len(entries) == len(pairs) else []
 
 
 def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int) -> bool:
@@ -498,16 +502,16 @@ def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int
     return other and is_lowered(source, node.left, depth - 1)
 
 
-def _is_lowered_method(source: Source, found: Operation, depth: int) -> bool:
+def _is_lowered_method(source: Source, result: Operation, depth: int) -> bool:
     """`scores.div(8)`, `torch.mul(scores, scale)`, `scores.add(bias)`, as the operators."""
-    other = found.get("other", 0)
-    if other is None or "alpha" in found.keywords or "rounding_mode" in found.keywords:
+    other = result.get("other", 0)
+    if other is None or "alpha" in result.keywords or "rounding_mode" in result.keywords:
         return False
-    if not _ARITHMETIC[found.name] and not found.name.endswith("_"):
-        return _are_lowered(source, [found.operand, other], depth)
+    if not _ARITHMETIC[result.name] and not result.name.endswith("_"):
+        return _are_lowered(source, [result.operand, other], depth)
     is_other = not isinstance(other, cst.Call) or _is_number(source, other)
-    is_other = is_other or found.name.endswith("_")
-    return is_other and is_lowered(source, found.operand, depth - 1)
+    is_other = is_other or result.name.endswith("_")
+    return is_other and is_lowered(source, result.operand, depth - 1)
 
 
 def _are_lowered(source: Source, sides: list[Node], depth: int) -> bool:
@@ -520,16 +524,16 @@ def _are_lowered(source: Source, sides: list[Node], depth: int) -> bool:
 def _made_like(source: Source, call: cst.Call) -> Node | None:
     """The tensor whose dtype a call gives: `mask.to(x.dtype)`, `mask.type_as(x)`, `torch.ones_like(x)`."""
     arguments = Arguments.of(call)
-    given = [*arguments.positional, *arguments.keywords.values()]
+    values = [*arguments.positional, *arguments.keywords.values()]
     if source.origin(call.func) in ("torch.ones_like", "torch.zeros_like"):
-        return given[0] if len(given) == 1 else None
+        return values[0] if len(values) == 1 else None
     func = call.func
-    if not isinstance(func, cst.Attribute) or len(given) != 1:
+    if not isinstance(func, cst.Attribute) or len(values) != 1:
         return None
     if func.attr.value == "type_as":
-        return given[0]
-    is_dtype = isinstance(given[0], cst.Attribute) and given[0].attr.value == "dtype"
-    return given[0].value if func.attr.value in ("to", "type") and is_dtype else None  # type: ignore[attr-defined]
+        return values[0]
+    is_dtype = isinstance(values[0], cst.Attribute) and values[0].attr.value == "dtype"
+    return values[0].value if func.attr.value in ("to", "type") and is_dtype else None  # type: ignore[attr-defined]
 
 
 def _is_number(source: Source, call: cst.Call) -> bool:

@@ -86,14 +86,14 @@ class _Version(str):
     def _compared(self, compare: Callable[[Any, Any], bool], other: object) -> bool:
         """Both as tuples of numbers, of one length."""
         try:
-            wanted = version(other) if isinstance(other, str) else tuple(other)  # type: ignore[arg-type]
+            expected = version(other) if isinstance(other, str) else tuple(other)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise _Unknown from None
-        if not all(isinstance(part, int) for part in wanted):
+        if not all(isinstance(part, int) for part in expected):
             raise _Unknown
         own = version(self)
-        width = max(len(own), len(wanted))
-        return compare(own + (0,) * (width - len(own)), wanted + (0,) * (width - len(wanted)))
+        width = max(len(own), len(expected))
+        return compare(own + (0,) * (width - len(own)), expected + (0,) * (width - len(expected)))
 
     def __ge__(self, other: object) -> bool:
         return self._compared(operator.ge, other)
@@ -126,12 +126,12 @@ def evaluate_test(source: Source, node: Node, release: str) -> bool | None:
         parts = [evaluate_test(source, side, release) for side in sides]
         if isinstance(node.operator, cst.Or):
             return None if None in parts else any(parts)
-        known = [
+        entries = [
             part
             for side, part in zip(sides, parts, strict=True)
             if part is not None or _compares(side)
         ]
-        return None if not known or None in known else all(known)
+        return None if not entries or None in entries else all(entries)
     if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
         inner = evaluate_test(source, node.expression, release)
         return None if inner is None else not inner
@@ -146,10 +146,10 @@ def names_releases(source: Source, node: Node) -> bool:
     """Return True if a test names the releases that it is for, so that newer ones may well be otherwise."""
     exact = (cst.Equal, cst.NotEqual, cst.In, cst.NotIn)
     inner = list(walk(node))
-    given = [value_given(source, n) for n in inner if isinstance(n, (cst.Name, cst.Attribute))]
+    values = [value_given(source, n) for n in inner if isinstance(n, (cst.Name, cst.Attribute))]
     return any(
         isinstance(n, exact) or (isinstance(n, cst.Name) and n.value == "startswith")
-        for part in (inner, *(walk(value) for value in given))
+        for part in (inner, *(walk(value) for value in values))
         for n in part
     )
 
@@ -191,8 +191,8 @@ class _Reader:
             return self.release
         if isinstance(node, cst.Name) and node.value in _CONSTANTS:
             return _CONSTANTS[node.value]
-        if (given := value_given(self.source, node)) is not node:
-            return self.value(given, local)
+        if (value := value_given(self.source, node)) is not node:
+            return self.value(value, local)
         if (part := _unpacked(self.source, node)) is not None:
             return tuple(self.value(part[0], local))[part[1]]
         return self._computed(node, local)
@@ -246,14 +246,14 @@ class _Reader:
         return int(node.value)
 
     def _comparison(self, node: cst.Comparison, local: Mapping[str, Any]) -> bool:
-        one, found = self.value(node.left, local), True
+        one, result = self.value(node.left, local), True
         for target in node.comparisons:
             compare = _COMPARE.get(type(target.operator))
             if compare is None:
                 raise _Unknown
             other = self.value(target.comparator, local)
-            found, one = found and compare(one, other), other
-        return found
+            result, one = result and compare(one, other), other
+        return result
 
     def _comprehension(
         self, node: cst.ListComp | cst.GeneratorExp, local: Mapping[str, Any]
@@ -261,12 +261,12 @@ class _Reader:
         part = node.for_in
         if not isinstance(part.target, cst.Name) or part.inner_for_in is not None:
             raise _Unknown
-        found = []
+        results = []
         for item in self.value(part.iter, local):
             inner = {**local, part.target.value: item}
             if all(self.value(test.test, inner) for test in part.ifs):
-                found.append(self.value(node.elt, inner))
-        return found
+                results.append(self.value(node.elt, inner))
+        return results
 
     def _attribute(self, node: cst.Attribute, local: Mapping[str, Any]) -> Any:
         """`Version(...).release` and its parts."""
@@ -338,7 +338,7 @@ def _unpacked(source: Source, node: Node) -> tuple[Node, int] | None:
 
 def value_given(source: Source, node: Node) -> Node:
     """The one value that a name or an attribute of self gets, or the expression itself."""
-    found = source.values.sources(node)
-    if len(found) != 1 or source.origin(node) is not None:
+    result = source.values.sources(node)
+    if len(result) != 1 or source.origin(node) is not None:
         return node
-    return found[0][0] if found[0][0] is not None else node
+    return result[0][0] if result[0][0] is not None else node

@@ -156,21 +156,21 @@ FORMATS: dict[str, Callable[[Sequence[Reported]], str]] = {
 
 def summary(reports: Sequence[FileReport]) -> str:
     """Return the counts of findings and fixes, and of fixes that were not applied."""
-    left = [finding for report in reports for finding in report.findings]
+    rest = [finding for report in reports for finding in report.findings]
     fixed = sum(len(report.fixed) for report in reports)
     failed = sum(report.failed for report in reports)
-    if not left and not fixed and not failed:
+    if not rest and not fixed and not failed:
         return "All checks passed."
     lines = []
     if failed:
         files = "1 file" if failed == 1 else f"{failed} files"
         lines.append(f"{files} could not be checked, which is a defect of precast-lint.")
     if fixed:
-        lines.append(f"Found {_counted(len(left) + fixed)} ({fixed} fixed, {len(left)} left).")
+        lines.append(f"Found {_counted(len(rest) + fixed)} ({fixed} fixed, {len(rest)} left).")
     else:
-        lines.append(f"Found {_counted(len(left))}.")
-    safe = sum(f.fix is not None and f.fix["applicability"] == "safe" for f in left)
-    unsafe = sum(f.fix is not None and f.fix["applicability"] == "unsafe" for f in left)
+        lines.append(f"Found {_counted(len(rest))}.")
+    safe = sum(f.fix is not None and f.fix["applicability"] == "safe" for f in rest)
+    unsafe = sum(f.fix is not None and f.fix["applicability"] == "unsafe" for f in rest)
     if safe:
         lines.append(f"[*] {safe} fixable with `precast-lint fix`.")
     if unsafe:
@@ -186,8 +186,8 @@ def _counted(count: int) -> str:
 
 def statistics(reports: Sequence[FileReport]) -> str:
     """The number of findings by rule, the most frequent first."""
-    found = [finding for report in reports for finding in report.findings]
-    counts = Counter((f.code, f.name) for f in found)
+    results = [finding for report in reports for finding in report.findings]
+    counts = Counter((f.code, f.name) for f in results)
     rows = sorted(counts.items(), key=lambda row: (-row[1], row[0]))
     return "\n".join(f"{count:>6}  {code}  {name}" for (code, name), count in rows)
 

@@ -38,7 +38,7 @@ def overview() -> str:
         for rule in all_rules().values()
     ]
     head = "| code | name | severity | fix | by default |\n|---|---|---|---|---|"
-    made = (
+    definition = (
         "Written by `python -m tools.rule_pages` from the rules themselves. The first digit of a code is its subject: "
         "0 old names, 1 misuse of the interface, 2 the scaler and the order of a training step, 3 regions, 4 numbers "
         "that 16 bits cannot hold, 5 names that do not exist, 6 the move to precast. `precast-lint fix` applies safe "
@@ -49,7 +49,7 @@ def overview() -> str:
         "AMP900: a file that mentions mixed precision is not Python. AMP901: a suppression names a code of these and "
         "silences nothing."
     )
-    return "\n".join(["# Rules", "", _wrapped(made), "", head, *rows, "", _wrapped(rest), ""])
+    return "\n".join(["# Rules", "", _wrapped(definition), "", head, *rows, "", _wrapped(rest), ""])
 
 
 def _wrapped(text: str) -> str:

@@ -34,9 +34,9 @@ class Arguments:
         )
 
     @classmethod
-    def of_partial(cls, made: cst.Call, call: cst.Call) -> Arguments:
+    def of_partial(cls, definition: cst.Call, call: cst.Call) -> Arguments:
         """The arguments that a function gets from `functools.partial` and from the call of what that made."""
-        first, then = cls.of(made), cls.of(call)
+        first, then = cls.of(definition), cls.of(call)
         return cls(
             first.positional[1:] + then.positional,
             first.keywords | then.keywords,

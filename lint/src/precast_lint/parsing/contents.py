@@ -52,9 +52,9 @@ class Contents:
             return None
         named = strings(index.value)
         if named is not None:
-            found = self._named(node.value, named, _DEPTH)
-            if found:
-                return found
+            result = self._named(node.value, named, _DEPTH)
+            if result:
+                return result
         return self.elements(node.value)
 
     def of_target(self, target: Node) -> list[Node] | None:
@@ -66,11 +66,11 @@ class Contents:
         if not isinstance(assign, cst.Assign) or not isinstance(line, (cst.Tuple, cst.List)):
             return self.of_loop(target)
         returned = self.values.returned(assign.value) if isinstance(assign.value, cst.Call) else []
-        given = [elements(value, len(line.elements)) for value in returned]
+        arguments = [elements(value, len(line.elements)) for value in returned]
         place = next(i for i, one in enumerate(line.elements) if one is element)
-        found = [values[place] for values in given]
-        known = [value for value in found if value is not None]
-        return known if known and len(known) == len(found) else None
+        results = [values[place] for values in arguments]
+        entries = [value for value in results if value is not None]
+        return entries if entries and len(entries) == len(results) else None
 
     def of_loop(self, target: Node) -> list[Node] | None:
         """Return a loop variable's values: `for opt in (first, second)`, `for name, opt in optimizers.items()`."""
@@ -79,11 +79,11 @@ class Contents:
         if target in self._loops:
             return self._loops[target]
         self._open.add(target)
-        found = self._of_loop(target)
+        result = self._of_loop(target)
         self._open.discard(target)
         if not self._open:
-            self._loops[target] = found
-        return found
+            self._loops[target] = result
+        return result
 
     def _of_loop(self, target: Node) -> list[Node] | None:
         place, outer = 0, self.parents.get(target)
@@ -104,8 +104,8 @@ class Contents:
             return node if place is None else None
         func = node.func
         if isinstance(func, cst.Attribute) and not node.args:
-            wanted = {"values": None, "items": 1}.get(func.attr.value, -1)
-            return func.value if wanted == place else None
+            expected = {"values": None, "items": 1}.get(func.attr.value, -1)
+            return func.value if expected == place else None
         if place is None and self.values.returned(node):
             return node
         name = self.values.names.builtin(func)
@@ -120,9 +120,9 @@ class Contents:
 
     def elements(self, node: Node | None, depth: int = _DEPTH) -> list[Node] | None:
         """All that a container holds; None where something is not known, or nothing is."""
-        found = list(self._elements(node, depth)) if node is not None else []
-        known = [inner for inner in found if inner is not None]
-        return known if known and len(known) == len(found) else None
+        results = list(self._elements(node, depth)) if node is not None else []
+        entries = [inner for inner in results if inner is not None]
+        return entries if entries and len(entries) == len(results) else None
 
     def _elements(self, node: Node, depth: int) -> Iterator[Node | None]:
         if isinstance(node, (cst.List, cst.Tuple, cst.Set)):
@@ -145,14 +145,14 @@ class Contents:
 
     def _held(self, node: Node, depth: int) -> Iterator[Node | None]:
         """The elements of what a name, or an attribute of self, is given, and what is put into it later."""
-        given = (
+        values = (
             [(value, None) for value in self.values.returned(node)]
             if isinstance(node, cst.Call)
             else self.values.sources(node)
         )
-        if not given:
+        if not values:
             yield None
-        for value, _ in given:
+        for value, _ in values:
             if value is None or value is node:
                 yield None
             elif not _is_empty(value):
@@ -173,46 +173,46 @@ class Contents:
             return [n for value in returned for n in self._named(value, name, depth - 1)]
         if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute)):
             return []
-        given = [value for value, _ in self.values.sources(node)]
-        found = [
-            n for value in given if value is not None for n in self._named(value, name, depth - 1)
+        values = [value for value, _ in self.values.sources(node)]
+        results = [
+            n for value in values if value is not None for n in self._named(value, name, depth - 1)
         ]
         place = self.values.variable(node)
-        return found + self._put_under.get((place, name), []) if place is not None else found
+        return results + self._put_under.get((place, name), []) if place is not None else results
 
     @cached_property
     def _put(self) -> dict[_Place, list[Node | None]]:
         """The values stored in variables: `x[...] = value`, `x.append(value)`."""
-        found: dict[_Place, list[Node | None]] = {}
+        results: dict[_Place, list[Node | None]] = {}
         for owner, _, value in self._stores:
             place = self.values.variable(owner)
             if place is not None:
-                found.setdefault(place, []).append(value)
-        return found
+                results.setdefault(place, []).append(value)
+        return results
 
     @cached_property
     def _put_under(self) -> dict[tuple[_Place, str], list[Node]]:
-        found: dict[tuple[_Place, str], list[Node]] = {}
+        results: dict[tuple[_Place, str], list[Node]] = {}
         for owner, name, value in self._stores:
             place = self.values.variable(owner)
             if place is not None and name is not None:
-                found.setdefault((place, name), []).append(value)
-        return found
+                results.setdefault((place, name), []).append(value)
+        return results
 
     @cached_property
     def _stores(self) -> list[tuple[Node, str | None, Node]]:
         """The containers that get a value, the text under which they do, and the value."""
-        found: list[tuple[Node, str | None, Node]] = []
+        results: list[tuple[Node, str | None, Node]] = []
         for node in self.parents:
             if type(node) is cst.Assign:
                 for one in node.targets:
                     if isinstance(one.target, cst.Subscript):
                         index = one.target.slice[0].slice
                         name = strings(index.value) if isinstance(index, cst.Index) else None
-                        found.append((one.target.value, name, node.value))
+                        results.append((one.target.value, name, node.value))
             elif type(node) is cst.Call and isinstance(node.func, cst.Attribute) and _appends(node):
-                found.append((node.func.value, None, node.args[0].value))
-        return found
+                results.append((node.func.value, None, node.args[0].value))
+        return results
 
 
 def _appends(call: cst.Call) -> bool:

@@ -29,32 +29,32 @@ class Family:
 
     def bases(self, home: cst.ClassDef) -> list[cst.ClassDef]:
         """The classes of this file from which one comes, in the order in which Python looks for their attributes."""
-        found: list[cst.ClassDef] = []
+        results: list[cst.ClassDef] = []
         waiting = list(reversed(self._direct.get(home, ())))
         while waiting:
             base = waiting.pop()
-            if base not in found and base is not home:
-                found.append(base)
+            if base not in results and base is not home:
+                results.append(base)
                 waiting += reversed(self._direct.get(base, ()))
-        return found
+        return results
 
     def related(self, home: cst.ClassDef) -> list[cst.ClassDef]:
         """The bases of a class, and all that come of it, with their other bases."""
         if not self._direct:
             return []
-        found = self.bases(home)
+        result = self.bases(home)
         for other in self._direct:
             above = self.bases(other) if other is not home else []
             if home in above:
-                found += [one for one in (other, *above) if one not in found and one is not home]
-        return found
+                result += [one for one in (other, *above) if one not in result and one is not home]
+        return result
 
     def is_of_file(self, home: cst.ClassDef) -> bool:
         """Return True if all bases of a class are seen, or give it no method that a training step has."""
-        known = {home, *self.bases(home)}
+        entries = {home, *self.bases(home)}
         return all(
-            self._class(arg.value) in known or self._is_harmless(arg.value)
-            for one in known
+            self._class(arg.value) in entries or self._is_harmless(arg.value)
+            for one in entries
             for arg in one.bases
         )
 
@@ -92,15 +92,15 @@ class Family:
 
     def provider(self, home: cst.ClassDef, name: str) -> cst.ClassDef | None:
         """The base of this file that gives a class a method; None if another base may give it."""
-        waiting, seen = [arg.value for arg in reversed(home.bases)], {home}
+        waiting, visited = [arg.value for arg in reversed(home.bases)], {home}
         while waiting:
             node = waiting.pop()
             base = self._class(node)
             if base is None and not self._is_harmless(node):
                 return None
-            if base is None or base in seen:
+            if base is None or base in visited:
                 continue
-            seen.add(base)
+            visited.add(base)
             if any(isinstance(s, cst.FunctionDef) and s.name.value == name for s in base.body.body):
                 return base
             waiting += [arg.value for arg in reversed(base.bases)]
@@ -116,16 +116,16 @@ class Family:
         table: dict[cst.ClassDef, list[cst.ClassDef]] = {}
         for scope in self.names.scopes.owned.values():
             if isinstance(scope.node, cst.ClassDef):
-                found = [self._class(arg.value) for arg in scope.node.bases]
-                known = [base for base in found if base is not None and base is not scope.node]
-                if known:
-                    table[scope.node] = known
+                results = [self._class(arg.value) for arg in scope.node.bases]
+                entries = [base for base in results if base is not None and base is not scope.node]
+                if entries:
+                    table[scope.node] = entries
         return table
 
     def _class(self, node: Node) -> cst.ClassDef | None:
         binding = self.names.only_binding(node)
-        made = binding.node if binding is not None and binding.kind == "class" else None
-        return made if isinstance(made, cst.ClassDef) else None
+        definition = binding.node if binding is not None and binding.kind == "class" else None
+        return definition if isinstance(definition, cst.ClassDef) else None
 
 
 def is_left_open(function: cst.FunctionDef) -> bool:

@@ -48,8 +48,8 @@ class Handed:
             binding = self.names.only_binding(call.func)
             node = binding.node if binding is not None and binding.kind == "def" else None
             return node if isinstance(node, cst.FunctionDef) else None
-        found = list(self._named(call.func)) if isinstance(call.func, cst.Attribute) else []
-        return found[0] if len(found) == 1 else None
+        result = list(self._named(call.func)) if isinstance(call.func, cst.Attribute) else []
+        return result[0] if len(result) == 1 else None
 
     def _function(self, param: Node) -> cst.FunctionDef | None:
         """The function that a plain parameter belongs to."""
@@ -67,8 +67,8 @@ class Handed:
         if self._is_method(function) and not self._is_static(function):
             order = order[1:]
         place = next((i for i, param in enumerate(order) if param is binding.node), None)
-        found = Arguments.of(call).get(binding.name, place)
-        return found if found is not None else binding.value
+        result = Arguments.of(call).get(binding.name, place)
+        return result if result is not None else binding.value
 
     def _is_static(self, function: cst.FunctionDef) -> bool:
         return any(self.names.builtin(d.decorator) == "staticmethod" for d in function.decorators)
@@ -79,7 +79,7 @@ class Handed:
     @cached_property
     def _calls(self) -> dict[cst.FunctionDef, list[cst.Call]]:
         """The calls of each function that is only called."""
-        found: dict[cst.FunctionDef, list[cst.Call]] = {}
+        results: dict[cst.FunctionDef, list[cst.Call]] = {}
         unknown: set[cst.FunctionDef] = set()
         for node in self.parents:
             if type(node) is not cst.Name and type(node) is not cst.Attribute:
@@ -88,10 +88,10 @@ class Handed:
                 call = self.parents[node]
                 is_call = isinstance(call, cst.Call) and call.func is node
                 if isinstance(call, cst.Call) and is_call and not Arguments.of(call).starred:
-                    found.setdefault(function, []).append(call)
+                    results.setdefault(function, []).append(call)
                 else:
                     unknown.add(function)
-        return {f: calls for f, calls in found.items() if f not in unknown and self._is_plain(f)}
+        return {f: calls for f, calls in results.items() if f not in unknown and self._is_plain(f)}
 
     def _named(self, node: Node) -> Iterable[cst.FunctionDef]:
         """The functions that an expression names: `train`, `self.train`, `Trainer` for its `__init__`."""
@@ -117,16 +117,16 @@ class Handed:
     def _class_named(self, node: cst.Name) -> cst.ClassDef | None:
         """The class of this file that a name stands for."""
         binding = self.names.only_binding(node)
-        found = binding.node if binding is not None and binding.kind == "class" else None
-        return found if isinstance(found, cst.ClassDef) else None
+        result = binding.node if binding is not None and binding.kind == "class" else None
+        return result if isinstance(result, cst.ClassDef) else None
 
     def _methods(self, home: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
         """The methods of one name that a class defines."""
         if home not in self._defined:
-            found = self._defined[home] = {}
+            results = self._defined[home] = {}
             for line in home.body.body:
                 if isinstance(line, cst.FunctionDef):
-                    found.setdefault(line.name.value, []).append(line)
+                    results.setdefault(line.name.value, []).append(line)
         return self._defined[home].get(name, [])
 
     def _class_around(self, node: Node) -> cst.ClassDef | None:

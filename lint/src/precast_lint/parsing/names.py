@@ -56,11 +56,11 @@ class Names:
         """The same as it is spelled: "torch.autocast" stays "torch.autocast"."""
         if not isinstance(node, (cst.Name, cst.Attribute)):
             return None
-        known = node if isinstance(node, cst.Attribute) else self._variable(node)
-        if known not in self._known:
-            self._known[known] = None  # what refers to itself is not known
-            self._known[known] = self._resolve(node)
-        return self._known[known]
+        entry = node if isinstance(node, cst.Attribute) else self._variable(node)
+        if entry not in self._known:
+            self._known[entry] = None  # what refers to itself is not known
+            self._known[entry] = self._resolve(node)
+        return self._known[entry]
 
     def bindings(self, node: Node | None) -> list[Binding]:
         """All bindings of a name; empty for builtins, star imports and anything but names."""
@@ -70,8 +70,8 @@ class Names:
 
     def only_binding(self, node: Node | None) -> Binding | None:
         """The one binding of a name, if there is just one."""
-        found = self.bindings(node)
-        return found[0] if len(found) == 1 else None
+        result = self.bindings(node)
+        return result[0] if len(result) == 1 else None
 
     def builtin(self, node: Node | None) -> str | None:
         """The name of a builtin that a name refers to: nothing in the file binds it."""
@@ -88,11 +88,11 @@ class Names:
         if isinstance(node, cst.Attribute):
             base = self.path(node.value)
             return f"{base}.{node.attr.value}" if base else None
-        found = {self._bound(binding) for binding in self.bindings(node)}
-        found.discard("")
-        if len(found) > 1 and None not in found:  # one thing under several of its names
-            found = {canonical(path) for path in found if path is not None}
-        return found.pop() if len(found) == 1 else None
+        results = {self._bound(binding) for binding in self.bindings(node)}
+        results.discard("")
+        if len(results) > 1 and None not in results:  # one thing under several of its names
+            results = {canonical(path) for path in results if path is not None}
+        return results.pop() if len(results) == 1 else None
 
     def _bound(self, binding: Binding) -> str | None:
         """Return the path that a binding gives its name; "" for None."""

@@ -73,8 +73,8 @@ class Notebook:
         """The number of the cell and the row in it, both from 1, of a row of `code`."""
         number, first = 1, 0
         for at, line in enumerate(self.code.split("\n")[:row], 1):
-            if found := re.fullmatch(r"#%%precast-cell-(\d+)", line):
-                number, first = int(found[1]), at
+            if result := re.fullmatch(r"#%%precast-cell-(\d+)", line):
+                number, first = int(result[1]), at
         return number, max(1, row - first)
 
     def with_code(self, code: str) -> bytes:

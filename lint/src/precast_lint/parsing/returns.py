@@ -11,17 +11,17 @@ def returned_by(function: cst.FunctionDef) -> list[Node]:
     """The values of a function's `return` statements, if it always ends with one that has a value."""
     if function.asynchronous is not None or not _returns(function.body):
         return []
-    found: list[Node] = []
+    results: list[Node] = []
     stack: list[Node] = [function.body]
     while stack:
         node = stack.pop()
         if isinstance(node, cst.Yield) or (isinstance(node, cst.Return) and node.value is None):
             return []
         if isinstance(node, cst.Return) and node.value is not None:
-            found.append(node.value)
+            results.append(node.value)
         if not isinstance(node, (cst.FunctionDef, cst.Lambda, cst.ClassDef)):
             stack.extend(children(node))
-    return found
+    return results
 
 
 def _returns(block: Node | None) -> bool:

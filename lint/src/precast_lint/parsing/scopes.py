@@ -136,8 +136,8 @@ class Scopes:
             values = elements(value, len(target.elements))
             for element, inner in zip(target.elements, values, strict=True):
                 starred = isinstance(element, cst.StarredElement)
-                known = inner is not None and kind == "assign" and not starred
-                self._target(element.value, scope, "assign" if known else "other", inner)
+                entry = inner is not None and kind == "assign" and not starred
+                self._target(element.value, scope, "assign" if entry else "other", inner)
         else:
             self._visit(target, scope)
 

@@ -152,13 +152,13 @@ class Source:
 
         Comments, docstrings and sentences say nothing: only a text without spaces can be a name.
         """
-        found = [f".{n.attr.value}" for n in self.all(cst.Attribute)]
-        found += [n.value for n in self.all(cst.Name)]
+        results = [f".{n.attr.value}" for n in self.all(cst.Attribute)]
+        results += [n.value for n in self.all(cst.Name)]
         texts = [
             n.value for n in self.all(cst.SimpleString) if not isinstance(self.parents[n], cst.Expr)
         ]
-        found += [text for text in texts if not any(ch.isspace() for ch in text)]
-        return "\n".join(found)
+        results += [text for text in texts if not any(ch.isspace() for ch in text)]
+        return "\n".join(results)
 
     def span(self, node: Node) -> Span:
         """Return the span of a node, without parentheses, whitespace and comments."""
@@ -196,23 +196,23 @@ class Source:
 
     def scope(self, node: Node) -> Scope:
         """The scope in which an expression's names are read."""
-        known = self.scopes.scope_of
-        return next((known[name] for name in walk(node) if name in known), self.scopes.module)
+        entry = self.scopes.scope_of
+        return next((entry[name] for name in walk(node) if name in entry), self.scopes.module)
 
     def calls(self, *origins: str) -> Iterator[tuple[cst.Call, Arguments]]:
         """The calls of functions and classes, by their documented dotted names."""
-        wanted = frozenset(origins)
+        expected = frozenset(origins)
         for call in self.all(cst.Call):
-            if self.origin(call.func) in wanted:
+            if self.origin(call.func) in expected:
                 yield call, Arguments.of(call)
 
     def methods(self, *names: str) -> Iterator[tuple[cst.Call, Node, Arguments]]:
         """The calls `receiver.name(...)`: the call, its receiver, its arguments."""
         if names not in self._called:
-            found = [pair for name in set(names) for pair in self._methods.get(name, ())]
+            results = [pair for name in set(names) for pair in self._methods.get(name, ())]
             self._called[names] = [
                 (call, call.func.value, Arguments.of(call))
-                for _, call in sorted(found, key=lambda pair: pair[0])
+                for _, call in sorted(results, key=lambda pair: pair[0])
                 if isinstance(call.func, cst.Attribute)
             ]
         return iter(self._called[names])
@@ -220,11 +220,11 @@ class Source:
     @cached_property
     def _methods(self) -> dict[str, list[tuple[int, cst.Call]]]:
         """The calls of methods by the method's name, each with its place among all calls."""
-        found: dict[str, list[tuple[int, cst.Call]]] = {}
+        results: dict[str, list[tuple[int, cst.Call]]] = {}
         for place, call in enumerate(self.all(cst.Call)):
             if isinstance(call.func, cst.Attribute):
-                found.setdefault(call.func.attr.value, []).append((place, call))
-        return found
+                results.setdefault(call.func.attr.value, []).append((place, call))
+        return results
 
     # --- versions, findings, fixes ---
 
@@ -242,8 +242,8 @@ class Source:
     ) -> Finding:
         """A finding of a rule at a node."""
         span = node if isinstance(node, Span) else self.span(node)
-        said = message or rule.message
-        return Finding(rule.code, rule.name, severity or rule.severity, said, span, fix)
+        answer = message or rule.message
+        return Finding(rule.code, rule.name, severity or rule.severity, answer, span, fix)
 
     def fix(
         self,

@@ -74,7 +74,7 @@ class Spans:
         way = [node]
         while way[-1] in self._parents:
             way.append(self._parents[way[-1]])
-        found: list[tuple[CSTNode, list[str]]] = []
+        results: list[tuple[CSTNode, list[str]]] = []
         indents: list[str] = []
         for outer, inner in zip(reversed(way), reversed(way[:-1]), strict=False):
             if isinstance(outer, IndentedBlock):
@@ -83,10 +83,10 @@ class Spans:
             if isinstance(outer, (Module, IndentedBlock)):
                 is_line = isinstance(inner, SimpleStatementLine)
                 if is_line or isinstance(inner, BaseCompoundStatement):
-                    found.append((inner, indents))
+                    results.append((inner, indents))
                 if is_line or isinstance(inner, FunctionDef):
                     break
-        return found[::-1]
+        return results[::-1]
 
 
 class _Provider(ByteSpanPositionProvider):

@@ -97,14 +97,14 @@ def walk(node: Node) -> Iterator[Node]:
 
 def parents(root: Node) -> dict[Node, Node]:
     """The node around each node of a tree."""
-    found: dict[Node, Node] = {}
+    results: dict[Node, Node] = {}
     stack = [root]
     while stack:
         node = stack.pop()
         for child in children(node):
-            found[child] = node
+            results[child] = node
             stack.append(child)
-    return found
+    return results
 
 
 def dotted(node: Node | None) -> str | None:

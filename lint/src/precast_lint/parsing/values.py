@@ -60,16 +60,16 @@ class Values:
         return self._classes[node]
 
     def _named_class(self, node: Node | None) -> str | None:
-        found = self._instance(node)
-        return canonical(found) if found else None
+        result = self._instance(node)
+        return canonical(result) if result else None
 
     def constructed(self, node: Node | None) -> Node | None:
         """The one call that made an expression's value, if there is just one; also where a parameter gets it."""
-        seen: set[Node] = set()
+        visited: set[Node] = set()
         while node is not None:
-            if node in seen:
+            if node in visited:
                 return None
-            seen.add(node)
+            visited.add(node)
             if isinstance(node, cst.Call):
                 returned = self.returned(node)
                 if len(returned) != 1:
@@ -77,8 +77,8 @@ class Values:
                 node = returned[0]
                 continue
             sources = [value for value, _ in self.sources(node) if not is_none(value)]
-            found = sources[0] if len(sources) == 1 else None
-            node = found if isinstance(found, cst.Call) or self._is_handed(node) else None
+            result = sources[0] if len(sources) == 1 else None
+            node = result if isinstance(result, cst.Call) or self._is_handed(node) else None
         return node
 
     def _is_handed(self, node: Node) -> bool:
@@ -105,21 +105,21 @@ class Values:
         if is_none(node):
             return _NOTHING
         if isinstance(node, cst.Call):
-            known = self.names.path(node.func) or self._instance(_itself(node))
-            known = known or self._scaler_made(node.func)
-            return known or _agreed(map(self._instance, self.returned(node))) or None
+            entry = self.names.path(node.func) or self._instance(_itself(node))
+            entry = entry or self._scaler_made(node.func)
+            return entry or _agreed(map(self._instance, self.returned(node))) or None
         if isinstance(node, cst.IfExp):
             return _agreed(map(self._instance, (node.body, node.orelse)))
         if isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)):
             sources = self.sources(node)
-            known = _agreed(self._source(*source) for source in sources)
-            return known or (self._by_use(node) if self._is_foreign(node, sources) else known)
+            entry = _agreed(self._source(*source) for source in sources)
+            return entry or (self._by_use(node) if self._is_foreign(node, sources) else entry)
         return None
 
     def _scaler_made(self, func: Node) -> str | None:
         """The class of a scaler that has two names, by the version of PyTorch or by a flag."""
-        found = {b.path and canonical(b.path) for b in self.names.bindings(func)}
-        return "torch.amp.GradScaler" if len(found) > 1 and found <= SCALERS else None
+        results = {b.path and canonical(b.path) for b in self.names.bindings(func)}
+        return "torch.amp.GradScaler" if len(results) > 1 and results <= SCALERS else None
 
     def _by_use(self, node: Node) -> str | None:
         """A scaler, if it is used as one."""
@@ -157,22 +157,25 @@ class Values:
         """
         attributes = [n for n in self.parents if type(n) is cst.Attribute]
         owners = (_scaler_in(node) for node in attributes)
-        found = {self.variable(owner) for owner in owners if owner is not None}
+        results = {self.variable(owner) for owner in owners if owner is not None}
         stepped, updated = (
             {self.variable(n.value) for n in attributes if n.attr.value == name and _named(n.value)}
             for name in ("step", "update")
         )
-        return (found | stepped & updated) - {None}
+        return (results | stepped & updated) - {None}
 
     def filled_in(self, func: Node) -> cst.Call | None:
         """The call of `functools.partial` that made a function: `region = partial(torch.autocast, "cuda")`."""
         if "functools" not in self._imported:
             return None
         sources = self.sources(func) if isinstance(func, (cst.Name, cst.Attribute)) else []
-        made = sources[0][0] if len(sources) == 1 else func
-        is_it = isinstance(made, cst.Call) and self.names.path(made.func) == "functools.partial"
-        plain = is_it and bool(made.args) and not any(arg.star for arg in made.args)  # type: ignore[union-attr]
-        return made if plain and isinstance(made, cst.Call) else None
+        definition = sources[0][0] if len(sources) == 1 else func
+        is_it = (
+            isinstance(definition, cst.Call)
+            and self.names.path(definition.func) == "functools.partial"
+        )
+        plain = is_it and bool(definition.args) and not any(arg.star for arg in definition.args)  # type: ignore[union-attr]
+        return definition if plain and isinstance(definition, cst.Call) else None
 
     def returned(self, call: cst.Call) -> list[Node]:
         """The values that a call of a function of this file returns; empty where they are not all written there."""
@@ -181,19 +184,19 @@ class Values:
             return self._of_lambda(call)
         if function not in self._returns:
             run = self.family.run_by_self(function)
-            given = list(map(returned_by, run)) if all(map(self._gives_on, run)) else []
+            values = list(map(returned_by, run)) if all(map(self._gives_on, run)) else []
             self._returns[function] = (
-                [value for one in given for value in one] if all(given) else []
+                [value for one in values for value in one] if all(values) else []
             )
         return self._returns[function]
 
     def _of_lambda(self, call: cst.Call) -> list[Node]:
         """Return the result of a lambda without parameters: `amp = lambda: autocast("cuda")`."""
         binding = self.names.only_binding(call.func)
-        made = binding.value if binding is not None and binding.kind == "assign" else None
-        if not isinstance(made, cst.Lambda) or call.args or any(children(made.params)):
+        definition = binding.value if binding is not None and binding.kind == "assign" else None
+        if not isinstance(definition, cst.Lambda) or call.args or any(children(definition.params)):
             return []
-        return [made.body]
+        return [definition.body]
 
     def _gives_on(self, function: cst.FunctionDef) -> bool:
         """Return True if what decorates a function gives on what it returns."""
@@ -214,12 +217,12 @@ class Values:
         base = (
             self.family.provider(home, func.attr.value) if isinstance(home, cst.ClassDef) else None
         )
-        found = [
+        results = [
             line
             for line in (base.body.body if base is not None else ())
             if isinstance(line, cst.FunctionDef) and line.name.value == func.attr.value
         ]
-        return found[0] if len(found) == 1 else None
+        return results[0] if len(results) == 1 else None
 
     def _source(self, value: Node | None, annotation: Node | None) -> str | None:
         if annotation is not None:
@@ -245,10 +248,10 @@ class Values:
     def _of_family(self, home: Node, name: str) -> list[tuple[Node | None, Node | None]]:
         """Return the values of an attribute of self in a class, its bases and its subclasses in the file."""
         assert isinstance(home, cst.ClassDef)
-        found = self.attributes(home).get(name, [])
+        result = self.attributes(home).get(name, [])
         for other in self.family.related(home):
-            found = found + self.attributes(other).get(name, [])
-        return found or self._of_property(home, name)
+            result = result + self.attributes(other).get(name, [])
+        return result or self._of_property(home, name)
 
     def _of_property(self, home: cst.ClassDef, name: str) -> list[tuple[Node | None, Node | None]]:
         """Return the results of a property of a class or of its bases in this file."""
@@ -296,12 +299,12 @@ class Values:
         binding = self.names.only_binding(node)
         if _is_self(node) or (binding is not None and binding.kind == "class"):
             return None
-        found = self._object(node)
-        return found if isinstance(found, cst.ClassDef) else None
+        result = self._object(node)
+        return result if isinstance(result, cst.ClassDef) else None
 
     def has_scaler(self, home: cst.ClassDef) -> bool:
         """Return True if objects of a class of this file have a scaler: one that it makes, or that is annotated."""
-        sources = [source for found in self.attributes(home).values() for source in found]
+        sources = [source for results in self.attributes(home).values() for source in results]
         return any(canonical(self._source(*source) or "") in SCALERS for source in sources)
 
     def _of_member(self, node: Node) -> list[tuple[Node | None, Node | None]]:
@@ -314,11 +317,14 @@ class Values:
 
     def _of_namespace(self, node: Node, name: str) -> list[tuple[Node | None, Node | None]]:
         """Return the value of a name in `SimpleNamespace(fp16=True)`."""
-        made = self.constructed(node) if self._has_namespaces else None
-        if not isinstance(made, cst.Call) or self.names.path(made.func) not in _NAMESPACES:
+        definition = self.constructed(node) if self._has_namespaces else None
+        if (
+            not isinstance(definition, cst.Call)
+            or self.names.path(definition.func) not in _NAMESPACES
+        ):
             return []
-        found = Arguments.of(made).keywords.get(name)
-        return [(found, None)] if found is not None else []
+        result = Arguments.of(definition).keywords.get(name)
+        return [(result, None)] if result is not None else []
 
     @cached_property
     def _has_namespaces(self) -> bool:
@@ -329,7 +335,7 @@ class Values:
     def _imported(self) -> set[str]:
         """The packages that the top level of the file imports."""
         bound = (
-            b.path or "" for found in self.names.scopes.module.bindings.values() for b in found
+            b.path or "" for results in self.names.scopes.module.bindings.values() for b in results
         )
         return {path.partition(".")[0] for path in bound}
 
@@ -346,19 +352,21 @@ class Values:
         if isinstance(node, cst.Call):
             returned = self.returned(node)
             if returned:
-                found = {self._class_of(value, depth - 1) for value in returned}
-                return found.pop() if len(found) == 1 else None
+                results = {self._class_of(value, depth - 1) for value in returned}
+                return results.pop() if len(results) == 1 else None
             inner = _itself(node)
-            made = self._class_of(inner, depth - 1) if inner is not None else None
+            definition = self._class_of(inner, depth - 1) if inner is not None else None
             return (
-                made if made is not None and self._is_module(made) else self._class_named(node.func)
+                definition
+                if definition is not None and self._is_module(definition)
+                else self._class_named(node.func)
             )
         sources = [(v, n) for v, n in self.sources(node) if n is not None or not is_none(v)]
-        found = {
+        results = {
             self._class_named(note) if note is not None else self._class_of(value, depth - 1)
             for value, note in sources
         }
-        return found.pop() if len(found) == 1 else None
+        return results.pop() if len(results) == 1 else None
 
     def _is_module(self, home: cst.ClassDef) -> bool:
         """Return True if a class is a module by its own base."""
@@ -367,8 +375,8 @@ class Values:
 
     def _class_named(self, node: Node | None) -> cst.ClassDef | None:
         binding = self.names.only_binding(node)
-        made = binding.node if binding is not None and binding.kind == "class" else None
-        return made if isinstance(made, cst.ClassDef) else None
+        definition = binding.node if binding is not None and binding.kind == "class" else None
+        return definition if isinstance(definition, cst.ClassDef) else None
 
     def _is_namespace(self, node: Node | None, depth: int) -> bool:
         """Return True if an expression is what `parser.parse_args()` returns."""
@@ -376,8 +384,8 @@ class Values:
             return False
         if isinstance(node, cst.Call):
             if isinstance(node.func, cst.Attribute) and node.func.attr.value == "parse_args":
-                made = self._instance(node.func.value) or ""
-                return made.endswith("ArgumentParser")
+                definition = self._instance(node.func.value) or ""
+                return definition.endswith("ArgumentParser")
             returned = self.returned(node)
             return bool(returned) and all(self._is_namespace(v, depth - 1) for v in returned)
         if not isinstance(node, (cst.Name, cst.Attribute)):
@@ -393,23 +401,23 @@ class Values:
     @cached_property
     def _options(self) -> dict[str, cst.Call]:
         """The calls of `add_argument` by the attribute that they make; of two that make the same, none."""
-        found: dict[str, cst.Call] = {}
+        results: dict[str, cst.Call] = {}
         twice = set()
         for node in self.parents:
             if type(node) is cst.Call and isinstance(node.func, cst.Attribute):
                 name = option(node) if node.func.attr.value == "add_argument" else None
                 if name is not None:
-                    twice |= {name} & found.keys()
-                    found[name] = node
-        return {name: call for name, call in found.items() if name not in twice}
+                    twice |= {name} & results.keys()
+                    results[name] = node
+        return {name: call for name, call in results.items() if name not in twice}
 
     def _argument(self, name: str) -> tuple[Node | None, Node | None]:
         """The default value and the type of an argument of the command line."""
         keywords = Arguments.of(self._options[name]).keywords
-        given = keywords.get("action")
-        action = strings(given) if given is not None else "store"
+        value = keywords.get("action")
+        action = strings(value) if value is not None else "store"
         default = keywords.get("default")
-        is_flag = (self.names.path(given) or "").endswith("BooleanOptionalAction")
+        is_flag = (self.names.path(value) or "").endswith("BooleanOptionalAction")
         if is_flag or action in ("store_true", "store_false"):
             return None, cst.Name("bool")
         if action != "store" or "nargs" in keywords:
@@ -515,10 +523,10 @@ def _named(node: Node) -> bool:
     return isinstance(last, cst.Name) and last.value.lower().endswith("scaler")
 
 
-def _agreed(found: Iterable[str | None]) -> str | None:
+def _agreed(results: Iterable[str | None]) -> str | None:
     """The class that all name; the empty text for None alone. Nobody is asked after one who does not know."""
     kinds = set()
-    for kind in found:
+    for kind in results:
         if kind is None:
             return None
         kinds.add(kind)

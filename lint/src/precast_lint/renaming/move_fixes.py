@@ -68,9 +68,9 @@ def groups_of(source: Source, move: Move, uses: list[Use]) -> _Groups:
                 groups.setdefault((scope, name), Group(bindings))
     for (scope, name), group in groups.items():
         group.foreign = not all(move.knows(_path(source, b)) for b in group.bindings)
-        known = {root(use.node) for use in group.uses}
+        entries = {root(use.node) for use in group.uses}
         group.foreign |= any(
-            node not in known and not is_bound_here(source, node)
+            node not in entries and not is_bound_here(source, node)
             for node in source.scopes.references(scope, name)
         )
         group.foreign |= name in exported(source) or source.filename.endswith("__init__.py")
@@ -154,12 +154,12 @@ def _all(use: Use) -> Iterator[Use]:
 
 def _edits(uses: list[Use]) -> tuple[Edit, ...] | None:
     """The edits of uses and of all that follow them; None if one of them can't be changed."""
-    found: list[Edit] = []
+    results: list[Edit] = []
     for use in (inner for outer in uses for inner in _all(outer)):
         if use.edits is None:
             return None
-        found += use.edits
-    return tuple(found)
+        results += use.edits
+    return tuple(results)
 
 
 def _is_selected(source: Source, uses: list[Use]) -> bool:
@@ -236,6 +236,6 @@ def _definition_edits(
         )
     if isinstance(statement, cst.ImportFrom):
         new = {b.node: move.new(b.path or "") for b in bindings}
-        kept = [b.node for b in bindings if isinstance(b.node, cst.ImportAlias)]
-        return move_names(source, statement, kept, new)
+        selection = [b.node for b in bindings if isinstance(b.node, cst.ImportAlias)]
+        return move_names(source, statement, selection, new)
     return None

@@ -138,12 +138,12 @@ def in_string(source: Source, string: Node, node: Node, move: Move) -> tuple[Edi
     if available is None or not isinstance(first, cst.Name):
         return None
     spelled = first.value + path[len(base) :]
-    wanted = available[0] + dot + rest
+    expected = available[0] + dot + rest
     start = source.span(string).start + 1
-    found = re.finditer(rf"(?<![\w.]){re.escape(spelled)}(?!\w)", value)
+    results = re.finditer(rf"(?<![\w.]){re.escape(spelled)}(?!\w)", value)
     edits = (
-        Edit(start + _bytes(value[: m.start()]), start + _bytes(value[: m.end()]), wanted)
-        for m in found
+        Edit(start + _bytes(value[: m.start()]), start + _bytes(value[: m.end()]), expected)
+        for m in results
     )
     return (*edits, *available[1])
 

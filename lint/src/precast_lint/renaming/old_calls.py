@@ -111,18 +111,18 @@ def _pinned_dtype(source: Source, call: cst.Call, device: str) -> tuple[Edit, ..
 
 def _outer_regions(source: Source, call: cst.Call) -> list[cst.Call]:
     """The regions of `with` statements and decorators around a call, in its function."""
-    found: list[Node] = []
+    results: list[Node] = []
     inner: Node = call
     for outer in source.around(call):
         if isinstance(outer, cst.With):
             items = [item.item for item in outer.items]
-            found += items if inner is outer.body else items[: _position(outer, inner)]
+            results += items if inner is outer.body else items[: _position(outer, inner)]
         if isinstance(outer, cst.FunctionDef):
             if inner is outer.body:
-                found += [decorator.decorator for decorator in outer.decorators]
+                results += [decorator.decorator for decorator in outer.decorators]
             break
         inner = outer
-    return [n for n in found if isinstance(n, cst.Call) and source.origin(n.func) in AUTOCASTS]
+    return [n for n in results if isinstance(n, cst.Call) and source.origin(n.func) in AUTOCASTS]
 
 
 def _position(statement: cst.With, item: Node) -> int:

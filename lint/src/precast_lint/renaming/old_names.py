@@ -68,23 +68,23 @@ def new_name(path: str) -> str:
 
 def uses(source: Source) -> list[Use]:
     """All uses of deprecated names in a file, in the order of the text; computed once."""
-    known = source.cache.get("old names")
-    if known is None:
-        known = source.cache["old names"] = _uses(source)
-    assert isinstance(known, list)
-    return known
+    cached = source.cache.get("old names")
+    if cached is None:
+        cached = source.cache["old names"] = _uses(source)
+    assert isinstance(cached, list)
+    return cached
 
 
 def _uses(source: Source) -> list[Use]:
-    found = [
+    results = [
         _classified(source, *expression)
         for expression in expressions(source, MOVE)
         if _counts(source, *expression[1:])
     ]
-    groups = groups_of(source, MOVE, found)
+    groups = groups_of(source, MOVE, results)
     imports = [use for group in groups.values() for use in _import_uses(source, group)]
-    share(source, MOVE, found, groups)
-    return sorted([*found, *imports], key=lambda use: source.span(use.place))
+    share(source, MOVE, results, groups)
+    return sorted([*results, *imports], key=lambda use: source.span(use.place))
 
 
 def _counts(source: Source, place: Node, origin: str) -> bool:

@@ -86,9 +86,9 @@ def _message(package: str, name: str) -> str:
     """Return the problem with a name, and the name that may be meant."""
     others = [p for p in PACKAGES if name in PACKAGES[p]]
     near = difflib.get_close_matches(name.lower(), [n.lower() for n in PACKAGES[package]], 1, 0.75)
-    meant = [f"{package}.{n}" for n in PACKAGES[package] if n.lower() in near]
-    found = [f"{other}.{name}" for other in others] or meant
-    hint = f"; `{found[0]}` may be meant" if found else ""
+    intent = [f"{package}.{n}" for n in PACKAGES[package] if n.lower() in near]
+    result = [f"{other}.{name}" for other in others] or intent
+    hint = f"; `{result[0]}` may be meant" if result else ""
     return f"`{package}` has no `{name}` in any version of PyTorch{hint}"
 
 

@@ -50,8 +50,8 @@ def _is_indexed(source: Source, node: Node) -> bool:
         return _beginning(node) is not None
     if _described(source, node) is not None:
         return True
-    given = [value for value, note in source.values.sources(node) if note is None]
-    if _beginning(node) is not None or (given and all(_beginning(v) is not None for v in given)):
+    values = [value for value, note in source.values.sources(node) if note is None]
+    if _beginning(node) is not None or (values and all(_beginning(v) is not None for v in values)):
         return True
     return any(":" in text for text in texts(source, node))
 

@@ -82,25 +82,27 @@ def _is_about_version(source: Source, outer: Node) -> bool:
 def _too_early(source: Source, statement: _If, results: _Results) -> Iterator[Finding]:
     """Yield a finding for the newest name that a branch uses in releases that do not have it."""
     branches = ((statement.body, True), (statement.orelse, False))
-    used = {(name, taken) for part, taken in branches for name in _names(source, statement, part)}
-    late = [(name, taken) for name, taken in used if name in SINCE]
-    for name, taken in sorted(late, key=lambda pair: version(SINCE[pair[0]]), reverse=True):
+    used = {
+        (name, in_body) for part, in_body in branches for name in _names(source, statement, part)
+    }
+    late = [(name, in_body) for name, in_body in used if name in SINCE]
+    for name, in_body in sorted(late, key=lambda pair: version(SINCE[pair[0]]), reverse=True):
         since = version(SINCE[name])
-        wrong = [r for r in _supported(source) if results[r] is taken and version(r) < since]
+        wrong = [r for r in _supported(source) if results[r] is in_body and version(r) < since]
         if wrong:
-            fix = _fix(source, statement.test, taken, SINCE[name])
+            fix = _fix(source, statement.test, in_body, SINCE[name])
             message = _TOO_EARLY.format(name=name, since=SINCE[name], releases=_listed(wrong))
             yield source.find(RULE, statement.test, message, fix)
             return
 
 
-def _fix(source: Source, test: Node, taken: bool, since: str) -> Fix | None:
+def _fix(source: Source, test: Node, in_body: bool, since: str) -> Fix | None:
     """Return a fix that replaces the version in a comparison by the one that has the name."""
     compared = value_given(source, test)
     if not isinstance(compared, cst.Comparison) or len(compared.comparisons) != 1:
         return None
     target = compared.comparisons[0]
-    expected = cst.GreaterThanEqual if taken else cst.LessThan
+    expected = cst.GreaterThanEqual if in_body else cst.LessThan
     if not isinstance(target.operator, expected):
         return None
     bound = target.comparator
@@ -122,7 +124,7 @@ def _listed(releases: list[str]) -> str:
 
 def _names(source: Source, statement: Node, part: Node | None) -> list[str]:
     """Return AMP's names in a branch that are under no other test of PyTorch's features."""
-    found = []
+    results = []
     for node in walk(part) if part is not None else ():
         name = None
         if isinstance(node, (cst.Name, cst.Attribute)):
@@ -133,8 +135,8 @@ def _names(source: Source, statement: Node, part: Node | None) -> list[str]:
             name = f"{module}.{dotted(node.name)}" if module else None
         is_amp = name is not None and _MENTIONED.fullmatch(name)
         if name and is_amp and not _is_guarded_within(source, node, statement):
-            found.append(name)
-    return found
+            results.append(name)
+    return results
 
 
 def _is_guarded_within(source: Source, node: Node, statement: Node) -> bool:

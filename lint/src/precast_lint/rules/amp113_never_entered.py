@@ -59,21 +59,23 @@ def check(source: Source) -> Iterator[Finding]:
             yield from _one_of_two(source, parent, call)
 
 
-def _is_given_tensor(source: Source, made: cst.Call) -> bool:
+def _is_given_tensor(source: Source, definition: cst.Call) -> bool:
     """`autocast("cuda")(x)`: a region decorates a function, and what it is given here is a tensor."""
-    parent = source.parents[made]
-    return isinstance(parent, cst.Call) and parent.func is made and _takes_tensor(source, parent)
+    parent = source.parents[definition]
+    return (
+        isinstance(parent, cst.Call) and parent.func is definition and _takes_tensor(source, parent)
+    )
 
 
 def _takes_tensor(source: Source, call: cst.Call) -> bool:
     """Return True if a call has one argument, and that is certainly a tensor, or what a model gives."""
     if len(call.args) != 1 or call.args[0].star:
         return False
-    given = call.args[0].value
+    value = call.args[0].value
     is_result = (
-        isinstance(given, cst.Call) and _MODEL.fullmatch(dotted(given.func) or "") is not None
+        isinstance(value, cst.Call) and _MODEL.fullmatch(dotted(value.func) or "") is not None
     )
-    return is_result or is_tensor(source, given) or _is_used_as_tensor(source, call)
+    return is_result or is_tensor(source, value) or _is_used_as_tensor(source, call)
 
 
 def _is_used_as_tensor(source: Source, call: cst.Call) -> bool:
@@ -97,8 +99,8 @@ def _decorating(source: Source) -> Iterator[cst.Call]:
     for call in source.all(cst.Call):
         if not isinstance(call.func, (cst.Name, cst.Attribute)):
             continue
-        made = source.values.constructed(call.func)
-        is_region = isinstance(made, cst.Call) and source.origin(made.func) in AUTOCASTS
+        definition = source.values.constructed(call.func)
+        is_region = isinstance(definition, cst.Call) and source.origin(definition.func) in AUTOCASTS
         if is_region and _takes_tensor(source, call) and not is_tried(source, call):
             yield call
 
@@ -107,11 +109,11 @@ def _one_of_two(source: Source, both: cst.BooleanOperation, call: cst.Call) -> I
     """Return the operand that `and` or `or` ignores: a context is true, so `and` gives its right side."""
     is_and = isinstance(both.operator, cst.And)
     left_out, other = (both.left, both.right) if is_and else (both.right, both.left)
-    known = [n is call or _is_context(source, n) for n in (left_out, other)]
-    if not known[0]:
+    entries = [n is call or _is_context(source, n) for n in (left_out, other)]
+    if not entries[0]:
         return
     edit = Edit(source.span(both.left).end, source.span(both.right).start, ", ")
-    plain = all(known) and not any(n.lpar for n in (both, both.left, both.right))
+    plain = all(entries) and not any(n.lpar for n in (both, both.left, both.right))
     fix = source.fix("Enter both", edit, unsafe=True) if plain else None
     yield source.find(RULE, left_out, _ONE_OF_TWO.format("and" if is_and else "or"), fix)
 

@@ -44,8 +44,8 @@ def check(source: Source) -> Iterator[Finding]:
     def on(state: _State, event: Event, say: Say) -> _State:
         return _on(source, state, event, say)
 
-    found = (node for flow in flows(source) for node, _ in flow.run(_State(), on))
-    for node in dict.fromkeys(found):
+    results = (node for flow in flows(source) for node, _ in flow.run(_State(), on))
+    for node in dict.fromkeys(results):
         yield source.find(RULE, node)
 
 
@@ -114,8 +114,8 @@ def _is_unpacked(source: Source, target: Node) -> bool:
     """Return True if a name is one of several results, or what a generator yields, and comes of a region each time."""
     if not isinstance(target, (cst.Name, cst.Attribute)):
         return False
-    given = source.values.contents.of_target(target) or _yielded(source, target)
-    return bool(given) and all(_is_lower(source, value, _DEEP) for value in given)
+    values = source.values.contents.of_target(target) or _yielded(source, target)
+    return bool(values) and all(_is_lower(source, value, _DEEP) for value in values)
 
 
 def _yielded(source: Source, target: Node) -> list[Node]:
@@ -138,8 +138,8 @@ def _yielded(source: Source, target: Node) -> list[Node]:
         return values
     place = list(line.elements).index(outer)  # type: ignore[arg-type]
     items = [elements(value, len(line.elements))[place] for value in values]
-    known = [item for item in items if item is not None]
-    return known if len(known) == len(items) else []
+    entries = [item for item in items if item is not None]
+    return entries if len(entries) == len(items) else []
 
 
 def _is_lower(source: Source, value: Node, depth: int) -> bool:
@@ -166,16 +166,18 @@ def _is_lower(source: Source, value: Node, depth: int) -> bool:
 
 def _forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
     """The `forward` that the call of a module runs whose class is in this file: `net(x)` after `net = Net().cuda()`."""
-    made = source.values.constructed(call.func)
-    while isinstance(made, cst.Call) and isinstance(made.func, cst.Attribute):
-        if made.func.attr.value not in ("cuda", "to", "train"):
+    definition = source.values.constructed(call.func)
+    while isinstance(definition, cst.Call) and isinstance(definition.func, cst.Attribute):
+        if definition.func.attr.value not in ("cuda", "to", "train"):
             return None
-        made = made.func.value
-    binding = source.names.only_binding(made.func) if isinstance(made, cst.Call) else None
+        definition = definition.func.value
+    binding = (
+        source.names.only_binding(definition.func) if isinstance(definition, cst.Call) else None
+    )
     if binding is None or not isinstance(binding.node, cst.ClassDef):
         return None
-    found = methods_of(source, binding.node).get("forward")
-    return found.node if found is not None else None
+    result = methods_of(source, binding.node).get("forward")
+    return result.node if result is not None else None
 
 
 def _uses(source: Source, node: Node | None, names: frozenset[str]) -> bool:
@@ -207,15 +209,15 @@ def _in_region(source: Source, node: Node) -> bool:
 
 def _is_called_in_region(source: Source, function: cst.FunctionDef) -> bool:
     """Return True if all calls of a function, compiled or not, are in float16 regions of other functions."""
-    known = source.cache.setdefault("called in float16 regions", {})
-    assert isinstance(known, dict)
-    if function not in known:
-        known[function] = False  # of functions that call each other nothing is known
+    cached = source.cache.setdefault("called in float16 regions", {})
+    assert isinstance(cached, dict)
+    if function not in cached:
+        cached[function] = False  # of functions that call each other nothing is known
         calls = list(_calls_of(source, function))
-        known[function] = bool(calls) and all(
+        cached[function] = bool(calls) and all(
             source.function(call) is not function and _in_region(source, call) for call in calls
         )
-    return bool(known[function])
+    return bool(cached[function])
 
 
 def _calls_of(source: Source, function: cst.FunctionDef) -> Iterator[cst.Call]:
@@ -231,10 +233,10 @@ def _is_function(source: Source, node: Node, function: cst.FunctionDef) -> bool:
         return False
     if binding.node in (function, function.name):
         return True
-    made = binding.value if binding.kind == "assign" else None
-    if not isinstance(made, cst.Call) or source.origin(made.func) != "torch.compile":
+    definition = binding.value if binding.kind == "assign" else None
+    if not isinstance(definition, cst.Call) or source.origin(definition.func) != "torch.compile":
         return False
-    return bool(made.args) and _is_function(source, made.args[0].value, function)
+    return bool(definition.args) and _is_function(source, definition.args[0].value, function)
 
 
 RULE = Rule(

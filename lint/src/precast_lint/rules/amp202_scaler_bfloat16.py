@@ -16,10 +16,10 @@ __all__ = ["RULE"]
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each scaler that is on, in a file whose regions are all in bfloat16."""
-    found = [region for region in regions(source) if region.enabled is not False]
-    if not found or any(region.dtype != "torch.bfloat16" for region in found):
+    results = [region for region in regions(source) if region.enabled is not False]
+    if not results or any(region.dtype != "torch.bfloat16" for region in results):
         return
-    is_on_cpu = all(region.device == "cpu" for region in found)
+    is_on_cpu = all(region.device == "cpu" for region in results)
     scales = [owner for _, owner, _ in source.methods("scale")]
     if not any(source.instance(owner) in SCALERS for owner in scales):
         return

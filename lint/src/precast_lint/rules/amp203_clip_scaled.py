@@ -76,7 +76,7 @@ def _before(source: Source, flow: Flow, scaler: str) -> str:
         return _UNKNOWN
     if "scaler_step" not in kinds or kinds & {"backward", "unscale"} or "unscale" in source.words:
         return _UNKNOWN
-    made = [
+    definitions = [
         n for n in walk(home) if isinstance(n, cst.AssignTarget) and key(source, n.target) == scaler
     ]
     backwards = [
@@ -89,7 +89,7 @@ def _before(source: Source, flow: Flow, scaler: str) -> str:
         for call, _, _ in source.methods("backward")
         if source.values.enclosing_class(call) is home and call not in backwards
     ]
-    return _SCALED if len(made) == 1 and backwards and not others else _UNKNOWN
+    return _SCALED if len(definitions) == 1 and backwards and not others else _UNKNOWN
 
 
 def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _State]:
@@ -97,10 +97,10 @@ def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _St
         if event.kind == "backward":
             return _SCALED if event.scaler == scaler else _UNKNOWN
         if event.kind == "unscale" and event.scaler == scaler:
-            made = _optimizer_of(source, event)
+            definition = _optimizer_of(source, event)
             if isinstance(state, str) and state != _SCALED:
                 return _UNSCALED  # nobody knows what was unscaled before
-            return (state if isinstance(state, frozenset) else frozenset()) | {made}
+            return (state if isinstance(state, frozenset) else frozenset()) | {definition}
         if event.kind in ("scaler_step", "zero_grad", "optimizer_step"):
             return _UNKNOWN
         if hides(source, event, scaler):
@@ -118,15 +118,15 @@ def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _St
 
 def _optimizer_of(source: Source, event: Event) -> cst.Call | None:
     """The call that makes the optimizer whose gradients are unscaled; None if it is not known."""
-    given = event.arguments.get("optimizer", 0) if event.arguments is not None else None
-    made = source.values.constructed(given)
-    return made if isinstance(made, cst.Call) else None
+    value = event.arguments.get("optimizer", 0) if event.arguments is not None else None
+    definition = source.values.constructed(value)
+    return definition if isinstance(definition, cst.Call) else None
 
 
 def _is_of_other(source: Source, event: Event, unscaled: frozenset[cst.Call | None]) -> bool:
     """Return True if what is clipped are gradients of a model of another optimizer than those that were unscaled."""
-    given = event.arguments.get("parameters", 0) if event.arguments is not None else None
-    func = given.func if isinstance(given, cst.Call) else None
+    value = event.arguments.get("parameters", 0) if event.arguments is not None else None
+    func = value.func if isinstance(value, cst.Call) else None
     if event.kind != "clip" or not isinstance(func, cst.Attribute) or None in unscaled:
         return False
     if func.attr.value != "parameters":
@@ -274,10 +274,10 @@ def _fix(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:
         return source.fix("Unscale the gradients first", edit, unsafe=True)
     stands = line_of(source, late[0]) if len(late) == 1 else None
     between = siblings[here[0] : there[0]]
-    taken = remove(source, stands) if stands in between and stands is not None else None
-    if taken is None or line not in siblings:
+    in_body = remove(source, stands) if stands in between and stands is not None else None
+    if in_body is None or line not in siblings:
         return None
-    return source.fix("Unscale the gradients before, once", edit, taken, unsafe=True)
+    return source.fix("Unscale the gradients before, once", edit, in_body, unsafe=True)
 
 
 RULE = Rule(

@@ -233,10 +233,10 @@ def _cancels(source: Source, step: Node) -> bool:
     That holds for one factor alone: as long as no scaler of the file updates its scale.
     """
     func = step.func if isinstance(step, cst.Call) else None
-    made = source.values.constructed(func.value) if isinstance(func, cst.Attribute) else None
-    if not isinstance(made, cst.Call) or source.origin(made.func) not in _ADAMS:
+    definition = source.values.constructed(func.value) if isinstance(func, cst.Attribute) else None
+    if not isinstance(definition, cst.Call) or source.origin(definition.func) not in _ADAMS:
         return False
-    arguments = Arguments.of(made)
+    arguments = Arguments.of(definition)
     epsilon, decay = (
         constant(source, arguments.get(n, at)) for n, at in (("eps", 3), ("weight_decay", 4))
     )

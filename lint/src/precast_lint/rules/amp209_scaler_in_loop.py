@@ -23,28 +23,30 @@ _DEEP = 4  # functions between the loop and the step
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each scaler that is made in the loop of its backward and step."""
     for flow, scaler in followed(source):
-        made = [e for e in flow.nodes if isinstance(e, cst.Assign) and _makes(source, e, scaler)]
-        if any(_is_under_test(source, one) for one in made):
+        definitions = [
+            e for e in flow.nodes if isinstance(e, cst.Assign) and _makes(source, e, scaler)
+        ]
+        if any(_is_under_test(source, one) for one in definitions):
             continue
-        again = [one for one in made if loop_around(source, one) is not None]
+        again = [one for one in definitions if loop_around(source, one) is not None]
         for one in again if len(again) == 1 else ():
             if _is_used_in(source, flow, scaler, loop_around(source, one)):
                 yield source.find(RULE, one.value)
-        if len(made) == 1 and not again and _is_used_in(source, flow, scaler, None):
+        if len(definitions) == 1 and not again and _is_used_in(source, flow, scaler, None):
             steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
             roots = {_root(e.optimizer) for e in steps}
             bound = source.scopes.owned[flow.node].bindings
             is_own = any(b.kind != "param" for root in roots for b in bound.get(root, ()))
             if not is_own and _runs_in_loop(source, flow.node, roots, _DEEP):
-                yield source.find(RULE, made[0].value, _IN_STEP)
+                yield source.find(RULE, definitions[0].value, _IN_STEP)
 
 
 def _makes(source: Source, statement: cst.Assign, scaler: str) -> bool:
-    made = source.values.constructed(statement.value)
+    definition = source.values.constructed(statement.value)
     return (
         isinstance(statement.value, cst.Call)
-        and isinstance(made, cst.Call)
-        and source.origin(made.func) in SCALERS
+        and isinstance(definition, cst.Call)
+        and source.origin(definition.func) in SCALERS
         and any(key(source, target.target) == scaler for target in statement.targets)
     )
 
@@ -94,24 +96,24 @@ def _calls_of_objects(source: Source, function: Node) -> list[cst.Call]:
     if not isinstance(function, cst.FunctionDef) or not isinstance(home, cst.ClassDef):
         return []
     name = function.name.value
-    asked = [node for node in source.all(cst.Attribute) if node.attr.value == name]
+    requests = [node for node in source.all(cst.Attribute) if node.attr.value == name]
     calls = calls_of(source, function)
-    return calls if all(source.parents[node] in calls for node in asked) else []
+    return calls if all(source.parents[node] in calls for node in requests) else []
 
 
 def _is_in_loop(
     source: Source, function: Node, call: cst.Call, optimizers: set[str], depth: int
 ) -> bool:
-    found = followed_call(source, call)
-    if found is None or found[0] is not function:
+    result = followed_call(source, call)
+    if result is None or result[0] is not function:
         return False
-    given = {_root(key(source, found[1].get(name))) or name for name in optimizers}
+    values = {_root(key(source, result[1].get(name))) or name for name in optimizers}
     loop, caller = loop_around(source, call), source.function(call)
     if loop is not None:
-        return not given & assigned_in(source, loop)
+        return not values & assigned_in(source, loop)
     bound = source.scopes.owned[caller].bindings if caller is not None else {}
-    is_handed = all(b.kind == "param" for name in given for b in bound.get(name, ()))
-    return caller is not None and is_handed and _runs_in_loop(source, caller, given, depth - 1)
+    is_handed = all(b.kind == "param" for name in values for b in bound.get(name, ()))
+    return caller is not None and is_handed and _runs_in_loop(source, caller, values, depth - 1)
 
 
 RULE = Rule(

@@ -71,16 +71,16 @@ def _apart(source: Source, flow: Flow) -> Iterator[Finding]:
 
 def _saves(source: Source) -> dict[Flow, list[tuple[cst.Call, Node]]]:
     """The calls of `torch.save` that save one state alone, by function, each with what it is the state of."""
-    known = source.cache.get("saves of one state")
-    if known is None:
-        found: dict[Flow, list[tuple[cst.Call, Node]]] = {}
+    cached = source.cache.get("saves of one state")
+    if cached is None:
+        results: dict[Flow, list[tuple[cst.Call, Node]]] = {}
         for flow in flows(source):
             for call in _calls_of_save(source, flow):
                 if (owner := _state_of(call.args[0].value)) is not None:
-                    found.setdefault(flow, []).append((call, owner))
-        known = source.cache["saves of one state"] = found
-    assert isinstance(known, dict)
-    return known
+                    results.setdefault(flow, []).append((call, owner))
+        cached = source.cache["saves of one state"] = results
+    assert isinstance(cached, dict)
+    return cached
 
 
 def _calls_of_save(source: Source, flow: Flow) -> list[cst.Call]:
@@ -130,8 +130,8 @@ def _dictionary(source: Source, node: Node) -> _Saved | None:
     """
     added: list[tuple[str, Node]] = []
     if isinstance(node, cst.Name):
-        seen = values_seen(source, node)
-        value = seen[0].value if len(seen) == 1 and seen[0].kind == "assign" else None
+        visited = values_seen(source, node)
+        value = visited[0].value if len(visited) == 1 and visited[0].kind == "assign" else None
         if value is None or (more := _added(source, node)) is None:
             return None
         node, added = value, more
@@ -145,7 +145,7 @@ def _dictionary(source: Source, node: Node) -> _Saved | None:
 def _added(source: Source, name: cst.Name) -> list[tuple[str, Node]] | None:
     """Return the entries added by `state["key"] = value`; None if other code may add entries."""
     home = source.scopes.scope_of[name].home(name.value)
-    found: list[tuple[str, Node]] = []
+    results: list[tuple[str, Node]] = []
     for node in source.scopes.references(home, name.value) if home is not None else ():
         parent = source.parents[node]
         if isinstance(parent, cst.AssignTarget):
@@ -157,12 +157,12 @@ def _added(source: Source, name: cst.Name) -> list[tuple[str, Node]] | None:
             text = strings(index.value) if isinstance(index, cst.Index) else None
             if text is None or not isinstance(statement, cst.Assign):
                 return None
-            found.append((text, statement.value))
+            results.append((text, statement.value))
         elif (updated := _updated(source, parent, target)) is not None:
-            found += updated
+            results += updated
         elif _may_grow(source, parent, target):
             return None
-    return found
+    return results
 
 
 def _updated(source: Source, parent: Node, call: Node | None) -> list[tuple[str, Node]] | None:
@@ -170,16 +170,16 @@ def _updated(source: Source, parent: Node, call: Node | None) -> list[tuple[str,
     is_update = isinstance(parent, cst.Attribute) and parent.attr.value == "update"
     if not is_update or not isinstance(call, cst.Call) or call.func is not parent:
         return None
-    found: list[tuple[str, Node]] = []
+    results: list[tuple[str, Node]] = []
     for arg in call.args:
         if arg.keyword is not None:
-            found.append((arg.keyword.value, arg.value))
+            results.append((arg.keyword.value, arg.value))
             continue
         entries = _entries(source, arg.value) if arg.star in ("", "**") else None
         if entries is None:
             return None
-        found += entries
-    return found
+        results += entries
+    return results
 
 
 def _may_grow(source: Source, parent: Node, call: Node | None) -> bool:
@@ -193,16 +193,16 @@ def _may_grow(source: Source, parent: Node, call: Node | None) -> bool:
 
 def _entries(source: Source, node: Node) -> tuple[tuple[str, Node], ...] | None:
     if isinstance(node, cst.Dict):
-        found: list[tuple[str, Node]] = []
+        results: list[tuple[str, Node]] = []
         for element in node.elements:
             if isinstance(element, cst.DictElement):
-                found.append((strings(element.key) or "", element.value))
+                results.append((strings(element.key) or "", element.value))
                 continue
             inner = _entries(source, element.value)
             if inner is None:
                 return None
-            found += inner
-        return tuple(found)
+            results += inner
+        return tuple(results)
     if not isinstance(node, cst.Call) or source.names.builtin(node.func) != "dict":
         return None
     named = [(arg.keyword.value, arg.value) for arg in node.args if arg.keyword]
@@ -243,11 +243,11 @@ def _is_saved_for_scaler(source: Source, flow: Flow) -> bool:
 
 def _is_ignored(source: Source, call: Node, value: Node) -> bool:
     """Return True if a function that gets a scaler only steps with it, or does nothing with it at all."""
-    found = followed_call(source, call)
-    if found is None or source.instance(value) not in SCALERS:
+    result = followed_call(source, call)
+    if result is None or source.instance(value) not in SCALERS:
         return False
-    function, given = found
-    names = [name for name, one in given.items() if one is value]
+    function, argument = result
+    names = [name for name, one in argument.items() if one is value]
     return bool(names) and all(_only_steps(source, function, name) for name in names)
 
 
@@ -262,12 +262,12 @@ def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
 
 def _scaler(source: Source, flow: Flow) -> Node | None:
     """A scaler that this function makes, or uses, or an attribute of its class that is one; looked for once."""
-    known = source.cache.setdefault("scalers of functions", {})
-    assert isinstance(known, dict)
-    if flow not in known:
-        known[flow] = _scaler_of_function(source, flow)
-    found: Node | None = known[flow]
-    return found
+    cached = source.cache.setdefault("scalers of functions", {})
+    assert isinstance(cached, dict)
+    if flow not in cached:
+        cached[flow] = _scaler_of_function(source, flow)
+    result: Node | None = cached[flow]
+    return result
 
 
 def _scaler_of_function(source: Source, flow: Flow) -> Node | None:
@@ -293,17 +293,17 @@ def _scaler_of_function(source: Source, flow: Flow) -> Node | None:
 
 def _scaler_of_class(source: Source, home: Node) -> Node | None:
     """The first attribute of a class that is a scaler; looked for once."""
-    known = source.cache.setdefault("scalers of classes", {})
-    assert isinstance(known, dict)
-    if home not in known:
-        known[home] = None
+    cached = source.cache.setdefault("scalers of classes", {})
+    assert isinstance(cached, dict)
+    if home not in cached:
+        cached[home] = None
         for node in walk(home):
             is_of_self = type(node) is cst.Attribute and key(source, node.value) == "self"
             if is_of_self and source.instance(node) in SCALERS:
-                known[home] = node
+                cached[home] = node
                 break
-    found: Node | None = known[home]
-    return found
+    result: Node | None = cached[home]
+    return result
 
 
 def _is_of_object(source: Source, flow: Flow) -> bool:

@@ -30,8 +30,8 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _is_for_penalty(event: Event) -> bool:
-    found = event.arguments.get("create_graph", 4) if event.arguments else None
-    return isinstance(found, cst.Name) and found.value == "True"
+    result = event.arguments.get("create_graph", 4) if event.arguments else None
+    return isinstance(result, cst.Name) and result.value == "True"
 
 
 def _leaves(source: Source, flow: Flow, call: Node) -> bool:

@@ -73,12 +73,12 @@ def _is_made_as_loss(source: Source, owner: Node) -> bool:
 def _gives_loss(source: Source, func: Node) -> bool:
     if isinstance(func, cst.Attribute) and func.attr.value in ("sum", "mean"):
         return True
-    made = source.instance(func) or ""
+    definition = source.instance(func) or ""
     origin = source.origin(func) or ""
     is_function = origin.startswith("torch.nn.functional.") and origin.endswith(
         ("loss", "cross_entropy", "kl_div", "cross_entropy_with_logits")
     )
-    return is_function or (made.startswith("torch.nn.") and made.endswith("Loss"))
+    return is_function or (definition.startswith("torch.nn.") and definition.endswith("Loss"))
 
 
 RULE = Rule(

@@ -36,8 +36,8 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _is_optimizer(source: Source, node: Node) -> bool:
-    known = source.instance(node)
-    if known is not None:
+    entry = source.instance(node)
+    if entry is not None:
         return is_optimizer(source, node)
     home = source.values.object_class(node)
     if home is not None and _is_class_of_optimizers(source, home):

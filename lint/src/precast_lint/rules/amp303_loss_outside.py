@@ -81,10 +81,10 @@ def _is_low(source: Source, call: cst.Call) -> bool:
 
     if first is None or target is None:
         return False
-    known, other = first, target
+    entry, other = first, target
     if not _is_output(source, first, call, _DEEP):
-        known, other = target, first
-    alike = _text(source, known)
+        entry, other = target, first
+    alike = _text(source, entry)
 
     def is_output(node: Node) -> bool:
         if _text(source, node) == alike:
@@ -118,9 +118,9 @@ def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = T
         )
     target = _last_target(source, plain, at) or _only_target(source, plain)
     if target is None:
-        given = handed(source, plain)
-        every = all(_is_output(source, one, one, depth - 1, grads=False) for one in given)
-        return every and any(_is_output(source, one, one, depth - 1, grads) for one in given)
+        values = handed(source, plain)
+        every = all(_is_output(source, one, one, depth - 1, grads=False) for one in values)
+        return every and any(_is_output(source, one, one, depth - 1, grads) for one in values)
     value = _given(source, target)
     if value is not None and region_in_force(source, target) is not None:
         return _is_surely_there(source, target) and _is_forward_inside(source, value, grads)
@@ -162,19 +162,19 @@ def _only_target(source: Source, plain: Node) -> Node | None:
     if not isinstance(plain, cst.Attribute) or source.values.enclosing_class(plain) is None:
         return None
     home = source.values.enclosing_class(plain)
-    found = [
+    results = [
         target
         for target in _stored(source).get(key(source, plain) or "", ())
         if source.values.enclosing_class(target) is home
     ]
-    is_one = len(found) == 1 and region_in_force(source, found[0]) is not None
-    return found[0] if is_one else None
+    is_one = len(results) == 1 and region_in_force(source, results[0]) is not None
+    return results[0] if is_one else None
 
 
 def _stored(source: Source) -> dict[str, list[Node]]:
     """The places at which names and attributes get values, by their texts; computed once."""
-    known = source.cache.get("what is stored where")
-    if known is None:
+    cached = source.cache.get("what is stored where")
+    if cached is None:
         table: dict[str, list[Node]] = {}
         kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.AsName)
         for line in source.all(*kinds):
@@ -183,9 +183,9 @@ def _stored(source: Source) -> dict[str, list[Node]]:
             for one in (target, *(item.value for item in items)):
                 if isinstance(one, (cst.Name, cst.Attribute)):
                     table.setdefault(key(source, one) or "", []).append(one)
-        known = source.cache["what is stored where"] = table
-    assert isinstance(known, dict)
-    return known
+        cached = source.cache["what is stored where"] = table
+    assert isinstance(cached, dict)
+    return cached
 
 
 def _given(source: Source, target: Node) -> Node | None:
@@ -251,14 +251,14 @@ def _is_wide(value: Node) -> bool:
 
 def _has_parameters(source: Source, func: Node) -> bool:
     """Return True if the file asks what is called, or the value that `self` gets it from, for its parameters."""
-    known = source.cache.setdefault("what has parameters", None)
-    if known is None:
+    cached = source.cache.setdefault("what has parameters", None)
+    if cached is None:
         owners = (owner for _, owner, _ in source.methods("parameters"))
-        known = source.cache["what has parameters"] = {key(source, owner) for owner in owners}
-    assert isinstance(known, set)
+        cached = source.cache["what has parameters"] = {key(source, owner) for owner in owners}
+    assert isinstance(cached, set)
     values = [func, *(value for value, _ in source.values.sources(func) if value is not None)]
     plain = (v for v in values if isinstance(v, (cst.Name, cst.Attribute)))
-    return any(key(source, value) in known for value in plain)
+    return any(key(source, value) in cached for value in plain)
 
 
 def _loss(source: Source, call: cst.Call) -> str | None:
@@ -266,12 +266,12 @@ def _loss(source: Source, call: cst.Call) -> str | None:
     path = source.origin(call.func)
     if path in _FUNCTIONS:
         return path
-    made = None
+    definition = None
     if isinstance(call.func, cst.Call):
-        made = source.origin(call.func.func)
+        definition = source.origin(call.func.func)
     elif isinstance(call.func, (cst.Name, cst.Attribute, cst.Subscript)):
-        made = source.instance(call.func)
-    return made if made is not None and _CLASSES.match(made) else None
+        definition = source.instance(call.func)
+    return definition if definition is not None and _CLASSES.match(definition) else None
 
 
 def _plain(node: Node | None) -> Node | None:

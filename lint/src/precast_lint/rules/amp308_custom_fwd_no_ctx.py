@@ -25,17 +25,17 @@ def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each such decorator."""
     for _, methods in functions(source):
         forward = methods.get("forward")
-        found = forward.decorator(CUSTOM_FWD) if forward and "setup_context" in methods else None
-        if found is not None and found[1] != "precast.custom_fwd":
-            yield source.find(RULE, found[0].decorator)
+        result = forward.decorator(CUSTOM_FWD) if forward and "setup_context" in methods else None
+        if result is not None and result[1] != "precast.custom_fwd":
+            yield source.find(RULE, result[0].decorator)
     for node in source.all(cst.ClassDef):
         bases = (source.origin(base.value) or "" for base in node.bases)
         if not any(map(_MODULES.fullmatch, bases)):
             continue
         forward = methods_of(source, node).get("forward")
-        found = forward.decorator(CUSTOM_FWD) if forward else None
-        if found is not None:
-            decorator = found[0].decorator
+        result = forward.decorator(CUSTOM_FWD) if forward else None
+        if result is not None:
+            decorator = result[0].decorator
             yield source.find(RULE, decorator, _ON_A_MODULE, severity=Severity.WARNING)
 
 

@@ -37,9 +37,9 @@ def check(source: Source) -> Iterator[Finding]:
                 continue
             if not _computes(source, name) and not _is_handed_on(source, name, _CALLS):
                 continue
-            found = lowered_by(source, name, keeps=False)
+            result = lowered_by(source, name, keeps=False)
             is_beside = (
-                found is not None and found[0] is name and _is_in_island(source, name, found[1])
+                result is not None and result[0] is name and _is_in_island(source, name, result[1])
             )
             if is_beside or _is_of_callers(source, name, island):
                 fix = source.fix("Cast it", source.after(name, ".float()"), unsafe=True)
@@ -54,21 +54,21 @@ def _is_of_callers(source: Source, name: Node, island: Region) -> bool:
         return False
     if [region.node for region in regions_around(source, name)] != [island.node]:
         return False
-    found = regions_of_callers(source, island.node)
-    return bool(found) and all(region is not None and region.enabled for region in found)
+    results = regions_of_callers(source, island.node)
+    return bool(results) and all(region is not None and region.enabled for region in results)
 
 
 def _is_product(source: Source, name: cst.Name, depth: int) -> bool:
     """Return True if all values that a name may have are products, or shapes of some."""
     if depth == 0 or name not in source.scopes.scope_of:
         return False
-    found = values_seen(source, name)
-    return bool(found) and all(
+    results = values_seen(source, name)
+    return bool(results) and all(
         binding.kind == "assign"
         and binding.value is not None
         and source.function(binding.node) is source.function(name)
         and _is_made(source, binding.value, depth)
-        for binding in found
+        for binding in results
     )
 
 
@@ -80,10 +80,10 @@ def _is_made(source: Source, value: Node, depth: int) -> bool:
     return isinstance(operand, cst.Name) and _is_product(source, operand, depth - 1)
 
 
-def _is_in_island(source: Source, node: Node, made: Region) -> bool:
+def _is_in_island(source: Source, node: Node, definition: Region) -> bool:
     """Return True if the regions around a node are a disabled one, and then the one that made its tensor."""
     around = list(regions_around(source, node))
-    return len(around) > 1 and around[0].enabled is False and around[1] is made
+    return len(around) > 1 and around[0].enabled is False and around[1] is definition
 
 
 def _computes(source: Source, name: Node) -> bool:
@@ -94,14 +94,14 @@ def _computes(source: Source, name: Node) -> bool:
     call: Node | None = source.parents.get(parent)
     if isinstance(parent, cst.Attribute):
         is_call = isinstance(call, cst.Call) and call.func is parent
-        wanted = is_call and bool(_OPERATIONS.fullmatch(parent.attr.value))
+        expected = is_call and bool(_OPERATIONS.fullmatch(parent.attr.value))
     else:
         origin = (source.origin(call.func) if isinstance(call, cst.Call) else None) or ""
         last = origin.rpartition(".")[2]
-        wanted = origin.startswith("torch.") and bool(_OPERATIONS.fullmatch(last))
-        wanted = wanted or origin.startswith(("torch.fft.", "torch.linalg."))
-        wanted = wanted or _is_layer(source, call)
-    return wanted and isinstance(call, cst.Call) and "dtype" not in Arguments.of(call).keywords
+        expected = origin.startswith("torch.") and bool(_OPERATIONS.fullmatch(last))
+        expected = expected or origin.startswith(("torch.fft.", "torch.linalg."))
+        expected = expected or _is_layer(source, call)
+    return expected and isinstance(call, cst.Call) and "dtype" not in Arguments.of(call).keywords
 
 
 def _consumer(source: Source, name: Node) -> tuple[Node, Node]:
@@ -125,10 +125,10 @@ def _is_handed_on(source: Source, name: Node, depth: int) -> bool:
         return False
     if any(one.star for one in call.args):
         return False
-    found = followed_call(source, call)
-    if found is not None and not found[0].decorators:
-        function, given = found
-        names = [key for key, value in given.items() if value is tensor]
+    result = followed_call(source, call)
+    if result is not None and not result[0].decorators:
+        function, argument = result
+        names = [key for key, value in argument.items() if value is tensor]
     else:
         forward = called_forward(source, call)
         if forward is None:

@@ -24,9 +24,9 @@ def check(source: Source) -> Iterator[Finding]:
             continue
         if _cares(node):
             continue
-        kept = _kept(forward)
+        selection = _kept(forward)
         call = next(
-            (c for c in _with_gradients(source, backward) if _runs(backward, c, kept)), None
+            (c for c in _with_gradients(source, backward) if _runs(backward, c, selection)), None
         )
         if call is not None:
             yield source.find(RULE, call)
@@ -45,15 +45,15 @@ def _kept(forward: Method) -> set[str]:
     if isinstance(params.star_arg, cst.Param):
         names.add(params.star_arg.name.value)
     called = _called(forward)
-    found = set()
+    results = set()
     for statement in (n for n in walk(forward.node.body) if isinstance(n, cst.Assign)):
         value = _whole(statement.value)
         if value not in names:
             continue
-        kept = {dotted(target.target) or "" for target in statement.targets}
-        if value in called or kept & called:
-            found |= {name for name in kept if name.startswith("ctx.")}
-    return found
+        selection = {dotted(target.target) or "" for target in statement.targets}
+        if value in called or selection & called:
+            results |= {name for name in selection if name.startswith("ctx.")}
+    return results
 
 
 def _called(method: Method) -> set[str]:
@@ -88,22 +88,22 @@ def _with_gradients(source: Source, backward: Method) -> Iterator[cst.Call]:
             yield from (n for n in walk(statement.body) if isinstance(n, cst.Call))
 
 
-def _runs(backward: Method, call: cst.Call, kept: set[str]) -> bool:
+def _runs(backward: Method, call: cst.Call, selection: set[str]) -> bool:
     """Return True if a call runs what is kept, by its name in ctx or by one that it is given."""
     func = call.func.value if isinstance(call.func, cst.Subscript) else call.func
-    wanted = {dotted(func) or ""}
+    expected = {dotted(func) or ""}
     for _ in range(_STEPS):
-        if wanted & kept:
+        if expected & selection:
             return True
         for node in walk(backward.node.body):
             if isinstance(node, cst.Assign):
                 targets = {dotted(target.target) for target in node.targets}
-                wanted |= {_whole(node.value)} if targets & wanted else set()
+                expected |= {_whole(node.value)} if targets & expected else set()
             elif isinstance(node, cst.For):
                 names = {n.value for n in walk(node.target) if isinstance(n, cst.Name)}
-                wanted |= {_whole(node.iter)} if names & wanted else set()
-        wanted.discard("")
-    return bool(wanted & kept)
+                expected |= {_whole(node.iter)} if names & expected else set()
+        expected.discard("")
+    return bool(expected & selection)
 
 
 RULE = Rule(

@@ -35,12 +35,12 @@ _SEVERAL = 4  # values of a name
 
 def check(source: Source) -> Iterator[Finding]:
     """Yields a finding for each `exp(x) / exp(x).sum(...)`."""
-    for division, left, right in _divisions(source):
-        power = _power(source, _picked_of(source, left))
+    for division, rest, right in _divisions(source):
+        power = _power(source, _picked_of(source, rest))
         total = _sum(source, right)
         if power is None or total is None or _is_bounded(source, power.operand):
             continue
-        whole = _picked_of(source, left)
+        whole = _picked_of(source, rest)
         same = source.code(total.operand) == source.code(whole) or (
             source.code(value_of(source, total.operand)) == source.code(power.call)
         )
@@ -59,14 +59,14 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _picked_of(source: Source, node: Node) -> Node:
     """The tensor of which the targets' elements are divided: `e` of `e.gather(1, y[:, None]).squeeze(1)`."""
-    found = node
+    result = node
     for _ in range(_DEPTH):
-        shape = operation(source, value_of(source, found), "squeeze", "gather")
+        shape = operation(source, value_of(source, result), "squeeze", "gather")
         if shape is None:
             return node
-        found = shape.operand
+        result = shape.operand
         if shape.name == "gather":
-            return found
+            return result
     return node
 
 
@@ -76,11 +76,11 @@ def _power(source: Source, node: Node, depth: int = _STEPS) -> Operation | None:
         return None
     if isinstance(node, cst.Name):
         powers = [_power(source, value, depth - 1) for value in _values(source, node)]
-        found = [power for power in powers if power is not None]
-        return found[0] if found and len(found) == len(powers) else _in_place(source, node)
+        results = [power for power in powers if power is not None]
+        return results[0] if results and len(results) == len(powers) else _in_place(source, node)
     if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Multiply):
-        left, right = (_power(source, side, depth - 1) for side in (node.left, node.right))
-        return left or right
+        rest, right = (_power(source, side, depth - 1) for side in (node.left, node.right))
+        return rest or right
     if isinstance(node, cst.IfExp):
         first, second = (_power(source, side, depth - 1) for side in (node.body, node.orelse))
         return first if second is not None else None
@@ -97,16 +97,16 @@ def _values(source: Source, name: cst.Name) -> list[Node]:
     """Return the possible values of a name at a read, without in-place factors and divisors."""
     if name not in source.scopes.scope_of:
         return []
-    found = values_seen(source, name)
-    if len(found) > _SEVERAL or not _are_zeros(source, name):
+    results = values_seen(source, name)
+    if len(results) > _SEVERAL or not _are_zeros(source, name):
         return []
     around = {name, *source.around(name)}
     values: list[Node] = []
-    for binding in found:
+    for binding in results:
         outer = source.parents.get(binding.node)
         if isinstance(outer, cst.AugAssign) and outer.target is binding.node:
             if isinstance(outer.operator, cst.MultiplyAssign):
-                values += [outer.target] if len(found) == 1 else []
+                values += [outer.target] if len(results) == 1 else []
             elif outer not in around:
                 return []
         elif binding.value in around:
@@ -175,10 +175,10 @@ def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
         if isinstance(update.operator, cst.DivideAssign):
             yield update, update.target, update.value
     for call in source.all(cst.Call):
-        found = operation(source, call, "div", "div_", "divide", "true_divide")
-        other = found.get("other", 0) if found is not None else None
-        if found is not None and other is not None:
-            yield call, found.operand, other
+        result = operation(source, call, "div", "div_", "divide", "true_divide")
+        other = result.get("other", 0) if result is not None else None
+        if result is not None and other is not None:
+            yield call, result.operand, other
 
 
 def _inverted(source: Source, node: Node) -> Node | None:
@@ -189,8 +189,8 @@ def _inverted(source: Source, node: Node) -> Node | None:
             return node.right if constant(source, node.left) == 1 else None
         is_power = isinstance(node.operator, cst.Power) and constant(source, node.right) == -1
         return node.left if is_power else None
-    found = operation(source, node, "reciprocal")
-    return found.operand if found is not None else None
+    result = operation(source, node, "reciprocal")
+    return result.operand if result is not None else None
 
 
 def _sum(source: Source, node: Node) -> Operation | None:
@@ -210,13 +210,13 @@ def _sum(source: Source, node: Node) -> Operation | None:
 
 def _is_bounded(source: Source, node: Node) -> bool:
     """Return True if an exponent can't be large, as far as its text says and that of what its names are given."""
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     latest = {node}
     for _ in range(_DEPTH):
         if any(_says_small(source, inner) for inner in latest):
             return True
-        seen |= latest
-        latest = {value for inner in latest for value in _given(source, inner)} - seen
+        visited |= latest
+        latest = {value for inner in latest for value in _given(source, inner)} - visited
     return False
 
 
@@ -260,14 +260,14 @@ def _given(source: Source, node: Node) -> set[Node]:
 
 def _names(source: Source, node: Node) -> list[cst.Name]:
     """The names in an expression, without those in what a layer gets: its weights may make that large."""
-    waiting, found = [node], []
+    waiting, result = [node], []
     while waiting:
         inner = waiting.pop()
         if isinstance(inner, cst.Name):
-            found.append(inner)
+            result.append(inner)
         elif not (isinstance(inner, cst.Call) and starts_with_layer(source, inner.func)):
             waiting += children(inner)
-    return found
+    return result
 
 
 def _fix(source: Source, division: Node, power: Operation, total: Operation) -> Fix | None:
@@ -277,8 +277,8 @@ def _fix(source: Source, division: Node, power: Operation, total: Operation) -> 
     keep = total.get("keepdim", 1)
     is_kept = isinstance(keep, cst.Name) and keep.value == "True"
     direct = power.call is division.left and total.call is division.right
-    known = {"dim", "keepdim"} >= set(total.keywords) and len(total.positional) <= 2
-    if dim is None or not is_kept or not direct or not known or isinstance(dim, cst.Tuple):
+    entry = {"dim", "keepdim"} >= set(total.keywords) and len(total.positional) <= 2
+    if dim is None or not is_kept or not direct or not entry or isinstance(dim, cst.Tuple):
         return None
     name = name_for(source, "torch", division)
     if name is None or b"#" in source.code(division).encode():

@@ -57,12 +57,12 @@ def check(source: Source) -> Iterator[Finding]:
         log = operation(source, call, *_LOGARITHMS)
         if log is None or log.positional or log.keywords:
             continue
-        found = _complement(source, log) if log.name != "log2" else None
-        if found is None and log.name != "log1p":
-            found = _found(source, log)
-        if found is None or _is_meant(source, call, found[1]) or _only_ranks(source, call):
+        result = _complement(source, log) if log.name != "log2" else None
+        if result is None and log.name != "log1p":
+            result = _found(source, log)
+        if result is None or _is_meant(source, call, result[1]) or _only_ranks(source, call):
             continue
-        name, better, inner = found
+        name, better, inner = result
         is_direct = inner is not None and inner.call is log.operand and log.name == "log"
         fix = _fix(source, log, inner) if inner is not None and is_direct else None
         yield source.find(RULE, call, RULE.message.format(old=name, new=better), fix)
@@ -107,17 +107,17 @@ def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None
             node = node.value
         else:
             break
-    found = operation(source, node, "softmax", "sigmoid")
-    if found is not None:
-        return found.name
+    result = operation(source, node, "softmax", "sigmoid")
+    if result is not None:
+        return result.name
     if depth == 0:
         return None
     if isinstance(node, cst.Name):
         return _of_all(source, _given(source, node), depth)
     if isinstance(node, cst.Attribute):
         stored = source.values.sources(node)
-        given = [value for value, note in stored if note is None and value is not None]
-        return _of_all(source, given, depth) if len(given) == len(stored) == 1 else None
+        values = [value for value, note in stored if note is None and value is not None]
+        return _of_all(source, values, depth) if len(values) == len(stored) == 1 else None
     if not isinstance(node, cst.Call):
         return None
     module = _called_module(source, node)
@@ -143,8 +143,8 @@ def _given(source: Source, name: cst.Name) -> list[Node]:
         return []
     if binding.kind == "param":
         handed = source.values.handed.whatever_to(binding)
-        known = [value for value in handed if value is not None]
-        return known if len(known) == len(handed) else []
+        entries = [value for value in handed if value is not None]
+        return entries if len(entries) == len(handed) else []
     element = source.parents.get(binding.node)
     line = source.parents.get(element) if isinstance(element, cst.Element) else None
     target = source.parents.get(line) if isinstance(line, cst.Tuple) else None
@@ -153,11 +153,11 @@ def _given(source: Source, name: cst.Name) -> list[Node]:
         return []
     assert isinstance(line, cst.Tuple)
     place = next(i for i, one in enumerate(line.elements) if one is element)
-    found = [
+    results = [
         elements(value, len(line.elements))[place] for value in _returned(source, assign.value)
     ]
-    parts = [value for value in found if value is not None]
-    return parts if len(parts) == len(found) else []
+    parts = [value for value in results if value is not None]
+    return parts if len(parts) == len(results) else []
 
 
 def _called_module(source: Source, call: cst.Call) -> str | None:
@@ -256,8 +256,8 @@ def _log_softmax(source: Source, inner: Operation) -> tuple[str | None, tuple[Ed
 def _logsumexp(source: Source, total: Operation) -> tuple[str | None, tuple[Edit, ...]]:
     power = operation(source, total.operand, "exp")
     dim, keep = total.get("dim", 0), total.get("keepdim", 1)
-    known = {"dim", "keepdim"} >= set(total.keywords) and len(total.positional) <= 2
-    if power is None or power.positional or power.keywords or dim is None or not known:
+    entry = {"dim", "keepdim"} >= set(total.keywords) and len(total.positional) <= 2
+    if power is None or power.positional or power.keywords or dim is None or not entry:
         return None, ()
     name = name_for(source, "torch", total.call)
     if name is None:
@@ -274,8 +274,8 @@ def _functional(source: Source, at: Node) -> tuple[str, tuple[Edit, ...]] | None
         is_it = all(b.path == "torch.nn.functional" for b in bindings)
         if is_it and scope.lookup(name) is bindings:
             return name, ()
-    found = name_for(source, "torch", at)
-    return (f"{found[0]}.nn.functional", found[1]) if found else None
+    result = name_for(source, "torch", at)
+    return (f"{result[0]}.nn.functional", result[1]) if result else None
 
 
 def _after(source: Source, call: cst.Call) -> str:

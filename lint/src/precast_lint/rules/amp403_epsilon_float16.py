@@ -28,13 +28,15 @@ def check(source: Source) -> Iterator[Finding]:
         if is_sum and is_half(source, update.target):
             yield source.find(RULE, update.value)
     for call in source.all(cst.Call):
-        found = operation(source, call, "clamp", "clamp_", "clamp_min", "clamp_min_", "add", "add_")
-        if found is None:
+        result = operation(
+            source, call, "clamp", "clamp_", "clamp_min", "clamp_min_", "add", "add_"
+        )
+        if result is None:
             continue
-        value = found.get("min" if found.name.startswith("clamp") else "other", 0)
-        if found.name in ("add", "add_") and "alpha" in found.keywords:
+        value = result.get("min" if result.name.startswith("clamp") else "other", 0)
+        if result.name in ("add", "add_") and "alpha" in result.keywords:
             continue
-        if value is not None and _vanishes(source, value) and is_half(source, found.operand):
+        if value is not None and _vanishes(source, value) and is_half(source, result.operand):
             yield source.find(RULE, value)
     yield from _limits(source)
 
@@ -42,16 +44,16 @@ def check(source: Source) -> Iterator[Finding]:
 def _limits(source: Source) -> Iterator[Finding]:
     """`torch.maximum(x, torch.tensor(1e-9))`; `normalize(x, eps=1e-12)` behind regions, where the norm is float16."""
     for call in source.all(cst.Call):
-        found = operation(source, call, "maximum", "max", "normalize")
-        if found is None or (found.is_method and found.name == "normalize"):
+        result = operation(source, call, "maximum", "max", "normalize")
+        if result is None or (result.is_method and result.name == "normalize"):
             continue
-        if found.name == "normalize":
-            value = found.get("eps", 2)
+        if result.name == "normalize":
+            value = result.get("eps", 2)
             if any(regions_around(source, call)):
                 continue
         else:
-            value = _number_in(source, found.get("other", 0))
-        if value is not None and _vanishes(source, value) and is_half(source, found.operand):
+            value = _number_in(source, result.get("other", 0))
+        if value is not None and _vanishes(source, value) and is_half(source, result.operand):
             yield source.find(RULE, value)
 
 
@@ -59,9 +61,9 @@ def _number_in(source: Source, node: Node | None) -> Node | None:
     """The number in `torch.tensor(1e-9)`, which takes the dtype of the tensor beside it."""
     if not isinstance(node, cst.Call) or source.origin(node.func) != "torch.tensor":
         return None
-    given = Arguments.of(node)
-    is_plain = len(given.positional) == 1 and "dtype" not in given.keywords and not given.starred
-    return given.positional[0] if is_plain else None
+    value = Arguments.of(node)
+    is_plain = len(value.positional) == 1 and "dtype" not in value.keywords and not value.starred
+    return value.positional[0] if is_plain else None
 
 
 def _vanishes(source: Source, node: Node) -> bool:

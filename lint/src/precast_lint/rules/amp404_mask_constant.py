@@ -87,25 +87,25 @@ def _is_additive(source: Source, mask: Node) -> bool:
     """Return True if what is multiplied is float16: by itself, or because it is made like a product of matrices."""
     if is_half(source, mask):
         return True
-    made = any(
+    definition = any(
         isinstance(n, cst.Attribute) and n.attr.value in ("dtype", "type_as", "ones_like")
         for inner in (mask, value_of(source, mask))
         for n in walk(inner)
     )
-    return made and _is_float16(source, mask)
+    return definition and _is_float16(source, mask)
 
 
 def _chosen(source: Source) -> Iterator[Finding]:
     """`torch.where(mask, scores, -1e9)`, and the limit as a tensor like it."""
     for call, arguments in source.calls("torch.where", "torch.full_like"):
-        given = arguments.positional
+        argument = arguments.positional
         if source.origin(call.func) == "torch.full_like":
             value = arguments.get("fill_value", 1)
-            one = given and value is not None and "dtype" not in arguments.keywords
-            if one and _too_large(source, value) and _is_product(source, given[0]):  # type: ignore[arg-type]
+            one = argument and value is not None and "dtype" not in arguments.keywords
+            if one and _too_large(source, value) and _is_product(source, argument[0]):  # type: ignore[arg-type]
                 yield source.find(RULE, value)  # type: ignore[arg-type]
-        elif len(given) == 3:
-            for value, tensor in ((given[2], given[1]), (given[1], given[2])):
+        elif len(argument) == 3:
+            for value, tensor in ((argument[2], argument[1]), (argument[1], argument[2])):
                 number = _number_in(source, value)
                 sign = _too_large(source, number)
                 if sign and _is_float16(source, tensor):
@@ -116,11 +116,13 @@ def _chosen(source: Source) -> Iterator[Finding]:
 
 def _number_in(source: Source, value: Node) -> Node:
     """The number in `torch.tensor(-1e9)`: with no dimension, it takes the other tensor's dtype."""
-    made = value_of(source, value)
-    is_tensor = isinstance(made, cst.Call) and source.origin(made.func) == "torch.tensor"
-    if not is_tensor or not isinstance(made, cst.Call):
+    definition = value_of(source, value)
+    is_tensor = (
+        isinstance(definition, cst.Call) and source.origin(definition.func) == "torch.tensor"
+    )
+    if not is_tensor or not isinstance(definition, cst.Call):
         return value
-    arguments = Arguments.of(made)
+    arguments = Arguments.of(definition)
     if arguments.starred or len(arguments.positional) != 1:
         return value
     dtype = source.origin(arguments.get("dtype"))  # of what is float16 by itself AMP405 speaks
@@ -162,13 +164,13 @@ def _has_other_regions_alone(source: Source) -> bool:
 def _is_elsewhere(source: Source, node: Node, depth: int = 3) -> bool:
     """Return True if a tensor is computed in a region that is off, or of another dtype."""
     bound = source.names.bindings(node)
-    given = [value for b in bound if depth for value in source.values.handed.whatever_to(b)]
-    if any(value is not None and _is_elsewhere(source, value, depth - 1) for value in given):
+    arguments = [value for b in bound if depth for value in source.values.handed.whatever_to(b)]
+    if any(value is not None and _is_elsewhere(source, value, depth - 1) for value in arguments):
         return True
     values = [b.value for b in bound if b.value is not None]
     around = [next(regions_around(source, value), None) for value in (values or [node])]
-    known = [region for region in around if region is not None]
-    return any(r.enabled is False or r.dtype not in (None, "torch.float16") for r in known)
+    entries = [region for region in around if region is not None]
+    return any(r.enabled is False or r.dtype not in (None, "torch.float16") for r in entries)
 
 
 def _too_large(source: Source, value: Node) -> int:

@@ -34,8 +34,8 @@ def check(source: Source) -> Iterator[Finding]:
         if isinstance(value, cst.Integer) and origin in _LEGACY:
             continue  # a size
         dtype = arguments.get("dtype")
-        given = source.origin(dtype) or source.origin(the_value(source, dtype))
-        is_half_made = origin in _LEGACY or given in _HALF
+        argument = source.origin(dtype) or source.origin(the_value(source, dtype))
+        is_half_made = origin in _LEGACY or argument in _HALF
         if value is not None and (is_half_made or _is_cast(source, call)):
             for number in _numbers(value):
                 if _is_lost(source, number):
@@ -55,16 +55,16 @@ def _filled(source: Source) -> Iterator[tuple[Node, Node]]:
     """The numbers with which tensors are filled, or that are added in place, each with the tensor."""
     for call, owner, arguments in source.methods(*_FILLS):
         assert isinstance(call.func, cst.Attribute)
-        given = arguments.get("fill_value", _FILLS[call.func.attr.value])
+        value = arguments.get("fill_value", _FILLS[call.func.attr.value])
         is_sum = call.func.attr.value in _SUMS  # a small number beside one is for AMP403
-        if given is None or arguments.get("dtype") is not None:
+        if value is None or arguments.get("dtype") is not None:
             continue
-        if not is_sum or _is_infinite(source, given):
-            yield from ((number, owner) for number in _numbers(given))
+        if not is_sum or _is_infinite(source, value):
+            yield from ((number, owner) for number in _numbers(value))
     for _, arguments in source.calls("torch.full_like"):
-        given, like = arguments.get("fill_value", 1), arguments.get("input", 0)
-        if given is not None and like is not None and arguments.get("dtype") is None:
-            yield given, like
+        value, like = arguments.get("fill_value", 1), arguments.get("input", 0)
+        if value is not None and like is not None and arguments.get("dtype") is None:
+            yield value, like
 
 
 def _is_cast(source: Source, call: cst.Call) -> bool:
@@ -73,17 +73,17 @@ def _is_cast(source: Source, call: cst.Call) -> bool:
     cast = source.parents.get(method) if isinstance(method, cst.Attribute) else None
     if not isinstance(method, cst.Attribute) or not isinstance(cast, cst.Call):
         return False
-    given = [source.origin(arg.value) for arg in cast.args]
+    values = [source.origin(arg.value) for arg in cast.args]
     if (
         cast.func is method
         and method.attr.value in ("cuda", "cpu", "to")
-        and not {*given} & {*_HALF}
+        and not {*values} & {*_HALF}
     ):
         is_moved = method.attr.value != "to" or all(strings(arg.value) for arg in cast.args)
         return is_moved and _is_cast(source, cast)
     names = [strings(arg.value) for arg in cast.args]
     is_to = method.attr.value in ("to", "type") and any(
-        dtype in (*_HALF, *_LEGACY) for dtype in (*given, *names)
+        dtype in (*_HALF, *_LEGACY) for dtype in (*values, *names)
     )
     return cast.func is method and (method.attr.value == "half" or is_to)
 

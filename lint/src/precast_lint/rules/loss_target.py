@@ -67,18 +67,18 @@ def is_low(
         return bool(values) and all(value is not None and again(value) for value in values)
     if not isinstance(node, cst.Name) or node not in source.scopes.scope_of:
         return False
-    found = values_seen(source, node)
-    if len(found) == 1 and found[0].kind == "param":
-        given = handed(source, node)
-        return bool(given) and all(map(again, given))
-    values = [_value(source, binding) for binding in found]
+    results = values_seen(source, node)
+    if len(results) == 1 and results[0].kind == "param":
+        argument = handed(source, node)
+        return bool(argument) and all(map(again, argument))
+    values = [_value(source, binding) for binding in results]
     return bool(values) and all(value is not None and again(value) for value in values)
 
 
 def _is_low_call(source: Source, call: cst.Call, again: Callable[[Node], bool]) -> bool:
     """A cast to 16 bits or to integers, a tensor made so, and what keeps the dtype of such a one."""
     arguments = Arguments.of(call)
-    given = [*arguments.positional, *arguments.keywords.values()]
+    values = [*arguments.positional, *arguments.keywords.values()]
     dtype = arguments.keywords.get("dtype")
 
     def is_low_dtype(value: Node) -> bool:
@@ -99,12 +99,12 @@ def _is_low_call(source: Source, call: cst.Call, again: Callable[[Node], bool]) 
         return False
     name, owner = call.func.attr.value, call.func.value
     if name in ("half", "bfloat16", *_INTEGERS):
-        return not given
+        return not values
     if name == "type_as":
-        return len(given) == 1 and again(given[0])
+        return len(values) == 1 and again(values[0])
     if name in ("to", "type"):
-        alike = len(given) == 1 and isinstance(given[0], cst.Name) and again(given[0])
-        return alike or any(map(is_low_dtype, given))
+        alike = len(values) == 1 and isinstance(values[0], cst.Name) and again(values[0])
+        return alike or any(map(is_low_dtype, values))
     if name in _NEW:
         return is_low_dtype(dtype) if dtype is not None else again(owner)
     return name in SHAPES and again(owner)
@@ -121,9 +121,9 @@ def handed(source: Source, plain: Node) -> list[Node]:
     ]
     names = names[1:] if names[:1] == ["self"] else names
     at = names.index(binding.name) if binding.name in names else None
-    found = [Arguments.of(call).get(binding.name, at) for call in calls_of(source, function)]
-    known = [value for value in found if value is not None]
-    return known if len(known) == len(found) else []
+    results = [Arguments.of(call).get(binding.name, at) for call in calls_of(source, function)]
+    entries = [value for value in results if value is not None]
+    return entries if len(entries) == len(results) else []
 
 
 def _value(source: Source, binding: Binding) -> Node | None:

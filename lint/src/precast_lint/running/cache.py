@@ -55,15 +55,15 @@ class Cache:
         if rows is None:
             return None
         try:
-            found = [Reported(**row) for row in rows]
+            results = [Reported(**row) for row in rows]
         except TypeError:
             return None
         self._new[key] = rows
-        return found
+        return results
 
-    def put(self, key: str, found: list[Reported]) -> None:
+    def put(self, key: str, results: list[Reported]) -> None:
         """Remembers what was found."""
-        self._new[key] = [finding.as_dict() for finding in found]
+        self._new[key] = [finding.as_dict() for finding in results]
 
     def save(self) -> None:
         """Writes it down, if anything is new."""

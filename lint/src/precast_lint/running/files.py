@@ -30,11 +30,11 @@ _LARGEST = 10 * 2**20
 
 def find(paths: Iterable[Path], settings: Settings) -> Iterator[Path]:
     """The files named, and those in the folders named, each once."""
-    seen: set[Path] = set()
+    visited: set[Path] = set()
     for path in paths:
         for file in _inside(path, settings) if path.is_dir() else [path]:
-            if file not in seen:
-                seen.add(file)
+            if file not in visited:
+                visited.add(file)
                 yield file
 
 
@@ -63,11 +63,11 @@ def read(path: Path) -> bytes:
         OSError: it can't be read.
         ValueError: it is no regular file, or too large to be a program.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    result = os.stat(path)
+    if not stat.S_ISREG(result.st_mode):
         raise ValueError("it is not a regular file")
-    if found.st_size > _LARGEST:
+    if result.st_size > _LARGEST:
         raise ValueError(
-            f"it has {found.st_size / 2**20:.0f} MiB, and files over {_LARGEST // 2**20} are left out"
+            f"it has {result.st_size / 2**20:.0f} MiB, and files over {_LARGEST // 2**20} are left out"
         )
     return path.read_bytes()

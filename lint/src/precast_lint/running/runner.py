@@ -94,10 +94,10 @@ def _look(path: Path, settings: Settings, mode: Mode, cache: Cache) -> FileRepor
         return FileReport(str(path), note=reason)
     if not interesting(data, settings.codes_for(str(path))):
         return None
-    known = cache.get(cache.key(str(path), data))
-    if known is None or (mode.fix and any(_may_apply(f, settings) for f in known)):
+    cached = cache.get(cache.key(str(path), data))
+    if cached is None or (mode.fix and any(_may_apply(f, settings) for f in cached)):
         return data
-    return FileReport(str(path), known)
+    return FileReport(str(path), cached)
 
 
 def _may_apply(finding: Reported, settings: Settings) -> bool:
@@ -153,8 +153,8 @@ def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
             path = Path(filename).resolve()
             mode_bits = stat.S_IMODE(path.stat().st_mode)
             if not mode_bits & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
-                left = run_text(filename, data, settings, Mode())
-                return replace(left, note="it is read-only and stays as it is")
+                rest = run_text(filename, data, settings, Mode())
+                return replace(rest, note="it is read-only and stays as it is")
             whole_file.write(path, report.after, mode_bits)
         except OSError as error:
             return FileReport(filename, note=f"it can't be written: {error.strerror}")
@@ -168,10 +168,10 @@ def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> File
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # what fails inside LibCST's parser is no `Exception`
-        said = (
+        answer = (
             str(error) if isinstance(error, CheckError) else f"precast-lint failed on it: {error!r}"
         )
-        return FileReport(filename, note=said, failed=True)
+        return FileReport(filename, note=answer, failed=True)
 
 
 def _run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> FileReport:

@@ -49,10 +49,10 @@ def _mentions(data: bytes, words: _Words) -> bool:
 
 def _names_called(data: bytes) -> set[bytes]:
     """Return the names of torch that a text calls, also after `import torch as th`."""
-    found = set(_CALLED.findall(data))
+    results = set(_CALLED.findall(data))
     for alias in set(_ALIAS.findall(data)) if b"torch as " in data else ():
-        found.update(re.findall(rb"\b" + alias + rb"\.(\w+)\(", data))
-    return found
+        results.update(re.findall(rb"\b" + alias + rb"\.(\w+)\(", data))
+    return results
 
 
 def _has(data: bytes, tree: dict[bytes, Any]) -> bool:
@@ -62,12 +62,12 @@ def _has(data: bytes, tree: dict[bytes, Any]) -> bool:
 @lru_cache(maxsize=256)
 def _words(codes: frozenset[str]) -> _Words:
     """The entries of some rules, without those that ask for all that another one asks for, and more."""
-    asked = {tuple(e.split()) for code in codes & index().keys() for e in index()[code].words}
-    asked |= set(_SUPPRESSIONS) if "AMP901" in codes else set()
+    requests = {tuple(e.split()) for code in codes & index().keys() for e in index()[code].words}
+    requests |= set(_SUPPRESSIONS) if "AMP901" in codes else set()
     tree: dict[bytes, Any] = {}
     called = set()
-    for words in sorted(asked):
-        if any(_asks_less(less, words) for less in asked - {words}):
+    for words in sorted(requests):
+        if any(_asks_less(less, words) for less in requests - {words}):
             continue
         entry = tuple(word.encode() for word in words)
         if len(entry) == 1 and (name := _CALLED.fullmatch(entry[0])):

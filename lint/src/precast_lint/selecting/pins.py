@@ -48,9 +48,9 @@ def oldest_torch(start: Path) -> str | None:
         start: a file or folder of the project.
     """
     for folder in [start.absolute(), *start.absolute().parents]:
-        found = [lowest for text in _texts(folder) if (lowest := _lowest(text)) is not None]
-        if found:
-            return min(found, key=_release)
+        results = [lowest for text in _texts(folder) if (lowest := _lowest(text)) is not None]
+        if results:
+            return min(results, key=_release)
         if (folder / ".git").exists() or any((folder / name).is_file() for name in _FILES):
             return None
     return None
@@ -113,8 +113,8 @@ def _in_pyproject(text: str) -> Iterator[str]:
     for name in ("pdm", "uv", "hatch"):
         yield from _strings(tools.get(name))
     for table in _tables(tools.get("poetry")):
-        wanted = table.get("torch")
-        for choice in wanted if isinstance(wanted, list) else [wanted]:
+        expected = table.get("torch")
+        for choice in expected if isinstance(expected, list) else [expected]:
             number = choice.get("version") if isinstance(choice, dict) else choice
             if isinstance(number, str):
                 yield f"torch{number if number[:1] in '<>=~!^' else '==' + number}"
@@ -146,9 +146,9 @@ def _lowest(text: str) -> str | None:
         return wheel["number"] if wheel else None
     conditions = _CONDITION.findall(match["signs"])
     floors = [number for sign, number in conditions if sign[0] in "=~^" or sign in (">=", ">")]
-    known = [floor for floor in map(_number, floors) if floor]
-    if known:
-        return max(known, key=_release)
+    entries = [floor for floor in map(_number, floors) if floor]
+    if entries:
+        return max(entries, key=_release)
     return _below(_number(number) for sign, number in conditions if sign in ("<", "<="))
 
 

@@ -53,11 +53,11 @@ def index() -> dict[str, Short]:
 
 def load(name: str) -> Rule | None:
     """A rule by its code or its name; None if there is none."""
-    known = index().get(name.upper())
-    known = known or next((r for r in index().values() if r.name == name.lower()), None)
-    if known is None:
+    entry = index().get(name.upper())
+    entry = entry or next((r for r in index().values() if r.name == name.lower()), None)
+    if entry is None:
         return None
-    return next(rule for rule in _rules(known.module) if rule.code == known.code)
+    return next(rule for rule in _rules(entry.module) if rule.code == entry.code)
 
 
 @functools.cache
@@ -67,8 +67,8 @@ def modules() -> list[tuple[str, Rule]]:
 
     package = import_module(_PACKAGE)
     names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name.startswith("amp")]
-    found = [(name, rule) for name in names for rule in _rules(name)]
-    return sorted(found, key=lambda row: row[1].code)
+    results = [(name, rule) for name in names for rule in _rules(name)]
+    return sorted(results, key=lambda row: row[1].code)
 
 
 def all_rules() -> dict[str, Rule]:
@@ -77,9 +77,9 @@ def all_rules() -> dict[str, Rule]:
 
 
 def _rules(module: str) -> tuple[Rule, ...]:
-    found = import_module(f"{_PACKAGE}.{module}")
-    several: tuple[Rule, ...] | None = getattr(found, "RULES", None)
-    return several or (found.RULE,)
+    result = import_module(f"{_PACKAGE}.{module}")
+    several: tuple[Rule, ...] | None = getattr(result, "RULES", None)
+    return several or (result.RULE,)
 
 
 def expand(selectors: Iterable[str]) -> frozenset[str]:
@@ -90,14 +90,14 @@ def expand(selectors: Iterable[str]) -> frozenset[str]:
     """
     codes: set[str] = set()
     for selector in selectors:
-        wanted = selector.strip().upper()
-        known = {rule.code: rule.name for rule in index().values()} | ENGINE
+        expected = selector.strip().upper()
+        entry = {rule.code: rule.name for rule in index().values()} | ENGINE
         fits = {
             code
-            for code, name in known.items()
-            if (wanted == "ALL" and code != TO_PRECAST[0])
-            or (code.startswith(wanted) and wanted)
-            or name.upper() == wanted
+            for code, name in entry.items()
+            if (expected == "ALL" and code != TO_PRECAST[0])
+            or (code.startswith(expected) and expected)
+            or name.upper() == expected
         }
         if not fits:
             raise ValueError(

@@ -81,12 +81,12 @@ def matches(filename: str, pattern: str, root: str) -> bool:
     return any(fnmatch(text, pattern.rstrip("/")) for text in spelled)
 
 
-def load(start: Path | None, asked: dict[str, Any]) -> Settings:
+def load(start: Path | None, requests: dict[str, Any]) -> Settings:
     """The settings for a run over a path.
 
     Args:
         start: the first path that is looked at; None: no pyproject.toml is read.
-        asked: options that were given: select, extend_select, ignore (lists of codes, names or prefixes),
+        requests: options that were given: select, extend_select, ignore (lists of codes, names or prefixes),
             exclude, min_torch, unsafe_fixes; None or empty: not given.
 
     Raises:
@@ -95,7 +95,7 @@ def load(start: Path | None, asked: dict[str, Any]) -> Settings:
     path, document = _pyproject(start) if start is not None else (None, {})
     table = _table(path, document) if path else {}
     option = {key.replace("-", "_"): value for key, value in table.items()}
-    option |= {key: value for key, value in asked.items() if value not in (None, (), [])}
+    option |= {key: value for key, value in requests.items() if value not in (None, (), [])}
     min_torch = option.get("min_torch") or (oldest_torch(start) if start is not None else None)
     if min_torch is not None:
         _checked_version(min_torch)

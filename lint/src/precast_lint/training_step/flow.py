@@ -122,16 +122,16 @@ class Flow:
 
     @cached_property
     def _events(self) -> list[Event]:
-        found: dict[tuple[Node, str], Event] = {}
+        results: dict[tuple[Node, str], Event] = {}
         self._kinds = set()
 
         def note(state: int, event: Event, _: Say) -> int:
-            found.setdefault((event.node, event.kind), event)
+            results.setdefault((event.node, event.kind), event)
             self._kinds |= {event.kind, (event.kind, event.scaler)}
             return state
 
         list(self.run(0, note))
-        return list(found.values())
+        return list(results.values())
 
     def leaks(self, name: str) -> bool:
         """Return True if what a key stands for is handed to code that is not seen here.
@@ -149,14 +149,14 @@ class Flow:
 
     def is_owned(self, name: str) -> bool:
         """Return True if it is made in this function and never leaks: nobody else can have a hand in it."""
-        made = any(
+        definition = any(
             self._is(target, name)
             for node in self.nodes
             if isinstance(node, cst.AssignTarget)
             or (isinstance(node, cst.AnnAssign) and node.value is not None)
             for target in _targets(node)
         )
-        return made and "." not in name and not self.leaks(name)
+        return definition and "." not in name and not self.leaks(name)
 
     def _home(self, name: str) -> tuple[Node | None, str]:
         """The class of this file to which an attribute belongs, of self or of another object, and the attribute."""
@@ -221,8 +221,8 @@ class Flow:
         """The keys of the scalers whose methods are called here, or in functions that are called here."""
         handed = {
             key(self.source, value)
-            for _, given in calls_in(self.source, self.node)
-            for value in given.values()
+            for _, argument in calls_in(self.source, self.node)
+            for value in argument.values()
             if self.source.instance(value) in SCALERS
         }
         own = methods_of_scalers(self.source)
@@ -251,13 +251,13 @@ class Flow:
     @cached_property
     def leading(self) -> dict[Node, cst.Call]:
         """The functions of the file that are called here, or by those, each with the first call of it."""
-        found: dict[Node, cst.Call] = {}
+        results: dict[Node, cst.Call] = {}
         for nodes in (self.nodes, *(nodes for _, nodes in self.called)):
             for node in nodes:
                 target = followed_call(self.source, node) if type(node) is cst.Call else None
                 if target is not None and isinstance(node, cst.Call):
-                    found.setdefault(target[0], node)
-        return found
+                    results.setdefault(target[0], node)
+        return results
 
     def _is(self, node: Node, name: str) -> bool:
         if not isinstance(node, (cst.Name, cst.Attribute)) or key(self.source, node) != name:
@@ -291,19 +291,19 @@ class Flow:
 
     def _is_kept_by(self, call: Node, node: Node) -> bool:
         """Return True if a function of this file neither binds an argument to another name nor passes it on."""
-        found = followed_call(self.source, call)
-        if found is None:
+        result = followed_call(self.source, call)
+        if result is None:
             return False
-        function, given = found
-        known = self.source.cache.setdefault("keeps", {})
-        assert isinstance(known, dict)
-        for name, value in given.items():
-            if value is node and (function, name) not in known:
-                known[function, name] = False  # what calls itself is not known
+        function, argument = result
+        cached = self.source.cache.setdefault("keeps", {})
+        assert isinstance(cached, dict)
+        for name, value in argument.items():
+            if value is node and (function, name) not in cached:
+                cached[function, name] = False  # what calls itself is not known
                 flow = next(flow for flow in flows(self.source) if flow.node is function)
                 params = self.source.scopes.owned[function].bindings.get(name, ())
-                known[function, name] = len(params) == 1 and not flow._leaks(name)
-        return all(known[function, n] for n, value in given.items() if value is node)
+                cached[function, name] = len(params) == 1 and not flow._leaks(name)
+        return all(cached[function, n] for n, value in argument.items() if value is node)
 
     def _is_captured(self, name: str) -> bool:
         inner = [
@@ -344,12 +344,12 @@ def _is_made(value: Node | None) -> bool:
 
 def flows(source: Source) -> list[Flow]:
     """The flows of a file: its functions and its top level; computed once."""
-    known = source.cache.get("flows")
-    if known is None:
+    cached = source.cache.get("flows")
+    if cached is None:
         nodes: list[Node] = [source.module, *source.all(cst.FunctionDef)]
-        known = source.cache["flows"] = [Flow(source, node) for node in nodes]
-    assert isinstance(known, list)
-    return known
+        cached = source.cache["flows"] = [Flow(source, node) for node in nodes]
+    assert isinstance(cached, list)
+    return cached
 
 
 def _targets(node: cst.AssignTarget | cst.AnnAssign) -> list[Node]:

@@ -176,29 +176,29 @@ class Reach:
 
 def code_of(source: Source, function: Node) -> FunctionCode:
     """The parts of a function, or of the top level; computed once."""
-    known = source.cache.setdefault("codes", {})
-    assert isinstance(known, dict)
-    if function not in known:
+    cached = source.cache.setdefault("codes", {})
+    assert isinstance(cached, dict)
+    if function not in cached:
         assert isinstance(function, (cst.FunctionDef, cst.Module))
         body = function.body if isinstance(function, cst.Module) else function.body.body
-        noted = _Noted(set(), set(), [])
-        parts = _Reader(source, noted).read(lambda reader: reader.block(body))
-        known[function] = FunctionCode(
-            parts, frozenset(noted.tests), frozenset(noted.assigned), tuple(noted.follows)
+        notes = _Noted(set(), set(), [])
+        parts = _Reader(source, notes).read(lambda reader: reader.block(body))
+        cached[function] = FunctionCode(
+            parts, frozenset(notes.tests), frozenset(notes.assigned), tuple(notes.follows)
         )
-    found: FunctionCode = known[function]
-    return found
+    result: FunctionCode = cached[function]
+    return result
 
 
 def reach_of(source: Source, function: Node) -> Reach:
     """Return the reach of a function, computed once."""
-    known = source.cache.setdefault("reaches", {})
-    assert isinstance(known, dict)
-    if function not in known:
+    cached = source.cache.setdefault("reaches", {})
+    assert isinstance(cached, dict)
+    if function not in cached:
         tests: set[str] = set()
         handed: set[str] = set()
         assigned: set[str] = set()
-        waiting, seen = [function], {function}
+        waiting, visited = [function], {function}
         while waiting:
             code = code_of(source, waiting.pop())
             tests |= code.tests
@@ -208,12 +208,12 @@ def reach_of(source: Source, function: Node) -> Reach:
                     v for v in follow.given.values() if isinstance(v, (cst.Name, cst.Attribute))
                 ]
                 handed |= {key(source, value) or "" for value in plain}
-                if follow.function not in seen:
-                    seen.add(follow.function)
+                if follow.function not in visited:
+                    visited.add(follow.function)
                     waiting.append(follow.function)
-        known[function] = Reach(frozenset(tests), frozenset(handed), frozenset(assigned))
-    found: Reach = known[function]
-    return found
+        cached[function] = Reach(frozenset(tests), frozenset(handed), frozenset(assigned))
+    result: Reach = cached[function]
+    return result
 
 
 @dataclass
@@ -226,9 +226,9 @@ class _Noted:
 class _Reader:
     """Reads statements into parts."""
 
-    def __init__(self, source: Source, noted: _Noted) -> None:
+    def __init__(self, source: Source, notes: _Noted) -> None:
         self.source = source
-        self.noted = noted
+        self.noted = notes
         self.parts: list[Part] = []
         self.steps: list[Tell | Put | Ask] = []
 
@@ -427,24 +427,24 @@ class _Reader:
                 self.steps.append(Tell(Event("grad_read", node, key(self.source, node.value))))
 
     def _call(self, call: cst.Call) -> None:
-        found = followed_call(self.source, call)
-        if found is None:
+        result = followed_call(self.source, call)
+        if result is None:
             self.steps.append(Ask(call))
             return
-        follow = Follow(call, *found, unfollowed=Line((Ask(call),)))
+        follow = Follow(call, *result, unfollowed=Line((Ask(call),)))
         self.noted.follows.append(follow)
         self._add(follow)
 
 
 def _parts(source: Source, node: Node) -> tuple[Node, ...]:
     """Return the direct parts of an expression that have events."""
-    known = source.cache.setdefault("parts with events", {})
-    assert isinstance(known, dict)
-    if node not in known:
+    cached = source.cache.setdefault("parts with events", {})
+    assert isinstance(cached, dict)
+    if node not in cached:
         inside = () if isinstance(node, _RUNS_LATER) else children(node)
-        known[node] = tuple(n for n in inside if _is_event(n) or _parts(source, n))
-    found: tuple[Node, ...] = known[node]
-    return found
+        cached[node] = tuple(n for n in inside if _is_event(n) or _parts(source, n))
+    results: tuple[Node, ...] = cached[node]
+    return results
 
 
 def _is_event(node: Node) -> bool:

@@ -78,11 +78,11 @@ def key(source: Source, node: Node | None) -> str | None:
     """The text that stands for an expression; None for nothing."""
     if node is None:
         return None
-    known = source.cache.setdefault("keys", {})
-    assert isinstance(known, dict)
-    text = known.get(node)
+    cached = source.cache.setdefault("keys", {})
+    assert isinstance(cached, dict)
+    text = cached.get(node)
     if text is None:
-        text = known[node] = _text(source, node)
+        text = cached[node] = _text(source, node)
     assert isinstance(text, str)
     return text
 
@@ -102,9 +102,9 @@ def _text(source: Source, node: Node) -> str:
 
 def is_optimizer(source: Source, node: Node) -> bool:
     """Return True if an expression is known to be an optimizer."""
-    found = source.instance(node) or ""
-    if found.startswith(("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")):
-        return "lr_scheduler" not in found and "swa_utils" not in found
+    result = source.instance(node) or ""
+    if result.startswith(("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")):
+        return "lr_scheduler" not in result and "swa_utils" not in result
     return acts_as_optimizer(source, node)
 
 
@@ -138,8 +138,8 @@ def scaler_of(known: Known, node: Node | None, scaled: dict[str, str]) -> str | 
             owner = inner.func.value
             if inner.func.attr.value == "scale" and known.is_scaler(owner):
                 return known.named(owner)
-            if (found := _scaler_of_result(known, inner)) is not None:
-                return found
+            if (result := _scaler_of_result(known, inner)) is not None:
+                return result
         if (
             isinstance(inner, (cst.Name, cst.Attribute))
             and (text := key(known.source, inner)) in scaled
@@ -151,10 +151,10 @@ def scaler_of(known: Known, node: Node | None, scaled: dict[str, str]) -> str | 
 def _scaler_of_result(known: Known, call: cst.Call) -> str | None:
     """The scaler by which what a function of this file returns was scaled: of `self.scaled(loss)`."""
     source = known.source
-    found = followed_call(source, call)
-    if found is None or "scale" not in source.words:
+    result = followed_call(source, call)
+    if result is None or "scale" not in source.words:
         return None
-    function, given = found
+    function, argument = result
     scalers: set[str | None] = set()
     for returned in returned_by(function):
         binding = source.names.only_binding(returned)
@@ -165,8 +165,8 @@ def _scaler_of_result(known: Known, call: cst.Call) -> str | None:
             return None
         text = key(source, func.value) or ""
         root, dot, rest = text.partition(".")
-        if root in given:
-            text = f"{known.named(given[root])}{dot}{rest}"
+        if root in argument:
+            text = f"{known.named(argument[root])}{dot}{rest}"
         elif root == "self":
             text = f"{known.named(_SELF)}{dot}{rest}"
         is_one = source.instance(func.value) in SCALERS or text in known.scalers
@@ -179,9 +179,9 @@ def call_event(known: Known, call: cst.Call, scaled: dict[str, str]) -> Event:
     source = known.source
     arguments = Arguments.of(call)
     origin = source.origin(call.func) or ""
-    if not origin and (made := source.values.filled_in(call.func)) is not None:
-        origin = source.origin(made.args[0].value) or ""
-        arguments = Arguments.of_partial(made, call)
+    if not origin and (definition := source.values.filled_in(call.func)) is not None:
+        origin = source.origin(definition.args[0].value) or ""
+        arguments = Arguments.of_partial(definition, call)
     if origin in _CLIPS:
         return Event("clip", call, arguments=arguments)
     inner = _lambda_call(source, call)
@@ -200,9 +200,9 @@ def _lambda_call(source: Source, call: cst.Call) -> cst.Call | None:
     """The call that a `lambda` comes to, of a name or an attribute of self that stands for that alone."""
     if not isinstance(call.func, (cst.Name, cst.Attribute)) or not source.all(cst.Lambda):
         return None
-    given = source.values.sources(call.func)
-    made = given[0][0] if len(given) == 1 else None
-    inner = made.body if isinstance(made, cst.Lambda) else None
+    value = source.values.sources(call.func)
+    definition = value[0][0] if len(value) == 1 else None
+    inner = definition.body if isinstance(definition, cst.Lambda) else None
     return inner if isinstance(inner, cst.Call) else None
 
 

@@ -30,39 +30,39 @@ class Facts:
 
     def place(self, text: str) -> int:
         """Return the position of a text's bits."""
-        found = self._places.get(text)
-        if found is None:
-            found = self._places[text] = 2 * len(self._places)
+        result = self._places.get(text)
+        if result is None:
+            result = self._places[text] = 2 * len(self._places)
             if text.startswith("self."):
-                self.of_self |= 3 << found
-        return found
+                self.of_self |= 3 << result
+        return result
 
     def bits(self, texts: Iterable[str]) -> int:
         """The bits of some texts."""
-        found = 0
+        result = 0
         for text in texts:
-            found |= 3 << self.place(text)
-        return found
+            result |= 3 << self.place(text)
+        return result
 
     def about(self, name: str) -> int:
         """The bits of all texts in which a name occurs."""
-        count, found = self._about.get(name, (0, 0))
+        count, result = self._about.get(name, (0, 0))
         if count < len(self._places):
             word = re.compile(rf"(?<![\w.]){re.escape(name)}\b")
             for text, place in list(self._places.items())[count:]:
                 if name in text and word.search(text):
-                    found |= 3 << place
-            self._about[name] = len(self._places), found
-        return found
+                    result |= 3 << place
+            self._about[name] = len(self._places), result
+        return result
 
     def under(self, names: Iterable[str]) -> int:
         """The bits of all texts that are one of some names, or begin with one."""
-        found = 0
+        result = 0
         starts = tuple(name for name in names if name)
         for text, place in self._places.items():
             if text.startswith(starts):
-                found |= 3 << place
-        return found
+                result |= 3 << place
+        return result
 
 
 @lru_cache(maxsize=8192)
@@ -72,19 +72,19 @@ def joined(facts: frozenset[int]) -> tuple[int, ...]:
     Two that differ only in what one test said are one that does not know it, and one that knows more than another is
     part of that.
     """
-    left = set(facts)
+    rest = set(facts)
     changed = True
-    while changed and len(left) > 1:
+    while changed and len(rest) > 1:
         changed = False
-        for yes in _bits(left):
+        for yes in _bits(rest):
             no = yes << 1
-            for one in [one for one in left if one & (yes | no) == yes]:
+            for one in [one for one in rest if one & (yes | no) == yes]:
                 other = one ^ yes ^ no
-                if other in left:
-                    left -= {one, other}
-                    left.add(one ^ yes)
+                if other in rest:
+                    rest -= {one, other}
+                    rest.add(one ^ yes)
                     changed = True
-    return tuple(sorted(one for one in left if not any(o != one and o & one == o for o in left)))
+    return tuple(sorted(one for one in rest if not any(o != one and o & one == o for o in rest)))
 
 
 def _bits(facts: set[int]) -> list[int]:
@@ -93,12 +93,12 @@ def _bits(facts: set[int]) -> list[int]:
     for one in facts:
         every |= one
     both = every & every >> 1
-    found = []
+    results = []
     while both:
         lowest = both & -both
         both ^= lowest
         if (
             lowest.bit_length() % 2
         ):  # and not the upper bit of one test beside the lower one of the next
-            found.append(lowest)
-    return found
+            results.append(lowest)
+    return results

@@ -90,20 +90,20 @@ class Place:
         shared = self._shared
         frame = frame_of(shared.source, function, follow.given, self._known.named)
         stack = (*self._stack, function)
-        given = _settled(function, follow.given)
-        same = (stack, frozenset(frame.names.items()), given)
+        value = _settled(function, follow.given)
+        same = (stack, frozenset(frame.names.items()), value)
         if same not in shared.places:
-            known = replace(self._known, named=frame.named)
-            deciding = {name for name, given in frame.names.items() if given in self._deciding}
+            entry = replace(self._known, named=frame.named)
+            deciding = {name for name, value in frame.names.items() if value in self._deciding}
             shared.places[same] = Place(
                 shared,
                 function,
-                known,
+                entry,
                 stack,
                 deciding=self._deciding | deciding,
                 frame=frame,
                 of_object=self._owner(follow),
-                settled=given,
+                settled=value,
             )
         return shared.places[same]
 
@@ -111,74 +111,74 @@ class Place:
 
     def event(self, ask: Ask, scaled: Scaled) -> Event:
         """Return the event of a call, if the names in `scaled` hold scaled losses."""
-        found = self._events.get(ask) or self._events.get((ask, scaled))
-        if found is None:
-            found = call_event(self._known, ask.call, dict(scaled))
-            is_same = found.kind not in ("backward", "autograd_grad")
-            self._events[ask if is_same else (ask, scaled)] = found
-        return found
+        result = self._events.get(ask) or self._events.get((ask, scaled))
+        if result is None:
+            result = call_event(self._known, ask.call, dict(scaled))
+            is_same = result.kind not in ("backward", "autograd_grad")
+            self._events[ask if is_same else (ask, scaled)] = result
+        return result
 
     def put(self, put: Put) -> Event:
         """The event of an assignment, with the key by which the function that calls this one knows what is assigned."""
         if self._frame is None:
             return put.event
-        found = self._events.get(put)
-        if found is None:
+        result = self._events.get(put)
+        if result is None:
             named = self._known.named(put.event.node)
-            found = self._events[put] = replace(put.event, assigned=named)
-        return found
+            result = self._events[put] = replace(put.event, assigned=named)
+        return result
 
     def forgotten(self, line: Line) -> int:
         """The bits of what tests said of names that get values."""
         if not line.assigned:
             return 0
-        known, found = self._forgotten.get(line, (-1, 0))
-        if known != len(self.facts):
+        entry, result = self._forgotten.get(line, (-1, 0))
+        if entry != len(self.facts):
             for name in line.assigned:
-                found |= self.facts.about(name)
-            self._forgotten[line] = len(self.facts), found
-        return found
+                result |= self.facts.about(name)
+            self._forgotten[line] = len(self.facts), result
+        return result
 
     def stored(self, put: Put, scaled: Scaled) -> Scaled:
         """The names that hold scaled losses after something got a value."""
         if put.is_update or (put.loss is None and not scaled):
             return scaled
-        found = self._scaled.get((put, scaled))
-        if found is None:
+        results = self._scaled.get((put, scaled))
+        if results is None:
             scaler = scaler_of(self._known, put.loss, dict(scaled))
-            found = frozenset(pair for pair in scaled if pair[0] != put.name)
-            found |= {(put.name, scaler)} if scaler else frozenset()
-            self._scaled[put, scaled] = found
-        return found
+            results = frozenset(pair for pair in scaled if pair[0] != put.name)
+            results |= {(put.name, scaler)} if scaler else frozenset()
+            self._scaled[put, scaled] = results
+        return results
 
     # --- calls: from the place that calls, and back ---
 
     def handed(self, follow: Follow, scaled: Scaled) -> Scaled:
         """The names that hold scaled losses in a function that is called: attributes of self, and its parameters."""
-        found = self._scaled.get((follow, scaled))
-        if found is None:
-            given = [(name, value) for name, value in follow.given.items() if is_loss(value)]
-            scalers = [(n, scaler_of(self._known, value, dict(scaled))) for n, value in given]
-            found = frozenset((name, scaler) for name, scaler in scalers if scaler is not None)
+        results = self._scaled.get((follow, scaled))
+        if results is None:
+            values = [(name, value) for name, value in follow.given.items() if is_loss(value)]
+            scalers = [(n, scaler_of(self._known, value, dict(scaled))) for n, value in values]
+            results = frozenset((name, scaler) for name, scaler in scalers if scaler is not None)
             owner = self._owner(follow)
             if owner is None:
-                found |= _of_self(scaled)
+                results |= _of_self(scaled)
             else:
-                found |= {
+                results |= {
                     (f"self.{n[len(owner) + 1 :]}", s)
                     for n, s in scaled
                     if n.startswith(f"{owner}.")
                 }
-            self._scaled[follow, scaled] = found
-        return found
+            self._scaled[follow, scaled] = results
+        return results
 
     def returned(self, follow: Follow, before: Scaled, after: Scaled) -> Scaled:
         """The names that hold scaled losses when a called function returns: the caller's own, and its object's."""
         owner = self._owner(follow)
         if owner is None:
             return (before - _of_self(before)) | _of_self(after)
-        kept = frozenset(pair for pair in before if not pair[0].startswith(f"{owner}."))
-        return kept | {(owner + name[4:], scaler) for name, scaler in _of_self(after)}
+        selection = frozenset(pair for pair in before if not pair[0].startswith(f"{owner}."))
+        return selection | {(owner + name[4:], scaler) for name, scaler in _of_self(after)}
 
     def _owner(self, follow: Follow) -> str | None:
         """The key here of the object whose method a call runs, if it is not self."""
@@ -211,10 +211,10 @@ class Place:
         """The ways of tests of the object, `amp.on` outside and `self.on` here, and of the other parameters."""
         if self._known_moves[0] != len(self.facts):
             owner = self._object or ""
-            known = self.facts.texts()
-            pairs = {(f"{owner}.{text[5:]}", text) for text in known if text.startswith("self.")}
+            entries = self.facts.texts()
+            pairs = {(f"{owner}.{text[5:]}", text) for text in entries if text.startswith("self.")}
             pairs |= {
-                (t, f"self.{t[len(owner) + 1 :]}") for t in known if t.startswith(f"{owner}.")
+                (t, f"self.{t[len(owner) + 1 :]}") for t in entries if t.startswith(f"{owner}.")
             }
             ways = [
                 (self.facts.place(outer), self.facts.place(here)) for outer, here in sorted(pairs)
@@ -228,33 +228,33 @@ class Place:
         """The bits of all that this function, or one that it calls, may test, hand on or change."""
         if self._asked[0] < len(self.facts):
             reach = reach_of(self._shared.source, self._function)
-            found = self.facts.bits(reach.tests)
+            result = self.facts.bits(reach.tests)
             for name in reach.assigned:
-                found |= self.facts.about(name)
-            found |= self.facts.under(reach.handed)
+                result |= self.facts.about(name)
+            result |= self.facts.under(reach.handed)
             if self._frame is not None:
-                found |= self.facts.under(self._frame.names.values())
-                found |= self.facts.bits(self._frame.names)
-            self._asked = len(self.facts), found
+                result |= self.facts.under(self._frame.names.values())
+                result |= self.facts.bits(self._frame.names)
+            self._asked = len(self.facts), result
         return self._asked[1]
 
 
-def _settled(function: cst.FunctionDef, given: dict[str, Node]) -> frozenset[tuple[str, bool]]:
+def _settled(function: cst.FunctionDef, values: dict[str, Node]) -> frozenset[tuple[str, bool]]:
     """The parameters that a call leaves at, or sets to, None, False or True, and whether a test of them holds."""
-    found: set[tuple[str, bool]] = set()
+    results: set[tuple[str, bool]] = set()
     for param in (*function.params.params, *function.params.kwonly_params):
-        value = given.get(param.name.value, param.default)
+        value = values.get(param.name.value, param.default)
         if isinstance(value, cst.Name) and value.value in ("None", "False", "True"):
-            found.add((param.name.value, value.value == "True"))
-    return frozenset(found)
+            results.add((param.name.value, value.value == "True"))
+    return frozenset(results)
 
 
 def root(
     source: Source, function: Node, scalers: frozenset[str], optimizers: frozenset[str]
 ) -> Place:
     """The place of a function that nobody calls here."""
-    known = Known(source, lambda node: key(source, node), scalers, optimizers)
-    place = Place(_Shared(source), function, known, (), deciding=scalers)
+    entry = Known(source, lambda node: key(source, node), scalers, optimizers)
+    place = Place(_Shared(source), function, entry, (), deciding=scalers)
     place.asked()  # most texts get their bits now
     return place
 
@@ -272,14 +272,14 @@ def _ways(facts: Facts, frame: Frame | None) -> tuple[_Ways, _Ways]:
     """Return the source and target positions of a test's bits, on entering and on leaving a function."""
     if frame is None:
         return (), ()
-    called = {given: name for given, name in frame.called.items() if given}
-    into = [(facts.place(given), facts.place(name)) for given, name in called.items()]
-    out = [(facts.place(name), facts.place(given)) for name, given in frame.names.items() if given]
+    called = {value: name for value, name in frame.called.items() if value}
+    into = [(facts.place(value), facts.place(name)) for value, name in called.items()]
+    out = [(facts.place(name), facts.place(value)) for name, value in frame.names.items() if value]
     return tuple(into), tuple(out)
 
 
 def _moved(known: int, ways: _Ways) -> int:
-    found = 0
+    result = 0
     for old, new in ways:
-        found |= (known >> old & 3) << new
-    return found
+        result |= (known >> old & 3) << new
+    return result

@@ -138,11 +138,11 @@ class Run:
             self._moved(path.state, event)
 
     def _number(self, state: Hashable) -> int:
-        found = self.numbers.get(state)
-        if found is None:
-            found = self.numbers[state] = len(self.states)
+        result = self.numbers.get(state)
+        if result is None:
+            result = self.numbers[state] = len(self.states)
             self.states.append(state)
-        return found
+        return result
 
     def _moved(self, state: int, event: Event) -> int:
         """The state that an event leads to."""
@@ -190,20 +190,20 @@ class Run:
         return after
 
     def _line(self, line: Line, place: Place, paths: _Paths) -> _Paths:
-        known = self.memory.lines.get((place, line))
-        if known is None:
-            known = self.memory.lines[place, line] = {}
-        left = ~place.forgotten(line)
+        entries = self.memory.lines.get((place, line))
+        if entries is None:
+            entries = self.memory.lines[place, line] = {}
+        rest = ~place.forgotten(line)
         after: _Paths = {}
         for path in paths:
             state, facts, scaled = path
-            end = known.get((state, scaled))
+            end = entries.get((state, scaled))
             if end is None:
-                end = known[state, scaled] = self._along(line, place, state, scaled)
-            if end[0] == state and end[1] == scaled and facts & left == facts:
+                end = entries[state, scaled] = self._along(line, place, state, scaled)
+            if end[0] == state and end[1] == scaled and facts & rest == facts:
                 after[path] = None
             else:
-                after[Path(end[0], facts & left, end[1])] = None
+                after[Path(end[0], facts & rest, end[1])] = None
         return after
 
     def _along(self, line: Line, place: Place, state: int, scaled: Scaled) -> tuple[int, Scaled]:
@@ -260,19 +260,19 @@ class Run:
         """Runs a loop's body until nothing new comes."""
         finished = {} if part.is_endless else dict(paths)
         broken: _Paths = {}
-        seen: dict[tuple[int, Scaled], list[int]] = {}
+        visited: dict[tuple[int, Scaled], list[int]] = {}
         for _ in range(_ROUNDS):
             for path in paths:
-                seen.setdefault((path.state, path.scaled), []).append(path.known)
+                visited.setdefault((path.state, path.scaled), []).append(path.known)
             leaving = self.leaving
             self.leaving = _Leaving(returned=leaving.returned)
             inside = self._parts(part.body, place, self._parts(part.begin, place, paths))
-            left, self.leaving = self.leaving, leaving
-            inside = self._line(part.again, place, inside | left.continues)
-            broken |= left.breaks
+            rest, self.leaving = self.leaving, leaving
+            inside = self._line(part.again, place, inside | rest.continues)
+            broken |= rest.breaks
             if not part.is_endless:
                 finished |= inside
-            paths = self._bounded(_new(_joined(inside), seen), place)
+            paths = self._bounded(_new(_joined(inside), visited), place)
             if not paths:
                 break
         return self._parts(part.orelse, place, _joined(finished)) | broken
@@ -286,35 +286,35 @@ class Run:
             return self._line(part.unfollowed, place, paths)
         if not inner.code.parts:
             return paths
-        asked = inner.asked()
+        request = inner.asked()
         after: _Paths = {}
         for path in paths:
-            known = inner.entered(path.known)
-            start = Path(path.state, known & asked, place.handed(part, path.scaled))
-            aside = known & ~asked
+            entry = inner.entered(path.known)
+            start = Path(path.state, entry & request, place.handed(part, path.scaled))
+            aside = entry & ~request
             for end in self._ends(inner, start):
-                left = inner.left(path.known, end.known | aside)
-                after[Path(end.state, left, place.returned(part, path.scaled, end.scaled))] = None
+                rest = inner.left(path.known, end.known | aside)
+                after[Path(end.state, rest, place.returned(part, path.scaled, end.scaled))] = None
         return _joined(after)
 
     def _ends(self, place: Place, start: Path) -> _Paths:
         """The ends of the paths through a function; each beginning is run once, as many paths share it."""
-        found = self.memory.ends.get((place, start))
-        if found is None:
+        result = self.memory.ends.get((place, start))
+        if result is None:
             leaving, self.leaving = self.leaving, _Leaving()
             ends = self._parts(place.code.parts, place, {start: None})
             ends = _joined(ends | self.leaving.returned)
             self.leaving = leaving
-            found = self.memory.ends[place, start] = _told_apart(ends)
-        return found
+            result = self.memory.ends[place, start] = _told_apart(ends)
+        return result
 
     def _bounded(self, paths: _Paths, place: Place) -> _Paths:
         """The paths, of which too many forget what tests said; whether there is a scaler comes last."""
         if len(paths) > _LIMIT:
             paths = _joined(paths)
-        for kept in (place.deciding, 0) if len(paths) > _LIMIT else ():
+        for selection in (place.deciding, 0) if len(paths) > _LIMIT else ():
             if len(paths) > _LIMIT:
-                paths = {Path(p.state, p.known & kept, p.scaled): None for p in paths}
+                paths = {Path(p.state, p.known & selection, p.scaled): None for p in paths}
         if len(paths) > _LIMIT:
             raise TooManyPaths
         return paths
@@ -325,23 +325,23 @@ def _joined(paths: _Paths) -> _Paths:
     if len(paths) < 2:
         return paths
     groups: dict[tuple[int, Scaled], list[int]] = {}
-    for state, known, scaled in paths:
-        groups.setdefault((state, scaled), []).append(known)
+    for state, entry, scaled in paths:
+        groups.setdefault((state, scaled), []).append(entry)
     if len(groups) == len(paths):
         return paths
     after: _Paths = {}
     for (state, scaled), facts in groups.items():
-        for known in joined(frozenset(facts)) if len(facts) > 1 else facts:
-            after[Path(state, known, scaled)] = None
+        for entry in joined(frozenset(facts)) if len(facts) > 1 else facts:
+            after[Path(state, entry, scaled)] = None
     return after
 
 
-def _new(paths: Iterable[Path], seen: dict[tuple[int, Scaled], list[int]]) -> _Paths:
+def _new(paths: Iterable[Path], visited: dict[tuple[int, Scaled], list[int]]) -> _Paths:
     """The paths that are no part of one that was seen."""
     return {
         path: None
         for path in paths
-        if not any(old & path.known == old for old in seen.get((path.state, path.scaled), ()))
+        if not any(old & path.known == old for old in visited.get((path.state, path.scaled), ()))
     }
 
 
@@ -350,7 +350,7 @@ def _told_apart(paths: _Paths) -> _Paths:
     first = next(iter(paths), None)
     if first is None or any(p[0] != first.state or p[2] != first.scaled for p in paths):
         return paths
-    known = first.known
+    entry = first.known
     for path in paths:
-        known &= path.known
-    return {first._replace(known=known): None}
+        entry &= path.known
+    return {first._replace(known=entry): None}

@@ -56,13 +56,13 @@ class Frame:
     @property
     def called(self) -> dict[str, str]:
         """The keys of what parameters get, each with the name of the parameter; of two that get the same, one."""
-        return {given: name for name, given in self.names.items()}
+        return {value: name for name, value in self.names.items()}
 
     def named(self, node: Node | None) -> str | None:
         """The key of an expression as the caller says it."""
         text = key(self.source, node)
-        found = _ROOT.match(text or "")
-        root = found[0] if found is not None else ""
+        result = _ROOT.match(text or "")
+        root = result[0] if result is not None else ""
         if text is None or root == "":
             return text
         if root in self.names:
@@ -71,17 +71,17 @@ class Frame:
 
 
 def frame_of(
-    source: Source, function: cst.FunctionDef, given: dict[str, Node], named: _Named
+    source: Source, function: cst.FunctionDef, values: dict[str, Node], named: _Named
 ) -> Frame:
     """The variables of a function that gets some arguments; `named` gives the keys of these."""
     bindings = source.scopes.owned[function].bindings
     plain = (cst.Name, cst.Attribute)
     names = {
         name: named(value) or ""
-        for name, value in given.items()
+        for name, value in values.items()
         if isinstance(value, plain) and len(bindings.get(name, ())) == 1
     }
-    if "self" in bindings and "self" not in given and (owner := named(_SELF)) != "self":
+    if "self" in bindings and "self" not in values and (owner := named(_SELF)) != "self":
         names["self"] = owner or ""  # a method of the object whose method runs
     return Frame(source, function, names, frozenset(bindings) - names.keys() - {"self", "cls"})
 
@@ -89,65 +89,65 @@ def frame_of(
 def called_frames(source: Source, function: Node) -> Iterator[tuple[Frame, list[Node]]]:
     """The functions that one calls, and those that these call, each with its variables and its nodes."""
     waiting: list[tuple[Node, _Named, int]] = [(function, lambda node: key(source, node), 0)]
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     while waiting:
         caller, named, depth = waiting.pop()
-        for found in calls_in(source, caller) if depth < _DEEP else ():
-            if found[0] in seen:
+        for result in calls_in(source, caller) if depth < _DEEP else ():
+            if result[0] in visited:
                 continue
-            seen.add(found[0])
-            frame = frame_of(source, *found, named)
-            yield frame, nodes_of(source, found[0])
-            waiting.append((found[0], frame.named, depth + 1))
+            visited.add(result[0])
+            frame = frame_of(source, *result, named)
+            yield frame, nodes_of(source, result[0])
+            waiting.append((result[0], frame.named, depth + 1))
 
 
 def calls_in(source: Source, function: Node) -> list[tuple[cst.FunctionDef, dict[str, Node]]]:
     """The functions of this file that one calls itself, with what their parameters get; computed once."""
-    known = source.cache.setdefault("calls in functions", {})
-    assert isinstance(known, dict)
-    if function not in known:
+    cached = source.cache.setdefault("calls in functions", {})
+    assert isinstance(cached, dict)
+    if function not in cached:
         calls = [n for n in nodes_of(source, function) if type(n) is cst.Call]
-        found = [followed_call(source, call) for call in calls]
-        known[function] = [pair for pair in found if pair is not None]
-    called: list[tuple[cst.FunctionDef, dict[str, Node]]] = known[function]
+        results = [followed_call(source, call) for call in calls]
+        cached[function] = [pair for pair in results if pair is not None]
+    called: list[tuple[cst.FunctionDef, dict[str, Node]]] = cached[function]
     return called
 
 
 def nodes_of(source: Source, function: Node) -> list[Node]:
     """The nodes of a function's body; computed once."""
-    known = source.cache.setdefault("nodes of functions", {})
-    assert isinstance(known, dict)
-    if function not in known:
-        known[function] = list(own_nodes(function))
-    nodes: list[Node] = known[function]
+    cached = source.cache.setdefault("nodes of functions", {})
+    assert isinstance(cached, dict)
+    if function not in cached:
+        cached[function] = list(own_nodes(function))
+    nodes: list[Node] = cached[function]
     return nodes
 
 
 def methods_in(source: Source, function: Node) -> list[MethodCall]:
     """The calls of methods in a function's body; computed once."""
-    known = source.cache.setdefault("methods in functions", {})
-    assert isinstance(known, dict)
-    if function not in known:
-        known[function] = [
+    cached = source.cache.setdefault("methods in functions", {})
+    assert isinstance(cached, dict)
+    if function not in cached:
+        cached[function] = [
             (node, node.func.attr.value, node.func.value)
             for node in nodes_of(source, function)
             if type(node) is cst.Call and isinstance(node.func, cst.Attribute)
         ]
-    calls: list[MethodCall] = known[function]
+    calls: list[MethodCall] = cached[function]
     return calls
 
 
 def methods_of_scalers(source: Source) -> set[Node]:
     """The calls of methods of what is known to be a scaler, in the whole file; computed once."""
-    known = source.cache.get("methods of scalers")
-    if known is None:
-        known = source.cache["methods of scalers"] = {
+    cached = source.cache.get("methods of scalers")
+    if cached is None:
+        cached = source.cache["methods of scalers"] = {
             call
             for call in source.all(cst.Call)
             if isinstance(call.func, cst.Attribute) and source.instance(call.func.value) in SCALERS
         }
-    assert isinstance(known, set)
-    return known
+    assert isinstance(cached, set)
+    return cached
 
 
 def own_nodes(function: Node) -> Iterator[Node]:

@@ -22,11 +22,11 @@ def acts_as_optimizer(source: Source, node: Node) -> bool:
     last = node.attr if isinstance(node, cst.Attribute) else node
     if not isinstance(last, cst.Name) or not _NAME.search(last.value):
         return False
-    made = source.values.constructed(node)
-    if isinstance(made, cst.Call) and not _MAKER.search(_text(made.func)):
+    definition = source.values.constructed(node)
+    if isinstance(definition, cst.Call) and not _MAKER.search(_text(definition.func)):
         return False
-    known = source.instance(node)
-    return (known is None or _MAKER.search(known) is not None) and _text(node) in _used(source)
+    entry = source.instance(node)
+    return (entry is None or _MAKER.search(entry) is not None) and _text(node) in _used(source)
 
 
 def is_scheduler(instance: str | None) -> bool:
@@ -36,17 +36,17 @@ def is_scheduler(instance: str | None) -> bool:
 
 def _used(source: Source) -> set[str]:
     """The texts of what both `step()` and `zero_grad` are called on, and neither `backward` nor `train`."""
-    known = source.cache.get("used as optimizers")
-    if known is None:
+    cached = source.cache.get("used as optimizers")
+    if cached is None:
         called: dict[str, set[str]] = {"step": set(), "zero_grad": set(), "other": set()}
         for call, owner, _ in source.methods("step", "zero_grad", "backward", "train", "update"):
             assert isinstance(call.func, cst.Attribute)
             called.get(call.func.attr.value, called["other"]).add(_text(owner))
-        known = source.cache["used as optimizers"] = called["step"] & called["zero_grad"] - called[
+        cached = source.cache["used as optimizers"] = called["step"] & called["zero_grad"] - called[
             "other"
         ] - {""}
-    assert isinstance(known, set)
-    return known
+    assert isinstance(cached, set)
+    return cached
 
 
 def _text(node: Node) -> str:

@@ -23,9 +23,10 @@ def has_no_grad(source: Source, node: Node) -> bool:
     """Return True if a node runs without gradients, as far as its own function shows it."""
     for outer in source.around(node):
         if isinstance(outer, cst.FunctionDef):
-            made = [d.decorator for d in outer.decorators]
+            definitions = [d.decorator for d in outer.decorators]
             return any(
-                source.origin(d.func if isinstance(d, cst.Call) else d) in _NO_GRAD for d in made
+                source.origin(d.func if isinstance(d, cst.Call) else d) in _NO_GRAD
+                for d in definitions
             )
         if isinstance(outer, cst.With):
             items = [i.item for i in outer.items if isinstance(i.item, cst.Call)]
@@ -36,7 +37,7 @@ def has_no_grad(source: Source, node: Node) -> bool:
 
 def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]:
     """Some names, and those that get a value made of them: `total = loss + penalty`, `scaled = scaler.scale(loss)`."""
-    made = set(names)
+    definitions = set(names)
     for assign in source.all(cst.Assign):
         assert isinstance(assign, cst.Assign)
         if source.function(assign) is not function:
@@ -45,8 +46,10 @@ def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]
             key(source, n) for n in walk(assign.value) if isinstance(n, (cst.Name, cst.Attribute))
         }
         if used & names and not used & {"item", "detach"}:
-            made |= {key(source, t.target) or "" for t in assign.targets if _is_plain(t.target)}
-    return made
+            definitions |= {
+                key(source, t.target) or "" for t in assign.targets if _is_plain(t.target)
+            }
+    return definitions
 
 
 def _is_plain(target: Node) -> bool:
@@ -71,16 +74,16 @@ def is_propagated(source: Source, loss: Node, depth: int = _DEEP) -> bool:
         while (more := _made_of(source, function, names)) > names:
             names = more
     home = source.values.enclosing_class(loss)
-    kept = {name for name in names if name.startswith("self.")}
+    selection = {name for name in names if name.startswith("self.")}
     for other, owner, arguments in source.methods("backward"):
         inside = [n for part in (owner, *arguments.positional) for n in walk(part)]
         used = {key(source, n) for n in inside if isinstance(n, (cst.Name, cst.Attribute))}
         if source.function(other) is function and (loss in inside or used & names):
             return True
-        if used & kept and source.values.enclosing_class(other) is home:
+        if used & selection and source.values.enclosing_class(other) is home:
             return True
     return depth > 0 and any(
-        is_propagated(source, given, depth - 1) for given in _returned_to(source, loss, names)
+        is_propagated(source, value, depth - 1) for value in _returned_to(source, loss, names)
     )
 
 

@@ -73,16 +73,16 @@ _PLAIN = re.compile(r"[\w.]+(\[[\w'\"]+\])?$")
 
 def followed(source: Source) -> list[tuple[Flow, str]]:
     """Each function with each scaler in it that can be followed there; computed once."""
-    known = source.cache.get("followed scalers")
-    if known is None:
-        known = source.cache["followed scalers"] = [
+    cached = source.cache.get("followed scalers")
+    if cached is None:
+        cached = source.cache["followed scalers"] = [
             (flow, scaler)
             for flow in flows(source)
             for scaler in flow.scalers
             if not flow.leaks(scaler) and not _is_off(source, flow, scaler)
         ]
-    assert isinstance(known, list)
-    return known
+    assert isinstance(cached, list)
+    return cached
 
 
 def only_here(flow: Flow, scaler: str, *methods: str) -> bool:
@@ -131,14 +131,14 @@ def hides(source: Source, event: Event, scaler: str) -> bool:
     """Return True if a call may use a scaler out of sight: it hands on the object that holds it."""
     if event.kind != "call" or "." not in scaler:
         return False
-    known = source.cache.setdefault("calls that hide", {})
-    assert isinstance(known, dict)
+    cached = source.cache.setdefault("calls that hide", {})
+    assert isinstance(cached, dict)
     owner = scaler.rpartition(".")[0]
-    if (event, owner) not in known:  # all rules ask it, in each of their states
+    if (event, owner) not in cached:  # all rules ask it, in each of their states
         is_one = owner.partition(".")[0] == "self" and _hides(source, event.node)
-        known[event, owner] = is_one or (owner != "self" and _uses_object(source, event, owner))
-    found: bool = known[event, owner]
-    return found
+        cached[event, owner] = is_one or (owner != "self" and _uses_object(source, event, owner))
+    result: bool = cached[event, owner]
+    return result
 
 
 def _uses_object(source: Source, event: Event, owner: str) -> bool:
@@ -154,14 +154,14 @@ def _uses_object(source: Source, event: Event, owner: str) -> bool:
     name = call.func.attr.value
     if home is not None and name in source.values.attributes(home):
         return False  # `state.model(batch)`
-    found = [
+    results = [
         line
         for line in (home.body.body if home is not None else ())
         if isinstance(line, cst.FunctionDef) and line.name.value == name
     ]
-    return len(found) != 1 or any(
+    return len(results) != 1 or any(
         isinstance(node, cst.Name) and node.value == "self" and not _reads_setting(source, node)
-        for node in walk(found[0].body)
+        for node in walk(results[0].body)
     )
 
 
@@ -247,14 +247,14 @@ def _reads_of_scale(flow: Flow, scaler: str) -> Iterator[Node]:
 
 def _scales(source: Source) -> set[Node]:
     """The attributes of a file that may be a scaler's scale; computed once."""
-    known = source.cache.get("scales")
-    if known is None:
+    cached = source.cache.get("scales")
+    if cached is None:
         names = ("get_scale", "_scale", "_get_scale_async", "scale_value")
-        known = source.cache["scales"] = {
+        cached = source.cache["scales"] = {
             node for node in source.all(cst.Attribute) if node.attr.value in names
         }
-    assert isinstance(known, set)
-    return known
+    assert isinstance(cached, set)
+    return cached
 
 
 def _is_written_down(source: Source, node: Node) -> bool:
@@ -317,15 +317,15 @@ def may_backward(source: Source, event: Event) -> bool:
 
 def loops_around(source: Source, node: Node) -> list[Node]:
     """The loops of its function that a node runs in, the innermost first."""
-    found: list[Node] = []
+    results: list[Node] = []
     inner = node
     for outer in source.around(node):
         if isinstance(outer, (cst.FunctionDef, cst.Lambda)):
             break
         if isinstance(outer, (cst.For, cst.While)) and inner is outer.body:
-            found.append(outer)
+            results.append(outer)
         inner = outer
-    return found
+    return results
 
 
 def loop_around(source: Source, node: Node) -> Node | None:
@@ -343,13 +343,13 @@ def loop_in(flow: Flow, node: Node) -> Node | None:
 def leading_to(flow: Flow, node: Node) -> Iterator[Node]:
     """A node, the call that leads to its function when another one runs, the call that leads to that, and so on."""
     source = flow.source
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     while True:
         yield node
         function = source.function(node)
-        if function is flow.node or function is None or function in seen:
+        if function is flow.node or function is None or function in visited:
             return
-        seen.add(function)
+        visited.add(function)
         if function not in flow.leading:
             return
         node = flow.leading[function]
@@ -357,15 +357,15 @@ def leading_to(flow: Flow, node: Node) -> Iterator[Node]:
 
 def assigned_in(source: Source, loop: Node) -> set[str | None]:
     """The keys that get new values somewhere in a loop, those of its target among them."""
-    found: set[str | None] = set()
+    results: set[str | None] = set()
     for node in walk(loop):
         if isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.For, cst.CompFor, cst.NamedExpr)):
-            found |= {
+            results |= {
                 key(source, n)
                 for n in walk(node.target)
                 if isinstance(n, (cst.Name, cst.Attribute)) and not _is_self(n)
             }
-    return found
+    return results
 
 
 def _is_self(node: Node) -> bool:
