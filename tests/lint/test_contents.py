@@ -11,7 +11,7 @@ from precast_lint.meaning.kinds import is_device, is_flag, is_number
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.text import decode
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 
 SCALER = "torch.amp.GradScaler"
 MADE = "torch.amp.GradScaler()"
@@ -118,7 +118,7 @@ def test_what_may_be_something_else_is_no_flag(text: str) -> None:
     ],
 )
 def test_what_refers_to_itself_ends(text: str) -> None:
-    settings = Settings()
+    settings = LintSettings()
     found = check(
         decode(f"import torch\nautocast = softmax = None\n{text}\n".encode()), "a.py", settings
     )

@@ -8,7 +8,7 @@ import pytest
 
 from precast_lint.checking.engine import check
 from precast_lint.parsing.text import decode
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 
 START = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
@@ -16,7 +16,7 @@ CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 def rows(code: str) -> list[int]:
     text = decode((START + textwrap.dedent(code).format(clip=CLIP)).encode())
-    found = check(text, "example.py", Settings(codes=frozenset({"AMP203"}))).findings
+    found = check(text, "example.py", LintSettings(codes=frozenset({"AMP203"}))).findings
     return [text.position(finding.span.start)[0] - START.count("\n") for finding in found]
 
 
@@ -82,5 +82,5 @@ if THERE:
 @pytest.mark.parametrize(("module", "found"), [("flash_attn", True), ("torch.amp", False)])
 def test_that_another_package_is_there_says_nothing_of_pytorch(module: str, found: bool) -> None:
     text = decode(FLAGGED.format(module=module).encode())
-    settings = Settings(codes=frozenset({"AMP004"}))
+    settings = LintSettings(codes=frozenset({"AMP004"}))
     assert bool(check(text, "example.py", settings).findings) is found

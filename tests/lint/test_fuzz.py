@@ -14,7 +14,7 @@ from precast_lint.editing.edits import apply_parsing, compatible
 from precast_lint.model import Applicability
 from precast_lint.parsing.text import decode
 from precast_lint.selecting.registry import all_rules
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 from tests.lint.cases import ALL
 
 CASES = [case.code for case in ALL]
@@ -74,7 +74,7 @@ def _tabs(line: str) -> str:
 
 @given(formatted(), st.booleans())
 def test_fixes_are_final_exact_and_parse(data: bytes, unsafe: bool) -> None:
-    settings = Settings(codes=frozenset({*all_rules(), "AMP901"}), unsafe_fixes=unsafe)
+    settings = LintSettings(codes=frozenset({*all_rules(), "AMP901"}), unsafe_fixes=unsafe)
     text = decode(data)
     libcst.parse_module(text.string)
     before = check(text, "example.py", settings)
@@ -95,7 +95,7 @@ def test_fixes_are_final_exact_and_parse(data: bytes, unsafe: bool) -> None:
 @given(formatted())
 def test_lines_that_no_edit_touches_stay(data: bytes) -> None:
     """In each pass: a fix may give another rule reason to change a line that the first pass left alone."""
-    settings = Settings(codes=frozenset(all_rules()), unsafe_fixes=True)
+    settings = LintSettings(codes=frozenset(all_rules()), unsafe_fixes=True)
     text = decode(data)
     while True:
         found = [f.fix for f in check(text, "example.py", settings).findings if f.fix]

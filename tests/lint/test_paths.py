@@ -17,12 +17,12 @@ from precast_lint.checking.engine import check
 from precast_lint.parsing.syntax import Node
 from precast_lint.parsing.text import decode
 from precast_lint.selecting.registry import all_rules
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 from precast_lint.training_step import flow, flow_code
 from precast_lint.training_step.flow_code import Ask, Code, Line, Put
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.flow_facts import joined
-from precast_lint.training_step.flow_places import Place, Scaled
+from precast_lint.training_step.flow_places import FlowPlace, Scaled
 from precast_lint.training_step.flow_run import Say
 
 CODES = frozenset(code for code in all_rules() if code.startswith("AMP2"))
@@ -41,7 +41,9 @@ Ends = list[tuple[str, Path]]
 class EachByItself:
     """A run that joins nothing and remembers nothing."""
 
-    def __init__(self, place: Place, on: Callable[[Any, Event, Say], Hashable], say: Say) -> None:
+    def __init__(
+        self, place: FlowPlace, on: Callable[[Any, Event, Say], Hashable], say: Say
+    ) -> None:
         self.place = place
         self.on = on
         self.say = say
@@ -51,7 +53,7 @@ class EachByItself:
             if how in ("", "return"):
                 self.on(path.state, Event("return", node), self.say)
 
-    def _code(self, code: Code, place: Place, path: Path) -> Ends:
+    def _code(self, code: Code, place: FlowPlace, path: Path) -> Ends:
         ends: Ends = [("", path)]
         for part in code:
             ends = [
@@ -63,7 +65,7 @@ class EachByItself:
             ]
         return list(dict.fromkeys(ends))
 
-    def Line(self, part: Line, place: Place, path: Path) -> Ends:
+    def Line(self, part: Line, place: FlowPlace, path: Path) -> Ends:
         state, known, scaled = path
         for step in part.steps:
             if isinstance(step, Put):
@@ -73,16 +75,16 @@ class EachByItself:
             state = self.on(state, event, self.say)
         return [("", Path(state, known, scaled))]
 
-    def Leave(self, part: flow_code.Leave, _: Place, path: Path) -> Ends:
+    def Leave(self, part: flow_code.Leave, _: FlowPlace, path: Path) -> Ends:
         return [(part.how, path)]
 
-    def Maybe(self, part: flow_code.Maybe, place: Place, path: Path) -> Ends:
+    def Maybe(self, part: flow_code.Maybe, place: FlowPlace, path: Path) -> Ends:
         return [("", path), *self._code(part.code, place, path)]
 
-    def Cases(self, part: flow_code.Cases, place: Place, path: Path) -> Ends:
+    def Cases(self, part: flow_code.Cases, place: FlowPlace, path: Path) -> Ends:
         return [("", path), *(end for case in part.cases for end in self._code(case, place, path))]
 
-    def Branch(self, part: flow_code.Branch, place: Place, path: Path) -> Ends:
+    def Branch(self, part: flow_code.Branch, place: FlowPlace, path: Path) -> Ends:
         at = place.facts.place(part.text)
         sides = [(1 << at, part.yes if part.holds else part.no)]
         sides.append((2 << at, part.no if part.holds else part.yes))
@@ -94,7 +96,7 @@ class EachByItself:
             for end in self._code(code, place, path._replace(known=path.known | bit))
         ]
 
-    def Follow(self, part: flow_code.Follow, place: Place, path: Path) -> Ends:
+    def Follow(self, part: flow_code.Follow, place: FlowPlace, path: Path) -> Ends:
         inner = place.called(part)
         if inner is None:
             return self.Line(part.unfollowed, place, path)
@@ -112,7 +114,7 @@ class EachByItself:
             if how != "raise"
         ]
 
-    def Try(self, part: flow_code.Try, place: Place, path: Path) -> Ends:
+    def Try(self, part: flow_code.Try, place: FlowPlace, path: Path) -> Ends:
         ends: Ends = [("", path)]
         during = [path]
         for code in part.tried:
@@ -128,10 +130,10 @@ class EachByItself:
             ends += self._code(handler, place, path)
         return self._then(ends, part.final, place)
 
-    def _then(self, ends: Ends, code: Code, place: Place) -> Ends:
+    def _then(self, ends: Ends, code: Code, place: FlowPlace) -> Ends:
         return [e for how, p in ends for e in ([(how, p)] if how else self._code(code, place, p))]
 
-    def Loop(self, part: flow_code.Loop, place: Place, path: Path) -> Ends:
+    def Loop(self, part: flow_code.Loop, place: FlowPlace, path: Path) -> Ends:
         finished = [] if part.is_endless else [path]
         ends: Ends = []
         waiting, seen = [path], {path}
@@ -214,7 +216,7 @@ def _trainer(seed: int) -> str:
 
 
 def _said(program: str) -> list[tuple[str, int]]:
-    found = check(decode(program.encode()), "example.py", Settings(codes=CODES)).findings
+    found = check(decode(program.encode()), "example.py", LintSettings(codes=CODES)).findings
     return [(finding.code, finding.span.start) for finding in found]
 
 

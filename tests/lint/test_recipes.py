@@ -9,7 +9,7 @@ import pytest
 from precast_lint.checking.engine import check
 from precast_lint.parsing.text import decode
 from precast_lint.selecting.registry import expand
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 
 START = """
 import torch
@@ -174,7 +174,7 @@ def main(amp):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_recipe_is_found_right(name: str) -> None:
     text = decode((START + textwrap.dedent(PROGRAMS[name])).encode())
-    settings = Settings(codes=expand(["AMP2", "AMP4", "AMP505"]))
+    settings = LintSettings(codes=expand(["AMP2", "AMP4", "AMP505"]))
     assert [f"{f.code} {f.message}" for f in check(text, "recipe.py", settings).findings] == []
 
 
@@ -202,5 +202,5 @@ def test_a_mistake_in_a_recipe_is_found(name: str, old: str, new: str, code: str
     """None: what is missing may be in code that is not seen."""
     assert old in PROGRAMS[name]
     text = decode((START + PROGRAMS[name].replace(old, new)).encode())
-    found = check(text, "recipe.py", Settings(codes=expand(["AMP2"]))).findings
+    found = check(text, "recipe.py", LintSettings(codes=expand(["AMP2"]))).findings
     assert {f.code for f in found} == ({code} if code else set())

@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 from precast_lint.checking import engine
 from precast_lint.cli import main
 from precast_lint.running import runner
-from precast_lint.running.runner import Mode, run_text
+from precast_lint.running.runner import RunMode, run_text
 from precast_lint.selecting.registry import load
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 
 OLD = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"
 
@@ -62,7 +62,7 @@ def precast_(*arguments: str) -> Result:
 def test_what_is_nested_too_deeply_is_one_finding_not_the_end_of_the_process(kind: str) -> None:
     """LibCST's parser overflows the stack of such files, or takes minutes."""
     text = OLD + DEEP[kind] + "\n"
-    report = run_text("a.py", text.encode(), Settings(), Mode())
+    report = run_text("a.py", text.encode(), LintSettings(), RunMode())
     assert not report.failed
     assert report.note is None
     codes = [finding.code for finding in report.findings]
@@ -71,7 +71,7 @@ def test_what_is_nested_too_deeply_is_one_finding_not_the_end_of_the_process(kin
 
 def test_a_cell_that_is_nested_too_deeply_is_one_finding() -> None:
     cells = [{"cell_type": "code", "source": text} for text in (OLD, DEEP["brackets"])]
-    report = run_text("a.ipynb", json.dumps({"cells": cells}).encode(), Settings(), Mode())
+    report = run_text("a.ipynb", json.dumps({"cells": cells}).encode(), LintSettings(), RunMode())
     assert [finding.code for finding in report.findings] == ["AMP900", "AMP001"]
 
 
@@ -82,7 +82,7 @@ def test_what_is_written_again_and_again_costs_little_each_time(what: str) -> No
 
     def steps(times: int) -> int:
         text = OLD + "class A:\n" + lines * times
-        return calls(lambda: run_text("a.py", text.encode(), Settings(), Mode()))
+        return calls(lambda: run_text("a.py", text.encode(), LintSettings(), RunMode()))
 
     steps(2)  # loads what is loaded once
     assert steps(48) <= more * steps(12)
@@ -91,7 +91,9 @@ def test_what_is_written_again_and_again_costs_little_each_time(what: str) -> No
 @pytest.mark.parametrize("kind", LONG)
 def test_what_programs_write_is_read(kind: str) -> None:
     text = OLD + LONG[kind] + "\n"
-    report = run_text("a.py", text.encode(), Settings(codes=frozenset({"AMP001"})), Mode(fix=True))
+    report = run_text(
+        "a.py", text.encode(), LintSettings(codes=frozenset({"AMP001"})), RunMode(fix=True)
+    )
     assert (report.findings, report.fixed) == ([], ["AMP001"])
 
 
@@ -201,7 +203,7 @@ def _cells(*sources: object) -> bytes:
     ],
 )
 def test_what_cannot_be_read_is_a_note_and_no_defect(name: str, data: bytes) -> None:
-    report = run_text(name, data, Settings(), Mode(fix=True))
+    report = run_text(name, data, LintSettings(), RunMode(fix=True))
     assert report.note is not None
     assert report.note.startswith("it can't be read: ")
     assert not report.failed
@@ -209,7 +211,7 @@ def test_what_cannot_be_read_is_a_note_and_no_defect(name: str, data: bytes) -> 
 
 @pytest.mark.parametrize("odd", [None, 3, ["import torch", 3], {"a": 1}])
 def test_a_cell_without_text_is_left_alone(odd: object) -> None:
-    report = run_text("a.ipynb", _cells(odd, OLD), Settings(), Mode(fix=True))
+    report = run_text("a.ipynb", _cells(odd, OLD), LintSettings(), RunMode(fix=True))
     assert (report.note, report.fixed) == (None, ["AMP001"])
     assert report.after is not None
     assert json.loads(report.after)["cells"][0]["source"] == odd
@@ -217,9 +219,9 @@ def test_a_cell_without_text_is_left_alone(odd: object) -> None:
 
 def test_lines_of_a_cell_end_where_jupyter_ends_them() -> None:
     lines = ['x = "\x0c\u2028"\n', *OLD.splitlines(keepends=True)]
-    report = run_text("a.ipynb", _cells(lines), Settings(), Mode())
+    report = run_text("a.ipynb", _cells(lines), LintSettings(), RunMode())
     assert [finding.row for finding in report.findings] == [4]
-    fixed = run_text("a.ipynb", _cells(lines), Settings(), Mode(fix=True))
+    fixed = run_text("a.ipynb", _cells(lines), LintSettings(), RunMode(fix=True))
     assert fixed.after is not None
     changed = json.loads(fixed.after)["cells"][0]["source"]
     assert len(changed) == len(lines)
@@ -230,6 +232,6 @@ def test_lines_of_a_cell_end_where_jupyter_ends_them() -> None:
 
 def test_a_notebook_keeps_its_byte_order_mark() -> None:
     mark = b"\xef\xbb\xbf"
-    report = run_text("a.ipynb", mark + _cells(OLD), Settings(), Mode(fix=True))
+    report = run_text("a.ipynb", mark + _cells(OLD), LintSettings(), RunMode(fix=True))
     assert report.fixed == ["AMP001"]
     assert (report.after or b"").startswith(mark + b'{"cells"')

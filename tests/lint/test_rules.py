@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from precast_lint.checking.engine import Checked, check, fix
-from precast_lint.model import Rule
+from precast_lint.model import LintRule
 from precast_lint.parsing.text import decode
 from precast_lint.selecting.look import interesting
 from precast_lint.selecting.registry import all_rules
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 from tests.lint.cases import ALL, Case, versions
 from tools.rule_pages import FOLDER, INDEX, index_file, pages
 
@@ -21,12 +21,12 @@ def _parameters(cases: list[Case]) -> list[object]:
 
 
 def _checked(case: Case) -> Checked:
-    settings = Settings(codes=case.codes, min_torch=case.min_torch)
+    settings = LintSettings(codes=case.codes, min_torch=case.min_torch)
     return check(decode(case.code.encode()), "example.py", settings)
 
 
 def _fixed(case: Case, code: str, unsafe: bool) -> str:
-    settings = Settings(codes=case.codes, min_torch=case.min_torch, unsafe_fixes=unsafe)
+    settings = LintSettings(codes=case.codes, min_torch=case.min_torch, unsafe_fixes=unsafe)
     return fix(decode(code.encode()), "example.py", settings).text.string
 
 
@@ -53,7 +53,7 @@ def test_a_fix_is_exact_and_final(case: Case) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
-def test_a_rule_has_a_page_and_an_example(rule: Rule) -> None:
+def test_a_rule_has_a_page_and_an_example(rule: LintRule) -> None:
     for text in (rule.what, rule.why, rule.fine):
         assert text.endswith((".", "`"))
     assert not rule.message.endswith(".")

@@ -9,7 +9,7 @@ import time
 
 from precast_lint.checking.engine import check
 from precast_lint.parsing.text import decode
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 
 TESTS = "\n".join(f"        if self.flag{i}:\n            x = self.f{i}(x)" for i in range(12))
 LAYER = "    def layer{i}(self, x):\n" + TESTS + "\n        return {call}\n"
@@ -27,7 +27,7 @@ PROGRAM = (
 
 def test_a_function_of_very_many_paths_takes_seconds_at_most() -> None:
     start = time.process_time()
-    check(decode(PROGRAM.encode()), "example.py", Settings(codes=frozenset({"AMP203"})))
+    check(decode(PROGRAM.encode()), "example.py", LintSettings(codes=frozenset({"AMP203"})))
     assert time.process_time() - start < 30  # without a bound: more than a minute
 
 
@@ -47,5 +47,5 @@ LONG = (
 
 
 def test_a_trainer_that_logs_and_saves_is_followed_through_both() -> None:
-    found = check(decode(LONG.encode()), "example.py", Settings(codes=frozenset({"AMP203"})))
+    found = check(decode(LONG.encode()), "example.py", LintSettings(codes=frozenset({"AMP203"})))
     assert [finding.code for finding in found.findings] == ["AMP203"]

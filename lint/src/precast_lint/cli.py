@@ -21,7 +21,7 @@ from precast_lint.version import __version__
 
 if TYPE_CHECKING:
     from precast_lint.running.report import FileReport
-    from precast_lint.selecting.settings import Settings
+    from precast_lint.selecting.settings import LintSettings
 
 __all__ = ["check", "fix", "main", "rule"]
 
@@ -161,7 +161,7 @@ def _main(
     **request: Any,
 ) -> None:
     """Runs, prints, and ends the process with the exit code."""
-    from precast_lint.running.runner import Mode
+    from precast_lint.running.runner import RunMode
 
     paths = paths or (Path(),)
     is_stdin = str(paths[0]) == "-"
@@ -172,7 +172,7 @@ def _main(
     if force_exclude:
         paths = tuple(path for path in paths if is_stdin or not settings.excludes(path))
     settings = settings if to is None else settings.toward_precast()
-    mode = Mode(fix=apply or as_diff, write=apply and not as_diff and not is_stdin)
+    mode = RunMode(fix=apply or as_diff, write=apply and not as_diff and not is_stdin)
     if is_stdin:
         reports = _from_stdin(stdin_filename or "stdin.py", settings, mode, apply and not as_diff)
     else:
@@ -196,7 +196,7 @@ def _main(
     sys.exit(_exit_code(reports, as_diff, exit_zero))
 
 
-def _settings(start: Path | None, requests: dict[str, Any]) -> Settings:
+def _settings(start: Path | None, requests: dict[str, Any]) -> LintSettings:
     from precast_lint.selecting.settings import load
 
     for name in ("select", "extend_select", "ignore"):
@@ -210,12 +210,12 @@ def _settings(start: Path | None, requests: dict[str, Any]) -> Settings:
         raise click.UsageError(str(error)) from error
 
 
-def _cache_folder(settings: Settings) -> Path:
+def _cache_folder(settings: LintSettings) -> Path:
     return Path(settings.root) / ".precast_cache"
 
 
 def _from_files(
-    paths: Sequence[Path], settings: Settings, mode: Any, folder: Path | None, jobs: int | None
+    paths: Sequence[Path], settings: LintSettings, mode: Any, folder: Path | None, jobs: int | None
 ) -> list[FileReport]:
     from precast_lint.running.cache import Cache
     from precast_lint.running.files import find
@@ -235,7 +235,7 @@ def _from_files(
         )
 
 
-def _from_stdin(filename: str, settings: Settings, mode: Any, echo: bool) -> list[FileReport]:
+def _from_stdin(filename: str, settings: LintSettings, mode: Any, echo: bool) -> list[FileReport]:
     from precast_lint.running.runner import run_text
 
     data = sys.stdin.buffer.read()

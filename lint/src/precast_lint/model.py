@@ -1,7 +1,7 @@
 """The values that rules consist of and report, without LibCST.
 
 Invariants: spans are offsets in the UTF-8 bytes of a file's text; a `Fix` is applied whole or not
-at all; a `Finding` that a rule yields has a span inside the file.
+at all; a `LintFinding` has a span inside the file.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 __all__ = [
     "Applicability",
     "Edit",
-    "Finding",
     "Fix",
-    "Rule",
+    "LintFinding",
+    "LintRule",
     "Severity",
     "Span",
     "version",
@@ -70,7 +70,7 @@ class Fix:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintFinding:
     """One place in a file that a rule has something to say about."""
 
     code: str
@@ -82,7 +82,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Rule:
+class LintRule:
     """A rule: its name, the text of its page, and the function that checks a file.
 
     Attributes:
@@ -110,7 +110,7 @@ class Rule:
     why: str
     fine: str
     words: tuple[str, ...]
-    check: Callable[[Any], Iterable[Finding]]
+    check: Callable[[Any], Iterable[LintFinding]]
     example: str
     default: bool = True
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from precast_lint.model import Applicability, Rule
+from precast_lint.model import Applicability, LintRule
 from precast_lint.selecting.registry import all_rules
 
 __all__ = ["ALL", "Case", "cases", "versions"]
@@ -36,7 +36,7 @@ class Case:
         unsafe: True if the fix is unsafe, so that safe fixes change nothing.
     """
 
-    rule: Rule
+    rule: LintRule
     code: str
     fixed: str
     count: int
@@ -56,7 +56,7 @@ def versions(text: str) -> tuple[str, str]:
     return before.strip("\n") + "\n", after.strip("\n") + "\n"
 
 
-def cases(rule: Rule) -> list[Case]:
+def cases(rule: LintRule) -> list[Case]:
     """Return the cases of a rule: both versions of its example, then those of its file."""
     before, after = versions(rule.example)
     has_fix = rule.fix is not Applicability.NONE

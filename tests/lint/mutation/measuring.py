@@ -16,7 +16,7 @@ import libcst as cst
 
 from precast_lint.checking.engine import check
 from precast_lint.parsing.text import decode
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 from tests.lint.mutation import misuse, names, numbers, protocol, regions  # they register
 from tests.lint.mutation.programs import PROGRAMS
 from tests.lint.mutation.registry import MUTATORS
@@ -118,16 +118,16 @@ def correct(two: bool = False) -> Iterator[tuple[str, tuple[str, ...], str]]:
                 yield program, way, written
 
 
-def alarms(text: str, settings: Settings | None = None) -> list[str]:
+def alarms(text: str, settings: LintSettings | None = None) -> list[str]:
     """What the rules that are on say about a program."""
-    settings = settings or Settings()
+    settings = settings or LintSettings()
     found = check(decode(text.encode()), "program.py", settings).findings
     return [f"{finding.code} {finding.message}" for finding in found]
 
 
 def is_found(mistake: Mistake) -> bool:
     """Whether the rule finds its mistake."""
-    return bool(alarms(mistake.text, Settings(codes=frozenset({mistake.code}))))
+    return bool(alarms(mistake.text, LintSettings(codes=frozenset({mistake.code}))))
 
 
 def table(counts: dict[str, Counter[bool]]) -> str:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from precast_lint.checking.suppress import Comment, Suppressions
 from precast_lint.editing.edits import apply_parsing, compatible
 from precast_lint.errors import CheckError
-from precast_lint.model import Applicability, Edit, Finding, Fix, Severity, Span
+from precast_lint.model import Applicability, Edit, Fix, LintFinding, Severity, Span
 from precast_lint.parsing.depth import deeper
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import cst
 from precast_lint.parsing.text import Text
 from precast_lint.selecting.look import interesting, looks_at
 from precast_lint.selecting.registry import ENGINE, index, load
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 
 __all__ = ["Checked", "check", "fix"]
 
@@ -33,11 +33,11 @@ class Checked:
     """A text with its findings, in the order of the text, and the codes of the applied fixes."""
 
     text: Text
-    findings: tuple[Finding, ...]
+    findings: tuple[LintFinding, ...]
     fixed: tuple[str, ...] = ()
 
 
-def check(text: Text, filename: str, settings: Settings) -> Checked:
+def check(text: Text, filename: str, settings: LintSettings) -> Checked:
     """Finds what the selected rules have to say about a text."""
     codes = settings.codes_for(filename)
     if not interesting(text.data, codes):
@@ -52,7 +52,7 @@ def check(text: Text, filename: str, settings: Settings) -> Checked:
 def _checked(text: Text, source: Source, codes: frozenset[str]) -> Checked:
     suppressions = Suppressions(text)
 
-    def is_told(finding: Finding) -> bool:
+    def is_told(finding: LintFinding) -> bool:
         return not suppressions.silences(finding.code, text.position(finding.span.start)[0])
 
     raw = list(_once(_run(source, codes)))
@@ -64,7 +64,7 @@ def _checked(text: Text, source: Source, codes: frozenset[str]) -> Checked:
     return Checked(text, tuple(sorted(results, key=lambda f: (f.span, f.code))))
 
 
-def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
+def _once(findings: Iterable[LintFinding]) -> Iterator[LintFinding]:
     """Each finding once: two functions may both come to one place."""
     visited = set()
     for finding in findings:
@@ -74,7 +74,7 @@ def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
             yield finding
 
 
-def fix(text: Text, filename: str, settings: Settings) -> Checked:
+def fix(text: Text, filename: str, settings: LintSettings) -> Checked:
     """Applies all fixes that the settings allow, again and again, and reports what is left."""
     fixed: list[str] = []
     checked = check(text, filename, settings)
@@ -88,13 +88,13 @@ def fix(text: Text, filename: str, settings: Settings) -> Checked:
     return Checked(checked.text, checked.findings, tuple(fixed))
 
 
-def _allowed(fix: Fix, settings: Settings) -> bool:
+def _allowed(fix: Fix, settings: LintSettings) -> bool:
     if fix.applicability is Applicability.UNSAFE:
         return settings.unsafe_fixes
     return fix.applicability is Applicability.SAFE
 
 
-def _run(source: Source, codes: frozenset[str]) -> Iterator[Finding]:
+def _run(source: Source, codes: frozenset[str]) -> Iterator[LintFinding]:
     for code in looks_at(source.text.data, codes):
         rule = load(code)
         assert rule is not None
@@ -107,21 +107,21 @@ def _run(source: Source, codes: frozenset[str]) -> Iterator[Finding]:
         yield from results
 
 
-def _withheld(raw: list[Finding], selection: list[Finding]) -> frozenset[Fix]:
+def _withheld(raw: list[LintFinding], selection: list[LintFinding]) -> frozenset[Fix]:
     """Fixes that a suppressed finding carries: to apply them elsewhere would change that place too."""
     return frozenset(f.fix for f in raw if f.fix) & frozenset(
         f.fix for f in raw if f.fix and f not in selection
     )
 
 
-def _limited(finding: Finding, withheld: frozenset[Fix]) -> Finding:
+def _limited(finding: LintFinding, withheld: frozenset[Fix]) -> LintFinding:
     """A finding without its fix, if that fix would change what is not to be reported."""
     if finding.fix not in withheld:
         return finding
-    return Finding(finding.code, finding.name, finding.severity, finding.message, finding.span)
+    return LintFinding(finding.code, finding.name, finding.severity, finding.message, finding.span)
 
 
-def _syntax_error(text: Text, error: Exception) -> Iterator[Finding]:
+def _syntax_error(text: Text, error: Exception) -> Iterator[LintFinding]:
     row = getattr(error, "raw_line", 1)
     start = text.starts[min(max(row, 1), len(text.starts)) - 1]
     reason = str(getattr(error, "message", error)).partition("\n")[0]
@@ -132,7 +132,7 @@ def _syntax_error(text: Text, error: Exception) -> Iterator[Finding]:
     if _is_python(text.string):
         message = f"this file was not checked: Python reads it, but LibCST, which precast-lint uses, does not: {reason}"
         severity = Severity.INFORMATION
-    yield Finding("AMP900", ENGINE["AMP900"], severity, message, Span(start, start))
+    yield LintFinding("AMP900", ENGINE["AMP900"], severity, message, Span(start, start))
 
 
 def _is_python(text: str) -> bool:
@@ -145,7 +145,7 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[Finding]:
+def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[LintFinding]:
     """Suppressions that silence nothing. One of a rule that is not selected may be needed."""
     for comment, unused in suppressions.unused():
         remainder = [code for code in unused if code in codes or code not in index()]
@@ -153,7 +153,9 @@ def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> It
             rest = sorted((comment.codes or frozenset()) - set(remainder))
             fix = Fix((_without(text, comment, rest),), "Remove it")
             message = f"unused suppression: {', '.join(remainder)}"
-            yield Finding("AMP901", ENGINE["AMP901"], Severity.WARNING, message, comment.span, fix)
+            yield LintFinding(
+                "AMP901", ENGINE["AMP901"], Severity.WARNING, message, comment.span, fix
+            )
 
 
 def _without(text: Text, comment: Comment, rest: list[str]) -> Edit:

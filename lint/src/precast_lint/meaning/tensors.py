@@ -21,7 +21,7 @@ from precast_lint.parsing.syntax import Node, cst, strings, walk
 
 __all__ = [
     "LAYERS",
-    "Operation",
+    "TensorOperation",
     "constant",
     "is_half",
     "is_lowered",
@@ -101,7 +101,7 @@ _TABLED = ("max", "min")  # with a dim they give the values and the places
 
 
 @dataclass(frozen=True)
-class Operation:
+class TensorOperation:
     """A call of an operation.
 
     Attributes:
@@ -127,7 +127,7 @@ class Operation:
         return self.positional[position] if position < len(self.positional) else None
 
 
-def operation(source: Source, node: Node | None, *names: str) -> Operation | None:
+def operation(source: Source, node: Node | None, *names: str) -> TensorOperation | None:
     """The operation that a call is, if it is one of some names."""
     if not isinstance(node, cst.Call):
         return None
@@ -144,7 +144,7 @@ def operation(source: Source, node: Node | None, *names: str) -> Operation | Non
         rest = arguments.positional[1:]
         if operand is None:
             return None
-        return Operation(name, operand, rest, keywords, node, is_method=False)
+        return TensorOperation(name, operand, rest, keywords, node, is_method=False)
     func = node.func
     if not isinstance(func, cst.Attribute) or func.attr.value not in names:
         return None
@@ -154,7 +154,7 @@ def operation(source: Source, node: Node | None, *names: str) -> Operation | Non
         return None
     if func.attr.value in _UNARY and arguments.positional:
         return None  # `xp.exp(x)`: of a module that nobody knows
-    return Operation(
+    return TensorOperation(
         func.attr.value,
         func.value,
         arguments.positional,
@@ -502,7 +502,7 @@ def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int
     return other and is_lowered(source, node.left, depth - 1)
 
 
-def _is_lowered_method(source: Source, result: Operation, depth: int) -> bool:
+def _is_lowered_method(source: Source, result: TensorOperation, depth: int) -> bool:
     """`scores.div(8)`, `torch.mul(scores, scale)`, `scores.add(bias)`, as the operators."""
     other = result.get("other", 0)
     if other is None or "alpha" in result.keywords or "rounding_mode" in result.keywords:

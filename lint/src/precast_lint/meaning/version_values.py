@@ -136,7 +136,7 @@ def evaluate_test(source: Source, node: Node, release: str) -> bool | None:
         inner = evaluate_test(source, node.expression, release)
         return None if inner is None else not inner
     try:
-        value = _Reader(source, release).value(node)
+        value = _VersionReader(source, release).value(node)
     except (_Unknown, TypeError, ValueError, IndexError, AttributeError, RecursionError):
         return None
     return bool(value) if value is None or isinstance(value, bool) else None
@@ -159,7 +159,7 @@ def _compares(side: Node) -> bool:
     return any(isinstance(n, (cst.Comparison, cst.Subscript)) for n in walk(side))
 
 
-class _Reader:
+class _VersionReader:
     """Computes expressions for one release."""
 
     def __init__(self, source: Source, release: str) -> None:

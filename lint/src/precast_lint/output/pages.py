@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from precast_lint.model import Applicability, Rule
+from precast_lint.model import Applicability, LintRule
 from precast_lint.selecting.registry import all_rules
 
 __all__ = ["overview", "page"]
@@ -16,7 +16,7 @@ _FIX = {
 }
 
 
-def page(rule: Rule) -> str:
+def page(rule: LintRule) -> str:
     """Return the page of a rule."""
     state = "" if rule.default else " It is off unless it is selected."
     parts = [

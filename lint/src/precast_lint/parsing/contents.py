@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Protocol
 
-from precast_lint.parsing.names import Names
+from precast_lint.parsing.names import NameTable
 from precast_lint.parsing.scopes import elements
 from precast_lint.parsing.syntax import Node, cst, strings
 
-__all__ = ["Contents"]
+__all__ = ["Containers"]
 
 _DEPTH = 4
 _Place = tuple[object, str]
 
 
-class Values(Protocol):
+class ValueSource(Protocol):
     """The part of `precast_lint.parsing.values.Values` that contents need."""
 
-    names: Names
+    names: NameTable
     parents: dict[Node, Node]
 
     def returned(self, call: cst.Call) -> list[Node]:
@@ -36,10 +36,10 @@ class Values(Protocol):
         """Return a key that is equal for all uses of one variable."""
 
 
-class Contents:
+class Containers:
     """The elements of one file's containers."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: ValueSource) -> None:
         self.values = values
         self.parents = values.parents
         self._open: set[Node] = set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from precast_lint.parsing.names import Names
+from precast_lint.parsing.names import NameTable
 from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["Family", "is_left_open"]
@@ -24,7 +24,7 @@ _HARMLESS = (
 class Family:
     """The classes of one file by their bases."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: NameTable) -> None:
         self.names = names
 
     def bases(self, home: cst.ClassDef) -> list[cst.ClassDef]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from precast_lint.parsing.arguments import Arguments
-from precast_lint.parsing.names import Names
+from precast_lint.parsing.names import NameTable
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.syntax import Node, cst
 
@@ -20,7 +20,7 @@ __all__ = ["Handed"]
 class Handed:
     """The arguments of one file's calls, by the parameters that get them."""
 
-    def __init__(self, names: Names, parents: dict[Node, Node]) -> None:
+    def __init__(self, names: NameTable, parents: dict[Node, Node]) -> None:
         self.names = names
         self.parents = parents
         self._defined: dict[Node, dict[str, list[cst.FunctionDef]]] = {}

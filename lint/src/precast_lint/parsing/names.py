@@ -12,7 +12,7 @@ from __future__ import annotations
 from precast_lint.parsing.scopes import Binding, Scopes
 from precast_lint.parsing.syntax import Node, cst
 
-__all__ = ["Names", "canonical", "is_none"]
+__all__ = ["NameTable", "canonical", "is_none"]
 
 # Where PyTorch defines a name -> where its documentation has it.
 _CANONICAL = {
@@ -40,7 +40,7 @@ def is_none(node: Node | None) -> bool:
     return isinstance(node, cst.Name) and node.value == "None"
 
 
-class Names:
+class NameTable:
     """Resolves the expressions of one file."""
 
     def __init__(self, scopes: Scopes) -> None:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, TypeVar
 from precast_lint.model import (
     Applicability,
     Edit,
-    Finding,
     Fix,
-    Rule,
+    LintFinding,
+    LintRule,
     Severity,
     Span,
     version,
 )
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.depth import guard
-from precast_lint.parsing.names import Names
+from precast_lint.parsing.names import NameTable
 from precast_lint.parsing.scopes import Scope, Scopes
 from precast_lint.parsing.syntax import Node, children, cst, walk
 from precast_lint.parsing.text import Text
@@ -177,9 +177,9 @@ class Source:
         return Scopes(self.module)
 
     @cached_property
-    def names(self) -> Names:
+    def names(self) -> NameTable:
         """The resolution of names."""
-        return Names(self.scopes)
+        return NameTable(self.scopes)
 
     @cached_property
     def values(self) -> Values:
@@ -234,16 +234,16 @@ class Source:
 
     def find(
         self,
-        rule: Rule,
+        rule: LintRule,
         node: Node | Span,
         message: str | None = None,
         fix: Fix | None = None,
         severity: Severity | None = None,
-    ) -> Finding:
+    ) -> LintFinding:
         """A finding of a rule at a node."""
         span = node if isinstance(node, Span) else self.span(node)
         answer = message or rule.message
-        return Finding(rule.code, rule.name, severity or rule.severity, answer, span, fix)
+        return LintFinding(rule.code, rule.name, severity or rule.severity, answer, span, fix)
 
     def fix(
         self,

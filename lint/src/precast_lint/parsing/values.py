@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import Literal
 
 from precast_lint.parsing.arguments import Arguments
-from precast_lint.parsing.contents import Contents
+from precast_lint.parsing.contents import Containers
 from precast_lint.parsing.family import Family
 from precast_lint.parsing.handed import Handed
-from precast_lint.parsing.names import Names, canonical, is_none
+from precast_lint.parsing.names import NameTable, canonical, is_none
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import Binding, elements
 from precast_lint.parsing.syntax import Node, children, cst, strings, walk
@@ -41,7 +41,7 @@ _NOTHING = ""  # the value None: compatible with every class
 class Values:
     """Infers the classes of one file's expressions."""
 
-    def __init__(self, names: Names, parents: dict[Node, Node]) -> None:
+    def __init__(self, names: NameTable, parents: dict[Node, Node]) -> None:
         self.names = names
         self.parents = parents
         self.handed = Handed(names, parents)
@@ -430,9 +430,9 @@ class Values:
         return default, kind
 
     @cached_property
-    def contents(self) -> Contents:
+    def contents(self) -> Containers:
         """The contents of this file's lists and tables."""
-        return Contents(self)
+        return Containers(self)
 
     @cached_property
     def family(self) -> Family:

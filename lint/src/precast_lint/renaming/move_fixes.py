@@ -19,7 +19,7 @@ from precast_lint.parsing.names import canonical
 from precast_lint.parsing.scopes import Binding, Scope
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
-from precast_lint.renaming.moves import Move, Use, is_bound_here, root
+from precast_lint.renaming.moves import Move, NameUse, is_bound_here, root
 
 __all__ = ["Group", "exported", "group_key", "groups_of", "share"]
 
@@ -29,7 +29,7 @@ class Group:
     """A name that is bound by imports or assignments, with all its uses."""
 
     bindings: list[Binding]
-    uses: list[Use] = field(default_factory=list)
+    uses: list[NameUse] = field(default_factory=list)
     foreign: bool = False  # it is used in a way that is not listed
 
 
@@ -54,7 +54,7 @@ def group_key(source: Source, node: Node, move: Move) -> tuple[Scope, str] | Non
     return home, name.value
 
 
-def groups_of(source: Source, move: Move, uses: list[Use]) -> _Groups:
+def groups_of(source: Source, move: Move, uses: list[NameUse]) -> _Groups:
     """The groups of a file, imports and aliases without uses among them."""
     groups: dict[tuple[Scope, str], Group] = {}
     for use in uses:
@@ -109,7 +109,7 @@ def exported(source: Source) -> set[str]:
 # --- fixes ---
 
 
-def share(source: Source, move: Move, uses: list[Use], groups: _Groups) -> None:
+def share(source: Source, move: Move, uses: list[NameUse], groups: _Groups) -> None:
     """Gives each use its fix: its own, or that of its group together with groups of the same import."""
     for (scope, name), group in groups.items():
         if [b.kind for b in group.bindings] == ["assign"]:
@@ -130,7 +130,7 @@ def share(source: Source, move: Move, uses: list[Use], groups: _Groups) -> None:
             _share(source, move, statement, ready, [group for group in ready if group not in safe])
 
 
-def _binds(source: Source, use: Use, scope: Scope, name: str) -> bool:
+def _binds(source: Source, use: NameUse, scope: Scope, name: str) -> bool:
     parent = source.parents.get(use.node)
     if use.kind != "alias" or not isinstance(parent, cst.Assign):
         return False
@@ -138,7 +138,7 @@ def _binds(source: Source, use: Use, scope: Scope, name: str) -> bool:
     return isinstance(target, cst.Name) and any(b.node is target for b in scope.bindings[name])
 
 
-def _follow(group: Group, aliases: list[Use]) -> None:
+def _follow(group: Group, aliases: list[NameUse]) -> None:
     """Hands what the uses of an alias need to the place that binds it."""
     for alias in aliases:
         alias.followers = group.uses
@@ -146,13 +146,13 @@ def _follow(group: Group, aliases: list[Use]) -> None:
             alias.edits = None
 
 
-def _all(use: Use) -> Iterator[Use]:
+def _all(use: NameUse) -> Iterator[NameUse]:
     yield use
     for follower in use.followers:
         yield from _all(follower)
 
 
-def _edits(uses: list[Use]) -> tuple[Edit, ...] | None:
+def _edits(uses: list[NameUse]) -> tuple[Edit, ...] | None:
     """The edits of uses and of all that follow them; None if one of them can't be changed."""
     results: list[Edit] = []
     for use in (inner for outer in uses for inner in _all(outer)):
@@ -162,7 +162,7 @@ def _edits(uses: list[Use]) -> tuple[Edit, ...] | None:
     return tuple(results)
 
 
-def _is_selected(source: Source, uses: list[Use]) -> bool:
+def _is_selected(source: Source, uses: list[NameUse]) -> bool:
     codes = source.codes
     return codes is None or all(
         use.code in codes or not use.code or use.kind == "import"
@@ -171,12 +171,12 @@ def _is_selected(source: Source, uses: list[Use]) -> bool:
     )
 
 
-def _give(uses: list[Use], fix: Fix | None) -> None:
+def _give(uses: list[NameUse], fix: Fix | None) -> None:
     for use in (inner for outer in uses for inner in _all(outer)):
         use.fix = fix
 
 
-def _own_fix(source: Source, move: Move, use: Use) -> Fix | None:
+def _own_fix(source: Source, move: Move, use: NameUse) -> Fix | None:
     """The fix of `torch.cuda.amp.autocast()`, which no other use has a part in but those of an alias."""
     edits = _edits([use])
     if edits is None or not _is_selected(source, [use]):

@@ -18,7 +18,7 @@ from precast_lint.parsing.names import canonical
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 
-__all__ = ["Move", "Use", "expressions", "in_string", "is_bound_here", "reference_kind", "root"]
+__all__ = ["Move", "NameUse", "expressions", "in_string", "is_bound_here", "reference_kind", "root"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Move:
 
 
 @dataclass(eq=False)
-class Use:
+class NameUse:
     """One place where a name that moves is used.
 
     Attributes:
@@ -80,7 +80,7 @@ class Use:
     edits: tuple[Edit, ...] | None
     unsafe: bool = False
     fix: Fix | None = None
-    followers: list[Use] = field(default_factory=list)
+    followers: list[NameUse] = field(default_factory=list)
     renamed: tuple[Edit, ...] | None = None
 
 

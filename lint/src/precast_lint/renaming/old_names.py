@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from precast_lint.editing.imports import name_for
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Edit, Finding, Rule
+from precast_lint.model import Edit, LintFinding, LintRule
 from precast_lint.parsing.names import canonical
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.renaming.move_fixes import Group, groups_of, share
-from precast_lint.renaming.moves import Move, Use, expressions, in_string, reference_kind
+from precast_lint.renaming.moves import Move, NameUse, expressions, in_string, reference_kind
 from precast_lint.renaming.old_calls import call_edits, device_edits, has_new_arguments
 
 __all__ = ["MOVE", "OLD", "Old", "findings", "is_listed", "new_name", "uses"]
@@ -53,7 +53,7 @@ MOVE = Move(
 )
 
 
-def findings(source: Source, rule: Rule) -> Iterator[Finding]:
+def findings(source: Source, rule: LintRule) -> Iterator[LintFinding]:
     """The findings of a rule: its uses."""
     for use in uses(source):
         if use.code == rule.code:
@@ -66,7 +66,7 @@ def new_name(path: str) -> str:
     return MOVE.new(path)
 
 
-def uses(source: Source) -> list[Use]:
+def uses(source: Source) -> list[NameUse]:
     """All uses of deprecated names in a file, in the order of the text; computed once."""
     cached = source.cache.get("old names")
     if cached is None:
@@ -75,7 +75,7 @@ def uses(source: Source) -> list[Use]:
     return cached
 
 
-def _uses(source: Source) -> list[Use]:
+def _uses(source: Source) -> list[NameUse]:
     results = [
         _classified(source, *expression)
         for expression in expressions(source, MOVE)
@@ -115,53 +115,53 @@ def is_instance_test(source: Source, arg: cst.Arg) -> bool:
     return source.names.builtin(func) in ("isinstance", "issubclass")
 
 
-def _classified(source: Source, node: Node, place: Node, origin: str) -> Use:
+def _classified(source: Source, node: Node, place: Node, origin: str) -> NameUse:
     if node is not place:
         edits = in_string(source, place, node, MOVE)
-        return Use(node, place, origin, "annotation", "AMP006", edits and (), renamed=edits)
+        return NameUse(node, place, origin, "annotation", "AMP006", edits and (), renamed=edits)
     parent = source.parents[node]
     old = OLD.get(origin)
     if old is None:
-        return Use(node, node, origin, "alias", "", (), unsafe=True)
+        return NameUse(node, node, origin, "alias", "", (), unsafe=True)
     unsafe = old.code == "AMP010"
     if isinstance(parent, cst.Call) and parent.func is node:
         if has_new_arguments(source, parent, old.kind):
             # A lone text was taken for a flag that is true; beside others it has always raised.
             guess = len(parent.args) == 1 and parent.args[0].keyword is None
-            return Use(node, parent, origin, "call", old.code, (), unsafe=guess)
+            return NameUse(node, parent, origin, "call", old.code, (), unsafe=guess)
         call = call_edits(source, parent, parent.args, old.kind, old.device)
-        return Use(node, parent, origin, "call", old.code, call, unsafe)
+        return NameUse(node, parent, origin, "call", old.code, call, unsafe)
     if isinstance(parent, cst.Decorator):
         device = f"{source.quote}{old.device}{source.quote}"
         if old.kind == "custom":
             with_device = (source.after(node, f"(device_type={device})"),)
-            return Use(node, node, origin, "decorator", old.code, with_device)
+            return NameUse(node, node, origin, "decorator", old.code, with_device)
         with_device = (source.after(node, f"({device})"),)
-        return Use(node, node, origin, "bare decorator", old.code, with_device, unsafe=True)
+        return NameUse(node, node, origin, "bare decorator", old.code, with_device, unsafe=True)
     code = "AMP010" if unsafe else "AMP006"
     return _reference(source, node, origin, code)
 
 
-def _reference(source: Source, node: Node, origin: str, code: str) -> Use:
+def _reference(source: Source, node: Node, origin: str, code: str) -> NameUse:
     """A use that is no call: AMP006."""
     kind = reference_kind(source, node)
     if kind in ("annotation", "isinstance"):
-        return Use(node, node, origin, kind, code, ())
+        return NameUse(node, node, origin, kind, code, ())
     old = OLD[origin]
     if kind == "alias":
         alone = old.kind == "same" or _is_only_value(source, node)
         edits = () if alone else _kept_calls(source, node, old)
-        return Use(node, node, origin, kind, code, edits, unsafe=True)
+        return NameUse(node, node, origin, kind, code, edits, unsafe=True)
     if kind == "partial":
         arg = source.parents[node]
         call = source.parents[arg]
         assert isinstance(arg, cst.Arg)
         assert isinstance(call, cst.Call)
         edits = device_edits(source, arg, call.args[1:], old.kind, old.device)
-        return Use(node, node, origin, kind, code, edits)
+        return NameUse(node, node, origin, kind, code, edits)
     if kind == "value" and old.kind != "cast":
-        return Use(node, node, origin, kind, code, _with_device(source, node, old), unsafe=True)
-    return Use(node, node, origin, kind, code, None)
+        return NameUse(node, node, origin, kind, code, _with_device(source, node, old), unsafe=True)
+    return NameUse(node, node, origin, kind, code, None)
 
 
 def _is_only_value(source: Source, node: Node) -> bool:
@@ -196,7 +196,7 @@ def _with_device(source: Source, node: Node, old: Old) -> tuple[Edit, ...] | Non
     return (before, source.after(node, f", {device})"), *named[1])
 
 
-def _import_uses(source: Source, group: Group) -> Iterator[Use]:
+def _import_uses(source: Source, group: Group) -> Iterator[NameUse]:
     """The imports of a group, as uses that AMP005 reports, those of private names AMP010."""
     for binding in group.bindings:
         path = binding.path or ""
@@ -208,7 +208,7 @@ def _import_uses(source: Source, group: Group) -> Iterator[Use]:
             continue
         old = OLD.get(canonical(path))
         code = "AMP010" if old is not None and old.code == "AMP010" else "AMP005"
-        use = Use(binding.node, binding.node, path, "import", code, ())
+        use = NameUse(binding.node, binding.node, path, "import", code, ())
         use.unsafe = not group.uses  # someone else may import it from here
         group.uses.append(use)
         yield use

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import without_import
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import cst, dotted
 from precast_lint.renaming import old_names
@@ -16,7 +16,7 @@ __all__ = ["RULE"]
 _MODULES = ("torch.cuda.amp", "torch.cpu.amp")
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each name that an import takes from there."""
     yield from old_names.findings(source, RULE)
     yield from _left_over(source)
@@ -27,7 +27,7 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, statement, RULE.message.format(old=f"{module}.*"))
 
 
-def _left_over(source: Source) -> Iterator[Finding]:
+def _left_over(source: Source) -> Iterator[LintFinding]:
     """`import torch.cuda.amp` in a file that uses nothing of it: what is left behind when all uses are new."""
     used = {source.names.path(node) for node in source.all(cst.Attribute)}
     for statement in source.all(cst.Import):
@@ -45,7 +45,7 @@ def _left_over(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, alias, message, source.fix("Import torch alone", edit))
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP005",
     name="old-import",
     severity=Severity.WARNING,

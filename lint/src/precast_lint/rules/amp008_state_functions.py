@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Applicability, Edit, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Edit, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.renaming.old_names import is_listed
@@ -19,7 +19,7 @@ _OLD = re.compile(
 )
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each use, and for imports that nothing else is to be said about."""
     if not source.allows("2.4"):
         return
@@ -64,7 +64,7 @@ def _fix(source: Source, node: Node, new: str, device: str) -> Fix | None:
     return source.fix(f"Use torch.{new}", source.replace(node.attr, new), first)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP008",
     name="state-functions",
     severity=Severity.WARNING,

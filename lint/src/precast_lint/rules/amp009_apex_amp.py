@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded
 from precast_lint.meaning.regions import AUTOCASTS
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.values import SCALERS
@@ -22,7 +22,7 @@ _NEW = {
 }
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each function of apex.amp that is called or handed on, where nothing else is offered."""
     if _has_pytorchs(source):
         return
@@ -62,7 +62,7 @@ def _is_bound(source: Source, node: Node) -> bool:
     return any(binding.node is node for binding in source.names.bindings(node))
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP009",
     name="apex-amp",
     severity=Severity.WARNING,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.renaming import old_names
 
@@ -25,13 +25,13 @@ def _rule(
     fine: str,
     words: tuple[str, ...],
     example: str,
-) -> Rule:
+) -> LintRule:
     """A rule that reports the uses with its code."""
 
-    def check(source: Source) -> Iterator[Finding]:
+    def check(source: Source) -> Iterator[LintFinding]:
         yield from old_names.findings(source, rule)
 
-    rule = Rule(
+    rule = LintRule(
         code=code,
         name=name,
         severity=Severity.WARNING,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import is_alone
 from precast_lint.meaning.guards import is_guarded, is_tried
-from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
 from precast_lint.renaming import old_names
@@ -35,7 +35,7 @@ _SIX = {
 }
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each private name, and each import of torch._six."""
     yield from old_names.findings(source, RULE)
     for statement in source.all(cst.ImportFrom):
@@ -52,7 +52,7 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, node, _SIX_MESSAGE)
 
 
-def _unknown(source: Source) -> Iterator[Finding]:
+def _unknown(source: Source) -> Iterator[LintFinding]:
     """Names that the packages of AMP have never had: imported, used or not, or after a dot."""
     for statement in source.all(cst.ImportFrom):
         package = None if statement.relative else dotted(statement.module)
@@ -113,7 +113,7 @@ def _without_six(source: Source, statement: cst.ImportFrom) -> Fix | None:
     return source.fix("Import from where it is", source.replace(statement, text), unsafe=True)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP010",
     name="removed-name",
     severity=Severity.ERROR,

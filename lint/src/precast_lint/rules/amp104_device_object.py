@@ -9,7 +9,7 @@ from precast_lint.meaning.functions import NEW_CUSTOM
 from precast_lint.meaning.guards import is_tried
 from precast_lint.meaning.kinds import is_device, texts
 from precast_lint.meaning.regions import NEW_AUTOCASTS
-from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings
 
@@ -26,7 +26,7 @@ _QUERIES = (
 )
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each device that is given as a device type."""
     for call, arguments in source.calls(*NEW_AUTOCASTS, *NEW_CUSTOM, *_QUERIES):
         origin = source.origin(call.func) or ""
@@ -133,7 +133,7 @@ def _without_index(source: Source, call: cst.Call, value: Node) -> Fix | None:
     return source.fix("Use its type", edit, added, unsafe=True)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP104",
     name="device-for-device-type",
     severity=Severity.ERROR,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_tried
 from precast_lint.meaning.kinds import is_flag, is_number
-from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node
@@ -18,7 +18,7 @@ _OLD = ("torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler")
 _AS_SCALE = "this flag is taken for the initial scale; give `enabled` by keyword"
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each number or flag in the place of another argument."""
     for call, arguments in source.calls(*_NEW, *_OLD):
         if arguments.starred or is_tried(source, call):
@@ -47,7 +47,7 @@ def _as_enabled(source: Source, arguments: Arguments, value: Node) -> Fix | None
     return source.fix("Give it by keyword", edit, unsafe=True)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP107",
     name="scaler-device-slot",
     severity=Severity.ERROR,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_version_test
 from precast_lint.meaning.version_values import SINCE, evaluate_test, names_releases, value_given
-from precast_lint.model import Applicability, Finding, Fix, Rule, Severity, version
+from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity, version
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
 from precast_lint.torch_versions import MINORS
@@ -30,7 +30,7 @@ _Results = dict[str, bool]
 _If = cst.If | cst.IfExp
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each test that is wrong for a release and has AMP's names in one of its branches."""
     statements: list[_If] = [*source.all(cst.If), *source.all(cst.IfExp)]
     for statement in statements:
@@ -79,7 +79,7 @@ def _is_about_version(source: Source, outer: Node) -> bool:
     )
 
 
-def _too_early(source: Source, statement: _If, results: _Results) -> Iterator[Finding]:
+def _too_early(source: Source, statement: _If, results: _Results) -> Iterator[LintFinding]:
     """Yield a finding for the newest name that a branch uses in releases that do not have it."""
     branches = ((statement.body, True), (statement.orelse, False))
     used = {
@@ -150,7 +150,7 @@ def _is_guarded_within(source: Source, node: Node, statement: Node) -> bool:
     return False
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP109",
     name="version-guard",
     severity=Severity.ERROR,

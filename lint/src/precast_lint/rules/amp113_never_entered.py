@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from precast_lint.meaning.guards import is_guarded, is_tried
 from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.meaning.tensor_values import is_tensor
-from precast_lint.model import Applicability, Edit, Finding, Rule, Severity
+from precast_lint.model import Applicability, Edit, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
 
@@ -41,7 +41,7 @@ _CONTEXTS = {
 }
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each region that nothing enters."""
     for decorated in _decorating(source):
         yield source.find(RULE, decorated, _TENSOR)
@@ -105,7 +105,9 @@ def _decorating(source: Source) -> Iterator[cst.Call]:
             yield call
 
 
-def _one_of_two(source: Source, both: cst.BooleanOperation, call: cst.Call) -> Iterator[Finding]:
+def _one_of_two(
+    source: Source, both: cst.BooleanOperation, call: cst.Call
+) -> Iterator[LintFinding]:
     """Return the operand that `and` or `or` ignores: a context is true, so `and` gives its right side."""
     is_and = isinstance(both.operator, cst.And)
     left_out, other = (both.left, both.right) if is_and else (both.right, both.left)
@@ -143,7 +145,7 @@ def _is_entered(source: Source, node: Node) -> bool:
     return isinstance(source.parents[node], cst.WithItem)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP113",
     name="region-never-entered",
     severity=Severity.ERROR,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from precast_lint.meaning.functions import called_method, methods_of
 from precast_lint.meaning.regions import regions, regions_around
 from precast_lint.meaning.tensors import constant
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.scopes import elements
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -28,28 +28,28 @@ _DEEP = 3  # names that get their values from others
 
 
 @dataclass(frozen=True)
-class _State:
+class _LossState:
     """The names that hold results of float16 regions, and the last backward of one."""
 
     lower: frozenset[str] = frozenset()
     backward: Node | None = None
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each backward of a float16 region's loss that an optimizer's step follows."""
     is_float16 = any(r.dtype == "torch.float16" for r in regions(source))
     if not is_float16 or _HANDLED.search(source.words):
         return
 
-    def on(state: _State, event: Event, say: Say) -> _State:
+    def on(state: _LossState, event: Event, say: Say) -> _LossState:
         return _on(source, state, event, say)
 
-    results = (node for flow in flows(source) for node, _ in flow.run(_State(), on))
+    results = (node for flow in flows(source) for node, _ in flow.run(_LossState(), on))
     for node in dict.fromkeys(results):
         yield source.find(RULE, node)
 
 
-def _on(source: Source, state: _State, event: Event, say: Say) -> _State:
+def _on(source: Source, state: _LossState, event: Event, say: Say) -> _LossState:
     if event.kind == "assign":
         name = event.receiver or ""
         if _is_scaled(source, event.value) or has_no_grad(source, event.node):
@@ -239,7 +239,7 @@ def _is_function(source: Source, node: Node, function: cst.FunctionDef) -> bool:
     return bool(definition.args) and _is_function(source, definition.args[0].value, function)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP201",
     name="float16-without-scaler",
     severity=Severity.WARNING,

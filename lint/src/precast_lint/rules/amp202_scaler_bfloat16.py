@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.regions import regions
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
@@ -14,7 +14,7 @@ from precast_lint.parsing.values import SCALERS
 __all__ = ["RULE"]
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each scaler that is on, in a file whose regions are all in bfloat16."""
     results = [region for region in regions(source) if region.enabled is not False]
     if not results or any(region.dtype != "torch.bfloat16" for region in results):
@@ -52,7 +52,7 @@ def _is_for_cpu(source: Source, call: cst.Call, arguments: Arguments) -> bool:
     return device is not None and strings(device) == "cpu"
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP202",
     name="scaler-with-bfloat16",
     severity=Severity.INFORMATION,

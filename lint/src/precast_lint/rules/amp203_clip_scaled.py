@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from precast_lint.editing.lines import block_of, insert_before, line_of, remove
-from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
-from precast_lint.training_step.flow import Flow, Say
+from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
     hides,
@@ -44,11 +44,11 @@ _FUNCTIONS = {
 }
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each clip and norm of gradients between a scaled backward and its step."""
 
     def follow(
-        flow: Flow, scaler: str
+        flow: FunctionFlow, scaler: str
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
         if not any(_needs_size(source, event) for event in flow.events()):
             return None
@@ -56,14 +56,14 @@ def check(source: Source) -> Iterator[Finding]:
             return None
         return _before(source, flow, scaler), _follower(source, scaler)
 
-    fixed: set[tuple[Flow, str]] = set()
+    fixed: set[tuple[FunctionFlow, str]] = set()
     for flow, scaler, node, message in judged(source, follow):
         fix = None if (flow, scaler) in fixed else _fix(source, flow, scaler, node)
         fixed.add((flow, scaler))
         yield source.find(RULE, node, message, fix)
 
 
-def _before(source: Source, flow: Flow, scaler: str) -> str:
+def _before(source: Source, flow: FunctionFlow, scaler: str) -> str:
     """The state of the gradients at a function's start.
 
     They are scaled where a method steps a scaler that its class makes, without foreign bases, where another one runs
@@ -249,7 +249,7 @@ def _uses(source: Source, value: Node) -> list[Node]:
     return [value]
 
 
-def _fix(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:
+def _fix(source: Source, flow: FunctionFlow, scaler: str, node: Node) -> Fix | None:
     """`unscale_` before the clip, if the one step of the scaler follows in the same block."""
     stepped = (e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler)
     steps = {e.optimizer: e.node for e in stepped}
@@ -280,7 +280,7 @@ def _fix(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:
     return source.fix("Unscale the gradients before, once", edit, in_body, unsafe=True)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP203",
     name="clip-scaled-gradients",
     severity=Severity.ERROR,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from precast_lint.editing.lines import block_of, line_of, remove
 from precast_lint.meaning.tensors import constant
-from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
-from precast_lint.training_step.flow import Flow, Say
+from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
     hides,
@@ -39,7 +39,7 @@ _AGAIN = "`scaler.step` makes this optimizer's step again: leave it to the scale
 
 
 @dataclass(frozen=True)
-class _State:
+class _StepState:
     """The backwards since the last step, the unscaled optimizers, and the stepped optimizers.
 
     Attributes:
@@ -59,12 +59,12 @@ class _State:
     hidden: bool = False
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each `optimizer.step()` with scaled gradients, or after the scaler's own."""
 
     def follow(
-        flow: Flow, scaler: str
-    ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
+        flow: FunctionFlow, scaler: str
+    ) -> tuple[_StepState, Callable[[_StepState, Event, Say], _StepState]] | None:
         if not flow.comes_by("optimizer_step"):
             return None
         by_hand = scales_by_hand(flow, scaler)
@@ -81,7 +81,7 @@ def check(source: Source) -> Iterator[Finding]:
             else:
                 say.good(step)
 
-        def on(state: _State, event: Event, say: Say) -> _State:
+        def on(state: _StepState, event: Event, say: Say) -> _StepState:
             if _only_asks(event, scaler) and not by_hand:
                 return state
             if hides(source, event, scaler) or event.kind in ("backward", "zero_grad", "return"):
@@ -89,18 +89,18 @@ def check(source: Source) -> Iterator[Finding]:
                     judge(step, say)
                 state = replace(state, by_hand=frozenset())
             if event.kind == "optimizer_step" and _has_own_gradients(source, event.node):
-                return _State()
+                return _StepState()
             if never and event.kind == "optimizer_step" and not state.scaled:
                 return (
-                    _State()
+                    _StepState()
                 )  # right where the loss is not scaled: that excuses no step where it is
             if event.kind == "assign":
                 return _bound_again(state, event.receiver or "", lambda step: judge(step, say))
             if hides(source, event, scaler):
-                return _State(hidden=True)
+                return _StepState(hidden=True)
             return _on(state, event, say, scaler)
 
-        return (_State(), on) if only_here(flow, scaler, "unscale_") else None
+        return (_StepState(), on) if only_here(flow, scaler, "unscale_") else None
 
     for flow, scaler, node, message in judged(source, follow):
         if message != _TWICE and _cancels(source, node):
@@ -140,7 +140,7 @@ def _only_asks(event: Event, scaler: str) -> bool:
     )
 
 
-def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+def _on(state: _StepState, event: Event, say: Say, scaler: str) -> _StepState:
     if event.kind == "backward":
         if event.scaler == scaler:
             return replace(state, scaled=True, unscaled=False, stepped=frozenset())
@@ -155,15 +155,15 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
         return replace(state, stepped=stepped, by_hand=state.by_hand - again)
     if event.kind == "optimizer_step":
         if state.unscaled and not state.plain and event.optimizer not in state.stepped:
-            return _State(by_hand=state.by_hand | {(event.optimizer or "", event.node)})
+            return _StepState(by_hand=state.by_hand | {(event.optimizer or "", event.node)})
         _judge(state, event, say)
-        return _State()
+        return _StepState()
     if event.kind == "zero_grad" or (event.kind == "call" and event.receiver == scaler):
-        return _State()
+        return _StepState()
     return state
 
 
-def _is_unskipped(source: Source, flow: Flow, scaler: str, step: Node) -> bool:
+def _is_unskipped(source: Source, flow: FunctionFlow, scaler: str, step: Node) -> bool:
     """Return True if a step follows `unscale_` in the same block."""
     call = step if isinstance(step, cst.Call) else None
     unscaled = [e.node for e in flow.events() if e.kind == "unscale" and e.scaler == scaler]
@@ -184,7 +184,7 @@ def _is_unskipped(source: Source, flow: Flow, scaler: str, step: Node) -> bool:
     )
 
 
-def _since(flow: Flow, step: Node, unscaled: list[Node]) -> list[Node]:
+def _since(flow: FunctionFlow, step: Node, unscaled: list[Node]) -> list[Node]:
     """The statements between `unscale_` and a step, in the innermost block that has both; the first one unscales."""
     source = flow.source
     ways = [{at, *source.around(at)} for node in unscaled for at in leading_to(flow, node)]
@@ -209,7 +209,7 @@ def _is_of_torch(source: Source, node: Node) -> bool:
     return origin.startswith("torch.") or source.names.builtin(node.func) is not None
 
 
-def _bound_again(state: _State, name: str, judge: Callable[[Node], None]) -> _State:
+def _bound_again(state: _StepState, name: str, judge: Callable[[Node], None]) -> _StepState:
     """After a name is bound again, what was done with it before was done with another optimizer."""
     for optimizer, step in state.by_hand:
         if optimizer == name:
@@ -218,7 +218,7 @@ def _bound_again(state: _State, name: str, judge: Callable[[Node], None]) -> _St
     return replace(state, stepped=state.stepped - {name}, by_hand=by_hand)
 
 
-def _judge(state: _State, event: Event, say: Say) -> None:
+def _judge(state: _StepState, event: Event, say: Say) -> None:
     if event.optimizer in state.stepped:
         say.bad(event.node, _TWICE)
     elif state.scaled and not state.plain and not state.unscaled:
@@ -245,7 +245,7 @@ def _cancels(source: Source, step: Node) -> bool:
     return epsilon is not None and epsilon <= _NO_EPS and no_decay and not updates
 
 
-def _by_scaler(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | None:
+def _by_scaler(source: Source, flow: FunctionFlow, scaler: str, node: Node) -> Fix | None:
     """`scaler.step(optimizer)` for the only step, if the scaler is updated after it in the same block."""
     events = flow.events()
     own = next((e.optimizer for e in events if e.node is node), None)
@@ -269,7 +269,7 @@ def _by_scaler(source: Source, flow: Flow, scaler: str, node: Node) -> Fix | Non
     return source.fix("Let the scaler step", edit, unsafe=True)
 
 
-def _fix(source: Source, flow: Flow, node: Node) -> Fix | None:
+def _fix(source: Source, flow: FunctionFlow, node: Node) -> Fix | None:
     """Without the second step, where both stand in one block."""
     line = line_of(source, node)
     if line is None:
@@ -284,7 +284,7 @@ def _fix(source: Source, flow: Flow, node: Node) -> Fix | None:
     return source.fix("Remove the second step", edit, unsafe=True) if edit else None
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP205",
     name="optimizer-step-after-scaled-backward",
     severity=Severity.ERROR,

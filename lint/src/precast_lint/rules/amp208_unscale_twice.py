@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.editing.lines import block_of
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.counters import counts
-from precast_lint.training_step.flow import Flow, Say
+from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
     comes_each_time,
@@ -67,7 +67,7 @@ class _Follower:
         return state
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each `unscale_` of an optimizer whose gradients are unscaled."""
     for flow, scaler in followed(source):
         if not flow.comes_by(("unscale", scaler)) or not only_here(flow, scaler, "update"):
@@ -110,7 +110,7 @@ def _comes_always(source: Source, first: Node, second: Node) -> bool:
     return False
 
 
-def _is_each_time(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
+def _is_each_time(source: Source, flow: FunctionFlow, scaler: str, node: Node) -> bool:
     """Return True if each round of the loop comes by, and the update is not in a loop inside it."""
     way = list(leading_to(flow, node))
     at = next((one for one in way if loop_around(source, one) is not None), node)
@@ -128,7 +128,7 @@ def _is_each_time(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
     return comes_each_time(source, at, loop) and all(_always_runs(source, one) for one in inside)
 
 
-def _accumulates(source: Source, flow: Flow, scaler: str) -> bool:
+def _accumulates(source: Source, flow: FunctionFlow, scaler: str) -> bool:
     """Return True if a counter decides when `update` runs, as where gradients are accumulated."""
     return any(
         _is_counted(source, one)
@@ -138,7 +138,7 @@ def _accumulates(source: Source, flow: Flow, scaler: str) -> bool:
     )
 
 
-def _is_in_each_call(source: Source, flow: Flow, scaler: str, node: Node) -> bool:
+def _is_in_each_call(source: Source, flow: FunctionFlow, scaler: str, node: Node) -> bool:
     """Return True if each call of a function comes by, and only every so many calls come by the update."""
     if not isinstance(flow.node, cst.FunctionDef):
         return False
@@ -200,7 +200,7 @@ def _always_runs(source: Source, node: Node) -> bool:
     return not any(isinstance(inner, ends) for one in before for inner in walk(one))
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP208",
     name="unscaled-twice",
     severity=Severity.ERROR,

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.callers import calls_of
 from precast_lint.meaning.functions import followed_call
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.values import SCALERS
-from precast_lint.training_step.flow import Flow
+from precast_lint.training_step.flow import FunctionFlow
 from precast_lint.training_step.flow_events import key
 from precast_lint.training_step.protocol import assigned_in, followed, loop_around, loop_in
 
@@ -20,7 +20,7 @@ _IN_STEP = "this scaler is made anew in each step: make one before the loop that
 _DEEP = 4  # functions between the loop and the step
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each scaler that is made in the loop of its backward and step."""
     for flow, scaler in followed(source):
         definitions = [
@@ -63,7 +63,7 @@ def _is_under_test(source: Source, statement: Node) -> bool:
     return False
 
 
-def _is_used_in(source: Source, flow: Flow, scaler: str, loop: Node | None) -> bool:
+def _is_used_in(source: Source, flow: FunctionFlow, scaler: str, loop: Node | None) -> bool:
     """Return True if a loop itself, not an inner one, trains; None for the body of a function."""
     events = [e for e in flow.events() if e.scaler == scaler]
     own = [e for e in events if loop_in(flow, e.node) is loop]
@@ -116,7 +116,7 @@ def _is_in_loop(
     return caller is not None and is_handed and _runs_in_loop(source, caller, values, depth - 1)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP209",
     name="scaler-made-in-loop",
     severity=Severity.WARNING,

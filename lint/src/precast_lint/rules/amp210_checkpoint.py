@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.functions import called_function, followed_call
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
-from precast_lint.training_step.flow import Flow, flows
+from precast_lint.training_step.flow import FunctionFlow, flows
 from precast_lint.training_step.flow_events import is_optimizer, key
 
 __all__ = ["RULE"]
@@ -23,7 +23,7 @@ _SCALER_NAME = re.compile(r"scal|\bamp\b", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each saved dictionary with states of a model and an optimizer alone."""
     if any(
         _SCALER_NAME.search(key(source, owner) or "") and not _is_offered(source, call)
@@ -52,7 +52,7 @@ def _is_offered(source: Source, call: Node) -> bool:
     return is_own and isinstance(home, cst.ClassDef) and source.function(home) is not function
 
 
-def _apart(source: Source, flow: Flow) -> Iterator[Finding]:
+def _apart(source: Source, flow: FunctionFlow) -> Iterator[LintFinding]:
     """The file with an optimizer's state, beside one with a model's, where there is none with the scaler's."""
     saving = _saves(source)
     saved = saving.get(flow, [])
@@ -69,11 +69,11 @@ def _apart(source: Source, flow: Flow) -> Iterator[Finding]:
     yield source.find(RULE, next(call for call, owner in saved if owner is optimizers[0]))
 
 
-def _saves(source: Source) -> dict[Flow, list[tuple[cst.Call, Node]]]:
+def _saves(source: Source) -> dict[FunctionFlow, list[tuple[cst.Call, Node]]]:
     """The calls of `torch.save` that save one state alone, by function, each with what it is the state of."""
     cached = source.cache.get("saves of one state")
     if cached is None:
-        results: dict[Flow, list[tuple[cst.Call, Node]]] = {}
+        results: dict[FunctionFlow, list[tuple[cst.Call, Node]]] = {}
         for flow in flows(source):
             for call in _calls_of_save(source, flow):
                 if (owner := _state_of(call.args[0].value)) is not None:
@@ -83,7 +83,7 @@ def _saves(source: Source) -> dict[Flow, list[tuple[cst.Call, Node]]]:
     return cached
 
 
-def _calls_of_save(source: Source, flow: Flow) -> list[cst.Call]:
+def _calls_of_save(source: Source, flow: FunctionFlow) -> list[cst.Call]:
     """The calls of `torch.save` in a function."""
     calls = [n for n in flow.nodes if type(n) is cst.Call]
     return [call for call in calls if call.args and source.origin(call.func) == "torch.save"]
@@ -96,7 +96,7 @@ def _state_of(value: Node) -> Node | None:
     return func.value if is_state and isinstance(func, cst.Attribute) else None
 
 
-def _is_optimizers(source: Source, flow: Flow, owner: Node) -> bool:
+def _is_optimizers(source: Source, flow: FunctionFlow, owner: Node) -> bool:
     return (
         is_optimizer(source, owner)
         or key(source, owner) in flow.optimizers
@@ -209,7 +209,7 @@ def _entries(source: Source, node: Node) -> tuple[tuple[str, Node], ...] | None:
     return tuple(named) if len(named) == len(node.args) else None
 
 
-def _is_training_state(source: Source, flow: Flow, saved: _Saved) -> bool:
+def _is_training_state(source: Source, flow: FunctionFlow, saved: _Saved) -> bool:
     """Return True if it has the states of an optimizer and something else, and nothing that may be a scaler's."""
     states = []
     for name, value in saved.entries:
@@ -222,7 +222,7 @@ def _is_training_state(source: Source, flow: Flow, saved: _Saved) -> bool:
     return bool(optimizers) and (len(states) > len(optimizers) or whole)
 
 
-def _is_saved_for_scaler(source: Source, flow: Flow) -> bool:
+def _is_saved_for_scaler(source: Source, flow: FunctionFlow) -> bool:
     """Return True if a function that saves is called, without a scaler, by one of this file that has one."""
     if not isinstance(flow.node, cst.FunctionDef):
         return False
@@ -260,7 +260,7 @@ def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
     return all(isinstance(node, cst.Attribute) and node.attr.value in _STEPS for node in outer)
 
 
-def _scaler(source: Source, flow: Flow) -> Node | None:
+def _scaler(source: Source, flow: FunctionFlow) -> Node | None:
     """A scaler that this function makes, or uses, or an attribute of its class that is one; looked for once."""
     cached = source.cache.setdefault("scalers of functions", {})
     assert isinstance(cached, dict)
@@ -270,7 +270,7 @@ def _scaler(source: Source, flow: Flow) -> Node | None:
     return result
 
 
-def _scaler_of_function(source: Source, flow: Flow) -> Node | None:
+def _scaler_of_function(source: Source, flow: FunctionFlow) -> Node | None:
     for node in flow.nodes:
         if type(node) is cst.Call and isinstance(node.func, cst.Attribute):
             owner = node.func.value
@@ -306,7 +306,7 @@ def _scaler_of_class(source: Source, home: Node) -> Node | None:
     return result
 
 
-def _is_of_object(source: Source, flow: Flow) -> bool:
+def _is_of_object(source: Source, flow: FunctionFlow) -> bool:
     """Return True if a function or its class has an object of a class of this file that has a scaler."""
     home = source.values.enclosing_class(flow.node)
     steps = [o for _, o, _ in source.methods("step") if source.instance(o) in SCALERS]
@@ -331,7 +331,7 @@ def _is_off(source: Source, scaler: Node) -> bool:
     return any(isinstance(value, cst.Name) and value.value == "False" for value in values)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP210",
     name="checkpoint-without-scaler",
     severity=Severity.WARNING,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
-from precast_lint.training_step.flow import Flow, Say
+from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
     followed,
@@ -30,7 +30,7 @@ class _State:
     update: Node | None = None
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each update after which gradients of the old scale are used."""
     for flow, scaler in followed(source):
         used = ("backward", scaler), ("scaler_step", scaler), ("update", scaler)
@@ -47,7 +47,7 @@ def check(source: Source) -> Iterator[Finding]:
                 yield source.find(RULE, node, message)
 
 
-def _steps_one(source: Source, flow: Flow, scaler: str, update: Node) -> bool:
+def _steps_one(source: Source, flow: FunctionFlow, scaler: str, update: Node) -> bool:
     """Return True if a loop over optimizers leaves some of them out: maybe all but one."""
     loop = loop_around(source, update)
     names = {e.optimizer for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler}
@@ -77,7 +77,7 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
     return state
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP212",
     name="update-between-optimizers",
     severity=Severity.WARNING,

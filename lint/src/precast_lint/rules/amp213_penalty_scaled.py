@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.tensors import constant
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
-from precast_lint.training_step.flow import Flow
+from precast_lint.training_step.flow import FunctionFlow
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import followed, hides, scales_by_hand
 
 __all__ = ["RULE"]
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each gradient of a scaled loss that is to be differentiated again."""
     for flow, scaler in followed(source):
         if scales_by_hand(flow, scaler, only_up=False):
@@ -34,7 +34,7 @@ def _is_for_penalty(event: Event) -> bool:
     return isinstance(result, cst.Name) and result.value == "True"
 
 
-def _leaves(source: Source, flow: Flow, call: Node) -> bool:
+def _leaves(source: Source, flow: FunctionFlow, call: Node) -> bool:
     """Return True if the gradients leave the function, which may unscale them elsewhere."""
     statement = source.statement(call)
     names = {
@@ -72,7 +72,7 @@ def _is_beside_number(source: Source, node: Node, whole: Node) -> bool:
     return False
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP213",
     name="penalty-of-scaled-gradients",
     severity=Severity.WARNING,

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
-from precast_lint.training_step.flow import Flow, Say, flows
+from precast_lint.training_step.flow import FunctionFlow, Say, flows
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import asks_scale, followed, hides, loop_in
 
@@ -29,7 +29,7 @@ class _State:
     early: frozenset[Node] = frozenset()
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each scheduler's step beside a scaler's, if nobody asks for skipped ones."""
     if _SKIPS.search(source.words):
         return
@@ -83,7 +83,7 @@ def _asks(source: Source, node: Node) -> bool:
     return any(_FINITE.search(key(source, test) or "") for test in tests)
 
 
-def _is_beside(flow: Flow, node: object, steps: list[Event]) -> bool:
+def _is_beside(flow: FunctionFlow, node: object, steps: list[Event]) -> bool:
     """Return True if the scheduler goes on with the batches, not with the epochs."""
     event = next(e for e in flow.events() if e.node is node)
     loop = loop_in(flow, event.node)
@@ -94,7 +94,7 @@ def _is_beside(flow: Flow, node: object, steps: list[Event]) -> bool:
     return same and is_step and not (event.instance or "").endswith(_BY_RESULT)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP214",
     name="scheduler-after-skipped-step",
     severity=Severity.INFORMATION,

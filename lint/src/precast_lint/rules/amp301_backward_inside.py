@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.callers import is_called_in_region
 from precast_lint.meaning.regions import is_trainer, region_in_force
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
@@ -16,7 +16,7 @@ from precast_lint.training_step.tail import end_before
 __all__ = ["RULE"]
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each backward pass that a region of its own function is around."""
     for call in source.all(cst.Call):
         if not _is_backward(source, call):
@@ -81,7 +81,7 @@ def _gives_loss(source: Source, func: Node) -> bool:
     return is_function or (definition.startswith("torch.nn.") and definition.endswith("Loss"))
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP301",
     name="backward-in-region",
     severity=Severity.WARNING,

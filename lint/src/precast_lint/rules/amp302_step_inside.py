@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.callers import is_called_in_region
 from precast_lint.meaning.regions import AUTOCASTS, region_in_force
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
@@ -20,7 +20,7 @@ _NAMED = re.compile(r"(.*[._])?(optimizer|optim|opt)(_\w+|\d+)?(\[.*\])?", re.IG
 _PYTORCHS = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)*[A-Z]\w*")
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each step that a region of its own function is around."""
     for call, owner, arguments in source.methods("step"):
         by_scaler = source.instance(owner) in SCALERS and bool(arguments.positional)
@@ -66,7 +66,7 @@ def _opens_region(source: Source, home: cst.ClassDef) -> bool:
     )
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP302",
     name="step-in-region",
     severity=Severity.WARNING,

@@ -9,7 +9,7 @@ from precast_lint.meaning.callers import regions_of_callers
 from precast_lint.meaning.functions import called_forward, methods_of
 from precast_lint.meaning.regions import AUTOCASTS, region_in_force, regions, regions_around
 from precast_lint.meaning.tensors import is_lowered
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
@@ -45,7 +45,7 @@ _KEEPS = {"view", "reshape", "squeeze", "flatten", "transpose", "permute", "cont
 _PARTS = {"last_hidden_state", "logits", "sample"}
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each loss of a region's outputs behind the region that is propagated back."""
     if not any(region.enabled is not False for region in regions(source)):
         return
@@ -293,7 +293,7 @@ def _plain(node: Node | None) -> Node | None:
     return node
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP303",
     name="loss-outside-region",
     severity=Severity.WARNING,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.functions import CUSTOM_FWD, functions, methods_of
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import cst
 
@@ -21,7 +21,7 @@ _ON_A_MODULE = (
 )
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each such decorator."""
     for _, methods in functions(source):
         forward = methods.get("forward")
@@ -39,7 +39,7 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, decorator, _ON_A_MODULE, severity=Severity.WARNING)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP308",
     name="custom-fwd-without-ctx",
     severity=Severity.ERROR,

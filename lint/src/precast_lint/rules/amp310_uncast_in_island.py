@@ -11,7 +11,7 @@ from precast_lint.meaning.functions import called_forward, followed_call
 from precast_lint.meaning.low_values import SHAPES, casts_modules, lowered_by
 from precast_lint.meaning.regions import Region, regions, regions_around
 from precast_lint.meaning.tensors import is_lowered, operation, starts_with_layer
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -27,7 +27,7 @@ _OPERATIONS = re.compile(
 )
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each operation in a disabled region on a tensor of the region around it."""
     for island in regions(source):
         if island.enabled is not False:
@@ -159,7 +159,7 @@ def _is_layer(source: Source, call: Node | None) -> bool:
     return is_call and not casts_modules(source)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP310",
     name="uncast-in-disabled-region",
     severity=Severity.WARNING,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.functions import Method, functions
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 
@@ -16,7 +16,7 @@ _STEPS = 3  # from a loop's name to the list, to its name, to ctx
 _GRADIENTS = ("torch.enable_grad", "torch.set_grad_enabled")
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each call in a backward of a function that the forward was given and ran."""
     for node, methods in functions(source):
         forward, backward = methods.get("forward"), methods.get("backward")
@@ -106,7 +106,7 @@ def _runs(backward: Method, call: cst.Call, selection: set[str]) -> bool:
     return bool(expected & selection)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP314",
     name="checkpoint-without-region",
     severity=Severity.WARNING,

@@ -9,14 +9,14 @@ from precast_lint.editing.imports import name_for
 from precast_lint.editing.lines import block_of
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.tensors import (
-    Operation,
+    TensorOperation,
     constant,
     operation,
     starts_with_layer,
     value_of,
     written,
 )
-from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, children, cst
 
@@ -33,7 +33,7 @@ _STEPS = 6  # masks of a numerator
 _SEVERAL = 4  # values of a name
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each `exp(x) / exp(x).sum(...)`."""
     for division, rest, right in _divisions(source):
         power = _power(source, _picked_of(source, rest))
@@ -70,7 +70,7 @@ def _picked_of(source: Source, node: Node) -> Node:
     return node
 
 
-def _power(source: Source, node: Node, depth: int = _STEPS) -> Operation | None:
+def _power(source: Source, node: Node, depth: int = _STEPS) -> TensorOperation | None:
     """The exponential that a numerator is, with or without a mask as a factor, also where a test masks it."""
     if depth == 0:
         return None
@@ -132,7 +132,7 @@ def _are_zeros(source: Source, name: cst.Name) -> bool:
     return True
 
 
-def _in_place(source: Source, name: cst.Name) -> Operation | None:
+def _in_place(source: Source, name: cst.Name) -> TensorOperation | None:
     """`scores.exp_()`, a statement that comes before a read of the name in any case."""
     for call, owner, arguments in source.methods("exp_"):
         is_it = isinstance(owner, cst.Name) and owner.value == name.value
@@ -143,7 +143,7 @@ def _in_place(source: Source, name: cst.Name) -> Operation | None:
         behind = block[block.index(line) + 1 :] if line in block else []
         is_read = {*behind} & {*source.around(name)} and not arguments.positional
         if is_read and not _is_lowered(source, name):
-            return Operation("exp", owner, (), {}, call, is_method=True)
+            return TensorOperation("exp", owner, (), {}, call, is_method=True)
     return None
 
 
@@ -193,7 +193,7 @@ def _inverted(source: Source, node: Node) -> Node | None:
     return result.operand if result is not None else None
 
 
-def _sum(source: Source, node: Node) -> Operation | None:
+def _sum(source: Source, node: Node) -> TensorOperation | None:
     """The sum in a denominator: it, or a name of it, with or without a small number beside it."""
     node = value_of(source, node)
     plus = node if isinstance(node, cst.BinaryOperation) else None
@@ -270,7 +270,9 @@ def _names(source: Source, node: Node) -> list[cst.Name]:
     return result
 
 
-def _fix(source: Source, division: Node, power: Operation, total: Operation) -> Fix | None:
+def _fix(
+    source: Source, division: Node, power: TensorOperation, total: TensorOperation
+) -> Fix | None:
     """One call, if the sum keeps its dimension and both exponentials stand there."""
     assert isinstance(division, cst.BinaryOperation)
     dim = total.get("dim", 0)
@@ -287,7 +289,7 @@ def _fix(source: Source, division: Node, power: Operation, total: Operation) -> 
     return source.fix("Call softmax", source.replace(division, text), name[1], unsafe=True)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP401",
     name="softmax-by-hand",
     severity=Severity.WARNING,

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from precast_lint.editing.imports import name_for
 from precast_lint.meaning.functions import called_forward, called_function
 from precast_lint.meaning.tensors import (
-    Operation,
+    TensorOperation,
     constant,
     modules_in,
     operation,
     value_of,
     written,
 )
-from precast_lint.model import Applicability, Edit, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Edit, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import elements
 from precast_lint.parsing.source import Source
@@ -51,7 +51,7 @@ _TOTALS = ("sum", "mean")
 _BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", **dict.fromkeys(_TOTALS, "logsumexp")}
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each `log` of them, direct or through a name."""
     for call in source.all(cst.Call):
         log = operation(source, call, *_LOGARITHMS)
@@ -68,7 +68,7 @@ def check(source: Source) -> Iterator[Finding]:
         yield source.find(RULE, call, RULE.message.format(old=name, new=better), fix)
 
 
-def _found(source: Source, log: Operation) -> tuple[str, str, Operation | None] | None:
+def _found(source: Source, log: TensorOperation) -> tuple[str, str, TensorOperation | None] | None:
     """Return the operand of the logarithm, the better function, and the operation that made the operand."""
     inner = operation(source, value_of(source, log.operand), *_BETTER)
     if inner is not None and inner.name in _TOTALS:
@@ -78,7 +78,9 @@ def _found(source: Source, log: Operation) -> tuple[str, str, Operation | None] 
     return (name, _BETTER[name], inner) if name is not None else None
 
 
-def _complement(source: Source, log: Operation) -> tuple[str, str, Operation | None] | None:
+def _complement(
+    source: Source, log: TensorOperation
+) -> tuple[str, str, TensorOperation | None] | None:
     """`torch.log(1 - torch.sigmoid(x))`, and `torch.log1p(-torch.sigmoid(x))`."""
     node = value_of(source, log.operand)
     other: Node | None = None
@@ -198,7 +200,7 @@ def _only_ranks(source: Source, call: Node) -> bool:
     return False
 
 
-def _is_of_exponentials(source: Source, total: Operation) -> bool:
+def _is_of_exponentials(source: Source, total: TensorOperation) -> bool:
     """Return True if it sums `exp(x)` of an x from which nothing is subtracted, a maximum for example.
 
     Means are often of exponents that cannot be large in size, as of minus the distances on a sphere: of these, x has to
@@ -223,7 +225,7 @@ def _is_shifted(exponent: Node) -> bool:
     return scales and (_is_shifted(exponent.left) or _is_shifted(exponent.right))
 
 
-def _fix(source: Source, log: Operation, inner: Operation) -> Fix | None:
+def _fix(source: Source, log: TensorOperation, inner: TensorOperation) -> Fix | None:
     """One call with the inner one's arguments."""
     text = None
     imports: tuple[Edit, ...] = ()
@@ -241,7 +243,7 @@ def _fix(source: Source, log: Operation, inner: Operation) -> Fix | None:
     return source.fix(message, source.replace(log.call, text), imports)
 
 
-def _log_softmax(source: Source, inner: Operation) -> tuple[str | None, tuple[Edit, ...]]:
+def _log_softmax(source: Source, inner: TensorOperation) -> tuple[str | None, tuple[Edit, ...]]:
     """The same call of another function; None without a dim, whose default is deprecated."""
     func = inner.call.func
     rest = _after(source, inner.call)
@@ -253,7 +255,7 @@ def _log_softmax(source: Source, inner: Operation) -> tuple[str | None, tuple[Ed
     return (f"{name[0]}.log_softmax{rest}", name[1]) if name else (None, ())
 
 
-def _logsumexp(source: Source, total: Operation) -> tuple[str | None, tuple[Edit, ...]]:
+def _logsumexp(source: Source, total: TensorOperation) -> tuple[str | None, tuple[Edit, ...]]:
     power = operation(source, total.operand, "exp")
     dim, keep = total.get("dim", 0), total.get("keepdim", 1)
     entry = {"dim", "keepdim"} >= set(total.keywords) and len(total.positional) <= 2
@@ -284,7 +286,7 @@ def _after(source: Source, call: cst.Call) -> str:
     return source.text.data[start:end].decode("utf-8")
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP402",
     name="log-of-softmax",
     severity=Severity.WARNING,

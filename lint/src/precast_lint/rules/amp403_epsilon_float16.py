@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.regions import regions_around
 from precast_lint.meaning.tensors import constant, is_half, operation
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
@@ -16,7 +16,7 @@ __all__ = ["RULE"]
 _HALF_STEP = 2.0**-25  # half of float16's smallest number: what is smaller is rounded to zero
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each sum with such an epsilon, and each clamp to it."""
     for node in source.all(cst.BinaryOperation):
         if isinstance(node.operator, cst.Add):
@@ -41,7 +41,7 @@ def check(source: Source) -> Iterator[Finding]:
     yield from _limits(source)
 
 
-def _limits(source: Source) -> Iterator[Finding]:
+def _limits(source: Source) -> Iterator[LintFinding]:
     """`torch.maximum(x, torch.tensor(1e-9))`; `normalize(x, eps=1e-12)` behind regions, where the norm is float16."""
     for call in source.all(cst.Call):
         result = operation(source, call, "maximum", "max", "normalize")
@@ -71,7 +71,7 @@ def _vanishes(source: Source, node: Node) -> bool:
     return value is not None and 0 < value <= _HALF_STEP
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP403",
     name="epsilon-below-float16",
     severity=Severity.WARNING,

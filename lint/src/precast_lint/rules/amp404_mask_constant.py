@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from precast_lint.editing.imports import name_for
 from precast_lint.meaning.regions import regions, regions_around
 from precast_lint.meaning.tensors import (
-    Operation,
+    TensorOperation,
     constant,
     is_half,
     is_lowered,
     operation,
     value_of,
 )
-from precast_lint.model import Applicability, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
@@ -34,7 +34,7 @@ _OPTIONAL = "with a mask this raises in float16; use `torch.finfo(x.dtype).min`,
 _WIDE = ("torch.float32", "torch.float", "torch.float64", "torch.double", "numpy.float32")
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each `masked_fill` of a product of matrices with such a number."""
     for call in source.all(cst.Call):
         fill = operation(source, call, *_FILLS)
@@ -58,7 +58,7 @@ def check(source: Source) -> Iterator[Finding]:
                 yield _silent(source, value)
 
 
-def _is_filled(source: Source, fill: Operation) -> bool:
+def _is_filled(source: Source, fill: TensorOperation) -> bool:
     """Return True if a tensor that is no product of matrices is filled: AMP405 names that."""
     is_fill = fill.name in ("fill_", "fill_diagonal_") and fill.is_method
     return is_fill and not is_lowered(source, fill.operand)
@@ -79,7 +79,7 @@ def _is_optional(source: Source, call: Node) -> bool:
     return False
 
 
-def _silent(source: Source, value: Node, fix: Fix | None = None) -> Finding:
+def _silent(source: Source, value: Node, fix: Fix | None = None) -> LintFinding:
     return source.find(RULE, value, _INFINITE, fix, Severity.WARNING)
 
 
@@ -95,7 +95,7 @@ def _is_additive(source: Source, mask: Node) -> bool:
     return definition and _is_float16(source, mask)
 
 
-def _chosen(source: Source) -> Iterator[Finding]:
+def _chosen(source: Source) -> Iterator[LintFinding]:
     """`torch.where(mask, scores, -1e9)`, and the limit as a tensor like it."""
     for call, arguments in source.calls("torch.where", "torch.full_like"):
         argument = arguments.positional
@@ -129,7 +129,7 @@ def _number_in(source: Source, value: Node) -> Node:
     return value if dtype in ("torch.float16", "torch.half") else arguments.positional[0]
 
 
-def _stored(source: Source) -> Iterator[Finding]:
+def _stored(source: Source) -> Iterator[LintFinding]:
     """`scores[mask] = -1e9`."""
     for statement in source.all(cst.Assign):
         target = statement.targets[0].target
@@ -218,7 +218,7 @@ def _fix(source: Source, tensor: Node, value: Node, sign: int) -> Fix | None:
     )
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP404",
     name="mask-beyond-float16",
     severity=Severity.ERROR,

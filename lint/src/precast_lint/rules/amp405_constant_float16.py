@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.assignments import the_value
 from precast_lint.meaning.tensors import constant, is_half, is_lowered
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings
 
@@ -26,7 +26,7 @@ _FILLS = {"fill_": 0, "new_full": 1, "new_tensor": 0, "fill_diagonal_": 0, **_SU
 _VALUES = {"torch.full": "fill_value", "torch.asarray": "obj"}
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each such constant that becomes a float16 tensor or is added to one."""
     for call, arguments in source.calls(*_CREATORS):
         origin = source.origin(call.func) or ""
@@ -108,7 +108,7 @@ def _is_infinite(source: Source, node: Node) -> bool:
     return value is not None and math.isfinite(value) and abs(value) >= _TO_INFINITY
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP405",
     name="constant-beyond-float16",
     severity=Severity.WARNING,

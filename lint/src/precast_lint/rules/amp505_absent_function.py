@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Applicability, Finding, Rule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
 from precast_lint.renaming.absent import (
@@ -47,7 +47,7 @@ _OF_MODULES = {
 }
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each of them that is called, handed on, or imported from torch."""
     set_here = {source.origin(n.target) for n in source.all(cst.AssignTarget)}
     for func in source.all(cst.Attribute):
@@ -75,12 +75,12 @@ def _replacement(path: str | None) -> str | None:
     return _OF_MODULES.get(module, {}).get(name)
 
 
-def _found(source: Source, node: Node, path: str | None, there: str) -> Finding:
+def _found(source: Source, node: Node, path: str | None, there: str) -> LintFinding:
     module, _, name = (path or "").rpartition(".")
     return source.find(RULE, node, RULE.message.format(module=module, name=name, there=there))
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP505",
     name="absent-function",
     severity=Severity.ERROR,

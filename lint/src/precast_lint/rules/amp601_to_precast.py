@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import without_import
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Applicability, Edit, Finding, Fix, Rule, Severity
+from precast_lint.model import Applicability, Edit, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.renaming.move_fixes import exported, group_key, groups_of, share
-from precast_lint.renaming.moves import Move, Use, expressions, in_string, reference_kind, root
+from precast_lint.renaming.moves import Move, NameUse, expressions, in_string, reference_kind, root
 from precast_lint.renaming.old_names import is_listed
 
 __all__ = ["RULE"]
@@ -35,7 +35,7 @@ _MOVE = Move(
 )
 
 
-def check(source: Source) -> Iterator[Finding]:
+def check(source: Source) -> Iterator[LintFinding]:
     """Yields a finding for each use."""
     uses = [
         use
@@ -54,28 +54,28 @@ def check(source: Source) -> Iterator[Finding]:
             yield source.find(RULE, use.place, message, use.fix)
 
 
-def _classified(source: Source, node: Node, place: Node, origin: str) -> Use | None:
+def _classified(source: Source, node: Node, place: Node, origin: str) -> NameUse | None:
     """A use with what has to change besides its name: nothing, for precast's signatures are the same."""
     if node is not place:
         edits = in_string(source, place, node, _MOVE)
-        return Use(node, place, origin, "annotation", "AMP601", edits and (), renamed=edits)
+        return NameUse(node, place, origin, "annotation", "AMP601", edits and (), renamed=edits)
     if origin not in _MOVE.names:
-        return Use(node, node, origin, "alias", "", (), unsafe=True)
+        return NameUse(node, node, origin, "alias", "", (), unsafe=True)
     parent = source.parents[node]
     if isinstance(parent, cst.Call) and parent.func is node:
-        return Use(node, parent, origin, "call", "AMP601", ())
+        return NameUse(node, parent, origin, "call", "AMP601", ())
     if isinstance(parent, cst.Decorator):
-        return Use(node, node, origin, "decorator", "AMP601", None)
+        return NameUse(node, node, origin, "decorator", "AMP601", None)
     kind = reference_kind(source, node)
     is_free = group_key(source, node, _MOVE) is None
     if kind == "isinstance" and origin.endswith("GradScaler") and is_free:
         return None  # precast's scalers are instances of PyTorch's class
     edits = None if kind == "subclass" else ()
     unsafe = kind not in ("annotation", "partial")
-    return Use(node, node, origin, kind, "AMP601", edits, unsafe)
+    return NameUse(node, node, origin, kind, "AMP601", edits, unsafe)
 
 
-def _drop_unused(source: Source, uses: list[Use]) -> None:
+def _drop_unused(source: Source, uses: list[NameUse]) -> None:
     """Remove the import of torch if all of its uses move."""
     if source.filename.endswith("__init__.py"):
         return
@@ -108,7 +108,7 @@ def _together(source: Source, alias: Node, fixes: list[Fix]) -> Fix | None:
     return source.fix(_MOVE.message, edits - added, change, unsafe=unsafe)
 
 
-RULE = Rule(
+RULE = LintRule(
     code="AMP601",
     name="to-precast",
     severity=Severity.INFORMATION,

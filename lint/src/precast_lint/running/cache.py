@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from precast_lint.running.report import Reported
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 from precast_lint.version import __version__
 
 __all__ = ["Cache"]
@@ -23,7 +23,7 @@ _MOST = 20_000
 class Cache:
     """The findings of earlier runs in a folder; None: nowhere, so nothing is remembered."""
 
-    def __init__(self, folder: Path | None, settings: Settings) -> None:
+    def __init__(self, folder: Path | None, settings: LintSettings) -> None:
         self.path = folder / "check.json" if folder else None
         self._settings = settings
         self._new: dict[str, list[dict[str, Any]]] = {}
@@ -82,7 +82,7 @@ class Cache:
             whole_file.write(self.path, json.dumps(rows).encode())
 
 
-def _described(settings: Settings) -> str:
+def _described(settings: LintSettings) -> str:
     parts: list[Any] = [sorted(settings.codes), settings.min_torch]
     parts += [(pattern, sorted(codes)) for pattern, codes in settings.per_file_ignores]
     return repr(parts)

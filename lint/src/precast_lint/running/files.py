@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 
 __all__ = ["find", "read"]
 
@@ -28,7 +28,7 @@ _LEFT_OUT = {
 _LARGEST = 10 * 2**20
 
 
-def find(paths: Iterable[Path], settings: Settings) -> Iterator[Path]:
+def find(paths: Iterable[Path], settings: LintSettings) -> Iterator[Path]:
     """The files named, and those in the folders named, each once."""
     visited: set[Path] = set()
     for path in paths:
@@ -38,7 +38,7 @@ def find(paths: Iterable[Path], settings: Settings) -> Iterator[Path]:
                 yield file
 
 
-def _inside(folder: Path, settings: Settings) -> Iterator[Path]:
+def _inside(folder: Path, settings: LintSettings) -> Iterator[Path]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from precast_lint.model import Edit, Finding
+    from precast_lint.model import Edit, LintFinding
     from precast_lint.parsing.text import Text
 
 __all__ = ["FileReport", "Reported", "reported"]
@@ -64,7 +64,7 @@ class FileReport:
 
 
 def reported(
-    finding: Finding,
+    finding: LintFinding,
     text: Text,
     filename: str,
     place: Callable[[int], tuple[int, int]] | None = None,
@@ -97,7 +97,7 @@ def reported(
 
 
 def _fix(
-    finding: Finding, text: Text, place: Callable[[int], tuple[int, int]] | None
+    finding: LintFinding, text: Text, place: Callable[[int], tuple[int, int]] | None
 ) -> dict[str, Any] | None:
     fix = finding.fix
     if fix is None:

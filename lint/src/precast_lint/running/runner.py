@@ -22,7 +22,7 @@ from precast_lint.running.files import read
 from precast_lint.running.report import FileReport, Reported, reported
 from precast_lint.selecting.look import interesting
 from precast_lint.selecting.registry import ENGINE
-from precast_lint.selecting.settings import Settings
+from precast_lint.selecting.settings import LintSettings
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from precast_lint.checking.engine import Checked
     from precast_lint.parsing.notebook import Broken, Notebook
 
-__all__ = ["Mode", "run", "run_text"]
+__all__ = ["RunMode", "run", "run_text"]
 
 _FEW = 8  # files below which starting processes costs more than it saves
 
 
 @dataclass(frozen=True)
-class Mode:
+class RunMode:
     """Options of a run: apply fixes, and write the files.
 
     `fix` without `write` only tells what would be written.
@@ -48,8 +48,8 @@ class Mode:
 
 def run(
     paths: Iterable[Path],
-    settings: Settings,
-    mode: Mode,
+    settings: LintSettings,
+    mode: RunMode,
     cache: Cache,
     *,
     advance: Callable[[int, int], object] = max,
@@ -85,7 +85,9 @@ def run(
     return list(reports.values())
 
 
-def _look(path: Path, settings: Settings, mode: Mode, cache: Cache) -> FileReport | bytes | None:
+def _look(
+    path: Path, settings: LintSettings, mode: RunMode, cache: Cache
+) -> FileReport | bytes | None:
     """A report where it is known without parsing, None where there is nothing, else the file's bytes."""
     try:
         data = read(path)
@@ -100,12 +102,14 @@ def _look(path: Path, settings: Settings, mode: Mode, cache: Cache) -> FileRepor
     return FileReport(str(path), cached)
 
 
-def _may_apply(finding: Reported, settings: Settings) -> bool:
+def _may_apply(finding: Reported, settings: LintSettings) -> bool:
     allowed = ("safe", "unsafe") if settings.unsafe_fixes else ("safe",)
     return finding.fix is not None and finding.fix["applicability"] in allowed
 
 
-def _all(work: list[tuple[str, bytes, Settings, Mode]], jobs: int | None) -> Iterator[FileReport]:
+def _all(
+    work: list[tuple[str, bytes, LintSettings, RunMode]], jobs: int | None
+) -> Iterator[FileReport]:
     jobs = min(jobs or os.cpu_count() or 1, len(work))
     if jobs < 2 or len(work) < _FEW:
         yield from map(_one, work)
@@ -132,7 +136,7 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context(kind))
 
 
-def _alone(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
+def _alone(task: tuple[str, bytes, LintSettings, RunMode]) -> FileReport:
     """One file in a process of its own, which may die of it."""
     from concurrent.futures.process import BrokenProcessPool
 
@@ -143,7 +147,7 @@ def _alone(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
         return FileReport(task[0], note="the process that checked it died", failed=True)
 
 
-def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
+def _one(task: tuple[str, bytes, LintSettings, RunMode]) -> FileReport:
     filename, data, settings, mode = task
     report = run_text(filename, data, settings, mode)
     if mode.write and report.after is not None:
@@ -153,7 +157,7 @@ def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
             path = Path(filename).resolve()
             mode_bits = stat.S_IMODE(path.stat().st_mode)
             if not mode_bits & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
-                rest = run_text(filename, data, settings, Mode())
+                rest = run_text(filename, data, settings, RunMode())
                 return replace(rest, note="it is read-only and stays as it is")
             whole_file.write(path, report.after, mode_bits)
         except OSError as error:
@@ -161,7 +165,7 @@ def _one(task: tuple[str, bytes, Settings, Mode]) -> FileReport:
     return report
 
 
-def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> FileReport:
+def run_text(filename: str, data: bytes, settings: LintSettings, mode: RunMode) -> FileReport:
     """Checks or fixes the bytes of one file; writes nothing. A defect of ours is a note on the file."""
     try:
         return _run_text(filename, data, settings, mode)
@@ -174,7 +178,7 @@ def run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> File
         return FileReport(filename, note=answer, failed=True)
 
 
-def _run_text(filename: str, data: bytes, settings: Settings, mode: Mode) -> FileReport:
+def _run_text(filename: str, data: bytes, settings: LintSettings, mode: RunMode) -> FileReport:
     from precast_lint.checking import engine
     from precast_lint.parsing.notebook import Notebook, is_notebook
     from precast_lint.parsing.text import Text, decode

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from precast_lint.model import Rule
+    from precast_lint.model import LintRule
 
 __all__ = [
     "ENGINE",
@@ -51,7 +51,7 @@ def index() -> dict[str, Short]:
     return {row[0]: Short(*row) for row in RULES}
 
 
-def load(name: str) -> Rule | None:
+def load(name: str) -> LintRule | None:
     """A rule by its code or its name; None if there is none."""
     entry = index().get(name.upper())
     entry = entry or next((r for r in index().values() if r.name == name.lower()), None)
@@ -61,7 +61,7 @@ def load(name: str) -> Rule | None:
 
 
 @functools.cache
-def modules() -> list[tuple[str, Rule]]:
+def modules() -> list[tuple[str, LintRule]]:
     """Every rule with the name of its module, in the order of the codes; loads them all."""
     import pkgutil
 
@@ -71,14 +71,14 @@ def modules() -> list[tuple[str, Rule]]:
     return sorted(results, key=lambda row: row[1].code)
 
 
-def all_rules() -> dict[str, Rule]:
+def all_rules() -> dict[str, LintRule]:
     """Every rule by its code, in the order of the codes; loads them all."""
     return {rule.code: rule for _, rule in modules()}
 
 
-def _rules(module: str) -> tuple[Rule, ...]:
+def _rules(module: str) -> tuple[LintRule, ...]:
     result = import_module(f"{_PACKAGE}.{module}")
-    several: tuple[Rule, ...] | None = getattr(result, "RULES", None)
+    several: tuple[LintRule, ...] | None = getattr(result, "RULES", None)
     return several or (result.RULE,)
 
 

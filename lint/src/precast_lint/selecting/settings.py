@@ -1,6 +1,6 @@
 """Settings of a run: command-line options override `[tool.precast.check]` in pyproject.toml.
 
-Invariants: a `Settings` is a frozen value that can be sent to another process and is part of the cache's
+Invariants: `LintSettings` is a frozen value that can be sent to another process and is part of the cache's
 key; the nearest pyproject.toml above the first path that has the table decides for the whole run.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from precast_lint.selecting.pins import oldest_torch
 from precast_lint.selecting.registry import ENGINE, TO_PRECAST, expand, index
 
-__all__ = ["Settings", "load"]
+__all__ = ["LintSettings", "load"]
 
 _KEYS = {
     "select",
@@ -33,7 +33,7 @@ def default_codes() -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LintSettings:
     """The selected rules, and the fixes that may be applied.
 
     Attributes:
@@ -52,7 +52,7 @@ class Settings:
     per_file_ignores: tuple[tuple[str, frozenset[str]], ...] = ()
     root: str = "."
 
-    def toward_precast(self) -> Settings:
+    def toward_precast(self) -> LintSettings:
         """The same with the rules that move PyTorch's names to precast, whose oldest PyTorch has them all."""
         return replace(self, codes=self.codes | set(TO_PRECAST), min_torch=None)
 
@@ -81,7 +81,7 @@ def matches(filename: str, pattern: str, root: str) -> bool:
     return any(fnmatch(text, pattern.rstrip("/")) for text in spelled)
 
 
-def load(start: Path | None, requests: dict[str, Any]) -> Settings:
+def load(start: Path | None, requests: dict[str, Any]) -> LintSettings:
     """The settings for a run over a path.
 
     Args:
@@ -99,7 +99,7 @@ def load(start: Path | None, requests: dict[str, Any]) -> Settings:
     min_torch = option.get("min_torch") or (oldest_torch(start) if start is not None else None)
     if min_torch is not None:
         _checked_version(min_torch)
-    settings = Settings(
+    settings = LintSettings(
         min_torch=min_torch,
         unsafe_fixes=bool(option.get("unsafe_fixes", False)),
         exclude=tuple(option.get("exclude", ())),

@@ -24,8 +24,8 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import Event, key
-from precast_lint.training_step.flow_places import Place, root
-from precast_lint.training_step.flow_run import Run, Say, TooManyPaths
+from precast_lint.training_step.flow_places import FlowPlace, root
+from precast_lint.training_step.flow_run import FlowRun, Say, TooManyPaths
 from precast_lint.training_step.frames import (
     Frame,
     MethodCall,
@@ -36,7 +36,7 @@ from precast_lint.training_step.frames import (
     nodes_of,
 )
 
-__all__ = ["Flow", "Say", "flows"]
+__all__ = ["FunctionFlow", "Say", "flows"]
 
 _State = TypeVar("_State", bound=Hashable)
 _HARMLESS = {
@@ -71,7 +71,7 @@ _LOOKED_AT = {
 }
 
 
-class Flow:
+class FunctionFlow:
     """The body of one function, or of the module."""
 
     def __init__(self, source: Source, node: Node) -> None:
@@ -102,13 +102,13 @@ class Flow:
         """The same for a rule that judges a node by all functions that come by it."""
         heard = Say()
         try:
-            Run(self._place, on, heard).function(self.node, start)
+            FlowRun(self._place, on, heard).function(self.node, start)
         except TooManyPaths:
             return
         say.hear(heard)
 
     @cached_property
-    def _place(self) -> Place:
+    def _place(self) -> FlowPlace:
         return root(self.source, self.node, frozenset(self.scalers), self.optimizers)
 
     def events(self) -> list[Event]:
@@ -342,12 +342,12 @@ def _is_made(value: Node | None) -> bool:
     return isinstance(value, cst.Call)
 
 
-def flows(source: Source) -> list[Flow]:
+def flows(source: Source) -> list[FunctionFlow]:
     """The flows of a file: its functions and its top level; computed once."""
     cached = source.cache.get("flows")
     if cached is None:
         nodes: list[Node] = [source.module, *source.all(cst.FunctionDef)]
-        cached = source.cache["flows"] = [Flow(source, node) for node in nodes]
+        cached = source.cache["flows"] = [FunctionFlow(source, node) for node in nodes]
     assert isinstance(cached, list)
     return cached
 

@@ -182,7 +182,7 @@ def code_of(source: Source, function: Node) -> FunctionCode:
         assert isinstance(function, (cst.FunctionDef, cst.Module))
         body = function.body if isinstance(function, cst.Module) else function.body.body
         notes = _Noted(set(), set(), [])
-        parts = _Reader(source, notes).read(lambda reader: reader.block(body))
+        parts = _CodeReader(source, notes).read(lambda reader: reader.block(body))
         cached[function] = FunctionCode(
             parts, frozenset(notes.tests), frozenset(notes.assigned), tuple(notes.follows)
         )
@@ -223,7 +223,7 @@ class _Noted:
     follows: list[Follow]
 
 
-class _Reader:
+class _CodeReader:
     """Reads statements into parts."""
 
     def __init__(self, source: Source, notes: _Noted) -> None:
@@ -232,9 +232,9 @@ class _Reader:
         self.parts: list[Part] = []
         self.steps: list[Tell | Put | Ask] = []
 
-    def read(self, write: Callable[[_Reader], None]) -> Code:
+    def read(self, write: Callable[[_CodeReader], None]) -> Code:
         """The parts of what is read by a reader of its own."""
-        inner = _Reader(self.source, self.noted)
+        inner = _CodeReader(self.source, self.noted)
         write(inner)
         inner._end_line()
         return tuple(inner.parts)
@@ -386,11 +386,11 @@ class _Reader:
     def _loop(
         self,
         statement: cst.For | cst.While,
-        begin: Callable[[_Reader], None],
+        begin: Callable[[_CodeReader], None],
         *,
         is_endless: bool = False,
     ) -> None:
-        def first(reader: _Reader) -> None:
+        def first(reader: _CodeReader) -> None:
             begin(reader)
             reader.steps.append(Tell(Event("loop", statement)))
 

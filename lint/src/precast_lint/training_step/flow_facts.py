@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-__all__ = ["Facts", "joined"]
+__all__ = ["TestResults", "joined"]
 
 
-class Facts:
+class TestResults:
     """The tests of one function and of those that it calls, by their texts."""
 
     def __init__(self) -> None:

@@ -12,10 +12,10 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow_code import Ask, Follow, Line, Put, code_of, is_loss, reach_of
 from precast_lint.training_step.flow_events import Event, Known, call_event, key, scaler_of
-from precast_lint.training_step.flow_facts import Facts
+from precast_lint.training_step.flow_facts import TestResults
 from precast_lint.training_step.frames import Frame, frame_of
 
-__all__ = ["Place", "Scaled", "root"]
+__all__ = ["FlowPlace", "Scaled", "root"]
 
 _DEEP = 3  # calls in functions that are called
 
@@ -24,15 +24,15 @@ Scaled = frozenset[tuple[str, str]]
 
 
 @dataclass(eq=False)
-class _Shared:
+class _RunShared:
     """State shared by all places of a run."""
 
     source: Source
-    facts: Facts = field(default_factory=Facts)
-    places: dict[tuple[object, ...], Place] = field(default_factory=dict)
+    facts: TestResults = field(default_factory=TestResults)
+    places: dict[tuple[object, ...], FlowPlace] = field(default_factory=dict)
 
 
-class Place:
+class FlowPlace:
     """A function, called with certain arguments on a certain way.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
 
     def __init__(
         self,
-        shared: _Shared,
+        shared: _RunShared,
         function: Node,
         known: Known,
         stack: tuple[Node, ...],
@@ -65,7 +65,7 @@ class Place:
         for name, holds in settled:
             self._settled |= (1 if holds else 2) << shared.facts.place(name)
         self._events: dict[object, Event] = {}
-        self._called: dict[Follow, Place | None] = {}
+        self._called: dict[Follow, FlowPlace | None] = {}
         self._scaled: dict[object, Scaled] = {}
         self._asked = (-1, 0)
         self._forgotten: dict[Line, tuple[int, int]] = {}
@@ -77,13 +77,13 @@ class Place:
         """The bits of what tests may ask for: whether there is a scaler, by the names of this function."""
         return self.facts.bits(self._deciding)
 
-    def called(self, follow: Follow) -> Place | None:
+    def called(self, follow: Follow) -> FlowPlace | None:
         """The place of a function that is called; None if it runs already, or lies too deep."""
         if follow not in self._called:
             self._called[follow] = self._find(follow)
         return self._called[follow]
 
-    def _find(self, follow: Follow) -> Place | None:
+    def _find(self, follow: Follow) -> FlowPlace | None:
         function = follow.function
         if function in self._stack or len(self._stack) == _DEEP:
             return None
@@ -95,7 +95,7 @@ class Place:
         if same not in shared.places:
             entry = replace(self._known, named=frame.named)
             deciding = {name for name, value in frame.names.items() if value in self._deciding}
-            shared.places[same] = Place(
+            shared.places[same] = FlowPlace(
                 shared,
                 function,
                 entry,
@@ -251,10 +251,10 @@ def _settled(function: cst.FunctionDef, values: dict[str, Node]) -> frozenset[tu
 
 def root(
     source: Source, function: Node, scalers: frozenset[str], optimizers: frozenset[str]
-) -> Place:
+) -> FlowPlace:
     """The place of a function that nobody calls here."""
     entry = Known(source, lambda node: key(source, node), scalers, optimizers)
-    place = Place(_Shared(source), function, entry, (), deciding=scalers)
+    place = FlowPlace(_RunShared(source), function, entry, (), deciding=scalers)
     place.asked()  # most texts get their bits now
     return place
 
@@ -268,7 +268,7 @@ def _of_self(scaled: Scaled) -> Scaled:
 _Ways = tuple[tuple[int, int], ...]
 
 
-def _ways(facts: Facts, frame: Frame | None) -> tuple[_Ways, _Ways]:
+def _ways(facts: TestResults, frame: Frame | None) -> tuple[_Ways, _Ways]:
     """Return the source and target positions of a test's bits, on entering and on leaving a function."""
     if frame is None:
         return (), ()

@@ -33,9 +33,9 @@ from precast_lint.training_step.flow_code import (
 )
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.flow_facts import joined
-from precast_lint.training_step.flow_places import Place, Scaled
+from precast_lint.training_step.flow_places import FlowPlace, Scaled
 
-__all__ = ["Run", "Say", "TooManyPaths"]
+__all__ = ["FlowRun", "Say", "TooManyPaths"]
 
 _LIMIT = 128
 _WORK = 30_000  # some tenths of a second; functions that call functions, each on many paths, could take hours
@@ -110,16 +110,18 @@ class _Memory:
     """Cached transitions of a rule: by an event, along a line, and through functions."""
 
     moves: dict[Event, dict[int, int]] = field(default_factory=dict)
-    lines: dict[tuple[Place, Line], dict[tuple[int, Scaled], tuple[int, Scaled]]] = field(
+    lines: dict[tuple[FlowPlace, Line], dict[tuple[int, Scaled], tuple[int, Scaled]]] = field(
         default_factory=dict
     )
-    ends: dict[tuple[Place, Path], _Paths] = field(default_factory=dict)
+    ends: dict[tuple[FlowPlace, Path], _Paths] = field(default_factory=dict)
 
 
-class Run:
+class FlowRun:
     """One rule's way through one function."""
 
-    def __init__(self, place: Place, on: Callable[[Any, Event, Say], Hashable], say: Say) -> None:
+    def __init__(
+        self, place: FlowPlace, on: Callable[[Any, Event, Say], Hashable], say: Say
+    ) -> None:
         self.place = place
         self.on = on
         self.say = say
@@ -156,7 +158,7 @@ class Run:
 
     # --- parts ---
 
-    def _parts(self, code: Code, place: Place, paths: _Paths) -> _Paths:
+    def _parts(self, code: Code, place: FlowPlace, paths: _Paths) -> _Paths:
         """Runs parts one after the other."""
         for part in code:
             if not paths:
@@ -170,7 +172,7 @@ class Run:
                 paths = self._bounded(self._part(part, place, paths), place)
         return paths
 
-    def _part(self, part: Part, place: Place, paths: _Paths) -> _Paths:
+    def _part(self, part: Part, place: FlowPlace, paths: _Paths) -> _Paths:
         if isinstance(part, Branch):
             return self._branch(part, place, paths)
         if isinstance(part, Follow):
@@ -189,7 +191,7 @@ class Run:
             after |= self._parts(case, place, paths)
         return after
 
-    def _line(self, line: Line, place: Place, paths: _Paths) -> _Paths:
+    def _line(self, line: Line, place: FlowPlace, paths: _Paths) -> _Paths:
         entries = self.memory.lines.get((place, line))
         if entries is None:
             entries = self.memory.lines[place, line] = {}
@@ -206,7 +208,9 @@ class Run:
                 after[Path(end[0], facts & rest, end[1])] = None
         return after
 
-    def _along(self, line: Line, place: Place, state: int, scaled: Scaled) -> tuple[int, Scaled]:
+    def _along(
+        self, line: Line, place: FlowPlace, state: int, scaled: Scaled
+    ) -> tuple[int, Scaled]:
         """Return the state after a line, which does not depend on tests."""
         for step in line.steps:
             if isinstance(step, Put):
@@ -225,7 +229,7 @@ class Run:
             self.leaving.continues |= paths
         return {}
 
-    def _branch(self, part: Branch, place: Place, paths: _Paths) -> _Paths:
+    def _branch(self, part: Branch, place: FlowPlace, paths: _Paths) -> _Paths:
         """Runs both sides of a test, each on the paths on which it may hold, and joins them again."""
         at = place.facts.place(part.text)
         yes, no = (1 << at, 2 << at) if part.holds else (2 << at, 1 << at)
@@ -234,7 +238,7 @@ class Run:
         after = self._parts(part.yes, place, holds)
         return _joined(after | self._parts(part.no, place, fails))
 
-    def _try(self, part: Try, place: Place, paths: _Paths) -> _Paths:
+    def _try(self, part: Try, place: FlowPlace, paths: _Paths) -> _Paths:
         before, during = paths, dict(paths)
         for code in part.tried:
             paths = self._parts(code, place, paths)
@@ -244,7 +248,7 @@ class Run:
             paths = paths | self._handler(handler, place, before, during)
         return self._parts(part.final, place, paths)
 
-    def _handler(self, code: Code, place: Place, before: _Paths, during: _Paths) -> _Paths:
+    def _handler(self, code: Code, place: FlowPlace, before: _Paths, during: _Paths) -> _Paths:
         """Runs an `except` block as if nothing of what was tried had happened.
 
         Some of it may have happened: that only excuses what the block does, for the rest would be a guess.
@@ -256,7 +260,7 @@ class Run:
         self.leaving, self.memory = leaving, memory
         return self._parts(code, place, before)
 
-    def _loop(self, part: Loop, place: Place, paths: _Paths) -> _Paths:
+    def _loop(self, part: Loop, place: FlowPlace, paths: _Paths) -> _Paths:
         """Runs a loop's body until nothing new comes."""
         finished = {} if part.is_endless else dict(paths)
         broken: _Paths = {}
@@ -279,7 +283,7 @@ class Run:
 
     # --- functions of this file ---
 
-    def _follow(self, part: Follow, place: Place, paths: _Paths) -> _Paths:
+    def _follow(self, part: Follow, place: FlowPlace, paths: _Paths) -> _Paths:
         """Runs a function that is called: what it does to what its parameters stand for, and to self, is done here."""
         inner = place.called(part)
         if inner is None:
@@ -297,7 +301,7 @@ class Run:
                 after[Path(end.state, rest, place.returned(part, path.scaled, end.scaled))] = None
         return _joined(after)
 
-    def _ends(self, place: Place, start: Path) -> _Paths:
+    def _ends(self, place: FlowPlace, start: Path) -> _Paths:
         """The ends of the paths through a function; each beginning is run once, as many paths share it."""
         result = self.memory.ends.get((place, start))
         if result is None:
@@ -308,7 +312,7 @@ class Run:
             result = self.memory.ends[place, start] = _told_apart(ends)
         return result
 
-    def _bounded(self, paths: _Paths, place: Place) -> _Paths:
+    def _bounded(self, paths: _Paths, place: FlowPlace) -> _Paths:
         """The paths, of which too many forget what tests said; whether there is a scaler comes last."""
         if len(paths) > _LIMIT:
             paths = _joined(paths)

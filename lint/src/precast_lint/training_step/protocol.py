@@ -15,7 +15,7 @@ from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
-from precast_lint.training_step.flow import Flow, Say, flows
+from precast_lint.training_step.flow import FunctionFlow, Say, flows
 from precast_lint.training_step.flow_events import Event, key
 
 __all__ = [
@@ -71,7 +71,7 @@ _WRITES = {
 _PLAIN = re.compile(r"[\w.]+(\[[\w'\"]+\])?$")
 
 
-def followed(source: Source) -> list[tuple[Flow, str]]:
+def followed(source: Source) -> list[tuple[FunctionFlow, str]]:
     """Each function with each scaler in it that can be followed there; computed once."""
     cached = source.cache.get("followed scalers")
     if cached is None:
@@ -85,15 +85,17 @@ def followed(source: Source) -> list[tuple[Flow, str]]:
     return cached
 
 
-def only_here(flow: Flow, scaler: str, *methods: str) -> bool:
+def only_here(flow: FunctionFlow, scaler: str, *methods: str) -> bool:
     """Return True if no other function of the file calls these methods of a scaler."""
     return flow.is_local(scaler) or not flow.called_elsewhere(scaler, *methods)
 
 
 def judged(
     source: Source,
-    follow: Callable[[Flow, str], tuple[_State, Callable[[_State, Event, Say], _State]] | None],
-) -> Iterator[tuple[Flow, str, Node, str | None]]:
+    follow: Callable[
+        [FunctionFlow, str], tuple[_State, Callable[[_State, Event, Say], _State]] | None
+    ],
+) -> Iterator[tuple[FunctionFlow, str, Node, str | None]]:
     """The nodes that are wrong wherever functions come by: each with its function, its scaler and its message.
 
     Args:
@@ -122,7 +124,7 @@ def judged(
                 yield flow, scaler if is_own else _name_there(flow), node, message
 
 
-def _name_there(flow: Flow) -> str:
+def _name_there(flow: FunctionFlow) -> str:
     """The name by which a function knows the scaler that it is given; empty, which no fix uses, if it has several."""
     return flow.scalers[0] if len(flow.scalers) == 1 else ""
 
@@ -195,7 +197,7 @@ def _hides(source: Source, call: Node) -> bool:
     return not any(func.attr.value in source.values.attributes(one) for one in family)
 
 
-def asks_scale(flow: Flow, scaler: str) -> bool:
+def asks_scale(flow: FunctionFlow, scaler: str) -> bool:
     """Return True if a function does something with a scaler's scale: more than to print it, or to compute with it."""
     source = flow.source
     return any(
@@ -204,7 +206,7 @@ def asks_scale(flow: Flow, scaler: str) -> bool:
     )
 
 
-def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool | None = None) -> bool:
+def scales_by_hand(flow: FunctionFlow, scaler: str, *, only_up: bool | None = None) -> bool:
     """Return True if a function multiplies or divides by a scaler's scale: it may then scale or unscale by hand.
 
     Args:
@@ -226,7 +228,7 @@ def scales_by_hand(flow: Flow, scaler: str, *, only_up: bool | None = None) -> b
     return any(_is_factor(flow.source, read) for read in reads)
 
 
-def _reads_of_scale(flow: Flow, scaler: str) -> Iterator[Node]:
+def _reads_of_scale(flow: FunctionFlow, scaler: str) -> Iterator[Node]:
     """The reads of a scaler's scale, here and in the functions of the file that are called here."""
     source = flow.source
     if not _scales(source):
@@ -333,14 +335,14 @@ def loop_around(source: Source, node: Node) -> Node | None:
     return next(iter(loops_around(source, node)), None)
 
 
-def loop_in(flow: Flow, node: Node) -> Node | None:
+def loop_in(flow: FunctionFlow, node: Node) -> Node | None:
     """The innermost loop that a node runs in when a function runs: its own, or one around the call that leads to it."""
     return next(
         (loop for at in leading_to(flow, node) for loop in loops_around(flow.source, at)), None
     )
 
 
-def leading_to(flow: Flow, node: Node) -> Iterator[Node]:
+def leading_to(flow: FunctionFlow, node: Node) -> Iterator[Node]:
     """A node, the call that leads to its function when another one runs, the call that leads to that, and so on."""
     source = flow.source
     visited: set[Node] = set()
@@ -409,7 +411,7 @@ def is_plain(text: str | None) -> bool:
     return bool(text and _PLAIN.match(text))
 
 
-def _is_off(source: Source, flow: Flow, scaler: str) -> bool:
+def _is_off(source: Source, flow: FunctionFlow, scaler: str) -> bool:
     """Return True if a scaler is made with `enabled=False`."""
     for node in flow.nodes:
         if isinstance(node, (cst.Name, cst.Attribute)) and key(source, node) == scaler:
