@@ -249,7 +249,11 @@ class _VersionReader:
         one, result = self.value(node.left, local), True
         for target in node.comparisons:
             compare = _COMPARE.get(type(target.operator))
-            if compare is None:
+            # a name that is compared with None may be a module, whose attributes are tested beside it
+            is_unsure = (
+                compare in (operator.is_, operator.is_not) and type(node.left) is not cst.Call
+            )
+            if compare is None or is_unsure:
                 raise _Unknown
             other = self.value(target.comparator, local)
             result, one = result and compare(one, other), other
