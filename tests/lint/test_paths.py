@@ -225,7 +225,7 @@ def test_paths_that_are_joined_say_what_each_by_itself_says(
 ) -> None:
     programs = [_trainer(seed) for seed in range(150)]
     said = [_said(program) for program in programs]
-    monkeypatch.setattr(flow, "Run", EachByItself)
+    monkeypatch.setattr(flow, "FlowRun", EachByItself)
     assert sum(map(bool, said)) > 50  # most random trainers are wrong
     for program, findings in zip(programs, said, strict=True):
         assert _said(program) == findings, program
