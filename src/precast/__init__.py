@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from precast._internal.version import __version__
 
 if TYPE_CHECKING:
-    from precast import errors
+    from precast import errors, optim
     from precast._internal.events import (
         HealthEvent,
         NonfiniteOrigin,
@@ -91,6 +91,7 @@ __all__ = [
     "load",
     "monitor",
     "observe",
+    "optim",
     "trace",
     "tune",
     "uninstall",
@@ -100,8 +101,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would take any name for granted
 
     def __getattr__(name: str) -> Any:
-        if name == "errors":
-            return import_module("precast.errors")
+        if name in ("errors", "optim"):
+            return import_module(f"precast.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'precast' has no attribute {name!r}")
         module = _MODULE_OF[name]

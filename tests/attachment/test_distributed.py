@@ -66,18 +66,6 @@ def test_ddp_trains_as_without_it(hook: object, order: str) -> None:
         assert not attachment.left_alone
 
 
-def test_ddp_has_gradients_in_float32_even_where_they_were_asked_to_be_lower() -> None:
-    ours, theirs = (network_ := network()), copy.deepcopy(network_)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    x = torch.randn(4, 160)
-    with precast.attach(ours, optimizer=optimizer, grad_dtype=torch.bfloat16):
-        found = [trained(ours, x, optimizer)]
-        found.append(trained(DistributedDataParallel(ours), x, optimizer))
-    for expected in (trained(theirs, x), trained(DistributedDataParallel(theirs), x)):
-        for a, b in zip(found.pop(0), expected, strict=True):
-            assert torch.equal(a, b)
-
-
 def test_parameters_of_fsdp_are_left_alone_and_named() -> None:
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
@@ -190,52 +178,3 @@ def test_process_groups_are_as_before_when_nothing_is_attached() -> None:
     before = dict(vars(dist.ProcessGroup))
     precast.attach(network()).detach()
     assert dict(vars(dist.ProcessGroup)) == before
-
-
-REPLICA = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-import precast
-
-rank, how = int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
-torch.compile = lambda function, **_: function  # the same operations, one by one
-torch.manual_seed(rank)  # of the data, as each process has its own
-torch.set_num_threads(1)
-model = nn.Sequential(nn.Linear(160, 160), nn.GELU(), nn.Linear(160, 160))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-precast.attach(model, optimizer=optimizer, masters=how)
-wrapped = DistributedDataParallel(model)
-for _ in range(4):
-    optimizer.zero_grad()
-    with precast.autocast("cpu", dtype=torch.bfloat16):
-        loss = wrapped(torch.randn(4, 160)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-assert model[0].weight.grad.dtype is torch.bfloat16
-print([p.double().sum().item() for p in model.parameters()])
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("how", ["kahan", "stochastic"])
-def test_replicas_without_masters_stay_equal(how: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", REPLICA, str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*command, str(rank), how], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks)
-    assert said[0] == said[1] != ""
-
-
-def test_weights_that_ddp_has_made_its_buffers_for_keep_their_dtype() -> None:
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(precast.errors.AttachError, match="Attach the model first, and wrap it"):
-        precast.attach(model, optimizer=optimizer, masters="kahan")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}

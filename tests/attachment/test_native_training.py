@@ -361,23 +361,6 @@ def test_eight_threads_use_one_model_while_it_is_trained() -> None:
         assert job.is_as_its_weights_say()
 
 
-def test_gradients_may_stay_in_16_bits_from_some_step_on() -> None:
-    with Job() as job:
-        job.train()
-        with precast.attach(job.model, optimizer=job.optimizer, grad_dtype=BF16):
-            job.optimizer.zero_grad()
-            job.loss().backward()
-            gradient = job.weight().grad
-            assert gradient is not None
-            assert gradient.dtype is BF16
-            job.optimizer.step()
-        job.train()
-        gradient = job.weight().grad
-        assert gradient is not None
-        assert gradient.dtype is torch.float32
-        assert job.is_as_its_weights_say()
-
-
 def test_nothing_keeps_a_trained_parameter_alive() -> None:
     with Job() as job:
         job.train()

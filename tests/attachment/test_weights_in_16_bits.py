@@ -219,7 +219,7 @@ def test_an_attached_bfloat16_model_learns() -> None:
     model = Language().to(BRAIN)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    with precast.attach(model, ruled({**HEAD, "norm": "fp32"}), optimizer=optimizer):
+    with precast.attach(model, ruled({**HEAD, "norm": "fp32"})):
         for _ in range(30):
             with precast.autocast("cpu", dtype=BRAIN):
                 loss = F.cross_entropy(model(WORDS).flatten(0, 1), WORDS.flatten())

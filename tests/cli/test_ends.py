@@ -11,7 +11,7 @@ ATTACHED = """
 import torch, precast
 model = torch.nn.Linear(256, 256)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-attachment = precast.attach(model, optimizer=optimizer, grad_dtype=torch.bfloat16)
+attachment = precast.attach(model)
 with precast.autocast("cpu"):
     model(torch.ones(2, 256)).sum().backward()
 optimizer.step()

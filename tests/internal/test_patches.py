@@ -172,7 +172,7 @@ def _average(until: ExitStack, _: nn.Linear) -> None:
 
     layer = nn.Linear(160, 160)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    until.callback(precast.attach(layer, optimizer=optimizer, masters="kahan").detach)
+    until.callback(precast.optim.bfloat16_weights(layer, optimizer).remove)
 
 
 def _run(until: ExitStack, linear: nn.Linear) -> None:

@@ -219,7 +219,7 @@ KEEP_MASTERS: Final = Cure(
 LEARN_IN_16_BITS: Final = Cure(
     "report: learn in 16 bits",
     "most updates of a parameter in 16 bits round to nothing, and fewer would with compensated steps",
-    ' Or let it learn in 16 bits: `precast.attach(model, optimizer=optimizer, masters="kahan")`, with which {share} '
+    ' Or let it learn in 16 bits: `precast.optim.bfloat16_weights(model, optimizer)`, with which {share} '
     "of the updates in the same steps would have rounded to nothing.",
 )
 
@@ -234,7 +234,7 @@ COMPARE_TIMES: Final = Cure(
     "report: compare the times",
     "casts took at least 30% of the traced time",
     "Compare its time with float32's (`enabled=False` in the region), and with that of weights which are held between "
-    "regions: `precast.attach(model, optimizer=optimizer)`.",
+    "regions: `precast.attach(model)`.",
 )
 START_FROM_A_BASE: Final = Cure(
     "report: a policy without 16 bits",
@@ -271,7 +271,7 @@ LOWER_THE_ISLAND: Final = Cure(
 HOLD_THE_WEIGHTS: Final = Cure(
     "trace: hold the weights",
     "a weight that an attachment holds is cast again while it stays the same",
-    "Hold the weights, so that they are cast once a step: precast.attach(model, optimizer=optimizer).",
+    "Hold the weights, so that they are cast once a step: precast.attach(model).",
 )
 ONE_REGION: Final = Cure(
     "trace: one region",

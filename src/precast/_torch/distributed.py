@@ -1,26 +1,12 @@
-"""Several processes: what `torch.distributed` and `DistributedDataParallel` are doing.
-
-Invariants:
-
-- nothing here imports parts of `torch.distributed`: where the program has not, the answer is "no".
-"""
+"""Process groups of `torch.distributed`."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 
 __all__ = [
-    "in_ddp",
     "leave_process_groups",
 ]
-
-
-def in_ddp() -> bool:
-    """Whether a `DistributedDataParallel` runs its module: it takes gradients of the parameters' dtype alone (2.13)."""
-    ddp = sys.modules.get("torch.nn.parallel.distributed")
-    return ddp is not None and ddp.DistributedDataParallel._active_ddp_module is not None
 
 
 def leave_process_groups() -> None:

@@ -394,7 +394,7 @@ class HealthModule:
     updates_lost: list[float | None] | None = may_be_missing(is_left_out=True)
     """The share of these in the size of the update."""
     updates_rounded_away_with_kahan: list[float | None] | None = may_be_missing(is_left_out=True)
-    """The share of numbers that would have stayed with `attach(masters="kahan")`."""
+    """The share of numbers that would have stayed with `precast.optim.bfloat16_weights`."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from precast.errors import ScalerError
 from precast.grad_scaler.checks import GradientChecks
 from precast.grad_scaler.memory import is_finite
 from precast.grad_scaler.optimizer_state import BackwardWatch, OptimizerState
-from precast.weights.partial_steps import parameters_of
+from precast.optim.partial_steps import parameters_of
 
 __all__ = ["closure_in", "step_with_closure"]
 

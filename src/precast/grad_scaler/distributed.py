@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from precast._torch import is_dtensor
 from precast.errors import ScalerError
+from precast.optim.partial_steps import parameters_of
 from precast.policy.policy import Policy
-from precast.weights.partial_steps import parameters_of
 
 __all__ = ["Reduction", "check_same", "chosen_for"]
 

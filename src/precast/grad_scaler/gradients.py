@@ -13,7 +13,7 @@ import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from precast._internal import cures
 from precast._internal.callers import callers_level
 from precast.errors import PrecastWarning, ScalerError
 from precast.grad_scaler.memory import are_finite, is_finite, local, memory_of, moved
-from precast.weights.low_precision_gradients import factors_of
-from precast.weights.partial_steps import parameters_of
-from precast.weights.total_norm import total_norm
+from precast.optim.partial_steps import parameters_of
+from precast.optim.total_norm import total_norm
 
 __all__ = [
     "FoundInf",
@@ -80,13 +79,12 @@ def unscaled(
         on this device was not finite.
     """
     found: FoundInf = {}
-    for (device, dtype, later), memories in _by_kind(optimizer).items():
-        if dtype is torch.float16 and not allow_fp16 and later is None:
+    for (device, dtype), memories in _by_kind(optimizer).items():
+        if dtype is torch.float16 and not allow_fp16:
             warnings.warn(_why_float16(optimizer), PrecastWarning, stacklevel=callers_level())
         if device not in found:
             found[device] = moved(found_inf, device).clone()
-        by = inverse if later is None else torch.ones_like(inverse)
-        _torch.check_and_unscale_(memories, found[device], moved(by, device))
+        _torch.check_and_unscale_(memories, found[device], moved(inverse, device))
     return found
 
 
@@ -140,8 +138,8 @@ def bad_parameters(optimizer: Optimizer) -> Iterator[Place]:
 def largest(optimizer: Optimizer, like: Tensor) -> Tensor:
     """The largest absolute value in all gradients, float32, shape (), beside `like`; 0 if there are no gradients."""
     peaks = [
-        moved(peak.float(), like.device) * (1.0 if later is None else moved(later, like.device))
-        for (_, _, later), memories in _by_kind(optimizer).items()
+        moved(peak.float(), like.device)
+        for memories in _by_kind(optimizer).values()
         for memory in memories
         if memory.numel()
         for peak in torch.aminmax(memory)
@@ -193,13 +191,9 @@ def _why_float16(optimizer: Optimizer) -> str:
     )
 
 
-_Kind = tuple[torch.device, torch.dtype, Tensor | None]
-
-
-def _by_kind(optimizer: Optimizer) -> dict[_Kind, list[Tensor]]:
-    """The memory of all gradients of an optimizer: by device, dtype, and the factor that its step applies later."""
-    kinds: dict[Any, list[Tensor]] = defaultdict(list)
-    factors = factors_of(optimizer)
+def _by_kind(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Return the memory of all gradients of an optimizer by device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in parameters_of(optimizer):
         gradient = parameter.grad
         if gradient is None:
@@ -207,7 +201,7 @@ def _by_kind(optimizer: Optimizer) -> dict[_Kind, list[Tensor]]:
         is_strided = type(gradient) is Tensor and gradient.layout is torch.strided
         if not is_strided or gradient.dtype not in _PLAIN:
             gradient = _gradient_memory(parameter)
-        kinds[gradient.device, gradient.dtype, factors.get(id(parameter))].append(gradient)
+        kinds[gradient.device, gradient.dtype].append(gradient)
     return kinds
 
 

@@ -27,7 +27,7 @@ from precast.grad_scaler.gradients import total_found_inf
 from precast.grad_scaler.optimizers import temporary_attributes
 from precast.grad_scaler.scaler import GradScaler
 from precast.grad_scaler.state_dict import by_loss, read
-from precast.weights.partial_steps import parameters_of
+from precast.optim.partial_steps import parameters_of
 
 __all__ = ["LossScalers"]
 

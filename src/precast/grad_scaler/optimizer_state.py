@@ -23,8 +23,7 @@ from precast._internal import cures
 from precast.errors import ScalerError
 from precast.grad_scaler.gradients import FoundInf
 from precast.grad_scaler.nonfinite import NonfiniteDetails
-from precast.weights import low_precision_gradients
-from precast.weights.partial_steps import parameters_of
+from precast.optim.partial_steps import parameters_of
 
 __all__ = ["BackwardWatch", "OptimizerState", "PerOptimizerStates"]
 
@@ -96,14 +95,6 @@ class OptimizerState(MutableMapping[str, Any]):
         if has_new_gradients:
             raise ScalerError(_MIXED)
 
-    def divide_low_precision(self, inverse: Tensor) -> None:
-        """Prepares 16-bit gradients that are held beside the parameters; `inverse` is one divided by the scale."""
-        for gradients in low_precision_gradients.of(self.optimizer):
-            if self.is_stepping:  # the optimizer's step makes float32 gradients of them itself
-                gradients.factor = inverse
-            else:
-                gradients.show_in_float16()
-
     def watch_for_backward(self) -> None:
         """From now on a backward pass must not reach these gradients: they are unscaled already."""
         if self.stage is OptState.UNSCALED and not self.is_stepping:
@@ -116,8 +107,6 @@ class OptimizerState(MutableMapping[str, Any]):
 
     def end(self) -> None:
         """The iteration is over."""
-        for gradients in low_precision_gradients.of(self.optimizer):
-            gradients.factor = None  # still set if the step was skipped
         if self._watch is not None:
             self._watch.end()
 

@@ -493,7 +493,6 @@ class GradScaler(torch.amp.GradScaler, Displayed):
     def _unscale(self, state: OptimizerState) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
         inverse, state.scale = gradients.reciprocal(scale)
-        state.divide_low_precision(inverse)
         self._check(state, inverse)
         if state.found_inf:  # else there was nothing to unscale; later gradients are still scaled
             state.stage = OptState.UNSCALED

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -73,9 +72,7 @@ __all__ = [
     "renew",
     "stale_message",
     "stepped",
-    "steps_of",
     "suspend",
-    "written_together",
 ]
 
 MIN_ELEMENTS_FOR_NODE: Final = 16384
@@ -197,36 +194,9 @@ def renew(copies: Iterable[Copy]) -> None:
             _write(pairs, in_use=False)
 
 
-@contextmanager
-def written_together(parameter: Tensor, others: Sequence[Tensor] = ()) -> Iterator[list[Copy]]:
-    """A block that writes a parameter and, with the same numbers, the copies that it gets; these are then current.
-
-    The version counters of what else it writes move too: they do before the write, as the parameter's does.
-    """
-    with lock:
-        held_parameter = held_parameters.get(id(parameter))
-        its = () if held_parameter is None else held_parameter.copies.values()
-        # Copies in 8 bits need the largest number first: they are written at their next use.
-        copies = [c for c in its if c.fits(parameter) and not isinstance(c, QuantisedCopy)]
-        stream = stream_of(parameter.device)
-        for copy in copies:
-            copy.join(stream)
-            copy.make_room(parameter)
-        torch.autograd.graph.increment_version((parameter, *others))
-        # As it is before the write: what another thread writes meanwhile is found at the next use.
-        version, pointer = version_of(parameter), parameter.data_ptr()
-        yield copies
-        for copy in copies:
-            copy.written(parameter, version, pointer, stream)
-            if held_parameter is not None:
-                held_parameter.stale = False
-                held_parameter.leave_to_regions(False)
-                note_circumstances(held_parameter, copy, parameter, in_use=False)
-
-
 def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
     """Invalidates the copies of what an optimizer has written, whatever version counters say."""
-    steps = steps_of(optimizer)
+    steps = _steps_of(optimizer)
     with lock:
         for parameter in parameters:
             for held_parameter in _sharing_memory_with(parameter):
@@ -234,7 +204,7 @@ def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> N
                 held_parameter.stepped()
 
 
-def steps_of(optimizer: torch.optim.Optimizer) -> weakref.ref[torch.optim.Optimizer]:
+def _steps_of(optimizer: torch.optim.Optimizer) -> weakref.ref[torch.optim.Optimizer]:
     """What parameters know their optimizer by; when it is gone, kernels ask for the copies again."""
     known = _optimizers.get(id(optimizer))
     if known is None or known() is not optimizer:
@@ -258,8 +228,8 @@ def _optimizer_gone(key: int, gone: weakref.ref[torch.optim.Optimizer]) -> None:
 def lend(handle: CopyHandle, parameter: Tensor) -> None:
     """Lets kernels renew the copy of a weight that is trained by themselves, where they know all that it takes.
 
-    That is where an optimizer steps it whose steps are listened to, nothing else lies in its memory, and its gradients
-    are float32. Whoever changes one of these takes the copy back.
+    They know it if an observed optimizer steps the weight, and no other tensor shares its memory. Whoever changes one
+    of these takes the copy back.
     """
     with lock:
         held_parameter, copy = held_parameters.get(id(parameter)), handle.copy
@@ -273,7 +243,6 @@ def lend(handle: CopyHandle, parameter: Tensor) -> None:
             and copy.circumstances is not None
             and copy.circumstances.trains
             and not (held_parameter.overlapping or held_parameter.suspended or held_parameter.stale)
-            and held_parameter.grad_dtype is None
             and held_parameter.is_stepped()
         ):
             copy.lend(parameter)

@@ -65,7 +65,6 @@ class HeldParameter:
         "_alone",
         "attachments",
         "copies",
-        "grad_dtype",
         "is_left_to_regions",
         "memory_range",
         "name",
@@ -88,8 +87,6 @@ class HeldParameter:
         """By dtype, or by how they are scaled in 8 bits; exchanged and never changed, so that another thread may go
         through them meanwhile."""
         self.attachments = 0
-        self.grad_dtype: torch.dtype | None = None
-        """The dtype in which gradients stay until the optimizer's step; None for float32."""
         self.stale = False
         """Whether a write was found that no version counter saw, at the end of a region that could not raise."""
         self.is_left_to_regions = False

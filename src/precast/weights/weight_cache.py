@@ -34,7 +34,6 @@ from precast._torch import (
     cast_without_torch_function,
     counts_versions,
     dispatch_modes,
-    in_ddp,
     in_forward_mode,
     innermost_dispatch_mode,
     is_captured,
@@ -158,8 +157,6 @@ class WeightCache:
             return None
         same = recipe.weight_for_input == recipe.weight
         other = held.handle_of(weight, recipe.weight_for_input) if backward and not same else None
-        if _needs_grad(weight):
-            _set_grad_dtype(held_parameter, weight)
         numbers = _numbers(forward)
         assert numbers is not None
         kept = (numbers if same else _numbers(other)) if backward else None
@@ -192,7 +189,7 @@ class WeightCache:
         if handle is None:
             return None
         if needs_grad:
-            return self._with_gradient(handle, held_parameter, tensor, dtype)
+            return self._with_gradient(handle, tensor, dtype)
         lasts = not is_grad_enabled()
         if (
             self._uses_kernels()
@@ -207,7 +204,6 @@ class WeightCache:
     def _with_gradient(
         self,
         handle: held.CopyHandle,
-        held_parameter: held.HeldParameter,
         tensor: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
@@ -215,7 +211,6 @@ class WeightCache:
         known = self._find(tensor, dtype)
         if known is not None:
             return known
-        _set_grad_dtype(held_parameter, tensor)
         cast = with_gradient(tensor, handle.tensor, handle.copy.gradient)
         if self._uses_kernels():
             handle.copy.keep_for_kernels(tensor, cast, handle, Use.LEAF)
@@ -272,12 +267,6 @@ def _held_view(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
 def _is_transformed() -> bool:
     """Whether operations are recorded or transformed, so that what is held may not stand for its parameter."""
     return is_tracing() or dispatch_modes() > 0 or is_functorch_active() or in_forward_mode()
-
-
-def _set_grad_dtype(held_parameter: held.HeldParameter, parameter: Tensor) -> None:
-    """Has the gradient that comes stay in the dtype that its attachment asks for."""
-    if held_parameter.grad_dtype is not None and parameter.grad is None:
-        parameter.grad_dtype = torch.float32 if in_ddp() else held_parameter.grad_dtype
 
 
 def _numbers(handle: held.CopyHandle | None) -> Quantised | None:

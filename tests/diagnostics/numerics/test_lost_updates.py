@@ -114,7 +114,7 @@ def test_of_float32_and_of_what_learns_by_rounding_nothing_is_lost() -> None:
     assert entry["updates_rounded_away"] == entry["updates_lost"] == [0.0]
     model = Weight(torch.ones(NUMBERS, dtype=BF16))
     optimizer = SGD(model.parameters(), lr=1e-5)
-    precast.attach(model, optimizer=optimizer, masters="kahan")
+    precast.optim.bfloat16_weights(model, optimizer)
     entry = stepped(model, optimizer, torch.ones(NUMBERS, dtype=BF16))
     assert entry["updates_rounded_away"] == [0.0]
 
@@ -150,7 +150,7 @@ def test_the_report_says_it_with_what_keeps_the_updates(share: float) -> None:
         assert (
             f"98% of the updates of `{parameters[1]['name']}` round to nothing" in finding["title"]
         )
-        assert 'masters="kahan"' in finding["suggestion"]
+        assert "bfloat16_weights" in finding["suggestion"]
         assert "0.1% of the updates" in finding["suggestion"]
 
 

@@ -4,7 +4,7 @@ Invariants:
 
 - the optimizer's own step says what each number was to become: it is taken once more in float32, on copies of the
   parameter, its gradient and its states, before the step that counts; neither that nor a state is changed by it;
-- of a float32 parameter, and of a weight that learns by rounding (`attach(masters=...)`), nothing is lost: that is
+- of a float32 parameter, and of a weight that learns by rounding (`precast.optim`), nothing is lost: that is
   said and not computed. Of optimizers that are not PyTorch's, and of parameters that are no plain tensors, nothing is
   known;
 - nothing waits for the device until `Updates` are read.
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from precast._torch import step_without_hooks
-from precast.weights import rounding
-from precast.weights.partial_steps import (
+from precast.optim import rounding
+from precast.optim.low_precision_weights import learns_by_rounding
+from precast.optim.partial_steps import (
     is_large,
     outside_autocast,
     treats_each_parameter_by_itself,
     without_scaler,
 )
-from precast.weights.stored_weights import learns_by_rounding
 
 __all__ = ["NOTHING_LOST", "LostUpdates", "Updates"]
 
@@ -42,7 +42,7 @@ class Updates(NamedTuple):
     lost: float
     """The share that these have in the size of the whole update, the sum of all distances."""
     with_kahan: float
-    """The share of numbers that would have stayed with `attach(masters="kahan")`."""
+    """The share of numbers that would have stayed with `precast.optim.bfloat16_weights`."""
 
 
 NOTHING_LOST: Final = Updates(0.0, 0.0, 0.0)

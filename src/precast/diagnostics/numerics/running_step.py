@@ -20,8 +20,8 @@ from precast.diagnostics.numerics.deferred_calls import DeferredCalls
 from precast.diagnostics.numerics.record import Record, tensors_in
 from precast.diagnostics.numerics.tally import Key, countable
 from precast.diagnostics.numerics.underflow_zeros import Lost, Made, operation
+from precast.optim.partial_steps import parameters_of
 from precast.policy.module_names import named_parameters
-from precast.weights.partial_steps import parameters_of
 
 __all__ = ["RunningStep", "may_write"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from precast.errors import AttachError
-from precast.weights.shards import versions_of
-from precast.weights.total_norm import total_norm
+from precast.optim.shards import versions_of
+from precast.optim.total_norm import total_norm
 
 __all__ = ["Clipping"]
 

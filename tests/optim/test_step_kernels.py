@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-import precast
 from precast._torch import kernel_of
-from precast.weights import held, step_program
+from precast.optim import bfloat16_weights, step_program
 
 BF16 = torch.bfloat16
 COUNT = 1009
@@ -23,37 +22,19 @@ COUNT = 1009
 def steps(
     monkeypatch: pytest.MonkeyPatch, shapes: list[tuple[int, int]]
 ) -> tuple[Any, nn.ParameterList]:
-    """A training whose steps are compiled anew: its programs, and its weights, one of which is a transpose."""
-    made: dict[Any, step_program.Program] = {}
-    monkeypatch.setattr(step_program, "_programs", made)
+    """Train with steps that are compiled anew. Return the programs and the weights, one of which is a transpose."""
+    programs: dict[Any, step_program.Program] = {}
+    monkeypatch.setattr(step_program, "_programs", programs)
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
     model[0].data = model[0].data.t().contiguous().t()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    precast.attach(model, optimizer=optimizer, step="one-pass")
-    use(model)
-    places = []
-    for step in range(5):  # the first is the optimizer's own
+    bfloat16_weights(model, optimizer, masters="stochastic", states=BF16)
+    for _ in range(5):  # the first step is the optimizer's own
         for p in model:
-            p.grad = torch.randn(p.shape).as_strided(p.shape, p.stride())
+            p.grad = torch.randn(p.shape).to(BF16).as_strided(p.shape, p.stride())
         optimizer.step()
-        assert not step or all(torch.equal(copy_of(p), p.to(BF16)) for p in model)
-        places.append([copy_of(p).data_ptr() for p in model])
-    assert (
-        places[2] == places[3] == places[4]
-    )  # a compiler keeps what it has seen first, and nobody else reads them
-    return made, model
-
-
-def use(model: nn.ParameterList) -> None:
-    with precast.autocast("cpu", dtype=BF16):
-        for p in model:
-            nn.functional.linear(torch.ones(1, p.shape[1]), p)
-
-
-def copy_of(parameter: Tensor) -> Tensor:
-    (copy,) = held.held_parameters[id(parameter)].copies.values()
-    return copy.tensor
+    return programs, model
 
 
 def test_a_step_has_the_bits_of_the_program_that_is_called_as_a_whole(
@@ -114,23 +95,16 @@ def test_what_is_not_compiled_has_no_kernel() -> None:
 THREADS = """
 import os
 import torch
-import precast
+from precast.optim import bfloat16_weights
 
 torch.set_num_threads(1)
-layer = torch.nn.Linear(512, 512, bias=False)
+layer = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-attachment = precast.attach(layer, optimizer=optimizer, step="one-pass")
+handle = bfloat16_weights(layer, optimizer)
 layer.weight.grad = torch.ones_like(layer.weight)
 
-
-def step():
-    with precast.autocast("cpu"):
-        layer(torch.ones(1, 512))
-    optimizer.step()
-
-
 for _ in range(3):
-    step()
+    optimizer.step()
 torch.set_num_threads(3)
 before = len(os.listdir("/proc/self/task"))
 optimizer.step()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precast.weights import rounding
+from precast.optim import rounding
 
 BF16 = torch.bfloat16
 DRAWS = 1 << 20

@@ -27,8 +27,8 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from precast._torch import is_dtensor, step_without_hooks
 from precast.errors import AttachError
-from precast.weights import averages, rounding
-from precast.weights.partial_steps import (
+from precast.optim import averages, rounding
+from precast.optim.partial_steps import (
     called_before,
     counts_of,
     is_large,
@@ -38,11 +38,12 @@ from precast.weights.partial_steps import (
     treats_each_parameter_by_itself,
     without_scaler,
 )
-from precast.weights.rounding import OF_ROUNDING, REST, SEED, Rounding
-from precast.weights.shards import part_of, shard_number, versions_of, whole_like, why_not
+from precast.optim.rounding import OF_ROUNDING, REST, SEED, Rounding
+from precast.optim.shards import part_of, shard_number, versions_of, whole_like, why_not
 
 __all__ = [
-    "StoredWeights",
+    "Hook",
+    "LowPrecisionWeights",
     "check",
     "is_distributed",
     "is_worth_storing_low",
@@ -61,10 +62,10 @@ def is_worth_storing_low(parameter: Tensor) -> bool:
     return parameter.dim() > 1 and parameter.numel() >= _FEWEST
 
 
-_living: Final[weakref.WeakSet[StoredWeights]] = weakref.WeakSet()
+_living: Final[weakref.WeakSet[LowPrecisionWeights]] = weakref.WeakSet()
 
 
-class StoredWeights:
+class LowPrecisionWeights:
     """Has an optimizer step weights in bfloat16 so that they learn.
 
     Args:
@@ -105,10 +106,9 @@ class StoredWeights:
         self._note_versions()
         _living.add(self)
         self._hooks = [
-            optimizer.register_step_pre_hook(_Hook(here, "before_step")),
-            optimizer.register_state_dict_post_hook(_Hook(here, "_saves")),
-            optimizer.register_load_state_dict_pre_hook(_Hook(here, "_loads")),
-            optimizer.register_load_state_dict_post_hook(_Hook(here, "_has_loaded")),
+            optimizer.register_state_dict_post_hook(Hook(here, "_saves")),
+            optimizer.register_load_state_dict_pre_hook(Hook(here, "_loads")),
+            optimizer.register_load_state_dict_post_hook(Hook(here, "_has_loaded")),
         ]
 
     @property
@@ -165,8 +165,8 @@ class StoredWeights:
                 self._step(optimizer, groups, factor)
         return args, kwargs
 
-    def after_step(self) -> set[int]:
-        """Gives gradients back; returns ``id`` of each parameter that was stepped."""
+    def after_step(self) -> None:
+        """Restore the gradients of the parameters that were stepped."""
         self._note_versions()
         optimizer, taken, self._taken = self._optimizer(), self._taken, []
         for parameter, gradient in taken:
@@ -175,7 +175,6 @@ class StoredWeights:
             vars(optimizer).update(
                 self._counts
             )  # it has counted this step, and again without gradients
-        return {id(parameter) for parameter, _ in taken}
 
     def forget_if_written(self, optimizer: Optimizer) -> None:
         """Forgets what was rounded away of weights that somebody has written since the last step."""
@@ -370,18 +369,19 @@ class StoredWeights:
             self._complete(parameter, its)
 
 
-class _Hook:
-    """What an optimizer calls; it belongs to the optimizer, and copies of that to nobody."""
+class Hook:
+    """A hook on an optimizer that calls a method of `owner`. In a copy of the optimizer it does nothing."""
 
-    def __init__(self, weights: weakref.ref[StoredWeights], name: str) -> None:
-        self._weights, self._name = weights, name
+    def __init__(self, owner: weakref.ref[Any], name: str) -> None:
+        self._owner, self._name = owner, name
 
     def __call__(self, *args: Any) -> Any:
-        weights = self._weights()
-        return None if weights is None else getattr(weights, self._name)(*args)
+        """Call the method, if its owner still exists."""
+        owner = self._owner()
+        return None if owner is None else getattr(owner, self._name)(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_gone, self._name)
+        return Hook, (_gone, self._name)
 
 
 def _gone() -> None:
@@ -429,42 +429,42 @@ def check(optimizer: Optimizer, parameters: Mapping[str, Tensor], how: Rounding)
     kind = type(optimizer).__name__
     if isinstance(optimizer, (LBFGS, SparseAdam)):
         raise AttachError(
-            f'attach(masters="{how}") got a {kind}, which does not step dense weights one by one from one gradient. '
-            "Leave masters out, or train with an optimizer that does, such as AdamW."
+            f'bfloat16_weights(masters="{how}") got a {kind}, which does not compute a step from one dense '
+            "gradient for each weight. Train with an optimizer that does, such as AdamW."
         )
     stored = {id(p): weights for weights in _living for p in weights._living()}
     for name, parameter in parameters.items():
         theirs = stored[id(parameter)]._optimizer() if id(parameter) in stored else None
         if theirs is not None:
             raise AttachError(
-                f'attach(masters="{how}"): {name} is stored without a master already, for the step of '
+                f'bfloat16_weights(masters="{how}"): {name} is stored without a master already, for the step of '
                 f"{'this' if theirs is optimizer else 'another'} {type(theirs).__name__}. What is rounded away of a "
-                "weight can be kept for one optimizer alone: give each its own parameters, or detach the other."
+                "weight can be kept for one optimizer alone: give each its own parameters, or remove the other."
             )
         if is_dtensor(parameter):
             _check_sharded(name, parameter, how)
         elif type(parameter) not in (Tensor, nn.Parameter) or parameter.layout is not torch.strided:
             raise AttachError(
-                f'attach(masters="{how}"): {name} is a {type(parameter).__name__} with layout {parameter.layout}; it '
-                "takes plain, strided parameters. Leave it out of this optimizer, or leave masters out."
+                f'bfloat16_weights(masters="{how}"): {name} is a {type(parameter).__name__} with layout '
+                f"{parameter.layout}; expected a plain, strided parameter. Leave it out of this optimizer."
             )
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise AttachError(
-                f'attach(masters="{how}"): {name} is {parameter.dtype}; weights without masters are torch.bfloat16, '
-                "made of torch.float32 or given so. Convert it, or leave masters out."
+                f'bfloat16_weights(masters="{how}"): {name} is {parameter.dtype}; expected torch.float32 or '
+                "torch.bfloat16. Convert it first."
             )
 
 
 def _check_sharded(name: str, parameter: Tensor, how: Rounding) -> None:
     if parameter.dtype is not torch.bfloat16:
         raise AttachError(
-            f'attach(masters="{how}"): {name} is sharded and {parameter.dtype}, and what has sharded it has allocated '
-            "its memory. Convert the model to torch.bfloat16 first (model.bfloat16()), and shard it then."
+            f'bfloat16_weights(masters="{how}"): {name} is sharded, and {parameter.dtype}: its memory is '
+            "allocated. Convert the model to torch.bfloat16 first (model.bfloat16()), and shard it then."
         )
     reason = why_not(parameter, ())
     if reason is not None or type(part_of(parameter)) is not Tensor:
         raise AttachError(
-            f'attach(masters="{how}"): {name} is sharded as {parameter.placements}, '  # type: ignore[attr-defined]
+            f'bfloat16_weights(masters="{how}"): {name} is sharded as {parameter.placements}, '  # type: ignore[attr-defined]
             f"and what lies in a process is a {type(part_of(parameter)).__name__}; it takes parts that are plain, "
-            "and no sums of parts. Leave it out of this optimizer, or leave masters out."
+            "and no sums of parts. Leave it out of this optimizer."
         )

@@ -1,6 +1,6 @@
 """What processes do together that step sharded weights, one function a case.
 
-Started by `tests/weights/test_sharded.py` as `python -m tests.weights.sharded_cases RANK PROCESSES FOLDER`; writes what
+Started by `tests/optim/test_sharded.py` as `python -m tests.optim.sharded_cases RANK PROCESSES FOLDER`; writes what
 each case raised, one JSON file a rank, into the folder.
 """
 
@@ -26,15 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
 import precast
 from precast.errors import AttachError, PrecastWarning
-from precast.weights import step_program
-from tests.weights.test_one_pass import ELEMENTWISE, Make, Normalized
+from precast.optim import bfloat16_weights, step_program
+from tests.optim.optimizers import Make, Normalized
 
 BF16 = torch.bfloat16
 WIDTH, ROWS = 160, 321
@@ -154,161 +153,30 @@ class Shaped(Optimizer):
 
 
 @case(2)
-def every_optimizer_does_to_parts_what_it_does_to_sharded_weights() -> None:
-    nesterov = lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)  # noqa: E731
-    # PyTorch has no fused SGD for sharded weights (2.13).
-    for name, make in (ELEMENTWISE | {"SGD, all": nesterov, "shaped": Shaped}).items():
-        before = sum(passed)
-        made = [net(), net()]
-        optimizers = [make(model.parameters()) for model in made]
-        precast.attach(made[0], optimizer=optimizers[0], step="one-pass")
-        for step in range(5):
-            for model, optimizer in zip(made, optimizers, strict=True):
-                give_gradients(model, step)
-                for group in optimizer.param_groups:
-                    group["lr"] = group["lr"] * 0.9
-                gradients = [p.grad for p in model.parameters()]
-                optimizer.step()
-                assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
-        check_close(*made)
-        numbers = sum(here(p).numel() for p in made[0].parameters() if p.dim() == 2)
-        assert sum(passed) - before in (4 * numbers, 5 * numbers), (
-            name,
-            sum(passed) - before,
-            numbers,
-        )
-        for mine, its in zip(*map(states, optimizers), strict=True):
-            assert mine.keys() == its.keys()
-            for key, value in mine.items():
-                torch.testing.assert_close(value, its[key], rtol=1e-5, atol=1e-6)
-        kinds = [
-            {k: type(v) for k, v in o.state[m[0].weight].items()}
-            for m, o in zip(made, optimizers, strict=True)
-        ]
-        assert kinds[0] == kinds[1]
-
-
-@case(2)
-def a_step_on_parts_errs_no_more_than_pytorchs() -> None:
-    """Beside the same step in float64."""
-    made = [net(), net(), whole_net(torch.float64)]
-    optimizers = [AdamW(model.parameters(), lr=0.01) for model in made]
-    precast.attach(made[0], optimizer=optimizers[0], step="one-pass")
-    for step in range(10):
-        for model, optimizer in zip(made, optimizers, strict=True):
-            give_gradients(model, step)
-            optimizer.step()
-    exact = wholes(made[2])
-    errors = [
-        max((p.double() - e).abs().mean().item() for p, e in zip(wholes(model), exact, strict=True))
-        for model in made[:2]
-    ]
-    # Which way a sum rounds differs from number to number; the mean of 51,360 of them differs by less than a tenth.
-    assert 0 < errors[0] <= 1.1 * errors[1], errors
-
-
-FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "16 bits": {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)},
-    "gathered": {"reshard_after_forward": False},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "by columns": {"shard_placement_fn": lambda p: dist.tensor.Shard(p.dim() - 1)},
-}
-
-
-@case(2)
-def fsdp_goes_on_as_without_it() -> None:
-    """Forward, backward, accumulation without reductions, and what it keeps of a parameter."""
-    for name, options in FORMS.items():
-        columns = name == "by columns"
-        before = sum(passed)
-        made = [
-            shard(nn.Sequential(nn.Linear(WIDTH, 320), nn.GELU(), nn.Linear(320, WIDTH)), **options)
-            if columns
-            else net(**options)
-            for _ in range(2)
-        ]
-        made[1].load_state_dict(made[0].state_dict())
-        optimizers = [AdamW(model.parameters(), lr=0.01) for model in made]
-        precast.attach(made[0], optimizer=optimizers[0], step="one-pass")
-        kept: list[Any] = []
-        for step in range(4):
-            for model, optimizer in zip(made, optimizers, strict=True):
-                optimizer.zero_grad()
-                for micro in range(2):
-                    torch.manual_seed(100 * step + 10 * micro + RANK)
-                    model.set_requires_gradient_sync(micro == 1)
-                    with precast.autocast("cpu", dtype=BF16, enabled=name == "plain"):
-                        loss = model(torch.randn(4, WIDTH)).float().square().mean()
-                    loss.backward()
-            for p, q in zip(made[0].parameters(), made[1].parameters(), strict=True):
-                assert torch.equal(here(p.grad), here(q.grad)), (name, step)
-            now = [(id(here(p)), here(p).data_ptr()) for p in made[0].parameters()]
-            assert not kept or now == kept, name
-            kept = now
-            versions = [p._version for p in made[0].parameters()]
-            for optimizer in optimizers:
-                optimizer.step()
-            assert all(p._version > v for p, v in zip(made[0].parameters(), versions, strict=True))
-            check_close(*made)
-            made[1].load_state_dict(made[0].state_dict())
-            assert all(p.device.type == "cpu" for p in made[0].parameters())
-        assert sum(passed) > before, name
-
-
-@case(2)
-def clipping_has_the_norm_of_all_processes() -> None:
-    for norm_type in (2.0, 1.0):
-        made = [net(), net()]
-        optimizers = [AdamW(model.parameters(), lr=0.01) for model in made]
-        attachments = [
-            precast.attach(m, optimizer=o, step="one-pass")
-            for m, o in zip(made, optimizers, strict=True)
-        ]
-        for step in range(3):
-            for model in made:
-                give_gradients(model, step)
-            given = [full(p.grad) for p in made[0].parameters()]
-            norm = attachments[0].clip_grad_norm_(0.5, norm_type)
-            theirs = nn.utils.clip_grad_norm_(made[1].parameters(), 0.5, norm_type)
-            assert torch.equal(norm, theirs.full_tensor())
-            assert same_everywhere(norm)
-            numbers = torch.cat([g.double().reshape(-1) for g in given])
-            torch.testing.assert_close(
-                norm.double(), torch.linalg.vector_norm(numbers, norm_type), rtol=1e-5, atol=0
-            )
-            for optimizer in optimizers:
-                optimizer.step()
-            if step:
-                assert torch.equal(full(made[0][0].weight.grad), given[0])
-            assert all(map(torch.equal, wholes(made[0]), wholes(made[1])))
-
-
-@case(2)
 def clipping_is_for_parts_without_numbers_and_for_weights_beside_them_too() -> None:
     """Of a bias with one number a process has nothing: there PyTorch's own largest norm raises, in that process."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, ROWS), nn.GELU(), nn.Linear(ROWS, 1))
+    model = nn.Sequential(nn.Linear(WIDTH, ROWS), nn.GELU(), nn.Linear(ROWS, 1)).to(BF16)
     fully_shard(
         model,
         mesh=init_device_mesh("cpu", (PROCESSES,)),
         ignored_params={model[0].bias},
     )
-    for step in (None, "one-pass"):
-        optimizer = SGD(model.parameters(), lr=0.1)
-        with precast.attach(model, optimizer=optimizer, step=step) as attachment:  # type: ignore[arg-type]
-            for norm_type in (2.0, float("inf")):
-                for p in model.parameters():
-                    torch.manual_seed(p.numel())
-                    p.grad = divided(torch.randn(p.shape), p)
-                whole = torch.cat([full(p.grad).double().reshape(-1) for p in model.parameters()])
-                norm = attachment.clip_grad_norm_(0.5, norm_type)
-                expected = torch.linalg.vector_norm(whole, norm_type)
-                torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
-                assert same_everywhere(norm)
-            here(model[0].weight.grad)[0, 0] = torch.nan if RANK else 1.0
-            with pytest.raises(RuntimeError, match="cannot be clipped"):
-                attachment.clip_grad_norm_(0.5, float("inf"), error_if_nonfinite=True)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    handle = bfloat16_weights(model, optimizer)
+    for norm_type in (2.0, float("inf")):
+        for p in model.parameters():
+            torch.manual_seed(p.numel())
+            p.grad = divided(torch.randn(p.shape, dtype=BF16), p)
+        whole = torch.cat([full(p.grad).double().reshape(-1) for p in model.parameters()])
+        norm = handle.clip_grad_norm_(0.5, norm_type)
+        expected = torch.linalg.vector_norm(whole, norm_type)
+        # PyTorch computes the norm of bfloat16 gradients in bfloat16.
+        torch.testing.assert_close(norm.double(), expected, rtol=2.0**-7, atol=0)
+        assert same_everywhere(norm)
+    here(model[0].weight.grad)[0, 0] = torch.nan if RANK else 1.0
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        handle.clip_grad_norm_(0.5, float("inf"), error_if_nonfinite=True)
 
 
 @case(2)
@@ -344,43 +212,13 @@ def a_scaler_clips_sharded_gradients_and_those_beside_them_together() -> None:
 
 
 @case(2)
-def weights_that_fsdp_leaves_are_stepped_so_too() -> None:
-    before = sum(passed)
-    made: list[nn.Sequential] = []
-    for _ in range(2):
-        model = whole_net()
-        ignored = set(model[2].parameters())
-        fully_shard(model, mesh=init_device_mesh("cpu", (PROCESSES,)), ignored_params=ignored)
-        made.append(model)
-    assert type(made[0][2].weight) is nn.Parameter
-    optimizers = [AdamW(model.parameters(), lr=0.01) for model in made]
-    precast.attach(made[0], optimizer=optimizers[0], step="one-pass")
-    for step in range(3):
-        for model, optimizer in zip(made, optimizers, strict=True):
-            give_gradients(model, step)
-            optimizer.step()
-        check_close(*made)
-    assert sum(passed) - before == 2 * (here(made[0][0].weight).numel() + made[0][2].weight.numel())
-    with precast.autocast("cpu", dtype=BF16), torch.no_grad():
-        assert torch.equal(made[0](torch.ones(2, WIDTH)), made[0](torch.ones(2, WIDTH)))
-        first = made[0](torch.ones(2, WIDTH))
-        made[0][2].weight.zero_()
-        made[0][2].bias.zero_()
-        assert first.any()
-        assert not made[0](torch.ones(2, WIDTH)).any()
-
-
-@case(2)
 def an_infinite_gradient_in_one_process_has_nothing_written_in_any() -> None:
     for fused in (False, True):
-        for masters in (None, "kahan"):
-            dtype = torch.float32 if masters is None else BF16
-            made = [net(dtype), net(dtype)]
+        for masters in ("kahan", "stochastic"):
+            made = [net(BF16), net(BF16)]
             optimizers = [AdamW(model.parameters(), lr=0.01, fused=fused) for model in made]
-            for model, optimizer in zip(
-                made[: 1 if masters is None else 2], optimizers, strict=False
-            ):
-                precast.attach(model, optimizer=optimizer, step="one-pass", masters=masters)  # type: ignore[arg-type]
+            for model, optimizer in zip(made, optimizers, strict=True):
+                bfloat16_weights(model, optimizer, masters=masters)  # type: ignore[arg-type]
             scalers = [precast.GradScaler("cpu", init_scale=1024.0) for _ in made]
             for step in range(4):
                 for model, optimizer, scaler in zip(made, optimizers, scalers, strict=True):
@@ -401,23 +239,24 @@ def an_infinite_gradient_in_one_process_has_nothing_written_in_any() -> None:
 
 
 @case(2)
-def what_looks_at_several_numbers_is_stepped_as_before() -> None:
-    """The norms of whole gradients, over all processes. PyTorch's Adafactor takes no sharded weights itself (2.13)."""
-    made = [net(), net()]
-    optimizers = [Normalized(model.parameters()) for model in made]
+def an_optimizer_that_is_not_elementwise_steps_whole_weights() -> None:
+    """It sees the norms of whole gradients. PyTorch's Adafactor takes no sharded weights itself (2.13)."""
+    sharded, whole = net(BF16), whole_net(BF16)
     before = sum(passed)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        precast.attach(made[0], optimizer=optimizers[0], step="one-pass")
-        for step in range(3):
-            for model, optimizer in zip(made, optimizers, strict=True):
+        for model in (sharded, whole):
+            optimizer = Normalized(model.parameters())
+            bfloat16_weights(model, optimizer)
+            for step in range(3):
                 give_gradients(model, step)
                 optimizer.step()
-    assert all(map(torch.equal, wholes(made[0]), wholes(made[1])))
+    for mine, its in zip(wholes(sharded), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, its.detach(), rtol=2.0**-7, atol=1e-6)
     assert sum(passed) == before
-    lines = [str(w.message) for w in said if w.category is PrecastWarning]
-    assert len(lines) == 1, lines
-    assert "Normalized steps as before, not in one pass" in lines[0]
+    lines = [str(w.message) for w in messages if w.category is PrecastWarning]
+    assert len(lines) == 2, lines
+    assert "The step of Normalized is not compiled" in lines[0]
 
 
 LEARNERS: dict[str, Make] = {
@@ -439,7 +278,7 @@ def kahan_on_parts_is_kahan_on_whole_weights() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrecastWarning)
             for model, optimizer in zip(made[:2], optimizers, strict=False):
-                precast.attach(model, optimizer=optimizer, masters="kahan")
+                bfloat16_weights(model, optimizer, masters="kahan")
             for step in range(12):
                 for model, optimizer in zip(made, optimizers, strict=True):
                     give_gradients(model, step)
@@ -468,7 +307,7 @@ def chance_is_another_in_each_part_and_fair() -> None:
             layer.weight.fill_(1.0)
         fully_shard(layer, mesh=init_device_mesh("cpu", (PROCESSES,)))
         optimizer = SGD(layer.parameters(), lr=0.01 / 128)
-        precast.attach(layer, optimizer=optimizer, masters="stochastic", states=kept)
+        bfloat16_weights(layer, optimizer, masters="stochastic", states=kept)
         for _ in range(50):
             layer.weight.grad = divided(torch.full((320, WIDTH), -1.0, dtype=BF16), layer.weight)
             optimizer.step()
@@ -484,14 +323,13 @@ def chance_is_another_in_each_part_and_fair() -> None:
 @case(2)
 def a_training_goes_on_from_a_distributed_checkpoint() -> None:
     ways: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-        "one-pass": (torch.float32, {"step": "one-pass"}),
         "kahan": (BF16, {"masters": "kahan"}),
         "stochastic": (BF16, {"masters": "stochastic", "states": BF16}),
     }
     for name, (dtype, options) in ways.items():
         model = net(dtype)
         optimizer = AdamW(model.parameters(), lr=0.01)
-        precast.attach(model, optimizer=optimizer, **options)
+        bfloat16_weights(model, optimizer, **options)
         for step in range(3):
             give_gradients(model, step)
             optimizer.step()
@@ -505,8 +343,6 @@ def a_training_goes_on_from_a_distributed_checkpoint() -> None:
             wholes_and_rests(model, optimizer), wholes_and_rests(*other), strict=True
         ):
             assert torch.equal(mine, its), name
-        if name == "one-pass":  # a plain optimizer takes it up, too
-            check_close(model, loaded(net(dtype), folder, None)[0])
         if name == "kahan":
             found = wholes_and_rests(model, optimizer)
             if RANK == 0:
@@ -519,7 +355,7 @@ def loaded(
     """A training that goes on from a checkpoint of three steps, and has taken the fourth."""
     optimizer = AdamW(model.parameters(), lr=0.01)
     if options is not None:
-        precast.attach(model, optimizer=optimizer, **options)
+        bfloat16_weights(model, optimizer, **options)
     target = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     checkpoint.load(target, checkpoint_id=folder)
     model.load_state_dict(target["model"])
@@ -535,32 +371,6 @@ def wholes_and_rests(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 
 
 @case(2)
-def what_tensor_parallel_has_divided_is_stepped_so_too() -> None:
-    before = sum(passed)
-    mesh = init_device_mesh("cpu", (PROCESSES,))
-    made = [
-        parallelize_module(
-            nn.Sequential(nn.Linear(WIDTH, 320), nn.GELU(), nn.Linear(320, WIDTH)),
-            mesh,
-            {"0": ColwiseParallel(), "2": RowwiseParallel()},
-        )
-        for _ in range(2)
-    ]
-    made[1].load_state_dict(made[0].state_dict())
-    optimizers = [AdamW(model.parameters(), lr=0.01) for model in made]
-    precast.attach(made[0], optimizer=optimizers[0], step="one-pass")
-    for step in range(3):
-        for model, optimizer in zip(made, optimizers, strict=True):
-            optimizer.zero_grad()
-            torch.manual_seed(step)
-            model(torch.randn(4, WIDTH)).square().mean().backward()
-            optimizer.step()
-        check_close(*made)
-        made[1].load_state_dict(made[0].state_dict())
-    assert sum(passed) > before
-
-
-@case(2)
 def what_cannot_be_had_is_an_error_and_changes_nothing() -> None:
     for dtype, masters in (
         (torch.float32, "kahan"),
@@ -571,7 +381,7 @@ def what_cannot_be_had_is_an_error_and_changes_nothing() -> None:
         optimizer = AdamW(model.parameters())
         before = wholes(model)
         with pytest.raises(AttachError, match=r"0\.weight is sharded"):
-            precast.attach(model, optimizer=optimizer, masters=masters)  # type: ignore[arg-type]
+            bfloat16_weights(model, optimizer, masters=masters)  # type: ignore[arg-type]
         assert not optimizer.state
         assert all(map(torch.equal, before, wholes(model)))
         give_gradients(model, 0)
@@ -587,7 +397,7 @@ def replicas_of_parts_stay_equal_and_parts_differ() -> None:
         with torch.no_grad():
             here(model[2].weight).fill_(1.0)
         optimizer = AdamW(model.parameters(), lr=1e-3)
-        precast.attach(model, optimizer=optimizer, masters=how, states=BF16)  # type: ignore[arg-type]
+        bfloat16_weights(model, optimizer, masters=how, states=BF16)  # type: ignore[arg-type]
         for step in range(4):
             optimizer.zero_grad()
             torch.manual_seed(10 * step + RANK)
@@ -615,15 +425,15 @@ def replicas_of_parts_stay_equal_and_parts_differ() -> None:
 @case(4)
 def clipping_counts_each_part_of_replicas_once() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "parts"))
-    model = net(mesh=mesh)
+    model = net(BF16, mesh=mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
-    attachment = precast.attach(model, optimizer=optimizer, step="one-pass")
+    attachment = bfloat16_weights(model, optimizer)
     for norm_type in (2.0, float("inf")):
         give_gradients(model, 1)
         whole = torch.cat([full(p.grad).double().reshape(-1) for p in model.parameters()])
         norm = attachment.clip_grad_norm_(0.5, norm_type)
         expected = torch.linalg.vector_norm(whole, norm_type)
-        torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(norm.double(), expected, rtol=2.0**-7, atol=0)
         assert same_everywhere(norm)
 
 

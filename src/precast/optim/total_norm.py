@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from precast._torch import is_dtensor
-from precast.weights.shards import largest_over, part_of
+from precast.optim.shards import largest_over, part_of
 
 __all__ = ["total_norm"]
 

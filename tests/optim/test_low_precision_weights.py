@@ -1,4 +1,4 @@
-"""attach(masters=...): weights that are stored in bfloat16 alone learn from updates that bfloat16 cannot hold."""
+"""Weights that are stored in bfloat16 learn from updates that bfloat16 cannot represent."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from torch.optim.swa_utils import (
 )
 
 import precast
-from precast.errors import AttachError, PolicyError, PrecastWarning
-from precast.weights import one_pass, step_program
-from tests.weights.test_one_pass import ELEMENTWISE, NOT_ELEMENTWISE, Make, groups
+from precast.errors import AttachError, PrecastWarning
+from precast.optim import bfloat16_weights, compiled_step, step_program
+from precast.optim.partial_steps import set_gradient
+from tests.optim.optimizers import ELEMENTWISE, NOT_ELEMENTWISE, Make, groups
 
 BF16 = torch.bfloat16
 WIDTH = 160
@@ -83,7 +84,7 @@ def test_kahan_follows_float32_masters(make: Make, programs: Any) -> None:
     optimizer, other = make(groups(model)), make(groups(plain))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecastWarning)
-        precast.attach(model, optimizer=optimizer, masters="kahan")
+        bfloat16_weights(model, optimizer, masters="kahan")
         train(model, optimizer, 12)
     train(plain, other, 12)
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
@@ -107,7 +108,7 @@ def test_what_bfloat16_cannot_hold_is_learnt(how: Any, programs: Any) -> None:
             layer.weight.fill_(1.0)
         optimizer = SGD(layer.parameters(), lr=0.01 / 128)
         if masters is not None:
-            precast.attach(layer, optimizer=optimizer, masters=masters)
+            bfloat16_weights(layer, optimizer, masters=masters)
         for _ in range(50):
             layer.weight.grad = torch.full_like(layer.weight, -1.0)
             optimizer.step()
@@ -123,7 +124,7 @@ def test_what_bfloat16_cannot_hold_is_learnt(how: Any, programs: Any) -> None:
 def test_states_are_stored_as_asked(how: Any, states: torch.dtype, programs: Any) -> None:
     model = net()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    precast.attach(model, optimizer=optimizer, masters=how, states=states)
+    bfloat16_weights(model, optimizer, masters=how, states=states)
     train(model, optimizer, 3)
     assert programs
     for p in model.parameters():
@@ -139,7 +140,7 @@ def test_small_changes_of_states_in_bfloat16_are_not_lost(programs: Any) -> None
     """The mean of squares falls by a thousandth a step, which bfloat16 cannot hold; by chance it falls all the same."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False, dtype=BF16)
     optimizer = AdamW(layer.parameters(), lr=1e-4)
-    precast.attach(layer, optimizer=optimizer, masters="stochastic", states=BF16)
+    bfloat16_weights(layer, optimizer, masters="stochastic", states=BF16)
     layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
     begun = optimizer.state[layer.weight]["exp_avg_sq"].float().mean().item()
@@ -154,14 +155,14 @@ def test_parts_of_a_large_weight_have_chances_of_their_own(
     programs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = WIDTH * WIDTH // 2
-    monkeypatch.setattr(one_pass, "_PART", half)
+    monkeypatch.setattr(compiled_step, "_PART", half)
     layer = nn.Linear(WIDTH, WIDTH, bias=False, dtype=BF16)
     with torch.no_grad():
         layer.weight.fill_(1.0)
     optimizer = SGD(
         layer.parameters(), lr=0.5**9, momentum=0.5
     )  # a step goes half way to the next number
-    precast.attach(layer, optimizer=optimizer, masters="stochastic")
+    bfloat16_weights(layer, optimizer, masters="stochastic")
     for _ in range(2):  # the first is the optimizer's own, which has no parts
         with torch.no_grad():
             layer.weight.fill_(1.0)
@@ -181,13 +182,13 @@ def test_a_training_goes_on_from_its_state_dicts(how: Any, states: Any, programs
     """To the bit: in another process the chances are those that would have come."""
     model = net()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    precast.attach(model, optimizer=optimizer, masters=how, states=states)
+    bfloat16_weights(model, optimizer, masters=how, states=states)
     train(model, optimizer, 3)
     saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
     torch.manual_seed(99)
     other = net()
     its = AdamW(other.parameters(), lr=0.01)
-    precast.attach(other, optimizer=its, masters=how, states=states)
+    bfloat16_weights(other, its, masters=how, states=states)
     other.load_state_dict(saved[0])
     its.load_state_dict(saved[1])
     for each, stepped in ((model, optimizer), (other, its)):
@@ -212,7 +213,7 @@ def test_distributed_checkpoints_load_into_a_training_that_has_not_begun(
                 1e-4 * (1 + seed)
             )  # not a number of bfloat16, so that something is beside it
         optimizer = AdamW(model.parameters(), lr=0.01)
-        precast.attach(model, optimizer=optimizer, masters=how)
+        bfloat16_weights(model, optimizer, masters=how)
         made.append((model, optimizer))
     (model, optimizer), (other, its) = made
     train(model, optimizer, 3)
@@ -237,7 +238,7 @@ def test_a_training_that_has_not_begun_is_saved_and_loaded(how: Any, programs: A
         torch.manual_seed(seed)
         layer = nn.Linear(WIDTH, WIDTH)
         optimizer = AdamW(layer.parameters(), lr=0.01)
-        precast.attach(layer, optimizer=optimizer, masters=how)
+        bfloat16_weights(layer, optimizer, masters=how)
         made.append((layer, optimizer))
     (layer, optimizer), (other, its) = made
     other.load_state_dict(layer.state_dict())
@@ -256,7 +257,7 @@ def test_a_float32_checkpoint_is_taken_up_without_loss(programs: Any) -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     exact = layer.weight.detach().clone()
     optimizer = SGD(layer.parameters(), lr=0.1)
-    precast.attach(layer, optimizer=optimizer, masters="kahan")
+    bfloat16_weights(layer, optimizer, masters="kahan")
     error = (with_rest(optimizer, layer.weight) - exact).abs()
     assert (error <= exact.abs() * 2.0**-16).all()
     assert (layer.weight.detach().float() - exact).abs().max() > 100 * error.max()
@@ -268,7 +269,7 @@ def test_the_same_seed_gives_the_same_training(programs: Any) -> None:
         model = net()
         optimizer = AdamW(model.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(seed)
-        precast.attach(model, optimizer=optimizer, masters="stochastic", generator=generator)
+        bfloat16_weights(model, optimizer, masters="stochastic", generator=generator)
         train(model, optimizer, 3)
         trained.append(model[0].weight.detach().clone())
     assert torch.equal(trained[0], trained[1])
@@ -280,7 +281,7 @@ def test_the_same_seed_gives_the_same_training(programs: Any) -> None:
 def test_a_scaler_skips_a_step_and_nothing_is_written(how: Any, fused: bool, programs: Any) -> None:
     model = net()
     optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
-    precast.attach(model, optimizer=optimizer, masters=how)
+    bfloat16_weights(model, optimizer, masters=how)
     scaler = precast.GradScaler("cpu", init_scale=1024.0)
     for step in range(4):
         give_gradients(model, step, factor=1024.0)
@@ -309,7 +310,7 @@ def test_a_compiler_that_fails_changes_no_result(how: Any, programs: Any, monkey
         torch.manual_seed(3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrecastWarning)
-            precast.attach(model, optimizer=optimizer, masters=how)
+            bfloat16_weights(model, optimizer, masters=how)
             train(model, optimizer, 5)
         results.append([with_rest(optimizer, p) for p in model.parameters()])
     for mine, its in zip(*results, strict=True):
@@ -322,7 +323,7 @@ def test_a_compiler_that_fails_changes_no_result(how: Any, programs: Any, monkey
 def test_a_closure_gives_the_loss_and_the_gradients(programs: Any) -> None:
     model = net()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    precast.attach(model, optimizer=optimizer, masters="kahan")
+    bfloat16_weights(model, optimizer, masters="kahan")
     before = model[0].weight.detach().clone()
 
     def closure() -> float:
@@ -339,7 +340,7 @@ def test_an_optimizer_that_counts_its_steps_counts_each_once(programs: Any) -> N
     optimizer: Any = NOT_ELEMENTWISE["one that counts"](model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecastWarning)
-        precast.attach(model, optimizer=optimizer, masters="kahan")
+        bfloat16_weights(model, optimizer, masters="kahan")
         train(model, optimizer, 4)
     assert optimizer.count == 4
 
@@ -347,7 +348,7 @@ def test_an_optimizer_that_counts_its_steps_counts_each_once(programs: Any) -> N
 def test_parameters_keep_the_hooks_of_their_gradients(programs: Any) -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False, dtype=BF16)
     optimizer = AdamW(layer.parameters(), lr=0.01)
-    precast.attach(layer, optimizer=optimizer, masters="kahan")
+    bfloat16_weights(layer, optimizer, masters="kahan")
     seen: list[torch.dtype] = []
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
     for _ in range(3):
@@ -360,17 +361,16 @@ def test_parameters_keep_the_hooks_of_their_gradients(programs: Any) -> None:
 def test_16_bits_become_float32_masters() -> None:
     layer = nn.Linear(WIDTH, WIDTH, dtype=BF16)
     optimizer = AdamW(layer.parameters())
-    attachment = precast.attach(layer, optimizer=optimizer, masters="float32")
+    bfloat16_weights(layer, optimizer, masters="float32")
     assert {p.dtype for p in layer.parameters()} == {torch.float32}
-    assert not attachment.left_alone
 
 
-def test_after_detach_the_optimizer_steps_bfloat16_itself(programs: Any) -> None:
+def test_after_remove_the_optimizer_steps_bfloat16_itself(programs: Any) -> None:
     model = net()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    attachment = precast.attach(model, optimizer=optimizer, masters="kahan")
+    handle = bfloat16_weights(model, optimizer, masters="kahan")
     train(model, optimizer, 1)  # the first step is the optimizer's own
-    attachment.detach()
+    handle.remove()
     train(model, optimizer, 2)
     assert not programs
     assert model[0].weight.dtype is BF16
@@ -380,10 +380,10 @@ def test_after_detach_the_optimizer_steps_bfloat16_itself(programs: Any) -> None
 def test_copies_of_the_model_and_its_optimizer_are_their_own(programs: Any) -> None:
     model = net()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    precast.attach(model, optimizer=optimizer, masters="kahan")
+    bfloat16_weights(model, optimizer, masters="kahan")
     train(model, optimizer, 2)
     twin, its = copy.deepcopy((model, optimizer))
-    precast.attach(twin, optimizer=its, masters="kahan")
+    bfloat16_weights(twin, its, masters="kahan")
     before = [p.detach().clone() for p in model.parameters()]
     train(twin, its, 1, first=2)
     assert all(map(torch.equal, before, model.parameters()))
@@ -396,49 +396,51 @@ def refused(match: str, make: Any = None, model: Any = None, **options: Any) -> 
     optimizer = (make or AdamW)(model.parameters())
     dtypes = [p.dtype for p in model.parameters()]
     with pytest.raises(AttachError, match=match):
-        precast.attach(model, optimizer=optimizer, **options)
+        bfloat16_weights(model, optimizer, **options)
     assert [p.dtype for p in model.parameters()] == dtypes
-    assert not optimizer.state
-    assert not precast.attachment.attachment.attached_models()
+    if isinstance(optimizer, Optimizer):
+        assert not optimizer.state
+        assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_what_cannot_be_stored_so_is_one_clear_error_and_changes_nothing() -> None:
-    refused('give "kahan" or "stochastic"', masters="stocastic")
-    refused("torch.bfloat16 or torch.float32", masters="kahan", states=torch.float16)
-    refused('add masters="kahan"', states=BF16)
+    refused('expected "kahan", "stochastic"', masters="stocastic")
+    refused("expected torch.bfloat16, torch.float32", masters="kahan", states=torch.float16)
+    refused('needs masters="kahan"', masters="float32", states=BF16)
     refused("got a LBFGS", make=torch.optim.LBFGS, masters="kahan")
     refused("0.weight is torch.float16", model=net().half(), masters="stochastic")
-    refused("needs the optimizer", masters="kahan", hold=False)
-    with pytest.raises(AttachError, match="needs the optimizer"):
-        precast.attach(net(), masters="kahan")
+    refused("has no parameter of this", make=lambda _: AdamW(net().parameters()))
+    refused("optimizer is a Linear", make=lambda _: nn.Linear(1, 1))
+    with pytest.raises(AttachError, match="model is a list"):
+        bfloat16_weights([], AdamW(net().parameters()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ROUNDINGS)
 def test_one_weight_is_stored_for_one_optimizer(how: Any, programs: Any) -> None:
     model = net()
     optimizer, other = AdamW(model.parameters()), SGD(model.parameters(), lr=0.1)
-    attachment = precast.attach(model, optimizer=optimizer, masters=how)
+    handle = bfloat16_weights(model, optimizer, masters=how)
     hooks = len(other._optimizer_step_pre_hooks), len(optimizer._optimizer_step_pre_hooks)
     with pytest.raises(AttachError, match=r"0\.weight is stored .* for the step of another AdamW"):
-        precast.attach(model, optimizer=other, masters="kahan")
+        bfloat16_weights(model, other, masters="kahan")
     with pytest.raises(AttachError, match=r"for the step of this AdamW"):
-        precast.attach(model, optimizer=optimizer, masters=how)
+        bfloat16_weights(model, optimizer, masters=how)
     assert not other.state
     assert hooks == (
         len(other._optimizer_step_pre_hooks),
         len(optimizer._optimizer_step_pre_hooks),
     )
     train(model, optimizer, 2)
-    attachment.detach()
-    precast.attach(model, optimizer=other, masters="kahan")
+    handle.remove()
+    bfloat16_weights(model, other, masters="kahan")
 
 
 def test_an_optimizer_that_is_gone_is_in_nobodys_way(programs: Any) -> None:
     model = net()
-    precast.attach(model, optimizer=AdamW(model.parameters()), masters="kahan")
+    bfloat16_weights(model, AdamW(model.parameters()), masters="kahan")
     gc.collect()
     optimizer = SGD(model.parameters(), lr=0.1)
-    precast.attach(model, optimizer=optimizer, masters="kahan")
+    bfloat16_weights(model, optimizer, masters="kahan")
     train(model, optimizer, 2)
     assert programs
 
@@ -446,11 +448,11 @@ def test_an_optimizer_that_is_gone_is_in_nobodys_way(programs: Any) -> None:
 def test_a_sparse_gradient_is_one_clear_error_and_changes_nothing(programs: Any) -> None:
     model = nn.ModuleDict({"e": nn.Embedding(400, 64, sparse=True), "l": nn.Linear(WIDTH, WIDTH)})
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    precast.attach(model, optimizer=optimizer, masters="kahan")
+    bfloat16_weights(model, optimizer, masters="kahan")
     before = pickle.dumps((model.state_dict(), optimizer.state_dict()))
     model["l"].weight.grad = torch.ones_like(model["l"].weight)
     model["e"](torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(AttachError, match=r"SGD.step\(\) met a sparse gradient"):
+    with pytest.raises(AttachError, match=r"SGD.step\(\): a weight in bfloat16 .* has a sparse"):
         optimizer.step()
     assert pickle.dumps((model.state_dict(), optimizer.state_dict())) == before
     assert all(p.grad is not None for p in (model["l"].weight, model["e"].weight))
@@ -465,21 +467,92 @@ def test_states_of_another_dtype_are_one_clear_error(how: Any, dtype: torch.dtyp
     its = optimizer.state[model[2].weight]
     its["exp_avg"] = its["exp_avg"].to(dtype)
     with pytest.raises(AttachError, match=rf"state 'exp_avg' of 2\.weight is {dtype}"):
-        precast.attach(model, optimizer=optimizer, masters=how)
+        bfloat16_weights(model, optimizer, masters=how)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert its.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_a_policy_that_cannot_be_carried_out_leaves_the_weights(programs: Any) -> None:
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_clipping_in_the_compiled_step_multiplies_once_in_float32(
+    max_norm: float, programs: Any
+) -> None:
+    """The result has the bits of float32 gradients that are multiplied before the step."""
+    model, other = net(), net()
+    optimizers = [AdamW(m.parameters(), lr=0.01) for m in (model, other)]
+    handle, _ = (bfloat16_weights(m, o) for m, o in zip((model, other), optimizers, strict=True))
+    for step in range(4):
+        for p in other.parameters():
+            p.grad, p.grad_dtype = None, p.dtype
+        for each in (model, other):
+            give_gradients(each, step)
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        norm = handle.clip_grad_norm_(max_norm)
+        expected = torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients]))
+        torch.testing.assert_close(norm.double(), expected, rtol=2.0**-7, atol=0)
+        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        for p, g in zip(other.parameters(), gradients, strict=True):
+            # The first step is the optimizer's own: there clipping multiplies the gradients in place.
+            set_gradient(p, g.float() * factor if step else g.mul(factor))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), other.parameters())), step
+        if step:
+            assert torch.equal(model[0].weight.grad, gradients[0])
+    assert programs
+
+
+def test_clipping_reaches_weights_that_are_not_compiled() -> None:
+    for make in (lambda p: SGD(p, lr=0.1), torch.optim.Adafactor):
+        model, plain = net(), net()
+        optimizer, other = make(model.parameters()), make(plain.parameters())
+        handle = bfloat16_weights(model, optimizer, masters="float32")
+        for each in (model, plain):
+            give_gradients(each, 0)
+        handle.clip_grad_norm_(0.5)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        other.step()
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_gradient_that_is_written_after_clipping_is_an_error(programs: Any) -> None:
     model = net()
-    policy = precast.Policy.load("default").replace(modules={"0": "fp32"})
-    precast.attach(model, policy)
-    optimizer = AdamW(model.parameters())
-    with pytest.raises(PolicyError):
-        precast.attach(model, policy, optimizer=optimizer, masters="kahan")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert not optimizer.state
-    assert not optimizer._optimizer_step_pre_hooks
+    optimizer = SGD(model.parameters(), lr=0.1)
+    handle = bfloat16_weights(model, optimizer)
+    train(model, optimizer, 2)
+    give_gradients(model, 2)
+    before = [p.clone() for p in model.parameters()]
+    handle.clip_grad_norm_(0.1)
+    model[0].weight.grad.add_(1.0)
+    with pytest.raises(AttachError, match="written between"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    give_gradients(model, 1)  # new gradients are not clipped
+    optimizer.step()
+    assert (before[0].float() - model[0].weight).abs().max() > 0.1
+
+
+def test_clipping_after_the_optimizer_is_deleted_is_an_error() -> None:
+    model = net()
+    handle = bfloat16_weights(model, AdamW(model.parameters()))
+    gc.collect()
+    with pytest.raises(AttachError, match="was deleted"):
+        handle.clip_grad_norm_(1.0)
+
+
+def test_copies_held_by_an_attachment_follow_the_compiled_step(programs: Any) -> None:
+    """A rule in float16 needs copies of the bfloat16 weights; a step makes them stale."""
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    bfloat16_weights(model, optimizer)
+    with precast.attach(model):
+        for step in range(4):
+            with precast.autocast("cpu", dtype=torch.float16), torch.no_grad():
+                result = model(torch.ones(2, WIDTH))
+                expected = copy.deepcopy(model).half()(torch.ones(2, WIDTH, dtype=torch.float16))
+            assert torch.equal(result, expected), step
+            train(model, optimizer, 1, first=step)
+    assert programs
 
 
 @pytest.mark.parametrize("how", ROUNDINGS)
@@ -490,7 +563,7 @@ def test_a_compiled_step_gives_what_its_operations_give(how: Any) -> None:
         model = net()
         optimizer = SGD(model.parameters(), lr=0.01, momentum=0.5)
         torch.manual_seed(4)
-        precast.attach(model, optimizer=optimizer, masters=how, states=BF16)
+        bfloat16_weights(model, optimizer, masters=how, states=BF16)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step_program, "_programs", {})
             if not compiled:
@@ -509,7 +582,7 @@ def test_a_compiled_step_gives_what_its_operations_give(how: Any) -> None:
 def test_what_was_rounded_away_goes_when_somebody_writes_the_weight(programs: Any) -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     optimizer = SGD(layer.parameters(), lr=0.0)
-    precast.attach(layer, optimizer=optimizer, masters="kahan")
+    bfloat16_weights(layer, optimizer, masters="kahan")
     for _ in range(2):
         layer.weight.grad = torch.ones_like(layer.weight)
         optimizer.step()
@@ -524,11 +597,11 @@ def test_what_was_rounded_away_goes_when_somebody_writes_the_weight(programs: An
 def test_weights_and_states_are_loaded_in_any_order(weights_first: bool, programs: Any) -> None:
     model = net()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    precast.attach(model, optimizer=optimizer, masters="kahan")
+    bfloat16_weights(model, optimizer, masters="kahan")
     train(model, optimizer, 3)
     other = net()
     its = AdamW(other.parameters(), lr=0.01)
-    precast.attach(other, optimizer=its, masters="kahan")
+    bfloat16_weights(other, its, masters="kahan")
     saved = copy.deepcopy(optimizer.state_dict())
     loads: list[Any] = [lambda: other.load_state_dict(model.state_dict())]
     loads.insert(int(weights_first), lambda: its.load_state_dict(saved))
@@ -583,7 +656,7 @@ def test_an_average_of_weights_in_bfloat16_moves(
 ) -> None:
     model, optimizer = slow_net()
     average = AveragedModel(model, **AVERAGES[how]) if is_before else None
-    precast.attach(model, optimizer=optimizer, masters=masters)
+    bfloat16_weights(model, optimizer, masters=masters)
     average = average or AveragedModel(model, **AVERAGES[how])
     expected = averaged(model, optimizer, average.update_parameters, 30)
     ended_as(model, average.module[0].weight.detach(), expected)
@@ -593,12 +666,12 @@ def test_an_average_of_weights_in_bfloat16_moves(
 
 
 @pytest.mark.parametrize("masters", ROUNDINGS)
-def test_a_mean_of_all_weights_moves_also_after_detach(masters: Any, programs: Any) -> None:
+def test_a_mean_of_all_weights_moves_also_after_remove(masters: Any, programs: Any) -> None:
     model, optimizer = slow_net()
-    attachment = precast.attach(model, optimizer=optimizer, masters=masters)
+    handle = bfloat16_weights(model, optimizer, masters=masters)
     average = AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
     average.update_parameters(model)
-    attachment.detach()
+    handle.remove()
     with torch.no_grad():
         model[0].weight.fill_(2.0)
     average.update_parameters(model)
@@ -609,7 +682,7 @@ def test_a_mean_of_all_weights_moves_also_after_detach(masters: Any, programs: A
 def test_an_average_by_hand_moves(masters: Any, programs: Any) -> None:
     """A deep copy that is a float32 model again takes increments that bfloat16 cannot hold."""
     model, optimizer = slow_net()
-    precast.attach(model, optimizer=optimizer, masters=masters)
+    bfloat16_weights(model, optimizer, masters=masters)
     average = copy.deepcopy(model)
 
     @torch.no_grad()
@@ -631,7 +704,7 @@ def test_a_deep_copy_has_float32_weights_where_the_model_had(programs: Any) -> N
     model.register_module("tied", nn.Linear(WIDTH, WIDTH))
     model.tied.weight = model[0].weight
     optimizer = SGD(model.parameters(), lr=0.1)
-    attachment = precast.attach(model, optimizer=optimizer, masters="kahan")
+    handle = bfloat16_weights(model, optimizer, masters="kahan")
     for made in (copy.deepcopy(model), copy.deepcopy(nn.ModuleList([model]))[0]):
         assert [p.dtype for p in made.parameters()] == [
             BF16 if name.startswith("given") else torch.float32
@@ -645,13 +718,13 @@ def test_a_deep_copy_has_float32_weights_where_the_model_had(programs: Any) -> N
     assert b"precast" not in pickle.dumps(model)
     assert pickle.loads(pickle.dumps(model))[0].weight.dtype is BF16
     assert copy.deepcopy(model.state_dict())["0.weight"].dtype is BF16
-    attachment.detach()
+    handle.remove()
     assert copy.deepcopy(model)[0].weight.dtype is BF16
 
 
 def test_an_average_that_stays_in_bfloat16_is_warned_of_and_the_advice_works(programs: Any) -> None:
     model, optimizer = slow_net(BF16)
-    precast.attach(model, optimizer=optimizer, masters="kahan")
+    bfloat16_weights(model, optimizer, masters="kahan")
     frozen = AveragedModel(model, **AVERAGES["by one function for all"])
     with pytest.warns(
         PrecastWarning, match=r"AveragedModel\(copy.deepcopy\(model\).float\(\)"
@@ -662,3 +735,16 @@ def test_an_average_that_stays_in_bfloat16_is_warned_of_and_the_advice_works(pro
     average = AveragedModel(copy.deepcopy(model).float(), **AVERAGES["by one function for all"])
     expected = averaged(model, optimizer, average.update_parameters, 30)
     ended_as(model, average.module[0].weight.detach(), expected)
+
+
+def test_weights_for_which_ddp_has_allocated_buffers_keep_their_dtype(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(net())
+        optimizer = AdamW(model.parameters())
+        with pytest.raises(AttachError, match="then wrap the model"):
+            bfloat16_weights(model, optimizer)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    finally:
+        torch.distributed.destroy_process_group()

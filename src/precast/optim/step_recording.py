@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from precast._torch import is_dtensor
-from precast.weights.partial_steps import PLAIN, counts_of, is_large, set_gradient
-from precast.weights.rounding import OF_ROUNDING
-from precast.weights.step_recorder import NotElementwiseError, Recorded, StepRecorder
+from precast.optim.partial_steps import PLAIN, counts_of, is_large, set_gradient
+from precast.optim.rounding import OF_ROUNDING
+from precast.optim.step_recorder import NotElementwiseError, Recorded, StepRecorder
 
 __all__ = ["Recording", "alike", "has_states"]
 

@@ -3,7 +3,7 @@
 Invariants:
 
 - a program serves all parameters to which the same is done, whatever their size and shape: they are rows of numbers;
-- it reads what is stored in 16 bits, computes as the optimizer does, and writes parameter, states and copies;
+- it reads tensors that are stored in 16 bits, computes as the optimizer does, and writes parameter and states;
 - whatever it is to write, it has written when it returns; where it cannot be compiled, it has written nothing.
 """
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from precast._torch import COPY_IN_DTYPE, CompiledKernel, kernel_of
-from precast.weights import rounding
-from precast.weights.rounding import Rounding
-from precast.weights.step_recorder import Argument, Call, Recorded
+from precast.optim import rounding
+from precast.optim.rounding import Rounding
+from precast.optim.step_recorder import Argument, Call, Recorded
 
 __all__ = ["Program", "ProgramKey", "program", "row"]
 
@@ -40,7 +40,6 @@ class ProgramKey(NamedTuple):
     """Whether the first scalar is what gradients are multiplied by before the step sees them."""
     keeps_gradient: bool
     """Whether what the step writes to the gradient is dropped."""
-    copies: tuple[torch.dtype, ...]
     rounding: Rounding | None
     """Of the parameter, where it is stored in bfloat16."""
 
@@ -65,8 +64,8 @@ class Program:
 
     It is called with its tensors, which lie side by side in memory, whatever their shape is, and with how many numbers
     of each it goes through: those of the recording, one tensor of float32 scalars (k,), a seed for each two tensors
-    (int32) if it takes seeds, what was rounded away of the parameter with "kahan", where the parameter and that are
-    written if they are written elsewhere, and the copies.
+    (int32) if it takes seeds, what was rounded away of the parameter with "kahan", and where the parameter and that are
+    written if they are written elsewhere.
 
     Args:
         compiled: called with the same tensors as rows (n,).
@@ -155,11 +154,7 @@ def program(key: ProgramKey, name: str) -> Callable[[Sequence[Tensor], int], Non
 
 
 def row(tensor: Tensor, part: range) -> Tensor:
-    """Numbers of a tensor as they lie in memory; no view, of which a program would see the base.
-
-    The storage is not asked for: it would count as one that somebody keeps, and a copy that somebody reads is written
-    into new memory.
-    """
+    """Return elements of a tensor in memory order; not as a view, of which a program would see the base."""
     return tensor.data.as_strided_((len(part),), (1,), tensor.storage_offset() + part.start)
 
 
@@ -177,7 +172,6 @@ def _module(key: ProgramKey) -> fx.GraphModule:
     if key.writes_elsewhere:
         rest_out = None if rest is None else graph.placeholder("rest_out")
         written = rest_out, graph.placeholder("out")
-    copies = [graph.placeholder(f"copy_{i}") for i in range(len(key.copies))]
     begun = int(key.is_scaled)
     values: dict[int, fx.Node] = {}
     for number, (tensor, dtype) in enumerate(zip(tensors, recorded.dtypes, strict=True)):
@@ -210,8 +204,6 @@ def _module(key: ProgramKey) -> fx.GraphModule:
                 graph.call_function(_aten.copy_, (written[0], lost))
             value = rounded
         graph.call_function(_aten.copy_, (tensor if number else written[1], value))
-    for copy in copies:
-        graph.call_function(_aten.copy_, (copy, values[recorded.results[0]]))
     graph.output(())
     return fx.GraphModule(nn.Module(), graph)
 

@@ -1,0 +1,309 @@
+"""A compiled optimizer step for weights that are stored in bfloat16.
+
+Invariants:
+
+- the optimizer's own `step` defines the result: it is called for one weight, recorded, and compiled. No list of
+  supported optimizers exists;
+- states and groups stay in the optimizer, so its `state_dict` is the same as without this;
+- a weight is stepped once, by the compiled program or by `LowPrecisionWeights`. The first step of a weight is never
+  compiled, because it creates the states;
+- a step that cannot be recorded or compiled has changed nothing. A warning is issued once for each optimizer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from precast._internal.callers import callers_level
+from precast._torch import dispatch_modes, is_dtensor, step_without_hooks
+from precast.errors import AttachError, PrecastWarning
+from precast.optim import shards
+from precast.optim.clipping import Clipping
+from precast.optim.low_precision_weights import LowPrecisionWeights
+from precast.optim.partial_steps import (
+    closure_of,
+    outside_autocast,
+    parameters_of,
+    set_gradient,
+    without_scaler,
+)
+from precast.optim.rounding import REST, seeds
+from precast.optim.step_program import ProgramKey, program, row
+from precast.optim.step_recorder import NotElementwiseError
+from precast.optim.step_recording import Recording, alike, has_states
+from precast.weights.view_cache import is_dense
+
+__all__ = ["CompiledStep"]
+
+_PART: Final = 1 << 20
+"""Elements that are written to separate memory at a time: 2 MiB, 4 MiB with the rounding errors."""
+_MIN_ELEMENTS: Final = 16384
+"""Smaller weights are not worth a call of a compiled program."""
+
+
+class CompiledStep:
+    """A compiled step of an optimizer for the large weights in `weights`.
+
+    `before_step` has to run before that of `LowPrecisionWeights`, which steps the other weights.
+    """
+
+    def __init__(self, optimizer: Optimizer, weights: LowPrecisionWeights) -> None:
+        self._name = type(optimizer).__name__
+        self._weights = weights
+        self._stepped_once: set[int] = set()
+        """``id`` of weights that the optimizer itself has stepped, so that their states exist."""
+        self._refused: set[int] = set()
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        """Parameters that were stepped, and their gradients, during a step."""
+        self._clipping = Clipping()
+        self._warns = True
+
+    def clip(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Clip all gradients of the optimizer. Those that the compiled step reads are multiplied by that step.
+
+        Returns:
+            The norm before clipping, shape ().
+        """
+        parameters = parameters_of(optimizer)
+        later = {
+            id(p)
+            for p in parameters
+            if self._is_compiled(p) and p.grad is not None and _obstacle(p, p.grad) is None
+        }
+        return self._clipping.clip(parameters, later, max_norm, norm_type, error_if_nonfinite)
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Step all weights that can be compiled, and remove their gradients until `after_step`."""
+        self._gradients = []  # an earlier step may have raised
+        parameters = parameters_of(optimizer)
+        clipped = self._clipping.take(parameters)
+        if closure_of(args, kwargs) is not None:
+            self._warn("a closure computes the gradients during the step")
+            _multiply(parameters, clipped)
+            return
+        if self._has_sparse_gradient(parameters):
+            _multiply(parameters, clipped)
+            return
+        found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        if found_inf is not None and found_inf.item():
+            return  # the optimizer skips this step
+        factors = dict(clipped)
+        if scale is not None:
+            inverse = 1.0 / scale.double().item()
+            for key in self._weights.roundings:
+                factors[key] = factors.get(key, 1.0) * inverse
+        self._weights.forget_if_written(optimizer)
+        groups, step = optimizer.param_groups, step_without_hooks(optimizer)
+        with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
+            for group in groups:
+                alone = {**group}
+                alone |= {name: False for name in ("foreach", "fused") if name in group}
+                chosen = [p for p in group["params"] if self._takes(optimizer, p)]
+
+                def call(parameter: Tensor, alone: dict[str, Any] = alone) -> None:
+                    optimizer.param_groups = [{**alone, "params": [parameter]}]
+                    try:
+                        step()
+                    finally:
+                        optimizer.param_groups = groups
+
+                for similar in alike(optimizer, chosen):
+                    self._step(optimizer, similar, call, factors)
+            stepped = {id(parameter) for parameter, _ in self._gradients}
+            _multiply((p for p in parameters if id(p) not in stepped), clipped)
+
+    def after_step(self) -> None:
+        """Restore the gradients of the weights that were stepped."""
+        gradients, self._gradients = self._gradients, []
+        for parameter, gradient in gradients:
+            set_gradient(parameter, gradient)
+
+    def _has_sparse_gradient(self, parameters: Iterable[Tensor]) -> bool:
+        """Return True if some gradient is sparse: then the optimizer has to see all of them, as it may refuse it.
+
+        Raises:
+            AttachError: a weight in bfloat16 has a sparse gradient.
+        """
+        sparse = [
+            p for p in parameters if p.grad is not None and p.grad.layout is not torch.strided
+        ]
+        for parameter in sparse:
+            if id(parameter) in self._weights.roundings:
+                raise AttachError(
+                    f"{self._name}.step(): a weight in bfloat16 of shape {tuple(parameter.shape)} has a sparse "
+                    "gradient. precast.optim.bfloat16_weights supports dense gradients: remove sparse=True from "
+                    "nn.Embedding, or give that module's weight another optimizer."
+                )
+        if sparse:
+            self._warn("a gradient is sparse")
+        return bool(sparse)
+
+    def _takes(self, optimizer: Optimizer, parameter: Tensor) -> bool:
+        gradient = parameter.grad
+        if gradient is None or not self._is_compiled(parameter):
+            return False
+        if id(parameter) not in self._stepped_once and not has_states(optimizer, parameter):
+            self._stepped_once.add(id(parameter))
+            return False
+        reason = _obstacle(parameter, gradient)
+        if reason is not None:
+            self._refuse(parameter, reason)
+        return reason is None
+
+    def _is_compiled(self, parameter: Tensor) -> bool:
+        """Return True if the weight is large enough and was not refused."""
+        return (
+            id(parameter) in self._weights.roundings
+            and id(parameter) not in self._refused
+            and shards.numbers_here(parameter) >= _MIN_ELEMENTS
+        )
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        parameters: list[Tensor],
+        call: Callable[[Tensor], None],
+        factors: Mapping[int, float],
+    ) -> None:
+        """Step parameters for which the optimizer does the same. A parameter that is refused is unchanged."""
+        recording: Recording | None = None
+        runs: dict[Any, _Run] = {}
+        for parameter in parameters:
+            try:
+                if recording is None or not recording.serves_others:
+                    recording, runs = Recording(optimizer, parameter, call), {}
+                self._run(optimizer, parameter, recording, factors.get(id(parameter)), runs)
+                recording.count_for(parameter)
+            except (
+                Exception
+            ) as error:  # a compiler can raise anything; the eager step raises its own errors
+                if recording is not None and recording.parameter is parameter:
+                    recording.undo()
+                    recording = None
+                self._refuse(parameter, _reason(error))
+            else:
+                assert parameter.grad is not None
+                self._gradients.append((parameter, parameter.grad))
+                parameter.grad = None  # the optimizer's own step then leaves it out
+
+    def _run(
+        self,
+        optimizer: Optimizer,
+        parameter: Tensor,
+        recording: Recording,
+        factor: float | None,
+        runs: dict[Any, _Run],
+    ) -> None:
+        """Step one parameter. `runs` has the programs of earlier parameters of the same recording."""
+        gradient = parameter.grad
+        assert gradient is not None
+        states, rounding = recording.states_of(parameter), self._weights.roundings[id(parameter)]
+        its = optimizer.state.get(parameter, {})
+        rest = its[REST] if rounding == "kahan" else None
+        written: Sequence[Tensor] = states if rest is None else [*states, rest]
+        shard, wholes = 0, [parameter, *written]
+        if is_dtensor(parameter):
+            reason = shards.why_not(parameter, (gradient, *written))
+            if reason is not None:
+                raise NotElementwiseError(reason)
+            shard = shards.shard_number(parameter)
+            parameter, gradient, *states = map(shards.part_of, (parameter, gradient, *states))
+            rest = None if rest is None else shards.part_of(rest)
+            wholes += [parameter, *states]
+        tensors = parameter, gradient, *states
+        # The program writes raw memory. Version counters move before the write, as those of PyTorch's operations do.
+        torch.autograd.graph.increment_version(wholes)
+        key_of_run = tuple([tensor.dtype for tensor in tensors]), factor, rounding
+        run = runs.get(key_of_run)
+        if run is None:
+            scaled, is_low = factor is not None, gradient.dtype is not torch.float32
+            key = ProgramKey(recording.recorded, key_of_run[0], scaled, is_low, rounding)
+            scalars = recording.scalars if factor is None else [factor, *recording.scalars]
+            numbers = torch.tensor(scalars or [0.0], dtype=torch.float32)
+            run = _Run(key, program(key, self._name), numbers)
+        count = parameter.numel()
+        low = (parameter,) if rest is None else (rest, parameter)
+        parts = list(_parts(count, _PART if run.key.writes_elsewhere else count))
+        chances: Sequence[tuple[Tensor, ...]] = [()] * len(parts)
+        if run.key.takes_seeds:
+            chances = [*zip(seeds(its, (len(run.key.stored) + 1) // 2, shard, len(parts)))]
+        if run.key.writes_elsewhere:
+            for part, chance in zip(parts, chances, strict=True):
+                rows = [row(each, part) for each in low]
+                elsewhere = [torch.empty_like(each) for each in rows]
+                inputs = [row(each, part) for each in tensors]
+                run.run((*inputs, run.numbers, *chance, *rows[:-1], *elsewhere), len(part))
+                for each, result in zip(rows, elsewhere, strict=True):
+                    each.copy_(result)
+        else:
+            run.run((*tensors, run.numbers, *chances[0], *low[:-1]), count)
+        if (
+            key_of_run not in runs
+        ):  # compiled now; hashing the key is slow, as its recording is long
+            runs[key_of_run] = run._replace(run=program(run.key, self._name))
+
+    def _refuse(self, parameter: Tensor, reason: str) -> None:
+        self._refused.add(id(parameter))
+        self._warn(reason)
+
+    def _warn(self, reason: str) -> None:
+        if self._warns:
+            self._warns = False
+            text = f"The step of {self._name} is not compiled for all weights in bfloat16, and slower: {reason}."
+            warnings.warn(text, PrecastWarning, stacklevel=callers_level())
+
+
+class _Run(NamedTuple):
+    """A program, and its scalars, for parameters that are alike."""
+
+    key: ProgramKey
+    run: Callable[[Sequence[Tensor], int], None]
+    numbers: Tensor
+    """The scalars, float32 (k,)."""
+
+
+def _obstacle(parameter: Tensor, gradient: Tensor) -> str | None:
+    """Return the reason why a weight cannot be stepped by a compiled program; None if it can."""
+    if not parameter.is_cpu:
+        return f"only the CPU is supported, and a weight is on {parameter.device}"
+    if is_dtensor(parameter) or is_dtensor(gradient):
+        reason = shards.why_not(parameter, (gradient,))
+        if reason is not None:
+            return reason
+        parameter, gradient = shards.part_of(parameter), shards.part_of(gradient)
+    if type(gradient) is not Tensor or gradient.stride() != parameter.stride():
+        return "a gradient has another layout than its weight"
+    if parameter.untyped_storage().nbytes() == 0 or not is_dense(parameter):
+        return "the elements of a weight are not contiguous in memory"
+    if dispatch_modes():
+        return "a dispatch mode is active"
+    return None
+
+
+def _multiply(parameters: Iterable[Tensor], factors: Mapping[int, float]) -> None:
+    """Multiply gradients in place."""
+    for parameter in parameters if factors else ():
+        if parameter.grad is not None and id(parameter) in factors:
+            parameter.grad.detach().mul_(factors[id(parameter)])
+
+
+def _parts(count: int, size: int) -> Iterator[range]:
+    """Yield the index ranges, of `size` elements each, for which a program is called."""
+    for start in range(0, count, size):
+        yield range(start, min(count, start + size))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NotElementwiseError):
+        return str(error)
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

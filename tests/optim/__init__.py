@@ -1,0 +1,1 @@
+"""Weights stored in bfloat16, and the compiled steps of their optimizers."""
