@@ -41,6 +41,7 @@ NAMES = [
     "load",
     "monitor",
     "observe",
+    "optim",
     "trace",
     "tune",
     "uninstall",
@@ -51,6 +52,7 @@ ELSEWHERE = [
     Monitor,
     Rule,
     *(getattr(precast.errors, name) for name in precast.errors.__all__),
+    *(getattr(precast.optim, name) for name in precast.optim.__all__),
 ]
 """What a program meets, and seldom names."""
 
@@ -71,7 +73,7 @@ def test_a_public_name_can_be_imported_and_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [*(getattr(precast, n) for n in NAMES if n not in ("__version__", "errors")), *ELSEWHERE],
+    [*(getattr(precast, n) for n in NAMES if n not in ("__version__", "errors", "optim")), *ELSEWHERE],
     ids=lambda value: value.__name__,
 )
 def test_what_a_public_name_offers_is_documented(value: Any) -> None:

@@ -250,7 +250,7 @@ class CompiledStep:
         if (
             key_of_run not in runs
         ):  # compiled now; hashing the key is slow, as its recording is long
-            runs[key_of_run] = run._replace(run=program(run.key, self._name))
+            runs[key_of_run] = _Run(run.key, program(run.key, self._name), run.numbers)
 
     def _refuse(self, parameter: Tensor, reason: str) -> None:
         self._refused.add(id(parameter))
