@@ -29,7 +29,7 @@ def steps(
     model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
     model[0].data = model[0].data.t().contiguous().t()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    bfloat16_weights(model, optimizer, masters="stochastic", states=BF16)
+    bfloat16_weights(model, optimizer)
     for _ in range(5):  # the first step is the optimizer's own
         for p in model:
             p.grad = torch.randn(p.shape).to(BF16).as_strided(p.shape, p.stride())
