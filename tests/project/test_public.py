@@ -73,7 +73,10 @@ def test_a_public_name_can_be_imported_and_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [*(getattr(precast, n) for n in NAMES if n not in ("__version__", "errors", "optim")), *ELSEWHERE],
+    [
+        *(getattr(precast, n) for n in NAMES if n not in ("__version__", "errors", "optim")),
+        *ELSEWHERE,
+    ],
     ids=lambda value: value.__name__,
 )
 def test_what_a_public_name_offers_is_documented(value: Any) -> None:

@@ -219,7 +219,7 @@ KEEP_MASTERS: Final = Cure(
 LEARN_IN_16_BITS: Final = Cure(
     "report: learn in 16 bits",
     "most updates of a parameter in 16 bits round to nothing, and fewer would with compensated steps",
-    ' Or let it learn in 16 bits: `precast.optim.bfloat16_weights(model, optimizer)`, with which {share} '
+    " Or let it learn in 16 bits: `precast.optim.bfloat16_weights(model, optimizer)`, with which {share} "
     "of the updates in the same steps would have rounded to nothing.",
 )
 

@@ -174,7 +174,7 @@ PATCHES: Final = (
         ("update_parameters",),
         "An average in float32 of weights in bfloat16: PyTorch's functions for lists of tensors refuse two dtypes, and "
         "nothing public says from which values an average is updated.",
-        'precast.optim.bfloat16_weights',
+        "precast.optim.bfloat16_weights",
         f"{WITH_THE_PROCESS}: the weights stay in bfloat16, and averages of them in float32",
         "2.13",
     ),

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- a deep copy of a module has float32 parameters where `bfloat16_weights` has made bfloat16 ones of them, with equal values;
+- a deep copy of a module has float32 parameters that `bfloat16_weights` has converted, with equal values;
   pickles and state dicts have what is stored, and nothing of precast's is in any of the three;
 - `torch.optim.swa_utils.AveragedModel` reads float32 values, with what was rounded away of them, wherever its average
   is float32 and the weight bfloat16: PyTorch's functions for a list of tensors (`lerp`) take one dtype alone;

@@ -45,8 +45,8 @@ from precast.diagnostics.numerics.running_step import RunningStep
 from precast.diagnostics.numerics.samples import Samples, figures
 from precast.diagnostics.numerics.tally import Key
 from precast.errors import MonitorError, OutputError, PrecastWarning
-from precast.policy.module_names import named_parameters, names_in
 from precast.optim.partial_steps import parameters_of
+from precast.policy.module_names import named_parameters, names_in
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
 
